@@ -30,8 +30,9 @@ from benchmarks.starting import (
 from starling.engines.virtual.timing import simulate_timing
 from starling.experiment.profile import profile_of
 from starling.predict.costs import JobFacts, Profile
+from starling.predict.deciding import Arm
 from starling.predict.measure import MEASURE, Figures
-from starling.predict.predict import Arm, Machines
+from starling.predict.predict import Machines
 from starling.recipe.run import StrategyChoice
 
 WORLD, ROUNDS = 4, 2

@@ -92,7 +92,6 @@ def no_speech(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["prepare", "demo"], "starling prepare"),
         (["check", "demo"], "starling check"),
-        (["bench-data", "demo"], "starling bench-data"),
         (["train", "demo"], "starling train"),
         (["simulate", "demo"], "starling simulate"),
         (["evaluate", "exp/demo"], "starling evaluate"),

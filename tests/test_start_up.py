@@ -15,7 +15,7 @@ LEARNER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 """What torchrun tells a process, of which `import starling` makes a quick start."""
 
 NOT_NEEDED = {
-    *("lhotse", "matplotlib", "plotly", "tensorboard", "ray", "pandas", "scipy", "simpy", "soundfile", "rich"),
+    *("lhotse", "plotly", "tensorboard", "ray", "pandas", "scipy", "simpy", "soundfile", "rich"),
     *("torch._dynamo", "torch._inductor", "sympy", "starling.speech", "starling.experiment", "starling.reporting"),
 }
 
@@ -201,7 +201,7 @@ def test_transcribing_loads_what_it_needs(kept: Path) -> None:
     found = outcome(RUN_COMMAND, "transcribe", str(kept / "exp" / "kept"), str(kept / "corpus" / "8.flac"))
     assert found["said"].endswith("8.flac\tBA\n")
     assert "soundfile" in found["loaded"]
-    needless = {"lhotse", "kaldialign", "rensa", "fsspec", "matplotlib", "scipy", "tensorboard", "torch._dynamo"}
+    needless = {"lhotse", "kaldialign", "rensa", "fsspec", "scipy", "tensorboard", "torch._dynamo"}
     assert not (needless | {"sentencepiece", "starling.speech.recipe"}) & set(found["loaded"])
 
 

@@ -183,7 +183,7 @@ def report(
 ) -> None:
     """Write one HTML page about experiments: curves, timelines, scores with intervals, utterances with audio, events.
 
-    It needs no network to be read. Several experiments are drawn over each other.
+    It needs no network to be read. Several experiments are drawn over each other. Of a comparison, it shows the losses.
     """
     require("report", "starling report")
     from starling.experiment.report import write_report

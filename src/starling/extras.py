@@ -7,10 +7,10 @@ from starling.errors import MissingExtraError
 
 SPEECH = (
     *("lhotse", "urllib3", "soundfile", "kaldialign", "sentencepiece"),
-    *("rensa", "fsspec", "matplotlib", "scipy", "tensorboard"),
+    *("rensa", "fsspec", "scipy", "tensorboard"),
 )
 EXTRAS = {
-    "compare": ("matplotlib", "scipy"),
+    "compare": ("scipy",),
     "speech": SPEECH,
     "demo": (*SPEECH, "espeakng_loader"),
     "cloud": (*SPEECH, "s3fs"),

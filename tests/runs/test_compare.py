@@ -19,10 +19,9 @@ from rich.console import Console
 
 from starling.comparing.api import compare_recipe, load_comparison
 from starling.comparing.cell import run_cell
+from starling.comparing.compare import compute
 from starling.comparing.grid import Cell
-from starling.comparing.memory import Memory
 from starling.comparing.results import CellResult, ResultFolder
-from starling.comparing.workers import compute
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder
 from starling.speech.comparison import check_comparison
@@ -68,7 +67,7 @@ def test_a_comparison_ends_in_a_table_and_curves_and_continues_where_it_was(comp
     assert "2 cells, 0 of them done" in said
     assert [line.split("|")[1].strip() for line in told[2:]] == ["delay", "server"]
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    assert {"table.md", "results.json", "curves.svg", "compare.yaml", "env.txt"} == set(files)
+    assert {"table.md", "results.json", "compare.yaml", "env.txt"} == set(files)
     again = load_comparison(folder / "compare.yaml")
     assert again.digest(again_cell := results(folder)["delay"].cell) == results(folder)["delay"].digest, again_cell
     first = results(folder)
@@ -180,7 +179,7 @@ def test_an_error_in_a_cell_names_it_and_what_is_kept(compared: Tree, monkeypatc
     def fail(*arguments: object) -> None:
         raise DataError("the disk is full")
 
-    monkeypatch.setattr("starling.comparing.workers.run_cell", fail)
+    monkeypatch.setattr("starling.comparing.compare.run_cell", fail)
     with pytest.raises(DataError, match="the disk is full") as caught:
         run(compared)
     assert caught.value.__notes__[0] == "in cell delay_1_lr0.01_seed1"
@@ -227,9 +226,9 @@ def test_a_folder_that_cannot_be_written_is_named(compared: Tree, tmp_path: Path
 def test_a_cell_depends_on_nothing_that_was_computed_before_it(compared: Tree, tmp_path: Path) -> None:
     """Random generators and mini-batches in memory included."""
     run(compared)
-    subject, memory = check_comparison(compared, "c.yaml"), Memory()
+    subject = check_comparison(compared, "c.yaml")
     found = [
-        run_cell(subject, result.cell, result.digest, tmp_path, memory)
+        run_cell(subject, result.cell, result.digest, tmp_path)
         for result in reversed(results(tmp_path / "exp" / "songs").values())
     ]
     kept = {"cpu_seconds"}

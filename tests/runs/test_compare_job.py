@@ -13,7 +13,6 @@ from rich.console import Console
 from torch import nn
 
 import starling
-from starling.comparing.energy import metering
 from starling.comparing.table import Comparison
 from starling.errors import ConfigError, Stopped
 from tests.warm_start import WarmProgram
@@ -219,19 +218,3 @@ def test_several_processes_find_for_any_job_what_one_finds(tmp_path: Path) -> No
         for jobs in (1, 2)
     ]
     assert both[0].rows() == both[1].rows()
-
-
-def test_energy_is_read_from_the_counters_of_the_processors(tmp_path: Path) -> None:
-    """Of all packages, also past the end of a counter; absent where there is none."""
-    for number, microjoules in enumerate((1_000_000, 9_500_000)):
-        counter = tmp_path / f"intel-rapl:{number}"
-        counter.mkdir()
-        (counter / "max_energy_range_uj").write_text("10000000\n")
-        (counter / "energy_uj").write_text(f"{microjoules}\n")
-    with metering(tmp_path) as joules:
-        assert joules() == 0.0
-        (tmp_path / "intel-rapl:0" / "energy_uj").write_text("3000000\n")
-        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("500000\n")
-        assert joules() == pytest.approx(2.0 + 1.0)
-    with metering(tmp_path / "absent") as joules:
-        assert joules() is None

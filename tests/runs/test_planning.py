@@ -19,11 +19,11 @@ from starling.errors import ConfigError
 from starling.experiment.profile import profile
 from starling.predict import published
 from starling.predict.costs import Costs, JobFacts, Profile, Validation, dump, find_preset, read_profile
-from starling.predict.deciding import TIE, WORTH, ranked
+from starling.predict.deciding import TIE, WORTH, Arm, ranked
 from starling.predict.facts import facts_of
 from starling.predict.fits import fit_compute, fit_link, gradient_times
 from starling.predict.plan import plan, read_cluster
-from starling.predict.predict import Arm, Machines, bisect, simulate
+from starling.predict.predict import Machines, bisect, simulate
 from starling.strategies import NoOptions
 from starling.training.stragglers import Stragglers
 
@@ -62,7 +62,7 @@ def test_allreduce_takes_a_gradient_and_a_ring_for_each_step() -> None:
     found = simulate(arm("allreduce"), 4, machines())
     step = GRADIENT + ring_seconds(4)
     assert found.seconds_per_gradient == pytest.approx(step / 4, rel=1e-6)
-    assert found.computing == pytest.approx(GRADIENT / step, rel=0.02)
+    assert 1.0 - found.waiting == pytest.approx(GRADIENT / step, rel=0.02)
     assert found.bytes_sent == pytest.approx(2 * 3 / 4 * 4 * MEGABYTE)
 
 

@@ -26,6 +26,7 @@ from starling.speech.commands.scored import chosen, encoded, read_texts
 from starling.speech.recipe import check_recipe
 from starling.speech.scoring.score import align, score
 from starling.speech.task import SPEECH
+from tests.runs.compare_results import made_up
 from tests.runs.conftest import Tree, data_of
 
 
@@ -294,3 +295,18 @@ def test_no_environment_but_that_of_env_txt_is_shown(
     page = report(simulated(tree), tmp_path / "page.html").path.read_text(encoding="utf-8")
     assert "canary-7f3a91c2e5" not in page
     assert "platform " in page
+
+
+def test_a_comparison_is_drawn_as_the_mean_and_the_range_of_its_seeds(tmp_path: Path) -> None:
+    """Each row at its best rate, against time, mini-batches and samples; beside an experiment, under its own name."""
+    table = made_up({("", "one", 1): [10.0, 11.0], ("", "adpsgd", 4): [20.0, None]}, tmp_path)
+    (tmp_path / "results.json").write_text(json.dumps(table.content()))
+    (tmp_path / "compare.yaml").write_text("compare: {}")
+    found = report(tmp_path, tmp_path / "page.html")
+    one, four = found.experiments
+    assert (one.label, four.label) == (f"{tmp_path.name}: one, 1", f"{tmp_path.name}: adpsgd, 4")
+    assert (four.learners, four.is_virtual, four.outcome) == (4, True, "inconclusive")
+    assert [(point.seconds, point.step, point.examples) for point in one.curve] == [(1.0, 25, 25), (3.0, 75, 75)]
+    assert one.curve[1].loss == pytest.approx(1.15) and (one.curve[1].low, one.curve[1].high) == (1.1, 1.2)
+    page = found.path.read_text(encoding="utf-8")
+    assert set(re.findall(r'class="plot" id="([\w-]+)"', page)) == {"time", "samples"}

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from starling.comparing.memory import Memory
 from starling.errors import ConfigError, DataError
 from starling.experiment.claim import claim_folder
-from starling.speech.comparison import Remembered
+from starling.speech.comparison import Memory, Remembered
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.training.set_up import load_workload, set_up
 from starling.speech.training.workload import SpeechWorkload

@@ -10,7 +10,7 @@ from rich.console import Console
 from starling.comparing.compare import run_comparison
 from starling.comparing.grid import CompareConfig, Rate, chosen_arms, parse_section
 from starling.comparing.results import Metric
-from starling.comparing.subject import Comparable, JobSubject, RecipeSubject, Scorer, compared_by, refused
+from starling.comparing.subject import Comparable, JobSubject, RecipeSubject, Scorer, compared_by
 from starling.comparing.table import Comparison
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
@@ -18,6 +18,7 @@ from starling.experiment.packing import is_importing_script
 from starling.experiment.task import task_of
 from starling.extras import require
 from starling.recipe.file import Tree, apply_overrides, read_recipe
+from starling.recipe.problems import refused
 from starling.reporting.progress import Say
 from starling.training.job import Job
 

@@ -18,15 +18,13 @@ from torch import nn
 
 from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.state import LearnerState
-from starling.comparing.energy import metering
 from starling.comparing.grid import Cell
-from starling.comparing.memory import Memory
 from starling.comparing.results import CellResult, Point
 from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
 from starling.experiment.any_job import Simulated, train
-from starling.training.job import EpochReport, Job, Silence, Spent, StepReport
+from starling.training.job import EpochReport, Job, Silence, Spent, StepReport, mean_staleness
 from starling.workload import Ticket, Workload
 
 CURVE_POINTS = 50
@@ -86,14 +84,14 @@ class Watcher(Silence):
         }
 
 
-def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path, memory: Memory) -> CellResult:
+def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResult:
     """Train and score a cell. Numbers that stop being finite are a result: the cell is `diverged`.
 
     A run of real learners is in the folder `runs`, which keeps its log and no checkpoint.
     """
     begin = _cpu_seconds()
     is_virtual = subject.section.engine == "virtual"
-    job = replace(subject.job(cell, memory), most_not_finite=1)
+    job = replace(subject.job(cell), most_not_finite=1)
     model, measured = _simulated(subject, job, cell) if is_virtual else _trained(subject, job, cell, runs)
     if model is not None and not all(bool(torch.isfinite(each).all()) for each in model.state_dict().values()):
         model = None
@@ -117,22 +115,20 @@ def _simulated(subject: Subject, job: Job, cell: Cell) -> tuple[nn.Module | None
 
 def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Module | None, dict[str, Any]]:
     folder, trained = runs / cell.name, None
-    with metering() as joules:
-        with suppress(NonFiniteError):
-            trained = train(
-                job,
-                cell.learners,
-                name=cell.name,
-                exp=runs,
-                overwrite=True,
-                on_loss="stop",
-                checkpoints={"minutes": None},
-                engine=subject.engine(cell),
-                console=Console(file=io.StringIO()),
-            )
-        spent = {"joules": joules()}
+    with suppress(NonFiniteError):
+        trained = train(
+            job,
+            cell.learners,
+            name=cell.name,
+            exp=runs,
+            overwrite=True,
+            on_loss="stop",
+            checkpoints={"minutes": None},
+            engine=subject.engine(cell),
+            console=Console(file=io.StringIO()),
+        )
     events = [json.loads(line) for line in (folder / "log" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    measured = _measured(events, examples_per_batch(job.workload)) | spent
+    measured = _measured(events, examples_per_batch(job.workload))
     if trained is None:
         return None, measured
     model, seconds = trained.model(), 60.0 * read_manifest(trained.checkpoint).minutes
@@ -183,12 +179,6 @@ def examples_per_batch(workload: Workload[Any]) -> float:
         return _mean([workload.planned_size(ticket, "utterances") for ticket in tickets])
     except ConfigError:
         return float(sum(each.num_examples for each in workload.load(tickets[0])))
-
-
-def mean_staleness(staleness: Counter[int]) -> float:
-    """Over all gradients counted; 0 without any."""
-    total = staleness.total()
-    return sum(value * count for value, count in staleness.items()) / total if total else 0.0
 
 
 def _mean(values: list[float]) -> float:

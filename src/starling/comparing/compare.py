@@ -4,21 +4,24 @@ import json
 import signal
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from traceback import format_exception
 from types import FrameType
 
 from rich.console import Console
 
+from starling.comparing.cell import run_cell
 from starling.comparing.grid import Cell, Row, beyond
-from starling.comparing.picture import draw_curves
 from starling.comparing.results import CellResult, Metric, ResultFolder
 from starling.comparing.subject import Subject
 from starling.comparing.table import Best, Comparison, choose
-from starling.comparing.workers import compute
-from starling.errors import StarlingError, Stopped
+from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.claim import describe_environment, unwritable
 from starling.reporting.progress import Bars, Say, say_on
+from starling.worker_processes import be_a_worker, exit_code_of, worker_processes
 
 _LONGEST_GRID = 12
 """Rates of a row at which its grid stops growing."""
@@ -28,9 +31,8 @@ def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, 
     """Compute the cells that are missing, choose each row's rate, and write the answer.
 
     `folder` holds compare.yaml (the `description`), env.txt, ready/ (models before training), cells/ (one JSON file for
-    each), runs/ (logs of real learners), and table.md, results.json and curves*.svg. The table goes to `tell`,
-    everything else to `console`. What was stopped continues where it was; a cell of which anything has changed is
-    computed again.
+    each), runs/ (logs of real learners), table.md and results.json. The table goes to `tell`, everything else to
+    `console`. What was stopped continues where it was; a cell of which anything has changed is computed again.
     """
     say, section = say_on(console), subject.section
     try:
@@ -59,7 +61,7 @@ def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, 
     _write(comparison)
     for line in [*comparison.markdown(), *comparison.warnings()]:
         tell(line)
-    say(f"table.md, results.json and curves are in {folder}")
+    say(f"table.md and results.json are in {folder}; `starling report {folder}` draws the losses")
     return comparison
 
 
@@ -168,12 +170,83 @@ def _terminable() -> Generator[None, None, None]:
 
 
 def _write(comparison: Comparison) -> None:
-    """Write table.md, results.json and curves*.svg. Raises ConfigError for a folder that cannot be written."""
+    """Write table.md and results.json. Raises ConfigError for a folder that cannot be written."""
     folder = comparison.folder
     try:
-        pictures = draw_curves(comparison)
-        (folder / "table.md").write_text("\n".join(comparison.page(pictures)) + "\n", encoding="utf-8")
+        (folder / "table.md").write_text("\n".join(comparison.page()) + "\n", encoding="utf-8")
         text = json.dumps(comparison.content(), indent=1, allow_nan=False)
         (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise unwritable(folder, error) from error
+
+
+def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) -> Generator[CellResult, None, None]:
+    """The results of all cells, given with their digests, as they come, from `jobs` processes; with one job from this
+    process. Real learners log in the folder `runs`.
+
+    An error in a cell is raised with a note that names the cell.
+    """
+    if jobs == 1 or len(cells) == 1:
+        for cell, digest in cells.items():
+            yield _checked(_answer(subject, cell, digest, runs), cell)
+        return
+    count = min(jobs, len(cells))
+
+    def problem(error: Exception) -> ConfigError:
+        return ConfigError(
+            f"jobs: what is compared cannot be sent to {count} processes ({error}); define its functions at the top "
+            "level of a module or of the script, or leave out jobs"
+        )
+
+    with worker_processes(_serve, (subject, runs), count, "starling-compare", problem) as workers:
+        waiting = iter(cells.items())
+        busy: dict[Connection, Cell] = {}
+        idle = list(workers)
+        while True:
+            for line, (cell, digest) in zip(idle, waiting, strict=False):
+                with suppress(OSError):  # the process has died, which `_receive` reports
+                    line.send((cell, digest))
+                busy[line] = cell
+            if not busy:
+                return
+            idle = [line for line in wait(list(busy)) if isinstance(line, Connection)][:1]
+            for line in idle:
+                cell = busy.pop(line)
+                yield _checked(_receive(line, workers[line], cell), cell)
+
+
+def _receive(line: Connection, process: BaseProcess, cell: Cell) -> CellResult | Exception:
+    try:
+        answer: CellResult | Exception = line.recv()
+    except (EOFError, OSError):
+        return StarlingError(
+            f"cell {cell.name}: the process that computed it ended with exit code {exit_code_of(process)} (killed, or "
+            "out of memory?); run the same command again with fewer jobs, finished cells are kept"
+        )
+    return answer
+
+
+def _checked(answer: CellResult | Exception, cell: Cell) -> CellResult:
+    if isinstance(answer, Exception):
+        answer.add_note(f"in cell {cell.name}")
+        raise answer
+    return answer
+
+
+def _serve(line: Connection, subject: Subject, runs: Path) -> None:
+    """Compute cells until the other end of the connection is closed."""
+    be_a_worker()
+    with suppress(EOFError, OSError):
+        while True:
+            cell, digest = line.recv()
+            answer = _answer(subject, cell, digest, runs)
+            if isinstance(answer, Exception) and not isinstance(answer, StarlingError):  # which may not be picklable
+                answer = StarlingError("".join(format_exception(answer)))
+            line.send(answer)
+
+
+def _answer(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResult | Exception:
+    try:
+        return run_cell(subject, cell, digest, runs)
+    except Exception as error:
+        return error

@@ -51,7 +51,9 @@ class Point(NamedTuple):
 
 
 class CellResult(Config):
-    """The outcome of one cell."""
+    """The outcome of one cell. Fields that earlier versions wrote, and that are gone, are ignored."""
+
+    model_config = Config.model_config | {"extra": "ignore"}
 
     cell: Cell
     digest: str
@@ -85,8 +87,6 @@ class CellResult(Config):
     """Shares of the time of the learners that compute, in per cent."""
     waiting_for_data: float
     waiting_for_peers: float
-    joules: float | None = None
-    """That the processors of this machine took while real learners trained; None where it cannot be read."""
     cpu_seconds: Seconds
     """Of training and scoring, on the machine that computed the cell."""
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from starling.comparing.grid import Cell, CompareConfig, Row
-from starling.comparing.memory import Memory
 from starling.comparing.results import Metric
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.recipe.file import Tree
+from starling.recipe.problems import refused
 from starling.recipe.run import RecipeConfig, strategy_problems
 from starling.reporting.progress import Bars, Say
 from starling.training.data import DataWorkload
@@ -54,8 +54,8 @@ class Subject(Protocol):
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
         """Make ready what cells share."""
 
-    def job(self, cell: Cell, memory: Memory) -> Job:
-        """The job of a cell, which may take its mini-batches from a memory."""
+    def job(self, cell: Cell) -> Job:
+        """The job of a cell."""
 
     def cluster(self, cell: Cell) -> Cluster:
         """The cluster that is simulated."""
@@ -91,12 +91,6 @@ class Comparable(Protocol):
 def compared_by(section: CompareConfig, score: Metric) -> Metric:
     """What a comparison is by, where models are scored by `score`."""
     return Metric(name="training loss", of_loss=True, beside=score.name) if section.by == "loss" else score
-
-
-def refused(problems: Sequence[str], where: str) -> ConfigError:
-    """The error that lists problems."""
-    count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
-    return ConfigError(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ class JobSubject:
         """Of settings, and of what a job does first: weights, loss and scores of the model before training."""
         if cell.seed not in self._probes:
             self._probes[cell.seed] = self._probe(cell.seed)
-        job = self.job(cell, Memory())
+        job = self.job(cell)
         settings = [repr(getattr(job, name)) for name in [*_ARM_KEYS, "options", "seed"]]
         where = [self.section.engine, cell.learners, cell.rate, self.on.model_dump(mode="json"), self.key]
         return digest([self._probes[cell.seed], job.strategy.name, settings, where])
@@ -214,7 +208,7 @@ class JobSubject:
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None: ...
 
-    def job(self, cell: Cell, memory: Memory) -> Job:
+    def job(self, cell: Cell) -> Job:
         job, arm = self._job(cell.seed), self.section.all_arms[cell.arm]
         keys = {**self.section.settings.get(cell.setting, {}), **arm.keys}
         if arm.strategy is not None:

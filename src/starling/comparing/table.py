@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,27 +94,23 @@ def paired(before: dict[int, float], after: dict[int, float]) -> tuple[Estimate 
     return Estimate(_mean(differences), float(interval.high - interval.low) / 2.0), float(test.pvalue)
 
 
+@dataclass
 class Comparison:
     """What `starling compare` and `starling.compare` find; `rows` has a row for each arm and number of learners.
 
     Args:
-        folder: Where table.md, results.json and the curves are.
+        folder: Where table.md and results.json are.
         section: What was compared.
         metric: What arms are compared by.
         best: The rate of each row.
         results: Every cell, at every rate.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        section: CompareConfig,
-        metric: Metric,
-        best: dict[Row, Best],
-        results: Sequence[CellResult],
-    ) -> None:
-        self.folder, self.section, self.metric, self.best, self.results = folder, section, metric, best, results
-        self._rows: list[dict[str, Any]] | None = None
+    folder: Path
+    section: CompareConfig
+    metric: Metric
+    best: dict[Row, Best]
+    results: Sequence[CellResult]
 
     def at_best(self, row: Row) -> list[CellResult]:
         """A row's results at its best rate, one for each seed."""
@@ -122,12 +119,15 @@ class Comparison:
 
     def rows(self) -> list[dict[str, Value]]:
         """One flat record for each row, which pandas reads: see docs/comparing.md for the columns."""
-        if self._rows is None:
-            self._rows = [self._row(row) for row in self.section.rows]
-            self._correct(self._rows)
-            for row in self._rows:
-                row["verdict"] = row["verdict"] or self._verdict(row)
         return self._rows
+
+    @cached_property
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = [self._row(row) for row in self.section.rows]
+        self._correct(rows)
+        for row in rows:
+            row["verdict"] = row["verdict"] or self._verdict(row)
+        return rows
 
     def to_pandas(self) -> "pandas.DataFrame":
         """`rows` as a pandas.DataFrame. Raises MissingExtraError where pandas is not installed."""
@@ -203,14 +203,12 @@ class Comparison:
         reached, ours, theirs = self._reached(own), self._slowness(own), self._slowness(base)
         speedup = theirs / ours if ours and theirs else None
         learners = base[0].cell.learners / own[0].cell.learners
-        joules = [each.joules for each in own if each.joules is not None]
         return {
             "target_seconds": _mean([point.seconds for point in reached]) if reached else None,
             "target_samples": _mean([point.samples for point in reached]) if reached else None,
             "speedup": speedup,
             "efficiency": None if speedup is None else 100.0 * speedup * learners,
             **{name: _mean_of([getattr(each, name) for each in own]) for name in _COSTS},
-            "joules": _mean(joules) if len(joules) == len(own) else None,
         }
 
     def _reached(self, results: list[CellResult]) -> list[Point]:
@@ -279,11 +277,11 @@ class Comparison:
             lines.append([str(row["setting"]), *shown] if has_settings else shown)
         return _table(["setting", *titles] if has_settings else titles, lines)
 
-    def page(self, pictures: Sequence[Path]) -> list[str]:
+    def page(self) -> list[str]:
         """table.md."""
         arms = [f"- `{label}`: {arm.summary}" for label, arm in self.section.all_arms.items() if arm.summary]
         pages = [f"# {self.metric.name}: {self.folder.name}", "", *_LEGEND, "", *arms, "", *self.markdown(), ""]
-        pages += [*self.warnings(), "", *(f"![Training loss]({path.name})" for path in pictures)]
+        pages += self.warnings()
         keys = [key for key in self.rows()[0] if key not in _IN_SHORT and any(row[key] for row in self.rows())]
         lines = [[_short(row[key]) for key in ["arm", "learners", *keys]] for row in self.rows()]
         return [*pages, "", "## Everything measured", "", *_table(["arm", "learners", *keys], lines), "", *self._grid()]

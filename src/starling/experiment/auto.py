@@ -33,7 +33,7 @@ from starling.launch.launcher import launch
 from starling.predict.at_hand import Allowance, AtHand, measure_apart, measure_together
 from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
 from starling.predict.costs import Costs
-from starling.predict.deciding import in_words
+from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
 from starling.recipe.auto import AutoOptions
 from starling.recipe.file import parse_yaml
@@ -81,7 +81,7 @@ def kept(run: RunT, say: Say) -> RunT:
             f"strategy auto: a resumed run keeps its strategy, {choice.name}, which does not fit {run.learners} "
             f"learners ({error}); resume with as many as before, or name a strategy"
         ) from None
-    say(f"strategy auto: the run resumes with {in_words(choice.model_dump())}, as before")
+    say(f"strategy auto: the run resumes with {Arm.of(choice)}, as before")
     return run.model_copy(update={"strategy": choice})
 
 
@@ -128,15 +128,12 @@ def choose_simulated(run: RunT, job: Job, cluster: Cluster, folder: ExperimentFo
         per_node=cluster.nodes.size,
         stragglers=run.stragglers.model_copy(update={"pauses": ()}),
         costs=costs,
-        exchanges={},
         given=given,
         because=(
             f"a gradient takes {1000 * cluster.compute.seconds:.3g} ms"
             + (f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else "")
             + f", and a link carries {cluster.link.bandwidth * 8 / 1e9:.3g} Gbit/s, on the simulated cluster"
         ),
-        measured={},
-        is_certain=True,
     )
     return _settled(run, choose(around, options_of(run), job.weighting), folder, begin, say)
 

@@ -1,12 +1,13 @@
 """`starling profile` and `starling plan`: from a recipe and options to what they print and write."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
@@ -14,10 +15,10 @@ from starling.experiment.profile import profile
 from starling.experiment.task import RecipeT, Task
 from starling.files import replace_file
 from starling.predict.costs import Profile, dump
+from starling.predict.deciding import TIE
 from starling.predict.facts import facts_of
 from starling.predict.memory import memory_of
-from starling.predict.plan import NOT_PLANNED, plan
-from starling.predict.show import lines, table
+from starling.predict.plan import NOT_PLANNED, Plan, Row, plan
 from starling.recipe.run import RecipeConfig
 from starling.reporting.progress import Say, say_on
 from starling.strategies import STRATEGIES
@@ -82,9 +83,9 @@ def plan_recipe(
 ) -> None:
     """Print the plan of a recipe's job, and write its table to `output`."""
     numbers = [recipe.learners] if learners is None else _numbers(learners)
-    needs_job = preset is not None or recipe.island.size > 1
-    wanted = _job_of(task, recipe, say_on(console)) if needs_job else nullcontext()  # else a profile has what is needed
-    with wanted as job, console.status("simulating") as status:
+    needs_job = preset is not None or recipe.island.size > 1  # otherwise a profile has what a plan needs
+    own = _job_of(task, recipe, say_on(console)) if needs_job else nullcontext()
+    with own as job, console.status("simulating") as status:
         found = plan(
             job,
             profile=profile_file,
@@ -97,8 +98,8 @@ def plan_recipe(
             stragglers=recipe.stragglers,
             say=lambda what: status.update(f"simulating {what}"),
         )
-    Console().print(table(found))
-    for line in lines(found, explain):
+    Console().print(_table(found))
+    for line in _lines(found, explain):
         tell(line)
     if output is not None:
         found.write_csv(output)
@@ -130,3 +131,54 @@ def _job_of(task: Task[RecipeT], recipe: RecipeT, say: Say) -> Iterator[Job]:
         folder = ExperimentFolder(Path(name))
         task.set_up(recipe, folder, say)
         yield task.make_job(recipe, folder)
+
+
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "strategy": str,
+    "learners": lambda row: str(row.learners),
+    "h/epoch": lambda row: f"{row.hours_per_epoch:.3g}",
+    "h/run": lambda row: f"{row.hours:.3g}",
+    "interval": lambda row: f"{row.hours_low:.3g} to {row.hours_high:.3g}",
+    "compute": lambda row: f"{row.computing:.0%}",
+    "wait": lambda row: f"{row.waiting:.0%}",
+    "exchange": lambda row: f"{row.exchanging:.0%}",
+    "MB/s": lambda row: f"{row.megabytes_per_second:.3g}",
+    "stale": lambda row: f"{row.staleness_mean:.2g} (≤ {row.staleness_95})",
+    "memory": lambda row: "" if row.memory_gigabytes is None else f"{row.memory_gigabytes:.2g} GB",
+    "cost": lambda row: "" if row.cost is None else f"{row.cost:,.2f}",
+}
+
+
+def _table(plan: Plan) -> Table:
+    """The rows of a plan; the recommended one is bold."""
+    made = Table(*_COLUMNS, title="Predicted")
+    for row in plan.rows:
+        made.add_row(*(cell(row) for cell in _COLUMNS.values()), style="bold" if row == plan.recommended else None)
+    return made
+
+
+def _lines(plan: Plan, explains: bool) -> Iterator[str]:
+    """What stands below the table; with `explains`, also what the columns mean and what was assumed."""
+    yield f"recommended: {plan.recommended}"
+    yield from (f"  {line}" for line in plan.reason)
+    if plan.crossings:
+        yield f"crossing points (another strategy makes more progress, by more than {TIE:.0%}):"
+        yield from (f"  {crossing}" for crossing in plan.crossings)
+    else:
+        yield "crossing points: none within 1,000 times the bandwidth and 100 times the slowness, or none asked for"
+    if not explains:
+        yield from (f"note: {note}" for note in plan.notes if "left out" in note or "rank of" in note)
+        return
+    yield "what this rests on:"
+    yield from (f"  {note}" for note in plan.notes)
+    yield from (f"  {line}" for line in _EXPLANATIONS)
+
+
+_EXPLANATIONS = (
+    "hours: the steady speed of the strategy's own text on the simulated clock, the median of 3 seeds",
+    "interval: these seeds, the 95 % interval of the gradient time, and the error of the last validation",
+    "wait: what is left of the waiting where every message arrives at once; exchange: what a faster link would end",
+    "MB/s: what a learner sends in a second of the run; stale: mean staleness, and the 95 % quantile",
+    "recommended: the most progress, which is speed times what a mini-batch is worth, or, within 5 % of that, the "
+    "strategy whose mini-batches are worth most",
+)

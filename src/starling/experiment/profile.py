@@ -28,11 +28,11 @@ from starling.predict.costs import (
     Profile,
     Validation,
 )
+from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
 from starling.predict.fits import fit_link, gradient_times
 from starling.predict.measure import MEASURE, TIME, WARM_UP, Figures
-from starling.predict.predict import Arm, Machines
-from starling.recipe.run import StrategyChoice
+from starling.predict.predict import Machines
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 from starling.training.stragglers import Stragglers
@@ -153,12 +153,12 @@ def _run(
 
 def _error(found: Profile, job: Job, name: str, gradients: int, engine: Mapping[str, Any] | None) -> float:
     """|predicted / measured - 1| of the time that two learners take under a strategy."""
-    choice, steps = StrategyChoice(name=name), 2 * gradients
+    arm, steps = Arm.of({"name": name}), 2 * gradients
     figures = _run(job, 2, {"name": TIME, "strategy": {"name": name}}, steps, engine)
     measured = max(each.seconds for each in figures)
-    cluster = Machines(found.costs).cluster(Arm(choice.strategy, choice.options), 2)
+    cluster = Machines(found.costs).cluster(arm, 2)
     num_bytes = found.job.model_bytes // 4 * 4
-    predicted = simulate_timing(choice.strategy, choice.options, 2, cluster, num_bytes, steps).seconds
+    predicted = simulate_timing(arm.strategy, arm.options, 2, cluster, num_bytes, steps).seconds
     return abs(predicted / measured - 1.0)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from starling.errors import ConfigError, DataError, StarlingError
@@ -45,10 +46,11 @@ class Report:
 def report(experiments: Path | str | Sequence[Path | str], output: Path | str | None = None) -> Report:
     """Write one self-contained HTML page that shows one or several experiments, real or simulated.
 
-    What an experiment did not record is left out, and the page says so.
+    What an experiment did not record is left out, and the page says so. Of a comparison, the page shows the training
+    losses: for each row of its table, the mean over seeds.
 
     Args:
-        experiments: Folders that `starling train`, `starling simulate` or `starling.train` wrote.
+        experiments: Folders that `starling train`, `starling simulate`, `starling compare` or `starling.train` wrote.
         output: The page; None: `report.html` in the experiment's folder, or in the current one for several.
 
     Raises:
@@ -66,8 +68,10 @@ def report(experiments: Path | str | Sequence[Path | str], output: Path | str | 
     if not paths:
         raise ConfigError("starling report: name an experiment, such as exp/demo")
     page = Path(output) if output is not None else (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
-    folders = [existing(path) for path in paths]
-    found = tuple(collect(folder, label) for folder, label in zip(folders, _labels(paths), strict=True))
+    found: tuple[Evidence, ...] = ()
+    for path, label in zip(paths, _labels(paths), strict=True):
+        comparison = _read_comparison(path)
+        found += _rows_of(path, label, comparison) if comparison else (collect(existing(path), label),)
     text = render(found, time.strftime("%Y-%m-%d %H:%M"))
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +145,55 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
         happenings=tuple(_happenings(events, is_virtual)),
         missing=missing,
     )
+
+
+def _read_comparison(path: Path) -> Mapping[str, Any] | None:
+    """What `starling compare` found; None for the folder of anything else."""
+    try:
+        content = json.loads((path / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and {"compare", "rows", "cells"} <= content.keys() else None
+
+
+def _rows_of(path: Path, label: str, comparison: Mapping[str, Any]) -> tuple[Evidence, ...]:
+    """Each row of a comparison as if it were an experiment: its training loss at its best rate."""
+    found = []
+    for row in comparison["rows"]:
+        cells = [
+            each
+            for each in comparison["cells"]
+            if all(each["cell"][key] == row[key] for key in ("setting", "arm", "learners", "rate"))
+        ]
+        name = f"{row['setting']}: {row['arm']}" if row["setting"] else row["arm"]
+        found.append(
+            Evidence(
+                label=f"{label}: {name}, {row['learners']}",
+                path=str(path),
+                strategy=row["strategy"] or row["arm"],
+                learners=row["learners"],
+                is_virtual=comparison["compare"]["engine"] == "virtual",
+                outcome=str(row["verdict"]),
+                settings=_text(path / "compare.yaml"),
+                environment=_text(path / "env.txt"),
+                commands=(),
+                unit="examples",
+                curve=tuple(_mean_curve(cells)),
+            )
+        )
+    return tuple(found)
+
+
+def _mean_curve(cells: Sequence[Event]) -> Iterator[CurvePoint]:
+    """The mean over the cells of several seeds, as far as all of them went."""
+    curves = [{share: rest for share, *rest in cell["curve"]} for cell in cells]
+    examples_per_batch = fmean(cell["num_samples"] / max(1, cell["num_gradients"]) for cell in cells)
+    for share in sorted(set.intersection(*map(set, curves))):
+        samples, seconds, losses = zip(*(curve[share] for curve in curves), strict=True)
+        examples = fmean(samples)
+        step = round(examples / examples_per_batch)
+        spread = (min(losses), max(losses)) if len(losses) > 1 else (None, None)
+        yield CurvePoint(fmean(seconds), step, round(examples), fmean(losses), *spread)
 
 
 def read_events(path: Path) -> list[Event]:

@@ -3,17 +3,15 @@
 Unlike a profile, which one and two learners make on one machine, this finds slow learners and links that many share.
 """
 
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from statistics import fmean, median
 
-import torch
-
 from starling.learner import Learner
+from starling.predict.measure import exchange, now
 from starling.strategies.hadpsgd import SideBySide
-from starling.strategies.mixing import Encoder, Mixing, MixingOptions
 from starling.topology import Topology, find_topology
 
 Seconds = float
@@ -91,7 +89,7 @@ async def measure_apart(me: Learner, per_node: int, allowance: Allowance, found:
         found: Is filled in.
     """
     found.num_bytes = me.weights.nbytes
-    tags = iter(range(1 << 30))
+    tags = count()
     await _measured_gradient(me, found)
     every = await gather(me, found.gradients[0], tags)
     box = allowance.seconds(every) / 3.0
@@ -115,7 +113,7 @@ async def measure_together(me: Learner, allowance: Allowance, found: AtHand) -> 
         allowance: How long it may take.
         found: What `measure_apart` has found; is filled in.
     """
-    tags = iter(range(1 << 30))
+    tags = count()
     every = await gather(me, median(found.gradients), tags)
     box, most = allowance.seconds(every) / 3.0, allowance.most / 3.0
     found.mean = await _timed(me, partial(_mean, me), 1, 1, box / PARTS, most / PARTS, tags)
@@ -153,20 +151,20 @@ async def _measure_rounds(
         try:
             await gather(me, 0.0, tags)  # all begin together
             for name, topology in patterns.items():
-                exchange = partial(_exchange, me, topology, tags)
+                exchanging = partial(exchange, me, topology, tags)
                 share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
-                found.exchanges[name] = await _timed(me, exchange, share, fewest, *longest, tags, rounds)
+                found.exchanges[name] = await _timed(me, exchanging, share, fewest, *longest, tags, rounds)
         finally:
             rounds.is_done = True
 
     alone = fmean(found.gradients) + fmean(found.steps)
-    begin, made = _now(me), 0
+    begin, made = now(me), 0
     me.background(average())
     while not rounds.is_done:
         await _gradient(me)
         made += 1
     if rounds.busy >= TELLING * alone:
-        found.lost = min(MOST_LOST, max(0.0, _now(me) - begin - made * alone) / rounds.busy)
+        found.lost = min(MOST_LOST, max(0.0, now(me) - begin - made * alone) / rounds.busy)
 
 
 def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
@@ -246,29 +244,23 @@ async def _measured_gradient(me: Learner, found: AtHand) -> None:
 
 async def _gradient(me: Learner) -> tuple[Seconds, Seconds]:
     """Claim, compute and apply a gradient. Seconds of the first two, and of the rest with the copy of the weights."""
-    begin = _now(me)
+    begin = now(me)
     me.claim()
-    claimed = _now(me)
+    claimed = now(me)
     weights = me.snapshot()
-    copied = _now(me)
+    copied = now(me)
     gradient = await me.gradient(weights)
-    computed = _now(me)
+    computed = now(me)
     me.step(gradient)
-    return claimed - begin + computed - copied, copied - claimed + _now(me) - computed
+    return claimed - begin + computed - copied, copied - claimed + now(me) - computed
 
 
 async def _synchronous_step(me: Learner, found: AtHand) -> None:
-    begin = _now(me)
+    begin = now(me)
     me.claim()
     gradient = await me.mean(me.gradient(me.weights))
-    found.synchronous.append(_now(me) - begin)
+    found.synchronous.append(now(me) - begin)
     me.step(gradient)
-
-
-async def _exchange(me: Learner, topology: Topology, tags: Iterator[int], size: int) -> None:
-    piece = slice(0, size)
-    compression = Encoder(MixingOptions(), me.weights, [])
-    me.apply(await Mixing(me, topology, next(tags), piece, compression).delta(), piece)
 
 
 async def _mean(me: Learner, size: int) -> None:
@@ -292,9 +284,9 @@ async def _timed(
     """
 
     async def once(size: int) -> Seconds:
-        begin = _now(me)
+        begin = now(me)
         await work(size)
-        seconds = _now(me) - begin
+        seconds = now(me) - begin
         if rounds is not None:
             rounds.busy += seconds
         return seconds
@@ -314,10 +306,3 @@ async def _timed(
         return expected
     repeats = max(fewest, min(MOST_REPEATS, int(box / max(expected, 1e-9))))
     return fmean(await gather(me, fmean([await once(size) for _ in range(repeats - repeats % fewest)]), tags))
-
-
-def _now(me: Learner) -> Seconds:
-    """The time, once the learner's device has done what was asked of it."""
-    if me.weights.device.type == "cuda":
-        torch.cuda.synchronize(me.weights.device)
-    return time.monotonic()

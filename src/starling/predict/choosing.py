@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from statistics import fmean, median
 from typing import Any
 
@@ -14,11 +15,12 @@ from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
 from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes, topologies
 from starling.predict.costs import Costs, JobFacts
-from starling.predict.deciding import TIE, in_words, ranked, tried, worth
+from starling.predict.deciding import TIE, Arm, ranked, tried, worth
 from starling.predict.fits import fit_compute
-from starling.predict.predict import AVERAGING, Arm, Machines, Speed, simulate_briefly
+from starling.predict.predict import AVERAGING, Machines, Speed, simulate_briefly
 from starling.recipe.auto import CANDIDATES, AutoOptions
 from starling.recipe.run import StrategyChoice
+from starling.training.job import mean_staleness
 from starling.training.stragglers import Stragglers
 from starling.workload import Weighting
 
@@ -76,7 +78,7 @@ class Predicted(Config):
         return self.cautious * self.worth
 
     def __str__(self) -> str:
-        return in_words(self.strategy)
+        return str(Arm.of(self.strategy))
 
 
 class Choice(Config):
@@ -129,37 +131,45 @@ class Choice(Config):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The machines of a run, as the planner needs them."""
+    """The machines of a run, as the planner needs them: a simulated cluster, or what learners have measured."""
 
     learners: int
     per_node: int
     stragglers: Stragglers
     costs: Costs
-    exchanges: Mapping[str, LinkModel]
-    """The links that averaging rounds of a pattern meet. Those not named meet the costs' own."""
-    given: Mapping[str, Config]
+    given: Mapping[str, Config] = field(default_factory=dict)
     """Sections of a simulated cluster, which take the place of measured ones."""
-    because: str
-    measured: dict[str, Any]
-    gradients: Sequence[Seconds] = ()
-    """By learner, without averaging; empty: as `costs` and `stragglers` say."""
-    lost: Sequence[float] = ()
-    """By learner: the share of its time that it loses while a round of averaging is under way."""
-    rounds: Mapping[str, Seconds] = field(default_factory=dict)
-    """Of averaging, by pattern."""
-    is_certain: bool = False
-    """Whether rounds take what is said here: of a simulated cluster."""
+    because: str = ""
+    figures: Sequence[AtHand] = ()
+    """What each learner measured; empty: everything is certain to be as the other fields say."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """The figures for people."""
+
+    @cached_property
+    def gradients(self) -> list[Seconds]:
+        """By learner, without averaging."""
+        return [fmean(each.gradients) for each in self.figures]
+
+    @cached_property
+    def rounds(self) -> dict[str, Seconds]:
+        """How long a round of averaging takes, by pattern."""
+        return _rounds(self.figures)
+
+    def link(self, pattern: str) -> LinkModel:
+        """The link that rounds of a pattern meet."""
+        num_bytes = self.costs.job.model_bytes
+        if pattern == ACROSS:  # each learner sent its share to every node that it averages with, all over one uplink
+            num_bytes *= len(topologies(self.learners, self.per_node)[ACROSS].targets(0, 0))
+        return LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, self.rounds[pattern]))
 
     def machines(self, arm: Arm, longer: float = 1.0) -> Machines:
         """Those that a strategy meets if rounds of averaging take `longer` times as long."""
         costs, pattern = self.costs, getattr(arm.options, "pattern", None)
-        if arm.name == "hadpsgd" and ACROSS in self.exchanges:
-            across, inside = self.exchanges[ACROSS], self.exchanges[INSIDE]
-            nodes = {"messages": across, "inside": inside, "inside_means": inside, "devices_per_node": self.per_node}
-            costs = costs.model_copy(update=nodes)
-        elif pattern is not None:
-            fallback = self.exchanges.get("ring", costs.messages)
-            costs = costs.model_copy(update={"messages": self.exchanges.get(pattern, fallback)})
+        if arm.name == "hadpsgd" and ACROSS in self.rounds:
+            nodes = {"inside": self.link(INSIDE), "devices_per_node": self.per_node}
+            costs = costs.model_copy(update={"messages": self.link(ACROSS), **nodes})
+        elif self.rounds and pattern is not None:
+            costs = costs.model_copy(update={"messages": self.link(pattern if pattern in self.rounds else "ring")})
         found = Machines(costs, self._stragglers(arm, longer), self.given)
         return found if longer == 1.0 or arm.name in AVERAGING else found.with_bandwidth(1.0 / longer)
 
@@ -171,16 +181,17 @@ class Surroundings:
         gradients of the fastest learner, u = E / (period g) (1 - lost u), or 1 if rounds take longer than that.
         """
         pattern = ACROSS if arm.name == "hadpsgd" else getattr(arm.options, "pattern", None)
-        if not any(self.lost) or pattern is None:
+        every_lost = [each.lost for each in self.figures]
+        if not any(every_lost) or pattern is None:
             return self.stragglers
         seconds = longer * self.rounds.get(pattern, self.rounds.get("ring", 0.0))
         period = float(getattr(arm.options, "period", 1.0))
         shares = []
-        for gradient, lost in zip(self.gradients, self.lost, strict=True):
+        for gradient, lost in zip(self.gradients, every_lost, strict=True):
             ratio = seconds / (period * gradient)
             shares.append(min(1.0, ratio / (1.0 + ratio * lost)))
         under_way, fastest = max(shares), min(self.gradients)
-        times = [each / (1.0 - lost * under_way) for each, lost in zip(self.gradients, self.lost, strict=True)]
+        times = [each / (1.0 - lost * under_way) for each, lost in zip(self.gradients, every_lost, strict=True)]
         return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
 
 
@@ -201,15 +212,11 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
     if all(each.synchronous for each in figures):
         synchronous = fmean(median(each.synchronous) for each in figures)
         longer = max(SHORTEST, synchronous - _slowest_of_each_round(figures))
-    whole = {name: fmean(each.exchanges[name] for each in figures) for name in figures[0].exchanges}
-    links = {name: LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, whole[name])) for name in whole}
-    if ACROSS in links:  # each learner sent its share to every node that it averages with, all over one uplink
-        num_targets = len(topologies(world, per_node)[ACROSS].targets(0, 0))
-        links[ACROSS] = links[ACROSS].model_copy(update={"bandwidth": num_targets * links[ACROSS].bandwidth})
+    rounds = _rounds(figures)
     costs = Costs(
         job=JobFacts(trains=trains, model_bytes=num_bytes, batches_per_epoch=1),
         compute=compute,
-        messages=links["ring"] if "ring" in links else next(iter(links.values())),
+        messages=LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, rounds["ring"])),
         means=_ring(mean, num_bytes, world),
         gradient_means=_ring(longer, num_bytes, world),
         holds_contention=True,
@@ -219,7 +226,7 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
     of_slowest = f" ({_seconds(means[slowest])} on learner {slowest})" if slow else ""
     because = (
         f"a gradient takes {_seconds(base)}{of_slowest}, averaging all gradients {_seconds(longer)} more, and "
-        f"averaging {num_bytes / 1e6:.3g} MB of weights with neighbours {_seconds(whole.get('ring', mean))}"
+        f"averaging {num_bytes / 1e6:.3g} MB of weights with neighbours {_seconds(rounds['ring'])}"
     )
     lost = [each.lost for each in figures]
     if max(lost) > NOTABLE:
@@ -231,11 +238,16 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
         "step_seconds": round(step, 6),
         "mean_seconds": round(mean, 6),
         "mean_of_gradients_seconds": round(longer, 6),
-        "exchange_seconds": {name: round(seconds, 6) for name, seconds in whole.items()},
+        "exchange_seconds": {name: round(seconds, 6) for name, seconds in rounds.items()},
         "lost_to_exchanges": [round(each, 3) for each in lost],
         "model_bytes": num_bytes,
     }
-    return Surroundings(world, per_node, Stragglers(slow=slow), costs, links, {}, because, measured, means, lost, whole)
+    return Surroundings(world, per_node, Stragglers(slow=slow), costs, {}, because, figures, measured)
+
+
+def _rounds(figures: Sequence[AtHand]) -> dict[str, Seconds]:
+    patterns = figures[0].exchanges if figures else ()
+    return {name: fmean(each.exchanges[name] for each in figures) for name in patterns}
 
 
 def _slowest_of_each_round(figures: Sequence[AtHand]) -> Seconds:
@@ -269,14 +281,16 @@ def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "b
         raise ConfigError(
             f"strategy auto: none of {', '.join(options.among)} fits {world} learners\n  " + "\n  ".join(notes)
         )
-    return Choice(learners=world, predicted=tuple(ranked(found)), because=around.because, measured=around.measured)
+    return Choice(
+        learners=world, predicted=tuple(ranked(found)), because=around.because, measured=dict(around.measured)
+    )
 
 
 def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Iterator[Predicted]:
     """A strategy with each set of options that is worth a try. ConfigError if it does not fit."""
     if name == "hadpsgd" and not has_nodes(around.learners, around.per_node):
         raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
-    return tried(name, around.per_node, _patterns(around), lambda tree: _predict(tree, around, weighting))
+    return tried(name, around.per_node, _patterns(around), partial(_predict, around, weighting))
 
 
 def _patterns(around: Surroundings) -> list[str]:
@@ -288,21 +302,18 @@ def _patterns(around: Surroundings) -> list[str]:
     return [each for each in patterns if each != "ring" or not has_slower_ring]
 
 
-def _predict(tree: Mapping[str, Any], around: Surroundings, weighting: Weighting) -> Predicted:
-    choice = StrategyChoice.model_validate(tree)
-    choice.check_for(around.learners)
-    if problem := choice.strategy.weighting_problem(choice.options, weighting):
+def _predict(around: Surroundings, weighting: Weighting, arm: Arm) -> Predicted:
+    arm.strategy.validate(arm.options, around.learners)
+    if problem := arm.strategy.weighting_problem(arm.options, weighting):
         raise ConfigError(problem)
-    arm = Arm(choice.strategy, choice.options)
     speeds = _speeds(arm, around)
     rate = cautious = 1.0 / fmean(speed.seconds_per_gradient for speed in speeds)
-    if not around.is_certain and arm.name not in AVERAGING:
+    if around.figures and arm.name not in AVERAGING:
         longer = fmean(speed.seconds_per_gradient for speed in _speeds(arm, around, LONGER))
         cautious = fmean((rate, 1.0 / longer))
-    counts = sum((speed.staleness for speed in speeds), Counter[int]())
-    staleness = sum(value * count for value, count in counts.items()) / max(1, counts.total())
+    staleness = mean_staleness(sum((speed.staleness for speed in speeds), Counter[int]()))
     return Predicted(
-        strategy=dict(tree),
+        strategy={"name": arm.name, **arm.given},
         gradients_per_second=rate,
         cautious=cautious,
         worth=worth(arm, around.learners, staleness),

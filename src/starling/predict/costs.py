@@ -1,23 +1,22 @@
 """What a plan rests on: the costs of a job on some machines, measured (a profile) or from data sheets (a preset)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError
 
-from starling.configuration import Config
+from starling.configuration import Config, ConfigT
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError, did_you_mean
 from starling.recipe.file import parse_yaml
-from starling.recipe.problems import describe
+from starling.recipe.problems import describe, refused
 
 Seconds = float
 PASSES_OF_A_CHANGE = 3
 """Changing weights reads them, reads the change, and writes them."""
 PRESETS = Path(__file__).parent / "presets"
-ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class JobFacts(Config):
@@ -181,8 +180,6 @@ class Costs(Config):
     """The same for means of gradients; None: as other means have it."""
     inside: LinkModel | None = None
     """Between learners of one node; None: the same as between nodes."""
-    inside_means: LinkModel | None = None
-    """The same as means have it; None: as messages have it."""
     devices_per_node: int = 1
     holds_contention: bool = False
     """Whether the links were measured while all learners sent at once, so that waiting for a node's link is in them."""
@@ -211,23 +208,27 @@ def find_preset(name: str) -> Preset:
 
 
 def _read(path: Path, kind: type[ConfigT], what: str, advice: str) -> ConfigT:
+    where = f"{what} {path}"
+    return validated(read_yaml(path, where, advice), kind, where, advice)
+
+
+def read_yaml(path: Path, where: str, advice: str) -> Any:
+    """What a YAML file says. ConfigError with advice if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what} {path}: cannot be read ({error}); {advice}") from None
-    tree = parse_yaml(text, f"{what} {path}")
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{what} {path}: must be a YAML mapping of keys to values; {advice}")
+        raise ConfigError(f"{where}: cannot be read ({error}); {advice}") from None
+    return parse_yaml(text, where)
+
+
+def validated(tree: Any, kind: type[ConfigT], where: str, advice: str) -> ConfigT:
+    """A tree as a configuration. ConfigError with all problems, or with advice if it is no mapping."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where}: must be a YAML mapping of keys to values; {advice}")
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(problems(f"{what} {path}", describe(error, kind, tree))) from None
-
-
-def problems(where: str, found: Sequence[str]) -> str:
-    """All problems of a file in one message."""
-    count = f"{len(found)} problems" if len(found) > 1 else "a problem"
-    return f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in found)
+        raise refused(describe(error, kind, tree), where) from None
 
 
 def dump(config: Config, comments: Sequence[str] = ()) -> str:

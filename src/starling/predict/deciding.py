@@ -5,11 +5,13 @@ cannot tell apart, the one whose mini-batches are worth most is chosen, and of t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import log2
 from typing import Any, Protocol, TypeVar
 
-from starling.predict.predict import Arm
+from starling.configuration import Config
 from starling.recipe.run import StrategyChoice
+from starling.strategies import Strategy
 
 WORTH = 0.6
 """What a mini-batch is worth relative to one of `allreduce`, where gradients are stale or learners' models differ.
@@ -27,6 +29,35 @@ TIE = 0.05
 these strategies (docs/planning.md), so they do not show differences of less than about 5 %."""
 PERIODS = (2, 4, 8, 16)
 """Averaging periods beside 1, tried one after the other as long as the progress grows."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A strategy with its options."""
+
+    strategy: Strategy
+    options: Config
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The options that are named in words."""
+
+    @classmethod
+    def of(cls, given: StrategyChoice | Mapping[str, Any]) -> "Arm":
+        """The strategy that a recipe names, with the options that it gives."""
+        choice = StrategyChoice.model_validate(given)
+        return cls(choice.strategy, choice.options, choice.model_extra or {})
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        return self.strategy.name
+
+    @property
+    def words(self) -> str:
+        """The options that were given, as `pattern: ring, period: 4`."""
+        return ", ".join(f"{key}: {value}" for key, value in self.given.items())
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.words})" if self.given else self.name
 
 
 class Candidate(Protocol):
@@ -73,7 +104,7 @@ def ranked(found: Sequence[CandidateT]) -> list[CandidateT]:
 
 
 def tried(
-    name: str, per_node: int, patterns: Sequence[str], predict: Callable[[Mapping[str, Any]], CandidateT]
+    name: str, per_node: int, patterns: Sequence[str], predict: Callable[[Arm], CandidateT]
 ) -> Iterator[CandidateT]:
     """A strategy with each set of options that is worth a try.
 
@@ -81,24 +112,18 @@ def tried(
         name: The strategy's.
         per_node: Learners of a node, or of a super-learner.
         patterns: Of `adpsgd`, that with the fewest messages first.
-        predict: What is predicted for a strategy with options, as in a recipe.
+        predict: What is predicted for a strategy with options.
     """
     fields = StrategyChoice(name=name).strategy.options.model_fields
     sets: list[dict[str, Any]] = [{"per_node": per_node}] if "per_node" in fields else [{}]
     if "period" in fields and "per_node" not in fields:
         sets = [{"pattern": pattern} for pattern in patterns]
     for options in sets:
-        last = predict({"name": name, **options})
+        last = predict(Arm.of({"name": name, **options}))
         yield last
         for period in PERIODS if "period" in fields else ():
-            longer = predict({"name": name, **options, "period": period})
+            longer = predict(Arm.of({"name": name, **options, "period": period}))
             yield longer
             if longer.progress < last.progress:
                 break
             last = longer
-
-
-def in_words(strategy: Mapping[str, Any]) -> str:
-    """A strategy with its options, as `adpsgd (pattern: ring, period: 4)`."""
-    options = ", ".join(f"{key}: {value}" for key, value in strategy.items() if key != "name")
-    return f"{strategy['name']} ({options})" if options else str(strategy["name"])

@@ -7,7 +7,10 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +23,7 @@ from starling.learner import Learner
 from starling.recipe.run import StrategyChoice
 from starling.strategies import Strategy
 from starling.strategies.mixing import Encoder, Mixing, MixingOptions
-from starling.topology import find_topology
+from starling.topology import Topology, find_topology
 
 Seconds = float
 MEASURE, TIME = f"{__name__}:MEASURING", f"{__name__}:TIMING"
@@ -86,20 +89,22 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
     """
     figures = Figures(num_bytes=me.weights.nbytes)
     if me.world == 2:
-        await _measure_exchanges(me, options.repeats, figures)
-        await _measure_means(me, options.repeats, figures)
+        exchanging = partial(exchange, me, find_topology("ring", 2, me.seed), count())
+        vector = me.snapshot()
+        figures.exchanges = await _medians(me, options.repeats, exchanging)
+        figures.means = await _medians(me, options.repeats, lambda size: me.mean(vector[:size]))
     change = torch.zeros_like(me.weights)
     for _ in range(WARM_UP + options.repeats):
-        begin = _now(me)
+        begin = now(me)
         me.apply(change)
-        figures.applies.append(_now(me) - begin)
-    begin = _now(me)
+        figures.applies.append(now(me) - begin)
+    begin = now(me)
     while me.claim():
         gradient = await (me.gradient(me.weights) if me.world == 1 else me.mean(me.gradient(me.weights)))
-        computed = _now(me)
+        computed = now(me)
         me.snapshot()
         me.step(gradient)
-        stepped = _now(me)
+        stepped = now(me)
         figures.gradients.append(computed - begin)
         figures.steps.append(stepped - computed)
         begin = stepped
@@ -108,27 +113,24 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
     figures.write(options.folder, me.rank)
 
 
-async def _measure_exchanges(me: Learner, repeats: int, figures: Figures) -> None:
-    topology, tag = find_topology("ring", 2, me.seed), 0
+async def exchange(me: Learner, topology: Topology, tags: Iterator[int], size: int) -> None:
+    """Average so many weights with neighbours, once."""
+    piece = slice(0, size)
     compression = Encoder(MixingOptions(), me.weights, [])
-    for size in _sizes(me):
-        piece, found = slice(0, size), []
-        for _ in range(WARM_UP + repeats):
-            begin = _now(me)
-            me.apply(await Mixing(me, topology, tag, piece, compression).delta(), piece)
-            found.append(_now(me) - begin)
-            tag += 1
-        figures.exchanges[size * me.weights.element_size()] = median(found[WARM_UP:])
+    me.apply(await Mixing(me, topology, next(tags), piece, compression).delta(), piece)
 
 
-async def _measure_means(me: Learner, repeats: int, figures: Figures) -> None:
+async def _medians(me: Learner, repeats: int, work: Callable[[int], Awaitable[object]]) -> dict[int, Seconds]:
+    """The seconds that `work` takes on parts of the weights, by bytes."""
+    medians = {}
     for size in _sizes(me):
-        vector, found = me.snapshot()[:size], []
+        found = []
         for _ in range(WARM_UP + repeats):
-            begin = _now(me)
-            await me.mean(vector)
-            found.append(_now(me) - begin)
-        figures.means[size * me.weights.element_size()] = median(found[WARM_UP:])
+            begin = now(me)
+            await work(size)
+            found.append(now(me) - begin)
+        medians[size * me.weights.element_size()] = median(found[WARM_UP:])
+    return medians
 
 
 def _sizes(me: Learner) -> list[int]:
@@ -137,7 +139,7 @@ def _sizes(me: Learner) -> list[int]:
     return sorted({min(number, max(SMALLEST, int(share * number))) for share in SHARES})
 
 
-def _now(me: Learner) -> Seconds:
+def now(me: Learner) -> Seconds:
     """The time, once the learner's device has done what was asked of it."""
     if me.weights.device.type == "cuda":
         torch.cuda.synchronize(me.weights.device)
@@ -159,13 +161,8 @@ class TimeOptions(Config):
     """The options of the strategy that times another one."""
 
     folder: Path
-    strategy: dict[str, Any]
-    """The other one's name and options."""
-
-    @property
-    def choice(self) -> StrategyChoice:
-        """The other one."""
-        return StrategyChoice.model_validate(self.strategy)
+    strategy: StrategyChoice
+    """The other one."""
 
 
 async def time_strategy(me: Learner, options: TimeOptions) -> None:
@@ -175,17 +172,9 @@ async def time_strategy(me: Learner, options: TimeOptions) -> None:
         me: The learner that runs it.
         options: The strategy, and where the figure goes.
     """
-    begin = _now(me)
-    await options.choice.strategy.start(me, options.choice.options)
-    Figures(seconds=_now(me) - begin).write(options.folder, me.rank)
-
-
-def _group_size(options: TimeOptions, world: int) -> int:
-    return options.choice.strategy.sync_group_size(options.choice.options, world)
-
-
-def _num_workers(options: TimeOptions, world: int) -> int:
-    return options.choice.strategy.num_workers(options.choice.options, world)
+    begin = now(me)
+    await options.strategy.strategy.start(me, options.strategy.options)
+    Figures(seconds=now(me) - begin).write(options.folder, me.rank)
 
 
 MEASURING = Strategy(MEASURE, "measure gradients, exchanges and means", measure, options=MeasureOptions)
@@ -193,7 +182,7 @@ TIMING = Strategy(
     TIME,
     "time another strategy",
     time_strategy,
-    sync_group_size=_group_size,
+    sync_group_size=lambda options, world: options.strategy.sync_group_size(world),
     options=TimeOptions,
-    num_workers=_num_workers,
+    num_workers=lambda options, world: options.strategy.num_workers(world),
 )

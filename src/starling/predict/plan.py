@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -14,17 +15,16 @@ from starling.budget import Budget
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, LinkModel, NodeModel
 from starling.errors import ConfigError
-from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, problems, read_profile
-from starling.predict.deciding import WORTH, in_words, is_clearly_ahead, ranked, tried, worth
+from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, read_profile, read_yaml, validated
+from starling.predict.deciding import WORTH, Arm, is_clearly_ahead, ranked, tried, worth
 from starling.predict.facts import facts_of
 from starling.predict.memory import memory_of
-from starling.predict.predict import Arm, Machines, Speed, bisect, median_speed, simulate
-from starling.recipe.file import parse_yaml
-from starling.recipe.problems import describe
+from starling.predict.predict import Machines, Speed, bisect, simulate
+from starling.recipe.problems import describe, refused
 from starling.recipe.run import StrategyChoice
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import NO_ISLANDS, between_islands
-from starling.training.job import Job
+from starling.training.job import Job, mean_staleness
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import traffic_of
 
@@ -216,16 +216,6 @@ def recommend(rows: Sequence[Row]) -> tuple[Row, Row | None]:
     return order[0], next(iter(order[1:]), None)
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A strategy with options that may be planned."""
-
-    arm: Arm
-    progress: float
-    worth: float
-    words: str
-
-
 class _Planner:
     """The predictions of one plan."""
 
@@ -257,7 +247,7 @@ class _Planner:
         """The rows of all strategies and numbers of learners, and what follows from those of the largest number."""
         found: dict[int, list[tuple[Arm, Row]]] = {}
         for world in dict.fromkeys(learners):
-            found[world] = [(arm, self.row(arm, world, words)) for arm, words in self.arms(chosen, world, own)]
+            found[world] = [(arm, self.row(arm, world)) for arm in self.arms(chosen, world, own)]
         rows = [row for pairs in found.values() for _, row in pairs]
         if not rows:
             raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(self.notes))
@@ -269,8 +259,8 @@ class _Planner:
         reason = _reason(recommended, second, self._costs)
         return Plan(tuple(rows), recommended, reason, crossed, (*self.notes, *self.assumptions()))
 
-    def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int, job: Job | None) -> list[tuple[Arm, str]]:
-        """The strategies that fit so many learners, each with its options, and those in words where several were tried;
+    def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int, job: Job | None) -> list[Arm]:
+        """The strategies that fit so many learners, each with its options, and those given where several were tried;
         a note on each that does not."""
         found = []
         for each in chosen:
@@ -280,23 +270,22 @@ class _Planner:
             except ValidationError as error:
                 options = dict(choice.model_extra or {})
                 lines = describe(error, choice.strategy.options, options, prefix="strategy.")
-                raise ConfigError(problems(f"strategy {choice.name}", lines)) from None
+                raise refused(lines, f"strategy {choice.name}") from None
             except ConfigError as error:
                 self.notes.append(f"{choice.name} with {world} learners is left out: {error}")
         return found
 
-    def _arm(self, choice: StrategyChoice, world: int, job: Job | None) -> tuple[Arm, str]:
+    def _arm(self, choice: StrategyChoice, world: int, job: Job | None) -> Arm:
         strategy, given = choice.strategy, dict(choice.model_extra or {})
         fields, per_node = strategy.options.model_fields, self._per_node()
         if not given and job is not None and job.strategy.name == strategy.name:
-            return self._fitting(Arm(strategy, job.options), world), ""
+            return self._fitting(Arm(strategy, job.options), world)
         if not given and "period" in fields:
             patterns = ("pairs", "ring") if world > 2 else ("ring",)
-            best = ranked(list(tried(choice.name, per_node, patterns, partial(self._trial, world))))[0]
-            return best.arm, best.words
+            return ranked(list(tried(choice.name, per_node, patterns, partial(self._trial, world))))[0].arm
         if "per_node" in fields:
             given.setdefault("per_node", per_node)
-        return self._fitting(Arm(strategy, strategy.options.model_validate(given)), world), ""
+        return self._fitting(Arm(strategy, strategy.options.model_validate(given)), world)
 
     def _per_node(self) -> int:
         nodes = self._given.get("nodes")
@@ -307,18 +296,9 @@ class _Planner:
         between_islands(arm.strategy, self._island).validate(arm.options, world)
         return arm
 
-    def _trial(self, world: int, tree: Mapping[str, Any]) -> _Trial:
-        choice = StrategyChoice.model_validate(tree)
-        words = in_words(tree).removeprefix(choice.name).strip(" ()")
-        arm = self._fitting(Arm(choice.strategy, choice.options), world)
-        self._say(f"{in_words(tree)} with {world} learners")
-        found = simulate(arm, world, self.machines(world))
-        of_each = worth(arm, world, _mean(found.staleness))
-        return _Trial(arm, of_each / found.seconds_per_gradient, of_each, words)
-
-    def _given_or_measured_link(self) -> LinkModel:
-        given = self._given.get("link")
-        return given if isinstance(given, LinkModel) else self._costs.messages
+    def _trial(self, world: int, arm: Arm) -> Speed:
+        self._say(f"{arm} with {world} learners")
+        return simulate(self._fitting(arm, world), world, self.machines(world))
 
     def machines(self, world: int) -> Machines:
         """The machines of so many learners."""
@@ -327,18 +307,19 @@ class _Planner:
         stragglers = self._stragglers.model_copy(update={"slow": slow, "pauses": pauses})
         return Machines(self._costs, stragglers, self._given, island=self._island, traffic=self._traffic)
 
-    def row(self, arm: Arm, world: int, words: str = "") -> Row:
+    def row(self, arm: Arm, world: int) -> Row:
         """The prediction for one strategy and number of learners."""
         self._say(f"{arm.name} with {world} learners")
         machines = self.machines(world)
         speeds = [simulate(arm, world, machines, seed) for seed in range(SEEDS if machines.is_random else 1)]
         at_once = simulate(arm, world, machines.without_exchange())
-        seconds = median_speed(speeds)
+        seconds = median(speed.seconds_per_gradient for speed in speeds)
         low, high = self._interval(arm, world, machines, speeds)
         hours, per_epoch = (self._hours(seconds, whole) for whole in (True, False))
         waiting = sum(speed.waiting for speed in speeds) / len(speeds)
         exchanging = min(waiting, max(0.0, 1.0 - at_once.seconds_per_gradient / seconds))
-        staleness = sum((speed.staleness for speed in speeds), Counter())
+        staleness = sum((speed.staleness for speed in speeds), Counter[int]())
+        mean = mean_staleness(staleness)
         bytes_sent = speeds[0].bytes_sent
         return Row(
             strategy=arm.name,
@@ -352,14 +333,14 @@ class _Planner:
             exchanging=exchanging,
             gigabytes_per_link=bytes_sent * self._costs.job.batches_per_epoch / world / 1e9,
             megabytes_per_second=bytes_sent / seconds / world / 1e6,
-            staleness_mean=_mean(staleness),
+            staleness_mean=mean,
             staleness_median=_quantile(staleness, 0.5),
             staleness_95=_quantile(staleness, 0.95),
             staleness_max=max(staleness, default=0),
             memory_gigabytes=None if self._memory is None else self._memory / 1e9,
             cost=None if self._price is None else self._price * world * hours,
-            worth=worth(arm, world, _mean(staleness)),
-            options=words,
+            worth=worth(arm, world, mean),
+            options=arm.words,
         )
 
     def _interval(self, arm: Arm, world: int, machines: Machines, speeds: Sequence[Speed]) -> tuple[float, float]:
@@ -386,8 +367,7 @@ class _Planner:
         base = self.machines(world)
         if world == 1 or not others:
             return
-        bandwidth = self._given_or_measured_link().bandwidth
-
+        bandwidth = cast(LinkModel, self._given.get("link", self._costs.messages)).bandwidth
         for name, values, make, now in (
             ("bandwidth", [1.0 / each for each in BANDWIDTHS], base.with_bandwidth, bandwidth),
             ("bandwidth", BANDWIDTHS, base.with_bandwidth, bandwidth),
@@ -420,8 +400,7 @@ def _crossing(
         return is_clearly_ahead(progress(other, machines), progress(chosen, machines))
 
     def progress(arm: Arm, machines: Machines) -> float:
-        found = simulate(arm, world, machines, rounds=CROSSING_ROUNDS)
-        return worth(arm, world, _mean(found.staleness)) / found.seconds_per_gradient
+        return simulate(arm, world, machines, rounds=CROSSING_ROUNDS).progress
 
     before = 1.0
     for value in values:
@@ -438,22 +417,13 @@ def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Co
     """The sections of a cluster that a file or a mapping gives. ConfigError for anything else."""
     if cluster is None:
         return {}
-    where, tree = "cluster", cluster
+    where, tree, advice = "cluster", cluster, "give keys of a recipe's section, such as `link: {bandwidth: 1.25e9}`"
     if isinstance(cluster, Path | str):
         where = f"cluster {cluster}"
-        try:
-            tree = parse_yaml(Path(cluster).read_text(encoding="utf-8"), where)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{where}: cannot be read ({error}); give a YAML file such as `link: {{bandwidth: 1.25e9}}`"
-            ) from None
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where}: must be a YAML mapping with keys of a recipe's `cluster` section")
-    tree = tree["cluster"] if set(tree) == {"cluster"} else tree
-    try:
-        found = Cluster.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(problems(where, describe(error, Cluster, tree))) from None
+        tree = read_yaml(Path(cluster), where, advice)
+    if isinstance(tree, Mapping) and set(tree) == {"cluster"}:
+        tree = tree["cluster"]
+    found = validated(tree, Cluster, where, advice)
     return {name: getattr(found, name) for name in found.model_fields_set}
 
 
@@ -507,11 +477,6 @@ def _reason(chosen: Row, second: Row | None, costs: Costs) -> tuple[str, ...]:
         error, against = costs.validation.error, costs.validation.against
         trust = f"at the last validation, predictions were at most {error:.0%} off ({against})"
     return first, behind, trust
-
-
-def _mean(staleness: Counter[int]) -> float:
-    total = sum(staleness.values())
-    return sum(value * count for value, count in staleness.items()) / total if total else 0.0
 
 
 def _quantile(staleness: Counter[int], share: float) -> int:

@@ -1,20 +1,20 @@
 """How fast learners would be: a strategy's own text on the simulated clock, with the costs of a job."""
 
 import math
-import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel, NodeModel
 from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.errors import ConfigError
 from starling.predict.costs import Costs, Seconds
-from starling.strategies import Strategy
+from starling.predict.deciding import Arm, worth
 from starling.strategies.compression import is_compressed
 from starling.strategies.islands import NO_ISLANDS, Island
-from starling.training.job import Spent
+from starling.training.job import Spent, mean_staleness
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import Traffic
 
@@ -28,19 +28,6 @@ FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
 """Gradients of each learner in a simulation."""
 CYCLES = 4
 """Rounds of averaging in a simulation, at least: twice as many as a learner may be behind."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A strategy with its options."""
-
-    strategy: Strategy
-    options: Config
-
-    @property
-    def name(self) -> str:
-        """The strategy's name."""
-        return self.strategy.name
 
 
 @dataclass(frozen=True)
@@ -74,8 +61,7 @@ class Machines:
             link = costs.gradient_means or costs.means  # encoded gradients are averaged after backward
         nodes = NodeModel(uplink="unlimited" if costs.holds_contention else None)
         if costs.devices_per_node > 1 and costs.inside is not None:
-            inside = costs.inside if not means_only or costs.inside_means is None else costs.inside_means
-            shared = costs.messages.bandwidth
+            inside, shared = costs.inside, costs.messages.bandwidth
             nodes = NodeModel(
                 size=costs.devices_per_node, latency=inside.latency, bandwidth=inside.bandwidth, uplink=shared
             )
@@ -107,12 +93,9 @@ class Machines:
         """The same machines, with so many times the bandwidth between nodes."""
 
         def change(cluster: Cluster) -> Cluster:
-            link = cluster.link.model_copy(update={"bandwidth": cluster.link.bandwidth * factor})
             uplink = cluster.nodes.uplink
-            uplink = uplink * factor if isinstance(uplink, float) else uplink
-            return cluster.model_copy(
-                update={"link": link, "nodes": cluster.nodes.model_copy(update={"uplink": uplink})}
-            )
+            shared = {"uplink": uplink * factor} if isinstance(uplink, float) else {}
+            return _changed(cluster, link={"bandwidth": cluster.link.bandwidth * factor}, nodes=shared)
 
         return replace(self, changes=(*self.changes, change))
 
@@ -120,18 +103,16 @@ class Machines:
         """The same machines, whose gradients take so many times as long."""
 
         def change(cluster: Cluster) -> Cluster:
-            compute = cluster.compute.model_copy(update={"seconds": cluster.compute.seconds * factor})
-            return cluster.model_copy(update={"compute": compute})
+            return _changed(cluster, compute={"seconds": cluster.compute.seconds * factor})
 
         return replace(self, changes=(*self.changes, change))
 
     def without_exchange(self) -> "Machines":
         """The same machines, with links on which everything arrives at once."""
+        at_once = {"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND}
 
         def change(cluster: Cluster) -> Cluster:
-            link = cluster.link.model_copy(update={"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND})
-            nodes = NodeModel(size=cluster.nodes.size, latency=0.0, bandwidth=MOST_BYTES_PER_SECOND)
-            return cluster.model_copy(update={"link": link, "nodes": nodes})
+            return _changed(cluster, link=at_once, nodes=at_once | {"uplink": None})
 
         return replace(self, changes=(*self.changes, change))
 
@@ -141,19 +122,35 @@ class Machines:
         return replace(self, stragglers=self.stragglers.model_copy(update={"slow": slow}))
 
 
+def _changed(cluster: Cluster, **sections: Mapping[str, Any]) -> Cluster:
+    """A cluster in which some keys of its sections have other values."""
+    new = {name: getattr(cluster, name).model_copy(update=values) for name, values in sections.items()}
+    return cluster.model_copy(update=new)
+
+
 @dataclass(frozen=True)
 class Speed:
-    """What a simulation of some learners found, per gradient of all of them together."""
+    """What a simulation of some learners under a strategy found, per gradient of all of them together."""
 
+    arm: Arm
+    learners: int
     seconds_per_gradient: Seconds
     """Of the run: the time from one gradient of any learner to the next."""
-    computing: float
-    """The share of a learner's time."""
     waiting: float
-    """Waiting for data or peers, exchanges included."""
+    """The share of a learner's time in which it waits for data or peers, exchanges included."""
     bytes_sent: float
     """By all learners, for each gradient."""
     staleness: Counter[int]
+
+    @property
+    def worth(self) -> float:
+        """Of a gradient, relative to one of `allreduce`."""
+        return worth(self.arm, self.learners, mean_staleness(self.staleness))
+
+    @property
+    def progress(self) -> float:
+        """Gradients per second, counted by their worth."""
+        return self.worth / self.seconds_per_gradient
 
 
 def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Speed:
@@ -169,17 +166,8 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
         each = -(-each // period) * period
     half, whole = (_run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
     num_gradients = whole.num_gradients - half.num_gradients
-    spent = [learner.spent for learner in whole.learners if learner.num_gradients]
-    computing = sum(each.computing for each in spent)
-    waiting = sum(_waiting(each) for each in spent)
-    total = max(computing + waiting, 1e-12)
-    return Speed(
-        seconds_per_gradient=(whole.seconds - half.seconds) / num_gradients,
-        computing=computing / total,
-        waiting=waiting / total,
-        bytes_sent=(whole.bytes_sent - half.bytes_sent) / num_gradients,
-        staleness=whole.staleness,
-    )
+    seconds, bytes_sent = whole.seconds - half.seconds, whole.bytes_sent - half.bytes_sent
+    return _speed(arm, whole, seconds / num_gradients, bytes_sent / num_gradients)
 
 
 def simulate_briefly(arm: Arm, learners: int, machines: Machines, seed: int, rounds: int) -> Speed:
@@ -190,15 +178,15 @@ def simulate_briefly(arm: Arm, learners: int, machines: Machines, seed: int, rou
     """
     whole = _run(arm, learners, machines, rounds * learners, seed)
     made = [(each.num_gradients, each.spent) for each in whole.learners if each.num_gradients]
-    computing = sum(spent.computing for _, spent in made)
-    waiting = sum(_waiting(spent) for _, spent in made)
-    return Speed(
-        seconds_per_gradient=1.0 / sum(number / (spent.computing + _waiting(spent)) for number, spent in made),
-        computing=computing / (computing + waiting),
-        waiting=waiting / (computing + waiting),
-        bytes_sent=whole.bytes_sent / whole.num_gradients,
-        staleness=whole.staleness,
-    )
+    pace = sum(number / (spent.computing + _waiting(spent)) for number, spent in made)
+    return _speed(arm, whole, 1.0 / pace, whole.bytes_sent / whole.num_gradients)
+
+
+def _speed(arm: Arm, found: TimingOutcome, seconds: Seconds, bytes_sent: float) -> Speed:
+    spent = [each.spent for each in found.learners if each.num_gradients]
+    waiting = sum(map(_waiting, spent))
+    total = max(sum(each.computing for each in spent) + waiting, 1e-12)
+    return Speed(arm, len(found.learners), seconds, waiting / total, bytes_sent, found.staleness)
 
 
 def _waiting(spent: Spent) -> Seconds:
@@ -245,8 +233,3 @@ def bisect(holds: Callable[[float], bool], low: float, high: float, tolerance: f
         else:
             high = middle
     return math.sqrt(low * high)
-
-
-def median_speed(speeds: Sequence[Speed]) -> Seconds:
-    """The median over seeds."""
-    return statistics.median(speed.seconds_per_gradient for speed in speeds)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from starling.predict.costs import Costs, JobFacts, Preset, find_preset
-from starling.predict.predict import Arm, Machines, simulate
-from starling.recipe.run import StrategyChoice
+from starling.predict.deciding import Arm
+from starling.predict.predict import Machines, simulate
 
 COMMAND = "starling plan --published"
 TEMPLATE = Path(__file__).parent / "published.md"
@@ -170,9 +170,7 @@ def row_seconds(row: Published, preset: Preset) -> float:
     costs: Costs = preset.costs(job_of(row.batch), row.preset)
     if row.strategy is None:
         return costs.compute.seconds / row.devices
-    choice = StrategyChoice.model_validate(row.strategy)
-    arm = Arm(choice.strategy, choice.options)
-    return simulate(arm, row.devices, Machines(costs), rounds=ROUNDS).seconds_per_gradient
+    return simulate(Arm.of(row.strategy), row.devices, Machines(costs), rounds=ROUNDS).seconds_per_gradient
 
 
 @cache

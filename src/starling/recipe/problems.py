@@ -7,7 +7,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from starling.errors import did_you_mean, nearest
+from starling.errors import ConfigError, did_you_mean, nearest
 
 _MAX_SHOWN = 60  # characters of a wrong value
 
@@ -26,6 +26,12 @@ def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: 
         if words not in said:
             said.append(words)
     return [f"{path}: {'; or '.join(said)}" if path else "; ".join(said) for path, said in lines.items()]
+
+
+def refused(problems: Sequence[str], where: str) -> ConfigError:
+    """The error that lists problems, one per line."""
+    count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+    return ConfigError(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
 def known_keys(model: type[BaseModel]) -> Iterator[str]:

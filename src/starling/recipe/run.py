@@ -17,7 +17,7 @@ from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.recipe.auto import AUTO, AUTO_STRATEGY
 from starling.recipe.file import Tree
-from starling.recipe.problems import describe
+from starling.recipe.problems import describe, refused
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
 from starling.training.batch_shares import BatchShares, shares_problem
@@ -327,8 +327,7 @@ def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] 
     except ValidationError as error:
         found = describe(error, kind, tree) + found
     if found:
-        count = f"{len(found)} problems" if len(found) > 1 else "a problem"
-        raise ConfigError(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in found))
+        raise refused(found, where)
     return run
 
 

@@ -39,6 +39,10 @@ class CurvePoint:
     examples: int | None
     """Utterances, or other examples, of all learners so far; None where that is not recorded."""
     loss: float
+    """A mean."""
+    low: float | None = None
+    """With `high`: the lowest and the highest of several runs; None for one run."""
+    high: float | None = None
 
 
 @dataclass(frozen=True)

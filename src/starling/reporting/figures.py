@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 from statistics import mean
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from plotly import graph_objects as go
 
-from starling.reporting.evidence import Evidence, Seconds, Stretch
+from starling.reporting.evidence import CurvePoint, Evidence, Seconds, Stretch
 
 COLOURS = ("#3b82c4", "#e07b39", "#3a9d5d", "#b05cc6", "#c9a227", "#d1495b", "#5aa9a5", "#8d6e63")
 """Of experiments; readable on white and on black."""
@@ -39,33 +39,23 @@ def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure | None:
     figure = _figure(f"{_clock(shown)}, {unit}", "training loss")
     for each in shown:
         points = [point for point in each.curve if point.seconds is not None]
-        _line(figure, experiments, each, [(point.seconds or 0.0) / divisor for point in points], _losses(points))
+        _losses(figure, experiments, each, points, [(point.seconds or 0.0) / divisor for point in points])
     return figure if shown else None
 
 
 def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure | None:
     """Training loss against mini-batches; a button shows it against utterances, where these are recorded."""
     shown = [each for each in experiments if each.curve]
-    figure = _figure("mini-batches of all learners", "training loss")
+    figure, unit = _figure("mini-batches of all learners", "training loss"), _unit_of_examples(shown)
+    x: dict[str, list[list[float]]] = {"mini-batches": [], unit: []}
     for each in shown:
-        _line(figure, experiments, each, [point.step for point in each.curve], _losses(each.curve))
+        steps, examples = [point.step for point in each.curve], [point.examples or 0 for point in each.curve]
+        x["mini-batches"] += _losses(figure, experiments, each, each.curve, steps)
+        x[unit] += _x_of_losses(each.curve, examples)
     if shown and all(point.examples is not None for each in shown for point in each.curve):
-        unit = _unit_of_examples(shown)
-        axes: list[tuple[str, str, list[list[float]]]] = [
-            (
-                "mini-batches",
-                "mini-batches of all learners",
-                [[float(point.step) for point in each.curve] for each in shown],
-            ),
-            (
-                unit,
-                f"{unit} of all learners",
-                [[float(point.examples or 0) for point in each.curve] for each in shown],
-            ),
-        ]
         buttons = [
-            {"label": label, "method": "update", "args": [{"x": values}, {"xaxis.title.text": title}]}
-            for label, title, values in axes
+            {"label": label, "method": "update", "args": [{"x": own}, {"xaxis.title.text": f"{label} of all learners"}]}
+            for label, own in x.items()
         ]
         _buttons(figure, buttons)
     return figure if shown else None
@@ -223,9 +213,39 @@ def _line(
         y=list(y),
         mode=mode,
         name=_safe(experiment.label),
+        legendgroup=_safe(experiment.label),
         line={"color": _colour(experiments, experiment), "width": 1.8},
         hovertemplate="%{y:.4~g}",
     )
+
+
+def _losses(
+    figure: go.Figure,
+    experiments: Sequence[Evidence],
+    experiment: Evidence,
+    points: Sequence[CurvePoint],
+    x: Sequence[float],
+) -> list[list[float]]:
+    """A line, and the area between the lowest and the highest of several runs; gives the x values of both."""
+    _line(figure, experiments, experiment, x, [point.loss for point in points])
+    every = _x_of_losses(points, x)
+    for area in every[1:]:
+        colour = _colour(experiments, experiment)
+        figure.add_scatter(
+            x=area,
+            y=[*(point.high for point in points), *(point.low for point in reversed(points))],
+            mode="none",
+            fill="toself",
+            fillcolor=f"rgba({', '.join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))}, 0.15)",
+            hoverinfo="skip",
+            legendgroup=_safe(experiment.label),
+            showlegend=False,
+        )
+    return every
+
+
+def _x_of_losses(points: Sequence[CurvePoint], x: Sequence[float]) -> list[list[float]]:
+    return [[*x], [*x, *reversed(x)]] if points and points[0].low is not None else [[*x]]
 
 
 def _buttons(figure: go.Figure, buttons: Sequence[dict[str, Any]]) -> None:
@@ -305,10 +325,6 @@ def _spans(
 
 def _colour(experiments: Sequence[Evidence], experiment: Evidence) -> str:
     return COLOURS[list(experiments).index(experiment) % len(COLOURS)]
-
-
-def _losses(points: Iterable[Any]) -> list[float]:
-    return [point.loss for point in points]
 
 
 def _by_learners(experiment: Evidence) -> tuple[str, int]:

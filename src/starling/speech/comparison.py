@@ -1,6 +1,6 @@
 """Comparisons of recipes that train speech recognisers: what their cells share, and how models are scored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 from starling.comparing.grid import Cell, CompareConfig, Row, parse_section
-from starling.comparing.memory import Memory
 from starling.comparing.results import Metric
-from starling.comparing.subject import compared_by, refused
+from starling.comparing.subject import compared_by
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, merge
+from starling.recipe.problems import refused
 from starling.reporting.progress import Bars, Say
 from starling.speech.batches import Batch
 from starling.speech.recipe import Recipe, check_recipe
@@ -30,7 +30,31 @@ from starling.training.job import Job
 from starling.workload import Ticket
 
 _WORD_ERRORS = Metric(name="WER %", all_right=0.0, all_wrong=95.0, diverged=100.0)
+_MAX_BYTES = 512 * 2**20
+"""Of the mini-batches that a process keeps."""
 _NO_RESULT_DEPENDS_ON = {"name", "exp", "overwrite", "resume", "checkpoints", "validate_every"}
+
+
+class Memory:
+    """The mini-batches of the last `key` that a process loaded, up to half a gibibyte."""
+
+    def __init__(self) -> None:
+        self._key, self._num_bytes = "", 0
+        self._kept: dict[Ticket, Sequence[Batch]] = {}
+
+    def load(self, key: str, ticket: Ticket, load: Callable[[Ticket], Sequence[Batch]]) -> Sequence[Batch]:
+        """The mini-batch of a ticket, which `load` loads; `key` is equal for workloads that load equal mini-batches for
+        equal tickets."""
+        if key != self._key:
+            self._key, self._kept, self._num_bytes = key, {}, 0
+        if ticket in self._kept:
+            return self._kept[ticket]
+        loaded = load(ticket)
+        num_bytes = sum(batch.features.nbytes for batch in loaded)
+        if self._num_bytes + num_bytes <= _MAX_BYTES:
+            self._kept[ticket] = loaded
+            self._num_bytes += num_bytes
+        return loaded
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,10 @@ class SpeechComparison:
     _recipes: dict[Row | Cell, Recipe] = field(default_factory=dict, repr=False, compare=False)
     _prepared: dict[str, list[Path]] = field(default_factory=dict, repr=False, compare=False)
     """The folders that this process has made ready, by what they share."""
+    _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_memory": Memory()}  # each process loads its own mini-batches
 
     @property
     def threads(self) -> int:
@@ -125,13 +153,13 @@ class SpeechComparison:
         """The folder of cells that begin with the same model and train on the same data."""
         return ExperimentFolder(self.base.folder / "ready" / f"{self._shared(cell)}-seed{cell.seed}")
 
-    def job(self, cell: Cell, memory: Memory) -> Job:
+    def job(self, cell: Cell) -> Job:
         recipe = self.recipe(cell)
         if self.section.engine == "processes":
             return make_job(recipe, self._ready(cell), cell.learners)
         job = make_job(recipe, self._ready(cell))
         if isinstance(job.workload, SpeechWorkload):  # what other workloads load is ready on the disk
-            return replace(job, workload=Remembered(job.workload, memory, self.batches_key(cell)))
+            return replace(job, workload=Remembered(job.workload, self._memory, self.batches_key(cell)))
         return job
 
     def cluster(self, cell: Cell) -> Cluster:
@@ -172,11 +200,7 @@ class Remembered(SpeechWorkload):
         self._key = key
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
-        return self._memory.load(self._key, ticket, super().load, _num_bytes)
-
-
-def _num_bytes(batches: Sequence[Batch]) -> int:
-    return sum(batch.features.nbytes for batch in batches)
+        return self._memory.load(self._key, ticket, super().load)
 
 
 def check_comparison(tree: Tree, where: str) -> SpeechComparison:

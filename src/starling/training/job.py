@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -172,6 +172,12 @@ class Averaging:
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of gradients by staleness: the changes to the weights between reading them and applying the gradient. With
     servers, each server counts for its own shard."""
+
+
+def mean_staleness(counts: Mapping[int, int]) -> float:
+    """The mean over gradients that are counted by staleness; 0 without any."""
+    total = sum(counts.values())
+    return sum(staleness * count for staleness, count in counts.items()) / total if total else 0.0
 
 
 class Statistics:

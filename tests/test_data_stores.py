@@ -1,4 +1,4 @@
-"""`starling bench-data`: every layout and format is measured on the user's own audio, and nothing is left behind."""
+"""`python -m benchmarks.data_stores`: each layout and format is measured on one's own audio, and nothing is left."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +10,9 @@ import soundfile
 import yaml
 from typer.testing import CliRunner, Result
 
-from starling.cli import app
+from benchmarks import data_stores
+from benchmarks.data_stores import FILES, INDEXED, SHAR, STREAMED, Pace, Row, advice, app, bench, take_sample
 from starling.errors import DataError
-from starling.speech import bench_data
-from starling.speech.bench_data import FILES, INDEXED, SHAR, STREAMED, Pace, Row, advice, bench, take_sample
 from tests.speech.corpus_builders import RATE, write_table
 from tests.speech.tones import song_set
 
@@ -26,11 +25,11 @@ def silent(name: str, done: int, total: int) -> None:
     """No progress is shown."""
 
 
-def _starling(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["bench-data", *map(str, arguments)], env={"COLUMNS": "200"})
+def _measured(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
 
 
-def readers(folder: Path, count: int = 12) -> Sequence[bench_data.Audio]:
+def readers(folder: Path, count: int = 12) -> Sequence[data_stores.Audio]:
     songs = song_set(folder, count)
     return [lambda index=index: (songs.audio(index), songs.sampling_rate) for index in range(count)]
 
@@ -56,14 +55,14 @@ def test_formats_that_cannot_be_written_are_left_out_with_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without Opus in libsndfile the other rows are there, and the reason is given."""
-    encode = bench_data.encode
+    encode = data_stores.encode
 
     def without_opus(audio: np.ndarray, rate: int, name: str) -> bytes:
         if name == "Opus":
             raise soundfile.LibsndfileError(21)
         return encode(audio, rate, name)
 
-    monkeypatch.setattr(bench_data, "encode", without_opus)
+    monkeypatch.setattr(data_stores, "encode", without_opus)
     sample = take_sample(readers(tmp_path / "songs", 3), 8000, silent)
     (tmp_path / "bench").mkdir()
     rows, skipped = bench(sample, tmp_path / "bench", silent)
@@ -83,7 +82,7 @@ def test_a_sample_is_bounded_resampled_and_does_without_what_cannot_be_read(
     def tone() -> tuple[np.ndarray, int]:
         return np.zeros(16000, np.float32), 16000
 
-    monkeypatch.setattr(bench_data, "MAX_SECONDS", 2.5)
+    monkeypatch.setattr(data_stores, "MAX_SECONDS", 2.5)
     sample = take_sample([tone, broken] * 50, 8000, silent)
     assert sample.seconds == 3.0 and {len(audio) for audio in sample.audios} == {8000}
     with pytest.raises(DataError, match=r"none of 2 utterances can be read: u7 is damaged"):
@@ -94,7 +93,7 @@ def test_a_prepared_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> Non
     """The command prints every row, what the cache did, and one sentence of advice."""
     song_set(tmp_path / "data" / "train", 12)
     before = sorted((tmp_path / "data").rglob("*"))
-    result = _starling(tmp_path / "data")
+    result = _measured(tmp_path / "data")
     assert result.exit_code == 0, result.output
     for layout, form in EVERYTHING:
         assert any(layout in line and form in line for line in result.stdout.splitlines())
@@ -110,7 +109,7 @@ def test_a_recipe_is_measured_before_anything_is_prepared(tmp_path: Path) -> Non
     data = {"folder": str(tmp_path / "data"), "corpus": corpus, "sampling_rate": RATE, "valid": None}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"name": "tried", "data": data, "budget": {"epochs": 1}}), encoding="utf-8")
-    result = _starling(recipe)
+    result = _measured(recipe)
     assert result.exit_code == 0, result.output
     assert "8 utterances of train" in result.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "recipe.yaml"]
@@ -126,15 +125,15 @@ def test_nothing_is_left_behind_when_it_is_interrupted(tmp_path: Path, monkeypat
         fired.extend((tmp_path / "data").glob(".bench-data-*"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_data, "_measured", interrupted)
-    result = _starling(tmp_path / "data")
+    monkeypatch.setattr(data_stores, "_measured", interrupted)
+    result = _measured(tmp_path / "data")
     assert result.exit_code != 0 and fired
     assert sorted((tmp_path / "data").rglob("*")) == before
 
 
 def test_a_folder_without_sets_is_named(tmp_path: Path) -> None:
     """Exit code 2, and what to give instead."""
-    result = _starling(tmp_path)
+    result = _measured(tmp_path)
     assert result.exit_code == 2 and f"{tmp_path}: contains no prepared set" in result.stderr
 
 
