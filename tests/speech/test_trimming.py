@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from starling.speech.corpora import Utterance
-from starling.speech.trimming import trimmed
-from starling.speech.usable import Checker, FilterConfig
+from starling.speech.usable import Checker, FilterConfig, trimmed
 
 RATE = 8000
 

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.levels import loud_frames
 
 if TYPE_CHECKING:
     import torch
 
     from starling.speech.mel import Warp
+
+
+_SMOOTHED = 5  # frames
+_QUIET, _LOUD = 0.10, 0.95
+_SPEECH = 0.4
+
+
+def loud_frames(levels: NDArray[np.floating[Any]], least_range: float = 0.0) -> NDArray[np.bool_]:
+    """Which frames are loud `[n]`, by their levels `[n]` on a logarithmic scale.
+
+    Levels are averaged over five frames. A frame is loud if its level is at least 40 % of the way from the 10 %
+    quantile of all levels to the 95 % quantile. All frames are loud if these are less than `least_range` apart.
+    """
+    sums, counts = (np.convolve(each, np.ones(_SMOOTHED))[2:-2] for each in (levels, np.ones(len(levels))))
+    level = sums / counts
+    quiet, loud = np.quantile(level, [_QUIET, _LOUD])
+    is_loud: NDArray[np.bool_] = (level >= quiet + _SPEECH * (loud - quiet)) | (loud - quiet < least_range)
+    return is_loud
+
 
 _SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
 _SCALE = 3.0  # roughly the standard deviation of log-mel energies in speech, in nats

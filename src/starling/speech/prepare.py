@@ -12,7 +12,6 @@ from typing import Any
 
 from starling.errors import ConfigError, DataError
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences
-from starling.speech.left_out import left_out_of
 from starling.speech.preparing.executors import Executor, InThisProcess
 from starling.speech.preparing.making import SETTINGS, Progress, SetPlan, make_set
 from starling.speech.preparing.stages import Checking
@@ -20,7 +19,7 @@ from starling.speech.remote import fetch_sets
 from starling.speech.set_summary import SetSummary, read_summary
 from starling.speech.shards import REMOTE
 from starling.speech.store import SpeechSet
-from starling.speech.usable import NO_SPEAKER
+from starling.speech.usable import NO_SPEAKER, left_out_of
 
 _MAX_SHOWN = 5  # changed settings
 _MAX_NAMED = 3  # dropped utterances

@@ -1,8 +1,8 @@
-"""Checks of ids, transcripts and audio, which decide which utterances are used."""
+"""Which utterances are used: checks of ids, transcripts and audio, and lists of utterances to leave out."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, Self
@@ -14,8 +14,80 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.corpora import Audio, Utterance
-from starling.speech.left_out import LeftOut
-from starling.speech.trimming import trimmed
+from starling.speech.corpora.lines import read_table, write_table
+from starling.speech.features import loud_frames
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """One utterance to leave out."""
+
+    set: str
+    id: str
+    seconds: float
+    reason: str
+
+
+_HEADER = tuple(field.name for field in fields(LeftOut))
+
+
+def read_left_out(path: Path) -> list[LeftOut]:
+    """Read a list.
+
+    Raises:
+        DataError: The list is missing or invalid.
+    """
+    items = []
+    for line, row in read_table(path, _HEADER):
+        try:
+            items.append(LeftOut(row["set"], row["id"], float(row["seconds"]), row["reason"]))
+        except ValueError:
+            raise DataError(f"{path}:{line}: {row['seconds']!r} is not a number of seconds") from None
+    return items
+
+
+def write_left_out(path: Path, items: Iterable[LeftOut]) -> None:
+    """Write a list for `data.filter.leave_out`, atomically."""
+    write_table(path, _HEADER, map(astuple, items))
+
+
+def left_out_of(path: Path | None, set_name: str) -> dict[str, LeftOut]:
+    """The entries of a list for one set, by utterance id; empty if `path` is None.
+
+    Raises:
+        DataError: The list is missing or invalid.
+    """
+    if path is None:
+        return {}
+    try:
+        return {item.id: item for item in read_left_out(path) if item.set == set_name}
+    except DataError as error:
+        raise DataError(f"data.filter.leave_out: {error}") from error
+
+
+_FRAME = 0.010  # seconds
+_PRE_EMPHASIS = 0.97
+_LEAST_RANGE = 10.0  # dB
+
+
+def trimmed(samples: NDArray[np.float32], rate: int, margin: float) -> NDArray[np.float32]:
+    """The part of samples `[T]` from `margin` seconds before the first loud frame to `margin` seconds after the last.
+
+    The level of a 10 ms frame is its power in dB after pre-emphasis; `loud_frames` says which are loud. A recording
+    whose quantiles are less than 10 dB apart has no pauses, and is returned unchanged.
+    """
+    size = max(1, round(_FRAME * rate))
+    count = len(samples) // size
+    if not count:
+        return samples
+    emphasised = samples - np.float32(_PRE_EMPHASIS) * np.concatenate([samples[:1], samples[:-1]])
+    power = np.square(emphasised[: count * size], dtype=np.float64).reshape(count, size).mean(1)
+    (places,) = np.nonzero(loud_frames(10 * np.log10(power + 1e-10), _LEAST_RANGE))
+    first, last = int(places[0]), int(places[-1])
+    kept = round(margin * rate)
+    end = (last + 1) * size if last + 1 < count else len(samples)
+    return samples[max(0, first * size - kept) : end + kept]
+
 
 TextStyle = Literal["upper", "lower", "as-is"]
 DropKind = Literal["left out", "id", "speaker", "transcript", "audio", "silence", "length"]

@@ -7,15 +7,13 @@ from pathlib import Path
 
 from starling.errors import ConfigError
 from starling.speech.chance import one_thread
-from starling.speech.check.config import CheckConfig
-from starling.speech.check.findings import Finding
-from starling.speech.check.sound import Sound, measure
+from starling.speech.check.findings import CheckConfig, Finding
+from starling.speech.check.likeness import Sound, measure
 from starling.speech.corpora import Audio, Utterance
-from starling.speech.left_out import LeftOut
 from starling.speech.preparing.making import REPORT_EVERY, Progress
 from starling.speech.store import SpeechSet
 from starling.speech.strings import StringsConfig, plan_strings
-from starling.speech.usable import Checked, Checker, Dropped, FilterConfig, TextStyle
+from starling.speech.usable import Checked, Checker, Dropped, FilterConfig, LeftOut, TextStyle
 
 
 @dataclass(frozen=True)

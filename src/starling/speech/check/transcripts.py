@@ -14,9 +14,7 @@ from starling.chance import derive_seed
 from starling.errors import DataError
 from starling.speech.chance import one_thread
 from starling.speech.check.collect import Record
-from starling.speech.check.config import CheckConfig
-from starling.speech.check.findings import Finding
-from starling.speech.check.heard import Heard, SetHeard
+from starling.speech.check.findings import CheckConfig, Finding, Heard, SetHeard
 from starling.speech.decoding.greedy import greedy_tokens
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import BLANK, Tokenizer

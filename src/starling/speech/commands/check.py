@@ -15,13 +15,12 @@ from starling.recipe.overrides import apply_overrides
 from starling.recipe.problems import describe
 from starling.reporting.progress import Bars, Say
 from starling.speech.check.collect import Source, prepared_sources
-from starling.speech.check.config import HEARD, KINDS, CheckConfig
 from starling.speech.check.corpus import Training, check_corpus
-from starling.speech.check.findings import Report, heard_path, to_drop, write_report
+from starling.speech.check.findings import HEARD, KINDS, CheckConfig, Report, heard_path, to_drop, write_report
 from starling.speech.commands.ear import Ear
 from starling.speech.data import DataConfig, set_digest
-from starling.speech.left_out import left_out_of, read_left_out, write_left_out
 from starling.speech.recipe import load_recipe
+from starling.speech.usable import left_out_of, read_left_out, write_left_out
 
 _DROPPED = "check-dropped.tsv"
 _SHOWN = 20

@@ -12,8 +12,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.registry import Registry
-from starling.speech.models.chunks import ChunkConfig
-from starling.speech.models.decoders import AttentionConfig, DecoderConfig, TransducerConfig
+from starling.speech.models.sections import AttentionConfig, ChunkConfig, DecoderConfig, TransducerConfig
 from starling.speech.models.shape import (
     MODELS,
     PUBLISHED,
@@ -147,7 +146,7 @@ class ModelConfig(Config):
     def _checkpoint_is_read(cls, tree: Any) -> Any:
         if not isinstance(tree, dict) or tree.get("checkpoint") is None or tree.get("encoder") is not None:
             return tree
-        from starling.speech.models.hub import published_config
+        from starling.speech.models.sections import published_config
 
         return tree | {"encoder": published_config(Path(tree["checkpoint"]))}
 

@@ -333,17 +333,17 @@ MODELS = {
     "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER, can_stream=True, can_have_phones=True),
     "zipformer": Architecture(f"{_HERE}.zipformer:ZipformerCtc", _ZIPFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
-    "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),
+    "blstm-hybrid": Architecture(f"{_HERE}.blstm:BlstmHybrid", _HYBRID),
     "dnn-hybrid": Architecture(f"{_HERE}.dnn_hybrid:DnnHybrid", _DNN_HYBRID),
 }
 
 
 PUBLISHED = {
     "wav2vec2": Architecture(
-        f"{_HERE}.wav2vec2:Wav2Vec2Ctc", {"small": Wav2Vec2Shape(subsampling=320, dropout=0.1)}, is_published=True
+        f"{_HERE}.published:Wav2Vec2Ctc", {"small": Wav2Vec2Shape(subsampling=320, dropout=0.1)}, is_published=True
     ),
     "whisper": Architecture(
-        f"{_HERE}.whisper:WhisperCtc", {"small": WhisperShape(subsampling=320, dropout=0.1)}, is_published=True
+        f"{_HERE}.published:WhisperCtc", {"small": WhisperShape(subsampling=320, dropout=0.1)}, is_published=True
     ),
 }
 """Those whose sizes are a checkpoint's."""

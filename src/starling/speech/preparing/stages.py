@@ -18,9 +18,8 @@ from typing import Any
 from starling.configuration import digest
 from starling.files import replace_file
 from starling.speech.corpora import Utterance
-from starling.speech.left_out import LeftOut
 from starling.speech.shard_writer import ShardIndex, ShardWriter, audio_file, cuts_file
-from starling.speech.usable import Checker, Dropped, FilterConfig, TextStyle
+from starling.speech.usable import Checker, Dropped, FilterConfig, LeftOut, TextStyle
 
 Tick = Callable[[int], None]
 """Called with the number of utterances done since the last call."""
