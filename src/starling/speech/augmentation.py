@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from starling.configuration import Config
-from starling.speech.codecs import Codec, transmitted_tensor
+from starling.speech.codecs import Codec, transmitted
 
 if TYPE_CHECKING:
     import torch
@@ -111,11 +111,11 @@ def augment_waveform(
     babble of `others`, noise and another level, and sent through a codec."""
     import torch
 
-    from starling.speech.features import resample
+    from starling.speech.resampling import resampled
 
     factor = float(generator.choice(np.asarray(config.speed)))
     if factor != 1.0:
-        waveform = resample(waveform[None], round(sampling_rate * factor), sampling_rate)[0]
+        waveform = resampled(waveform, round(sampling_rate * factor), sampling_rate)
     if config.reverberation is not None and generator.random() < config.reverberation_probability:
         waveform = _convolved(waveform, impulse_response(sampling_rate, config.reverberation, generator))
     if config.babble_snr is not None and others and generator.random() < config.babble_probability:
@@ -135,7 +135,8 @@ def augment_waveform(
     if config.gain_db is not None:
         waveform = waveform * 10 ** (generator.uniform(*config.gain_db) / 20)
     if config.codecs and generator.random() < config.codec_probability:  # last: a codec hears the noise, too
-        waveform = transmitted_tensor(waveform, sampling_rate, str(generator.choice(config.codecs)))
+        sent = transmitted(waveform.numpy(), sampling_rate, str(generator.choice(config.codecs)))
+        waveform = torch.from_numpy(sent)
     return waveform
 
 

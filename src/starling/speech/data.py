@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -16,7 +17,7 @@ from starling.speech.corpora import CorpusConfig, LhotseRecipeCorpus, SeveralCor
 from starling.speech.object_store import address_problem
 from starling.speech.set_summary import FORMAT
 from starling.speech.strings import StringsConfig, copies_problem
-from starling.speech.usable import FilterConfig, TextStyle, left_out_of
+from starling.speech.usable import Checking, FilterConfig, Source, TextStyle, left_out_of
 
 _SEEDS = 2**63  # as many as `derive_seed` has
 
@@ -209,6 +210,15 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
         "strings": strings,
         **settings,
     }
+
+
+def source_of(config: DataConfig, name: str) -> Source:
+    """What a set is made from. Raises DataError if the list of utterances to leave out is missing or invalid."""
+    left_out = left_out_of(config.filter.leave_out, name)
+    checking = Checking(name, config.sampling_rate, config.text, config.filter, left_out)
+    settings = set_settings(config, name)
+    utterances = partial(config.utterances, name)
+    return Source(checking, utterances, config.strings, digest(settings), settings, config.shard_size)
 
 
 def setting_differences(name: str, before: Any, now: Any) -> list[str]:

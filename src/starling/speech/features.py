@@ -91,8 +91,6 @@ class UtteranceSource(Protocol):
 
     def text(self, index: int) -> str: ...
 
-    def audio(self, index: int) -> np.ndarray: ...
-
     def audios(self, indices: Sequence[int]) -> Sequence[np.ndarray | DataError]: ...
 
 
@@ -264,12 +262,3 @@ def _normalised_by_speech(features: torch.Tensor) -> torch.Tensor:
     is_speech = torch.from_numpy(loud_frames(features.mean(1).numpy()))
     centred = features - features[0]  # so that constant features become exactly 0
     return (centred - centred[is_speech].mean(0)) / _SCALE
-
-
-def resample(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
-    """`waveform` `[..., T]` at `rate` Hz, resampled to `wanted` Hz."""
-    if rate == wanted:
-        return waveform
-    from starling.speech.resampling import resampled
-
-    return resampled(waveform, rate, wanted)

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from starling.configuration import Config
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.check.collect import Line, Record, Source, collect, lines_of
+from starling.speech.check.collect import Line, Record, collect, lines_of
 from starling.speech.check.findings import HEARD, KINDS, CheckConfig, Finding, Kind, Report, SetSize
 from starling.speech.check.likeness import Near, likeness, near_texts
 from starling.speech.check.transcripts import misfits
@@ -20,6 +19,7 @@ from starling.speech.models import ModelConfig
 from starling.speech.preparing.making import Progress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import TokenConfig, make_tokenizer
+from starling.speech.usable import Source
 
 Told = Callable[[int, int], None]
 """Called with the number done and the total."""
@@ -244,34 +244,14 @@ def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, tra
     tokens = training.tokens.model_copy(update={"alphabet": None})  # held-out sets may have other characters
     tokenizer = make_tokenizer(tokens, (line.text for line in lines))
     for source in sources:
-        own = _Lines([line for line in lines if line.set == source.name], source.sampling_rate)
-        features = LogMel(training.features, source.sampling_rate)
+        own = {line.id: line for line in lines if line.set == source.name}
+        spoken = ((line.id, line.text, line.seconds) for line in own.values())
+        features = LogMel(training.features, source.checking.sampling_rate)
         augment = training.augment if source.name == train else None
-        for each in check_ctc_fits(own, tokenizer, training.model, features, augment, on_too_short="list"):
-            line = own.by_id[each.id]
+        for each in check_ctc_fits(spoken, tokenizer, training.model, features, augment, on_too_short="list"):
+            line = own[each.id]
             detail = f"frames for the {len(line.text)} characters in {line.seconds:.3f} s"
             yield Finding(
                 "too-short", line.set, line.id, value=each.frames, limit=each.needed, detail=detail,
                 seconds=line.seconds,
             )  # fmt: skip
-
-
-class _Lines:
-    """Transcripts as the `Transcripts` that `check_ctc_fits` expects."""
-
-    def __init__(self, lines: Sequence[Line], sampling_rate: int) -> None:
-        self._lines, self.sampling_rate = lines, sampling_rate
-        self.by_id = {line.id: line for line in lines}
-
-    @property
-    def durations(self) -> NDArray[np.float32]:
-        return np.array([line.seconds for line in self._lines], np.float32)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def id(self, index: int) -> str:
-        return self._lines[index].id
-
-    def text(self, index: int) -> str:
-        return self._lines[index].text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
@@ -28,7 +28,7 @@ from starling.speech.phones import PhonesConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from starling.speech.models.network import Decoder, PhoneOutput
+    N = TypeVar("N", bound=nn.Module)
 
 __all__ = [
     "MODELS",
@@ -244,49 +244,38 @@ def build_model(
     Raises ConfigError for a decoder or phones of a network that cannot have them.
     """
     from starling.speech.chance import borrowed_generators
-    from starling.speech.models.network import Network
+    from starling.speech.models.attention import AttentionDecoder
+    from starling.speech.models.network import Network, PhoneOutput
     from starling.speech.models.streaming import StreamingNetwork
+    from starling.speech.models.transducer import Transducer
 
     with borrowed_generators(seed):
         network = find_model(config.name).load()(config.shape, num_features, vocab_size)
         if config.decoder is not None:
-            if not isinstance(network, Network):
-                raise ConfigError(
-                    f"model.decoder: {config.name} makes a {type(network).__name__}, which is no "
-                    "starling.speech.models.network.Network: a decoder needs its `encode`; leave the decoder out"
-                )
-            network.decoder = _build_decoder(config.decoder, network.output.in_features, vocab_size)
+            own = _checked(network, Network, "decoder")
+            width = own.output.in_features
+            if isinstance(config.decoder, AttentionConfig):
+                own.decoder = AttentionDecoder(config.decoder, width, vocab_size)
+            else:
+                own.decoder = Transducer(config.decoder, width, vocab_size)
         if config.phones is not None and num_phones is not None:
-            network.phones = _build_phones(config, config.phones, network, num_phones)
+            own = _checked(network, Network, "phones")
+            if own.stacked is None:
+                raise ConfigError(f"model.phones: a {type(own).__name__} has no `stacked` layers; leave phones out")
+            own.phones = PhoneOutput(own.stacked.width, config.phones.layer, config.shape.dropout, num_phones)
         if config.chunk is not None:
-            if not isinstance(network, StreamingNetwork):
-                raise ConfigError(
-                    f"model.chunk: {config.name} makes a {type(network).__name__}, which is no "
-                    "starling.speech.models.streaming.StreamingNetwork; leave chunk out"
-                )
-            network.chunks = config.chunk.chunks(frame_shift * config.shape.subsampling)
+            streaming = _checked(network, StreamingNetwork, "chunk")
+            streaming.chunks = config.chunk.chunks(frame_shift * config.shape.subsampling)
     return network
 
 
-def _build_phones(config: ModelConfig, phones: PhonesConfig, network: nn.Module, num_phones: int) -> PhoneOutput:
-    from starling.speech.models.network import Network, PhoneOutput
-
-    layers = network.stacked if isinstance(network, Network) else None
-    if layers is None:
+def _checked(network: nn.Module, kind: type[N], key: str) -> N:
+    if not isinstance(network, kind):
         raise ConfigError(
-            f"model.phones: {config.name} makes a {type(network).__name__}, which is no "
-            "starling.speech.models.network.Network with `stacked` layers; leave phones out"
+            f"model.{key}: the architecture makes a {type(network).__name__}, which is no "
+            f"{kind.__module__}.{kind.__name__}; leave {key} out"
         )
-    return PhoneOutput(layers.width, phones.layer, config.shape.dropout, num_phones)
-
-
-def _build_decoder(config: DecoderConfig, encoder_width: int, vocab_size: int) -> Decoder:
-    from starling.speech.models.attention import AttentionDecoder
-    from starling.speech.models.transducer import Transducer
-
-    if isinstance(config, AttentionConfig):
-        return AttentionDecoder(config, encoder_width, vocab_size)
-    return Transducer(config, encoder_width, vocab_size)
+    return network
 
 
 def count_parameters(model: nn.Module) -> int:

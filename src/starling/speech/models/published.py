@@ -13,7 +13,16 @@ from starling.speech.models.subsampling import frame_mask
 
 
 class PublishedNetwork(Network):
-    """A published encoder, dropout, CTC outputs."""
+    """A published encoder, dropout, CTC outputs.
+
+    Raises ConfigError for features, MissingExtraError without `transformers`.
+    """
+
+    def __init__(self, name: str, num_features: int) -> None:
+        require("huggingface", f"model.name: {name}", ("transformers",))
+        super().__init__()
+        if num_features != 1:
+            raise ConfigError(f"model.name: {name} hears waveforms: set features.kind: raw")
 
     def published_part(self) -> tuple[nn.Module, type, str]:
         """The encoder; the class of `transformers` whose checkpoints have it; and the name that it has in there, empty
@@ -57,12 +66,9 @@ class Wav2Vec2Ctc(PublishedNetwork):
     """
 
     def __init__(self, shape: Wav2Vec2Shape, num_features: int, vocab_size: int) -> None:
-        require("huggingface", "model.name: wav2vec2", ("transformers",))
+        super().__init__("wav2vec2", num_features)
         from transformers import Wav2Vec2Config, Wav2Vec2Model
 
-        super().__init__()
-        if num_features != 1:
-            raise ConfigError("model.name: wav2vec2 hears waveforms: set features.kind: raw")
         config = Wav2Vec2Config.from_dict({**(shape.encoder or {}), "layerdrop": 0.0, "apply_spec_augment": False})
         self.has_mask = config.feat_extract_norm == "layer"
         self.shape = shape
@@ -99,14 +105,11 @@ class WhisperCtc(PublishedNetwork):
     """
 
     def __init__(self, shape: WhisperShape, num_features: int, vocab_size: int) -> None:
-        require("huggingface", "model.name: whisper", ("transformers",))
+        super().__init__("whisper", num_features)
         from transformers import WhisperConfig
         from transformers.audio_utils import mel_filter_bank
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-        super().__init__()
-        if num_features != 1:
-            raise ConfigError("model.name: whisper hears waveforms: set features.kind: raw")
         config = WhisperConfig.from_dict(shape.encoder or {})
         self.whisper = WhisperEncoder(config)
         self.dropout = nn.Dropout(shape.dropout)
