@@ -33,32 +33,23 @@ V = TypeVar("V")
 class BatchConfig(Config):
     """How utterances are grouped; the `batches:` section of a recipe."""
 
-    max_duration: float = Field(
-        default=60.0,
-        gt=0,
-        description="maximum seconds of audio in a micro-batch, with padding; limits memory use",
-    )
-    accumulate: int = Field(
-        default=1, ge=1, description="micro-batches per mini-batch, whose gradients are accumulated"
-    )
-    num_buckets: int = Field(default=20, ge=1, description="maximum number of groups of similar duration in a window")
-    window: int = Field(default=10, ge=1, description="shards that are open and shuffled together")
-    similar: int = Field(
-        default=8,
-        ge=1,
-        description="consecutive mini-batches of similar duration, so that up to this many learners can step together "
-        "and hardly wait for each other",
-    )
-    weighting: Weighting = Field(
-        default="batches",
-        description="how mini-batches are weighted when learners average gradients: batches, equally; utterances or "
-        "frames, in proportion to their number",
-    )
-    num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
-        default="auto",
-        description="loading processes per learner, which load batches ahead; 0: the learner loads them; auto: depends "
-        "on the cores, the learners on this machine, the location of the data and the budget",
-    )
+    max_duration: float = Field(default=60.0, gt=0)
+    """Maximum seconds of audio in a micro-batch, with padding; limits memory use."""
+    accumulate: int = Field(default=1, ge=1)
+    """Micro-batches per mini-batch, whose gradients are accumulated."""
+    num_buckets: int = Field(default=20, ge=1)
+    """Maximum number of groups of similar duration in a window."""
+    window: int = Field(default=10, ge=1)
+    """Shards that are open and shuffled together."""
+    similar: int = Field(default=8, ge=1)
+    """Consecutive mini-batches of similar duration, so that up to this many learners can step together and hardly wait
+    for each other."""
+    weighting: Weighting = "batches"
+    """How mini-batches are weighted when learners average gradients: batches, equally; utterances or frames, in
+    proportion to their number."""
+    num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """Loading processes per learner, which load batches ahead; 0: the learner loads them; auto: depends on the cores,
+    the learners on this machine, the location of the data and the budget."""
 
 
 class Windows(Protocol):

@@ -47,25 +47,24 @@ _FITTED_AT_ONCE = 32  # utterances that are read together
 class FeatureConfig(Config):
     """The parameters of log-mel features; the `features:` section of a recipe."""
 
-    kind: Literal["log-mel", "raw"] = Field(
-        default="log-mel",
-        description="raw: the samples themselves, for model.name: wav2vec2 and whisper; of the other keys, it has "
-        "normalise alone",
-    )
-    num_mels: int | None = Field(default=None, ge=4, description="mel bands; 80, or 40 up to 8 kHz, when not given")
-    frame_length: float = Field(default=0.025, gt=0, description="seconds of one window")
-    frame_shift: float = Field(default=0.010, gt=0, description="seconds from one frame to the next")
-    low_freq: float = Field(default=20.0, ge=0, description="lower edge of the lowest band, Hz")
-    high_freq: float = Field(default=-400.0, description="upper edge of the highest band, Hz; <= 0: from Nyquist down")
-    normalise: Literal["utterance", "speech", "global", "none"] = Field(
-        default="utterance",
-        description="data whose mean and deviation normalise each band; a streaming model needs global, or none. "
-        "speech: the mean of the utterance's loud frames is subtracted, so that pauses do not count, and the result is "
-        "divided by 3, about the deviation of speech",
-    )
-    splice: int = Field(
-        default=0, ge=0, le=50, description="frames on either side that are joined to each, for loss: frames"
-    )
+    kind: Literal["log-mel", "raw"] = "log-mel"
+    """raw: the samples themselves, for model.name: wav2vec2 and whisper; of the other keys, it has normalise alone."""
+    num_mels: int | None = Field(default=None, ge=4)
+    """Mel bands; 80, or 40 up to 8 kHz, when not given."""
+    frame_length: float = Field(default=0.025, gt=0)
+    """Seconds of one window."""
+    frame_shift: float = Field(default=0.010, gt=0)
+    """Seconds from one frame to the next."""
+    low_freq: float = Field(default=20.0, ge=0)
+    """Lower edge of the lowest band, Hz."""
+    high_freq: float = -400.0
+    """Upper edge of the highest band, Hz; <= 0: from Nyquist down."""
+    normalise: Literal["utterance", "speech", "global", "none"] = "utterance"
+    """Data whose mean and deviation normalise each band; a streaming model needs global, or none. speech: the mean of
+    the utterance's loud frames is subtracted, so that pauses do not count, and the result is divided by 3, about the
+    deviation of speech."""
+    splice: int = Field(default=0, ge=0, le=50)
+    """Frames on either side that are joined to each, for loss: frames."""
 
     def mels_at(self, sampling_rate: int) -> int:
         """The number of mel bands at a sampling rate in Hz; 1 for samples."""

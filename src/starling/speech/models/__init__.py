@@ -74,72 +74,63 @@ class ModelConfig(Config):
     Each architecture has its own presets and sizes; any other is an error.
     """
 
-    name: str = Field(
-        default="blstm",
-        description="the architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, "
-        "dnn-hybrid, wav2vec2, whisper, or module:name",
-    )
-    preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
-    layers: int | None = Field(default=None, ge=1, description="LSTM or dense layers, or blocks")
-    hidden: int | None = Field(
-        default=None, ge=1, description="units of an LSTM layer, per direction; of each dense layer"
-    )
-    bottleneck: int | None = Field(default=None, ge=0, description="units before the outputs; 0: none")
-    width: int | None = Field(default=None, ge=1, description="units of a frame between blocks")
-    heads: int | None = Field(default=None, ge=1, description="heads of the attention")
-    feed_forward: int | None = Field(default=None, ge=1, description="units inside a block's feed-forward parts")
-    positions: Positions | None = Field(
-        default=None,
-        description="rotary: relative, rotates queries and keys; relative: of the Conformer's paper; sinusoidal: "
-        "absolute, added to a transformer's frames",
-    )
-    kernel: int | None = Field(default=None, ge=1, description="frames that a block's convolution hears; odd")
-    stack_rates: tuple[PositiveInt, ...] | None = Field(
-        default=None, description="for each stack of a zipformer, the encoder frames that it joins into one"
-    )
-    stack_layers: tuple[PositiveInt, ...] | None = Field(default=None, description="blocks of each stack")
-    stack_widths: tuple[PositiveInt, ...] | None = Field(
-        default=None, description="units of a frame in each stack; multiples of 4"
-    )
-    span: int | None = Field(
-        default=None,
-        ge=0,
-        description="encoder frames that a transformer's frame attends to on either side; 0: all of its utterance",
-    )
-    channels: int | None = Field(default=None, ge=1, description="channels of the subsampling convolutions")
-    conv2d_channels: int | None = Field(
-        default=None,
-        ge=0,
-        description="channels of the first of two convolutions over time and frequency in front of a blstm; the second "
-        "has twice as many. 0: convolutions over time alone",
-    )
-    context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")
-    subsampling: Literal[1, 2, 4] | None = Field(default=None, description="feature frames per encoder frame")
-    dropout: float | None = Field(default=None, ge=0, lt=1, description="share of units that are set to 0 in training")
-    decoder: DecoderConfig | None = Field(
-        default=None, description="a decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone"
-    )
+    name: str = "blstm"
+    """The architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, dnn-hybrid,
+    wav2vec2, whisper, or module:name."""
+    preset: str = "small"
+    """The preset: tiny, small, or a larger one of the architecture."""
+    layers: int | None = Field(default=None, ge=1)
+    """LSTM or dense layers, or blocks."""
+    hidden: int | None = Field(default=None, ge=1)
+    """Units of an LSTM layer, per direction; of each dense layer."""
+    bottleneck: int | None = Field(default=None, ge=0)
+    """Units before the outputs; 0: none."""
+    width: int | None = Field(default=None, ge=1)
+    """Units of a frame between blocks."""
+    heads: int | None = Field(default=None, ge=1)
+    """Heads of the attention."""
+    feed_forward: int | None = Field(default=None, ge=1)
+    """Units inside a block's feed-forward parts."""
+    positions: Positions | None = None
+    """rotary: relative, rotates queries and keys; relative: of the Conformer's paper; sinusoidal: absolute, added to a
+    transformer's frames."""
+    kernel: int | None = Field(default=None, ge=1)
+    """Frames that a block's convolution hears; odd."""
+    stack_rates: tuple[PositiveInt, ...] | None = None
+    """For each stack of a zipformer, the encoder frames that it joins into one."""
+    stack_layers: tuple[PositiveInt, ...] | None = None
+    """Blocks of each stack."""
+    stack_widths: tuple[PositiveInt, ...] | None = None
+    """Units of a frame in each stack; multiples of 4."""
+    span: int | None = Field(default=None, ge=0)
+    """Encoder frames that a transformer's frame attends to on either side; 0: all of its utterance."""
+    channels: int | None = Field(default=None, ge=1)
+    """Channels of the subsampling convolutions."""
+    conv2d_channels: int | None = Field(default=None, ge=0)
+    """Channels of the first of two convolutions over time and frequency in front of a blstm; the second has twice as
+    many. 0: convolutions over time alone."""
+    context: int | None = Field(default=None, ge=0)
+    """Feature frames heard on either side in deep-speech."""
+    subsampling: Literal[1, 2, 4] | None = None
+    """Feature frames per encoder frame."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Share of units that are set to 0 in training."""
+    decoder: DecoderConfig | None = None
+    """A decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone."""
 
-    phones: PhonesConfig | None = Field(
-        default=None,
-        description="a second CTC loss, with which a lower layer learns the phones of transcripts; needs blstm, lstm, "
-        "transformer or conformer; null: none",
-    )
+    phones: PhonesConfig | None = None
+    """A second CTC loss, with which a lower layer learns the phones of transcripts; needs blstm, lstm, transformer or
+    conformer; null: none."""
 
-    chunk: ChunkConfig | None = Field(
-        default=None,
-        description="a streaming model, of lstm, transformer or conformer: seconds of a chunk, and chunks before it; "
-        "null: every frame hears the whole utterance",
-    )
+    chunk: ChunkConfig | None = None
+    """A streaming model, of lstm, transformer or conformer: seconds of a chunk, and chunks before it; null: every frame
+    hears the whole utterance."""
 
-    checkpoint: Path | None = Field(
-        default=None,
-        description="for wav2vec2 and whisper: a folder with config.json and model.safetensors of a published model, "
-        "or its name on the Hugging Face hub",
-    )
-    encoder: dict[str, Any] | None = Field(
-        default=None, description="for wav2vec2 and whisper: the configuration of that model; Starling fills it in"
-    )
+    checkpoint: Path | None = None
+    """For wav2vec2 and whisper: a folder with config.json and model.safetensors of a published model, or its name on
+    the Hugging Face hub."""
+    encoder: dict[str, Any] | None = None
+    """For wav2vec2 and whisper: the configuration of that model; Starling fills it in."""
 
     @model_validator(mode="before")
     @classmethod

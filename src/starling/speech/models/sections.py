@@ -29,10 +29,10 @@ class ChunkConfig(Config):
     recognition" (arXiv 2012.05481), known from WeNet.
     """
 
-    seconds: Seconds = Field(default=0.64, gt=0, description="audio of a chunk; rounded to encoder frames")
-    left: int = Field(
-        default=4, ge=1, description="chunks before its own that a frame attends to; an LSTM remembers all of them"
-    )
+    seconds: Seconds = Field(default=0.64, gt=0)
+    """Audio of a chunk; rounded to encoder frames."""
+    left: int = Field(default=4, ge=1)
+    """Chunks before its own that a frame attends to; an LSTM remembers all of them."""
 
     def chunks(self, frame_seconds: Seconds) -> Chunks:
         """In encoder frames of `frame_seconds`."""
@@ -40,22 +40,25 @@ class ChunkConfig(Config):
 
 
 class _Beside(Config):
-    ctc_weight: float = Field(
-        default=0.3, gt=0, lt=1, description="share of the CTC loss in the loss; the decoder's has the rest"
-    )
-    width: int = Field(default=128, ge=2, description="units of the decoder's layers")
+    ctc_weight: float = Field(default=0.3, gt=0, lt=1)
+    """Share of the CTC loss in the loss; the decoder's has the rest."""
+    width: int = Field(default=128, ge=2)
+    """Units of the decoder's layers."""
 
 
 class AttentionConfig(_Beside):
     """A Transformer decoder, which attends to the encoder's frames and emits token after token."""
 
-    kind: Literal["attention"] = Field(description="attention, or transducer")
-    layers: int = Field(default=2, ge=1, description="blocks of the decoder")
-    heads: int = Field(default=4, ge=1, description="heads of each attention; they share the width")
-    dropout: float = Field(default=0.1, ge=0, lt=1, description="share of units that are set to 0 in training")
-    label_smoothing: float = Field(
-        default=0.1, ge=0, lt=1, description="share of the target that is spread evenly over all tokens"
-    )
+    kind: Literal["attention"]
+    """The kind: attention, or transducer."""
+    layers: int = Field(default=2, ge=1)
+    """Blocks of the decoder."""
+    heads: int = Field(default=4, ge=1)
+    """Heads of each attention; they share the width."""
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    """Share of units that are set to 0 in training."""
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the target that is spread evenly over all tokens."""
 
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> "AttentionConfig":
@@ -69,8 +72,10 @@ class AttentionConfig(_Beside):
 class TransducerConfig(_Beside):
     """A transducer: a predictor, which knows the last tokens alone, and a joiner."""
 
-    kind: Literal["transducer"] = Field(description="attention, or transducer")
-    context: int = Field(default=2, ge=1, description="last tokens that the predictor knows")
+    kind: Literal["transducer"]
+    """The kind: attention, or transducer."""
+    context: int = Field(default=2, ge=1)
+    """Last tokens that the predictor knows."""
 
 
 DecoderConfig = Annotated[AttentionConfig | TransducerConfig, Field(discriminator="kind")]
