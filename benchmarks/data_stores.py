@@ -27,8 +27,8 @@ from starling.commands import Overrides, RecipeArgument, progress_console, shown
 from starling.errors import ConfigError, DataError
 from starling.reporting.progress import Bars
 from starling.speech.chance import one_thread
-from starling.speech.features import resample
 from starling.speech.recipe import load_recipe
+from starling.speech.resampling import resampled
 from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 
@@ -116,7 +116,7 @@ def take_sample(readers: Sequence[Audio], sampling_rate: int, report: Progress) 
             except DataError as error:
                 failure = error
                 continue
-            audios.append(resample(torch.from_numpy(audio)[None], rate, sampling_rate)[0].numpy())
+            audios.append(resampled(torch.from_numpy(audio)[None], rate, sampling_rate)[0].numpy())
             seconds += len(audios[-1]) / sampling_rate
             if seconds > MAX_SECONDS or time.monotonic() - begin > MAX_READING:
                 break

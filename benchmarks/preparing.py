@@ -10,7 +10,7 @@ from benchmarks.measuring import Bar, Seconds, median_speed_up
 from starling.speech.corpora import SyntheticCorpus
 from starling.speech.data import DataConfig
 from starling.speech.prepare import prepare
-from starling.speech.preparing.executors import Executor, InThisProcess, Processes
+from starling.speech.preparing.executors import Executor, Processes
 
 ROUNDS, FILES, USES, SHARD_SIZE = 2, 200, 50, 500
 """The corpus lists each file several times, so that it is long but soon made."""
@@ -21,7 +21,7 @@ def measure(folder: Path) -> list[Bar]:
     table = write_corpus(folder / "corpus")
     pairs = []
     for number in range(ROUNDS):
-        executors: list[Executor] = [Processes(2), InThisProcess()]
+        executors: list[Executor] = [Processes(2), Executor()]
         if number % 2:
             executors.reverse()
         took = [seconds(table, folder / "prepared", executor) for executor in executors]

@@ -16,8 +16,8 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
+from starling.speech.corpora.synthetic import ACCENTS, VOICES, add_noise
 from starling.speech.espeak import Sentence, speak
-from starling.speech.synthesis import ACCENTS, VOICES, add_noise
 
 RATE = 16000
 SPEAKERS = {"train": 74, "dev": 5, "test": 10}

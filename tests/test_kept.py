@@ -16,7 +16,7 @@ from starling.cli import app
 from starling.configuration import differing
 from starling.errors import ConfigError
 from starling.experiment.audit import audit
-from starling.speech.check.config import HEARD, KINDS
+from starling.speech.check.findings import HEARD, KINDS
 from starling.speech.recipe import check_recipe, load_recipe, load_resolved
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet

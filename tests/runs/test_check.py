@@ -15,11 +15,11 @@ from starling.experiment.claim import set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.recipe.run import dump_recipe
 from starling.speech.commands import evaluate as evaluation
-from starling.speech.left_out import read_left_out
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Heard
 from starling.speech.store import SpeechSet
 from starling.speech.task import SPEECH
+from starling.speech.usable import read_left_out
 from tests.runs.conftest import Tree
 from tests.speech import planted as plants
 from tests.speech.planted import Planted

@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 from starling.cli import app
 from starling.errors import ConfigError
 from starling.speech.commands.scored import read_texts
+from starling.speech.corpora.synthetic import LANGUAGES
 from starling.speech.data import set_digest, set_settings
 from starling.speech.recipe import load_recipe
 from starling.speech.scoring.score import without_tags
 from starling.speech.store import SpeechSet
-from starling.speech.synthesis import LANGUAGES
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "languages.yaml"
 TAGS = "data.corpus.tags={english: Ⓔ, german: Ⓖ, spanish: Ⓢ}"

@@ -14,7 +14,7 @@ import soundfile
 from starling.errors import DataError
 from starling.speech.corpora import Utterance
 from starling.speech.corpora.audio import read_audio
-from starling.speech.usable import Checker, FilterConfig
+from starling.speech.usable import Checker, Checking, FilterConfig
 from tests.speech.corpus_builders import RATE, sound
 
 MORE_MEMORY = 768 << 20
@@ -65,7 +65,7 @@ def main(folder: Path, count: int) -> None:
         whole.append((path, path.read_bytes()))
     limits = FilterConfig(min_seconds=0.0, max_seconds=3600.0, on_bad="fail")
     for path, _ in whole:  # the resampler and the codecs are loaded
-        list(Checker("set", 16_000, "upper", limits).usable([_utterance(path)]))
+        list(Checker(Checking("set", 16_000, "upper", limits)).usable([_utterance(path)]))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MORE_MEMORY,) * 2)
     random = np.random.default_rng(16)
@@ -76,7 +76,7 @@ def main(folder: Path, count: int) -> None:
         path.write_bytes(mutated(content, random))
         began = time.process_time()
         try:
-            ((_, samples),) = Checker("set", RATE, "upper", limits).usable([_utterance(path)])
+            ((_, _, samples, _),) = Checker(Checking("set", RATE, "upper", limits)).usable([_utterance(path)])
             if not (np.isfinite(samples).all() and np.abs(samples).max() > 0):
                 raise RuntimeError("audio that is none was accepted")
             ends["accepted"] += 1

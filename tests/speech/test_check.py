@@ -12,19 +12,16 @@ from planted import PLANTS, RATE, Expected, Planted, sentence, voice
 from pydantic import ValidationError
 
 from starling.errors import DataError
-from starling.speech.check.collect import Source, prepared_sources
-from starling.speech.check.config import HEARD, KINDS, CheckConfig
+from starling.speech.check.collect import prepared_sources
 from starling.speech.check.corpus import Training, check_corpus
-from starling.speech.check.findings import Report, seen_in_training, to_drop, write_report
-from starling.speech.check.sound import likeness, measure
-from starling.speech.check.texts import near_texts, num_bands, pieces, similarity
+from starling.speech.check.findings import HEARD, KINDS, CheckConfig, Report, seen_in_training, to_drop, write_report
+from starling.speech.check.likeness import likeness, measure, near_texts, num_bands, pieces, similarity
 from starling.speech.commands.check import sources_of
 from starling.speech.corpora import Audio, Utterance
 from starling.speech.data import DataConfig, set_digest
-from starling.speech.left_out import LeftOut, read_left_out, write_left_out
 from starling.speech.prepare import prepare
 from starling.speech.store import SpeechSet
-from starling.speech.usable import FilterConfig
+from starling.speech.usable import Checking, FilterConfig, LeftOut, Source, read_left_out, write_left_out
 
 
 def _report(data: DataConfig, train: str = "train") -> Report:
@@ -288,7 +285,7 @@ def _source(texts: list[str], reads: Counter[str]) -> Source:
         return Utterance(f"u{i}", "s", texts[original], "nowhere", read)
 
     utterances = [utterance(i) for i in range(len(texts))]
-    return Source("train", lambda: utterances, RATE, "upper", FilterConfig(on_bad="skip"), {}, None, "")
+    return Source(Checking("train", RATE, "upper", FilterConfig(on_bad="skip")), lambda: utterances)
 
 
 def test_two_thousand_utterances_take_seconds_and_each_is_read_once() -> None:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from starling.errors import DataError
 from starling.speech.corpora import CorpusConfig
-from starling.speech.usable import Checker, FilterConfig
+from starling.speech.usable import Checker, Checking, FilterConfig
 from tests.computing import computing_below
 
 PIECES = [
@@ -81,7 +81,7 @@ def _mutated(text: str, random: np.random.Generator) -> bytes:
 
 def _read(settings: dict[str, Any]) -> int:
     corpus = TypeAdapter(CorpusConfig).validate_python(settings)
-    checker = Checker("train", 8000, "upper", FilterConfig(min_seconds=0.0, on_bad="fail"))
+    checker = Checker(Checking("train", 8000, "upper", FilterConfig(min_seconds=0.0, on_bad="fail")))
     return len(list(checker.usable(corpus.utterances("train"))))
 
 

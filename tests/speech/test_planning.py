@@ -65,7 +65,7 @@ def test_a_micro_batch_stays_within_max_duration(utterances, config):
     """Counted with its padding, unless it is one long utterance or the window leaves no choice but to merge."""
     durations, shards = utterances
     planner = Planner(durations, shards, config, 1)
-    for number in range(planner.num_windows(0)):
+    for number in range(planner.windows.num_windows):
         micro_batches = [micro for mini in planner.window(0, number) for micro in mini]
         in_window = sum(map(len, micro_batches))
         merged = len(micro_batches) + config.accumulate > in_window
@@ -97,7 +97,7 @@ def test_a_window_is_a_few_whole_shards(utterances, config, seed):
     durations, shards = utterances
     planner = Planner(durations, shards, config, seed)
     seen: set[int] = set()
-    for number in range(planner.num_windows(0)):
+    for number in range(planner.windows.num_windows):
         members = np.concatenate([micro for mini in planner.window(0, number) for micro in mini])
         own = set(shards[members].tolist())
         assert len(own) <= config.window and not own & seen
@@ -121,7 +121,7 @@ def test_a_small_set_is_shuffled_as_one():
     """Up to `window` shards are one window: any two utterances may meet."""
     durations, shards = corpus(5000, shard_size=500)
     planner = Planner(durations, shards, BatchConfig(), 1)
-    assert planner.num_windows(0) == 1
+    assert planner.windows.num_windows == 1
     met = {len(set(shards[micro].tolist())) for mini in planner.epoch(0) for micro in mini}
     assert max(met) >= 5
 

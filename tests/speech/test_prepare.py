@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 from starling.errors import ConfigError, DataError
 from starling.recipe.file import read_recipe
+from starling.speech.corpora.synthetic import LANGUAGES
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import Summary, describe, prepare
 from starling.speech.store import SpeechSet
-from starling.speech.synthesis import LANGUAGES
 from starling.speech.usable import resampled
 
 _RECIPES = Path(__file__).resolve().parents[2] / "recipes"

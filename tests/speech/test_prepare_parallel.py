@@ -26,12 +26,12 @@ from starling.speech.commands.prepare import prepare as prepare_recipe
 from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig
 from starling.speech.prepare import prepare
-from starling.speech.preparing.executors import Executor, InThisProcess, Processes
-from starling.speech.preparing.making import SetPlan, make_set
+from starling.speech.preparing.executors import Executor, Processes
+from starling.speech.preparing.making import make_set
 from starling.speech.preparing.on_ray import OnRay
-from starling.speech.preparing.stages import Checking, Stage
+from starling.speech.preparing.stages import Stage
 from starling.speech.store import SpeechSet
-from starling.speech.usable import FilterConfig
+from starling.speech.usable import Checking, FilterConfig, Source
 from tests.speech.deadly import read_or_die
 
 _FORK = multiprocessing.get_context("fork")
@@ -364,7 +364,7 @@ def test_progress_counts_the_utterances_of_all_processes(tmp_path: Path, pool: P
 def test_a_process_that_dies_is_told_with_its_shard(tmp_path: Path) -> None:
     """As one that the system ends for want of memory."""
     deadly = [Utterance("u0", "s", "TEXT", "nowhere", partial(os._exit, 9))]
-    plan = SetPlan("train", "d" * 64, {}, lambda: deadly, Checking("train", RATE, "as-is", FilterConfig()), None, 5)
+    plan = Source(Checking("train", RATE, "as-is", FilterConfig()), lambda: deadly, digest="d" * 64, shard_size=5)
     with (
         Processes(1) as processes,
         pytest.raises(DataError, match="set train: the process that wrote shard 0 ended unexp"),
@@ -373,19 +373,19 @@ def test_a_process_that_dies_is_told_with_its_shard(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _plan(mark: Path | None) -> SetPlan:
+def _plan(mark: Path | None) -> Source:
     """A set of two shards, the second of which is deadly."""
     alive = partial(read_or_die, Path(__file__))
     listed = [
         Utterance(f"u{i}", "s", "TEXT", "nowhere", load) for i, load in enumerate([alive, partial(read_or_die, mark)])
     ]
-    return SetPlan("train", "d" * 64, {}, lambda: listed, Checking("train", RATE, "as-is", FilterConfig()), None, 1)
+    return Source(Checking("train", RATE, "as-is", FilterConfig()), lambda: listed, digest="d" * 64, shard_size=1)
 
 
 def test_ray_repeats_the_stage_of_a_lost_process(tmp_path: Path, ray: Executor) -> None:
     """And the bytes are those of a preparation in which nothing happened."""
     mark = tmp_path / "mark"
-    for name, executor in {"ray": ray, "one": InThisProcess()}.items():
+    for name, executor in {"ray": ray, "one": Executor()}.items():
         folder = tmp_path / name
         folder.mkdir()
         make_set(_plan(mark), folder / "train", folder / "train.partial", executor, lambda *call: None)
@@ -429,8 +429,8 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_who_does_not_ask_for_processes_gets_none() -> None:
     """One job needs no pool, and more have one."""
-    assert isinstance(executor_of([]), InThisProcess)
-    assert isinstance(executor_of(["jobs=1"]), InThisProcess)
+    assert type(executor_of([])) is Executor
+    assert type(executor_of(["jobs=1"])) is Executor
     assert isinstance(executor_of(["jobs=2"]), Processes)
 
 

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from starling.errors import DataError
 from starling.speech.corpora import CorpusConfig, SyntheticCorpus, Utterance
+from starling.speech.corpora.synthetic import ACCENTS, COMMANDS, DIGITS, VOICES, add_noise
 from starling.speech.espeak import Sentence, speak
-from starling.speech.synthesis import ACCENTS, COMMANDS, DIGITS, VOICES, add_noise
 
 
 def _spoken(set_name: str, **settings: object) -> list[Utterance]:

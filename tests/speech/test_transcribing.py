@@ -111,8 +111,8 @@ def test_a_streaming_model_hears_live_audio_once(name: str, monkeypatch: pytest.
     assert isinstance(network, StreamingNetwork)
     assert network.chunks is not None
     matrix = recogniser.matrix(waveform, RATE)
-    network.output.bias.data -= recogniser.log_probs([matrix])[0].mean((0, 1))  # so that it hears all letters
-    whole, _ = recogniser.log_probs([matrix])
+    network.output.bias.data -= recogniser.hear([matrix]).log_probs.mean((0, 1))  # so that it hears all letters
+    whole = recogniser.hear([matrix]).log_probs
     ends = range(0, whole.shape[1], network.chunks.frames)
     texts = [recogniser.texts(whole[:, :end], torch.tensor([end]))[0].split() for end in ends]
     assert len(set(map(tuple, texts))) > 10

@@ -16,9 +16,16 @@ from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import Planner
 from starling.speech.batches import BatchConfig, load_batch
 from starling.speech.check.collect import Record, collect, prepared_sources
-from starling.speech.check.config import CheckConfig
-from starling.speech.check.findings import Finding, Report, SetSize, heard_path, to_drop, write_report
-from starling.speech.check.heard import SetHeard
+from starling.speech.check.findings import (
+    CheckConfig,
+    Finding,
+    Report,
+    SetHeard,
+    SetSize,
+    heard_path,
+    to_drop,
+    write_report,
+)
 from starling.speech.check.transcripts import log_likelihoods, misfits, usual_limit
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import ctc_loss

@@ -8,8 +8,7 @@ import torch
 
 from starling.speech.decoding import transducer as decoding
 from starling.speech.models import ModelConfig, TransducerConfig, build_model
-from starling.speech.models.transducer import Transducer
-from starling.speech.transducer_loss import lattice_loss, transducer_loss
+from starling.speech.models.transducer import Transducer, lattice_loss, transducer_loss
 
 LENGTHS, TOKEN_LENGTHS = torch.tensor([4, 2, 1, 3]), torch.tensor([3, 2, 0, 1])
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from starling.speech.corpora import Utterance
-from starling.speech.trimming import trimmed
-from starling.speech.usable import Checker, FilterConfig
+from starling.speech.usable import Checker, Checking, FilterConfig, trimmed
 
 RATE = 8000
 
@@ -56,8 +55,8 @@ def test_preparation_trims_recordings_when_asked_to() -> None:
     """After the length limits are checked; also where recordings are reread to be joined into strings."""
     samples = recording(1.0, 1.5, 1.0)
     utterance = Utterance("a", "s", "A", "a.wav", lambda: (samples, RATE))
-    checker = Checker("set", RATE, "upper", FilterConfig(trim=0.1, min_seconds=3.0))
-    ((_, audio),) = checker.usable([utterance])
+    checker = Checker(Checking("set", RATE, "upper", FilterConfig(trim=0.1, min_seconds=3.0)))
+    ((_, _, audio, _),) = checker.usable([utterance])
     assert 1.7 <= len(audio) / RATE <= 1.77
     again, rate = checker.reread(utterance).read()
     assert rate == RATE

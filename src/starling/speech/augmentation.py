@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from starling.configuration import Config
-from starling.speech.codecs import Codec, transmitted_tensor
+from starling.speech.codecs import Codec, transmitted
 
 if TYPE_CHECKING:
     import torch
@@ -27,13 +27,20 @@ _MIN_FRAMES_TO_MASK = 20  # below this, masks would hide whole phones or be empt
 class SpecAugmentConfig(Config):
     """Masks over time and frequency (Park et al. 2019), with lhotse's parameters."""
 
-    probability: float = Field(default=0.9, ge=0, le=1, description="share of utterances that are masked")
-    time_warp: int = Field(default=0, ge=0, description="frames by which a point may be moved; 0: no warping")
-    num_frequency_masks: int = Field(default=2, ge=0, description="masks over bands, per utterance")
-    frequency_mask_size: int = Field(default=8, ge=1, description="a mask covers fewer bands than this")
-    num_time_masks: int = Field(default=5, ge=0, description="masks over frames, per utterance")
-    time_mask_size: int = Field(default=20, ge=1, description="a mask covers fewer frames than this")
-    max_time_masked: float = Field(default=0.15, ge=0, le=1, description="share of the frames that masks may cover")
+    probability: float = Field(default=0.9, ge=0, le=1)
+    """Share of utterances that are masked."""
+    time_warp: int = Field(default=0, ge=0)
+    """Frames by which a point may be moved; 0: no warping."""
+    num_frequency_masks: int = Field(default=2, ge=0)
+    """Masks over bands, per utterance."""
+    frequency_mask_size: int = Field(default=8, ge=1)
+    """A mask covers fewer bands than this."""
+    num_time_masks: int = Field(default=5, ge=0)
+    """Masks over frames, per utterance."""
+    time_mask_size: int = Field(default=20, ge=1)
+    """A mask covers fewer frames than this."""
+    max_time_masked: float = Field(default=0.15, ge=0, le=1)
+    """Share of the frames that masks may cover."""
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -47,27 +54,32 @@ class AugmentConfig(Config):
     Ranges are [lowest, highest], and a value is drawn from them uniformly for each utterance.
     """
 
-    speed: tuple[float, ...] = Field(default=(0.9, 1.0, 1.1), description="factors drawn from, one per utterance")
-    tempo: Range | None = Field(default=None, description="factors of the tempo alone; the pitch stays")
-    vocal_tract: Range | None = Field(
-        default=None, description="factors of the frequency axis (vocal tract length perturbation)"
-    )
-    reverberation: Range | None = Field(
-        default=None, description="seconds in which the echo of a synthetic room decays by 60 dB"
-    )
-    reverberation_probability: Share = Field(default=0.3, description="share of utterances with reverberation")
-    babble_snr: Range | None = Field(default=None, description="dB range of added speech of the same mini-batch")
-    babble_probability: Share = Field(default=0.3, description="share of utterances with added speech")
-    noise_snr: Range | None = Field(default=None, description="dB range of added noise")
-    noise_probability: Share = Field(default=0.5, description="share of utterances with added noise")
-    noise_colour: Literal["white", "random"] = Field(
-        default="white", description="random: the power falls with frequency, by 0 (white) to 6 dB per octave"
-    )
-    gain_db: Range | None = Field(default=None, description="dB range by which the level is changed")
-    codecs: tuple[Codec, ...] = Field(
-        default=(), description="codecs drawn from: telephone, gsm, rate-HZ, opus-KBITS …"
-    )
-    codec_probability: Share = Field(default=0.5, description="share of utterances that go through a codec")
+    speed: tuple[float, ...] = (0.9, 1.0, 1.1)
+    """Factors drawn from, one per utterance."""
+    tempo: Range | None = None
+    """Factors of the tempo alone; the pitch stays."""
+    vocal_tract: Range | None = None
+    """Factors of the frequency axis (vocal tract length perturbation)."""
+    reverberation: Range | None = None
+    """Seconds in which the echo of a synthetic room decays by 60 dB."""
+    reverberation_probability: Share = 0.3
+    """Share of utterances with reverberation."""
+    babble_snr: Range | None = None
+    """dB range of added speech of the same mini-batch."""
+    babble_probability: Share = 0.3
+    """Share of utterances with added speech."""
+    noise_snr: Range | None = None
+    """dB range of added noise."""
+    noise_probability: Share = 0.5
+    """Share of utterances with added noise."""
+    noise_colour: Literal["white", "random"] = "white"
+    """random: the power falls with frequency, by 0 (white) to 6 dB per octave."""
+    gain_db: Range | None = None
+    """dB range by which the level is changed."""
+    codecs: tuple[Codec, ...] = ()
+    """Codecs drawn from: telephone, gsm, rate-HZ, opus-KBITS …"""
+    codec_probability: Share = 0.5
+    """Share of utterances that go through a codec."""
     spec_augment: SpecAugmentConfig | None = SpecAugmentConfig()
     """Masks over the features; null: none."""
 
@@ -111,11 +123,11 @@ def augment_waveform(
     babble of `others`, noise and another level, and sent through a codec."""
     import torch
 
-    from starling.speech.features import resample
+    from starling.speech.resampling import resampled
 
     factor = float(generator.choice(np.asarray(config.speed)))
     if factor != 1.0:
-        waveform = resample(waveform[None], round(sampling_rate * factor), sampling_rate)[0]
+        waveform = resampled(waveform, round(sampling_rate * factor), sampling_rate)
     if config.reverberation is not None and generator.random() < config.reverberation_probability:
         waveform = _convolved(waveform, impulse_response(sampling_rate, config.reverberation, generator))
     if config.babble_snr is not None and others and generator.random() < config.babble_probability:
@@ -135,7 +147,8 @@ def augment_waveform(
     if config.gain_db is not None:
         waveform = waveform * 10 ** (generator.uniform(*config.gain_db) / 20)
     if config.codecs and generator.random() < config.codec_probability:  # last: a codec hears the noise, too
-        waveform = transmitted_tensor(waveform, sampling_rate, str(generator.choice(config.codecs)))
+        sent = transmitted(waveform.numpy(), sampling_rate, str(generator.choice(config.codecs)))
+        waveform = torch.from_numpy(sent)
     return waveform
 
 

@@ -5,10 +5,9 @@ shards at a time, however large the set is.
 """
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,38 +33,31 @@ V = TypeVar("V")
 class BatchConfig(Config):
     """How utterances are grouped; the `batches:` section of a recipe."""
 
-    max_duration: float = Field(
-        default=60.0,
-        gt=0,
-        description="maximum seconds of audio in a micro-batch, with padding; limits memory use",
-    )
-    accumulate: int = Field(
-        default=1, ge=1, description="micro-batches per mini-batch, whose gradients are accumulated"
-    )
-    num_buckets: int = Field(default=20, ge=1, description="maximum number of groups of similar duration in a window")
-    window: int = Field(default=10, ge=1, description="shards that are open and shuffled together")
-    similar: int = Field(
-        default=8,
-        ge=1,
-        description="consecutive mini-batches of similar duration, so that up to this many learners can step together "
-        "and hardly wait for each other",
-    )
-    weighting: Weighting = Field(
-        default="batches",
-        description="how mini-batches are weighted when learners average gradients: batches, equally; utterances or "
-        "frames, in proportion to their number",
-    )
-    num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
-        default="auto",
-        description="loading processes per learner, which load batches ahead; 0: the learner loads them; auto: depends "
-        "on the cores, the learners on this machine, the location of the data and the budget",
-    )
+    max_duration: float = Field(default=60.0, gt=0)
+    """Maximum seconds of audio in a micro-batch, with padding; limits memory use."""
+    accumulate: int = Field(default=1, ge=1)
+    """Micro-batches per mini-batch, whose gradients are accumulated."""
+    num_buckets: int = Field(default=20, ge=1)
+    """Maximum number of groups of similar duration in a window."""
+    window: int = Field(default=10, ge=1)
+    """Shards that are open and shuffled together."""
+    similar: int = Field(default=8, ge=1)
+    """Consecutive mini-batches of similar duration, so that up to this many learners can step together and hardly wait
+    for each other."""
+    weighting: Weighting = "batches"
+    """How mini-batches are weighted when learners average gradients: batches, equally; utterances or frames, in
+    proportion to their number."""
+    num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """Loading processes per learner, which load batches ahead; 0: the learner loads them; auto: depends on the cores,
+    the learners on this machine, the location of the data and the budget."""
 
 
 class Windows(Protocol):
     """The parts of an epoch, each shuffled separately; a pure function of epoch and number."""
 
-    def num_windows(self, epoch: int) -> int: ...
+    @property
+    def num_windows(self) -> int:
+        """Windows of an epoch; all epochs have as many."""
 
     def members(self, epoch: int, number: int) -> NDArray[np.int64]:
         """The utterances of a window, in any order; one that is drawn twice occurs twice."""
@@ -79,16 +71,13 @@ class ShardWindows:
 
     def __init__(self, shards: NDArray[np.int32], most_shards: int, seed: int) -> None:
         self._bounds = shard_bounds(shards)
-        self._num_windows = -(-(len(self._bounds) - 1) // most_shards)
+        self.num_windows = -(-(len(self._bounds) - 1) // most_shards)
         self._seed = seed
-
-    def num_windows(self, epoch: int) -> int:
-        return self._num_windows
 
     def members(self, epoch: int, number: int) -> NDArray[np.int64]:
         num_shards = len(self._bounds) - 1
         order = np.random.default_rng(derive_seed(self._seed, "shards", epoch)).permutation(num_shards)
-        first, end = (part * num_shards // self._num_windows for part in (number, number + 1))
+        first, end = (part * num_shards // self.num_windows for part in (number, number + 1))
         return np.concatenate([np.arange(*self._bounds[shard : shard + 2]) for shard in order[first:end]])
 
 
@@ -127,31 +116,27 @@ class Planner:
         self._durations = durations
         self._config = config
         self._seed = seed
-        self._windows: Windows = ShardWindows(shards, config.window, seed)
+        self.windows: Windows = ShardWindows(shards, config.window, seed)
         if mixture is not None:
-            self._windows = mixture.windows(durations, shard_bounds(shards), config.window, seed)
-        self._epochs = _Recent[int, EpochPlan](_EPOCHS_KEPT)
-        self._plans = _Recent[tuple[int, int], list[MiniBatch]](_WINDOWS_KEPT)
+            self.windows = mixture.windows(durations, shard_bounds(shards), config.window, seed)
+        self._epochs: dict[int, EpochPlan] = {}
+        self._plans: dict[tuple[int, int], list[MiniBatch]] = {}
 
     def epoch(self, epoch: int) -> "EpochPlan":
         """The plan of an epoch; each window is planned when it is first needed."""
-        return self._epochs.get(epoch, lambda: EpochPlan(self, epoch))
-
-    def num_windows(self, epoch: int) -> int:
-        """The number of windows in an epoch."""
-        return self._windows.num_windows(epoch)
+        return _recent(self._epochs, _EPOCHS_KEPT, epoch, lambda: EpochPlan(self, epoch))
 
     def count(self, epoch: int, window: int) -> int:
         """The number of mini-batches in a window."""
-        members = self._windows.members(epoch, window)
+        members = self.windows.members(epoch, window)
         return _Dealing(self._durations[members], self._config).num_batches
 
     def window(self, epoch: int, window: int) -> list[MiniBatch]:
         """The mini-batches of a window, in order."""
-        return self._plans.get((epoch, window), lambda: self._plan(epoch, window))
+        return _recent(self._plans, _WINDOWS_KEPT, (epoch, window), lambda: self._plan(epoch, window))
 
     def _plan(self, epoch: int, window: int) -> list[MiniBatch]:
-        members = self._windows.members(epoch, window)
+        members = self.windows.members(epoch, window)
         generator = np.random.default_rng(derive_seed(self._seed, "window", epoch, window))
         dealt = _Dealing(self._durations[members], self._config).deal(generator)
         order = in_similar_groups(len(dealt), self._config.similar, generator)
@@ -163,7 +148,7 @@ class EpochPlan:
 
     def __init__(self, planner: Planner, epoch: int) -> None:
         self._planner, self._epoch = planner, epoch
-        counts = [planner.count(epoch, window) for window in range(planner.num_windows(epoch))]
+        counts = [planner.count(epoch, window) for window in range(planner.windows.num_windows)]
         self._ends = np.cumsum(counts)
 
     @property
@@ -272,17 +257,10 @@ def _next_multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
-class _Recent(Generic[K, V]):
-    """A cache of the most recently used values."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        if key not in self._values:
-            self._values[key] = make()
-            if len(self._values) > self._most:
-                self._values.popitem(last=False)
-        self._values.move_to_end(key)
-        return self._values[key]
+def _recent(cache: dict[K, V], most: int, key: K, make: Callable[[], V]) -> V:
+    """The value of a key, from a cache of the `most` recently used ones or made now."""
+    value = cache.pop(key) if key in cache else make()
+    cache[key] = value
+    if len(cache) > most:
+        del cache[next(iter(cache))]
+    return value

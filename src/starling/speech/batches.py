@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,15 +54,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """A copy with all tensors on `device`."""
-        return replace(
-            self,
-            features=self.features.to(device, non_blocking=True),
-            feature_lengths=self.feature_lengths.to(device, non_blocking=True),
-            tokens=self.tokens.to(device, non_blocking=True),
-            token_lengths=self.token_lengths.to(device, non_blocking=True),
-            phones=None if self.phones is None else self.phones.to(device, non_blocking=True),
-            phone_lengths=None if self.phone_lengths is None else self.phone_lengths.to(device, non_blocking=True),
-        )
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return replace(self, **moved)
 
 
 def load_batch(
@@ -116,7 +110,17 @@ def load_batch(
     if not kept:
         return _void(features, skipped)
     spoken = None if phones is None else [phones.encode(speech_set.text(each.index)) for each in kept]
-    return _assembled(speech_set, kept, matrices, skipped, spoken)
+    return Batch(
+        features=torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
+        feature_lengths=torch.tensor([len(matrix) for matrix in matrices]),
+        tokens=torch.tensor([token for each in kept for token in each.tokens]),
+        token_lengths=torch.tensor([len(each.tokens) for each in kept]),
+        seconds=float(speech_set.durations[[each.index for each in kept]].sum(dtype=np.float64)),
+        ids=tuple(each.name for each in kept),
+        skipped=tuple(skipped),
+        phones=None if spoken is None else torch.tensor([phone for each in spoken for phone in each]).long(),
+        phone_lengths=None if spoken is None else torch.tensor([len(each) for each in spoken]),
+    )
 
 
 def _others(audios: Sequence[np.ndarray | DataError], place: int, features: LogMel) -> list[torch.Tensor]:
@@ -138,26 +142,6 @@ class _Loaded:
     name: str
     tokens: list[int]
     waveform: torch.Tensor
-
-
-def _assembled(
-    speech_set: UtteranceSource,
-    kept: Sequence[_Loaded],
-    matrices: list[torch.Tensor],
-    skipped: Sequence[tuple[str, str]],
-    phones: Sequence[list[int]] | None,
-) -> Batch:
-    return Batch(
-        features=torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
-        feature_lengths=torch.tensor([len(matrix) for matrix in matrices]),
-        tokens=torch.tensor([token for each in kept for token in each.tokens]),
-        token_lengths=torch.tensor([len(each.tokens) for each in kept]),
-        seconds=float(speech_set.durations[[each.index for each in kept]].sum(dtype=np.float64)),
-        ids=tuple(each.name for each in kept),
-        skipped=tuple(skipped),
-        phones=None if phones is None else torch.tensor([phone for each in phones for phone in each]).long(),
-        phone_lengths=None if phones is None else torch.tensor([len(each) for each in phones]),
-    )
 
 
 def _void(features: LogMel, skipped: Sequence[tuple[str, str]]) -> Batch:

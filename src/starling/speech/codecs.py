@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,9 +17,7 @@ from pydantic import AfterValidator
 from starling.errors import DataError
 
 if TYPE_CHECKING:
-    import torch
-
-    from starling.speech.features import UtteranceSource
+    pass
 
 _NAME = re.compile(r"(rate|mp3|opus)-([1-9][0-9]{0,5})")
 _LIMITS = {"rate": (1000, 192_000), "mp3": (8, 64), "opus": (6, 256)}
@@ -89,47 +85,6 @@ def transmitted(samples: NDArray[np.float32], rate: int, codec: str) -> NDArray[
     return np.pad(back, (0, len(samples) - len(back)))
 
 
-def transmitted_tensor(waveform: torch.Tensor, rate: int, codec: str) -> torch.Tensor:
-    """`transmitted` of a tensor `[T]`."""
-    import torch
-
-    return torch.from_numpy(transmitted(waveform.numpy(), rate, codec))
-
-
-@dataclass(frozen=True)
-class Transmitted:
-    """A prepared set whose audio has gone through a codec."""
-
-    speech_set: UtteranceSource
-    codec: Codec
-
-    @property
-    def sampling_rate(self) -> int:
-        return self.speech_set.sampling_rate
-
-    @property
-    def durations(self) -> np.ndarray:
-        return self.speech_set.durations
-
-    def __len__(self) -> int:
-        return len(self.speech_set)
-
-    def id(self, index: int) -> str:
-        return self.speech_set.id(index)
-
-    def text(self, index: int) -> str:
-        return self.speech_set.text(index)
-
-    def audio(self, index: int) -> NDArray[np.float32]:
-        return transmitted(self.speech_set.audio(index), self.sampling_rate, self.codec)
-
-    def audios(self, indices: Sequence[int]) -> list[NDArray[np.float32] | DataError]:
-        return [
-            each if isinstance(each, DataError) else transmitted(each, self.sampling_rate, self.codec)
-            for each in self.speech_set.audios(indices)
-        ]
-
-
 def label_of(set_name: str, codec: str | None) -> str:
     """The name under which a set is scored, such as `test@telephone`."""
     return set_name if codec is None else f"{set_name}@{codec}"
@@ -169,13 +124,11 @@ def _coded(
 
 
 def _resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
-    if rate == wanted:
-        return samples
     import torch
 
-    from starling.speech.features import resample
+    from starling.speech.resampling import resampled
 
-    return np.asarray(resample(torch.from_numpy(samples)[None], rate, wanted)[0].numpy())
+    return np.asarray(resampled(torch.from_numpy(samples), rate, wanted).numpy())
 
 
 def _telephone_band(samples: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -50,15 +50,9 @@ def speak(sentences: Sequence[Sentence]) -> Iterator[tuple[NDArray[np.int16], in
     Raises:
         DataError: espeakng-loader is not installed, or the synthesiser failed.
     """
-    program = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__))],
-        input=json.dumps([astuple(sentence) for sentence in sentences]).encode(),
-        capture_output=True,
-        check=False,
-    )
+    program = _run([astuple(sentence) for sentence in sentences])
     if program.returncode:
-        message = program.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        raise DataError(f"speech synthesis failed (exit code {program.returncode}): {message[-1]}")
+        raise DataError(f"speech synthesis failed (exit code {program.returncode}): {_message(program)}")
     position = 0
     for _ in sentences:
         rate, count = struct.unpack_from("<ii", program.stdout, position)
@@ -74,19 +68,24 @@ def pronounce(words: Sequence[str], voice: str) -> list[list[str]]:
         ConfigError: There is no such voice.
         DataError: espeakng-loader is not installed, or espeak-ng failed.
     """
-    program = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__)), "phones"],
-        input=json.dumps([voice, list(words)]).encode(),
-        capture_output=True,
-        check=False,
-    )
+    program = _run([voice, list(words)], "phones")
     if program.returncode == _UNKNOWN_VOICE:
         raise ConfigError(f"espeak-ng has no voice {voice!r}; it has, for example, en-us, en-gb, de and fr")
     if program.returncode:
-        message = program.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        raise DataError(f"espeak-ng cannot pronounce words (exit code {program.returncode}): {message[-1]}")
+        raise DataError(f"espeak-ng cannot pronounce words (exit code {program.returncode}): {_message(program)}")
     found: list[list[str]] = json.loads(program.stdout)
     return found
+
+
+def _run(content: object, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
+    """Run this file as a program; its standard input is `content` as JSON."""
+    command = [sys.executable, "-P", str(Path(__file__)), *arguments]
+    return subprocess.run(command, input=json.dumps(content).encode(), capture_output=True, check=False)
+
+
+def _message(program: "subprocess.CompletedProcess[bytes]") -> str:
+    """The last line that a program wrote to its standard error."""
+    return (program.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
 
 
 def _library() -> tuple[ctypes.CDLL, int]:

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.levels import loud_frames
 
 if TYPE_CHECKING:
     import torch
 
     from starling.speech.mel import Warp
+
+
+_SMOOTHED = 5  # frames
+_QUIET, _LOUD = 0.10, 0.95
+_SPEECH = 0.4
+
+
+def loud_frames(levels: NDArray[np.floating[Any]], least_range: float = 0.0) -> NDArray[np.bool_]:
+    """Which frames are loud `[n]`, by their levels `[n]` on a logarithmic scale.
+
+    Levels are averaged over five frames. A frame is loud if its level is at least 40 % of the way from the 10 %
+    quantile of all levels to the 95 % quantile. All frames are loud if these are less than `least_range` apart.
+    """
+    sums, counts = (np.convolve(each, np.ones(_SMOOTHED))[2:-2] for each in (levels, np.ones(len(levels))))
+    level = sums / counts
+    quiet, loud = np.quantile(level, [_QUIET, _LOUD])
+    is_loud: NDArray[np.bool_] = (level >= quiet + _SPEECH * (loud - quiet)) | (loud - quiet < least_range)
+    return is_loud
+
 
 _SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
 _SCALE = 3.0  # roughly the standard deviation of log-mel energies in speech, in nats
@@ -28,25 +47,24 @@ _FITTED_AT_ONCE = 32  # utterances that are read together
 class FeatureConfig(Config):
     """The parameters of log-mel features; the `features:` section of a recipe."""
 
-    kind: Literal["log-mel", "raw"] = Field(
-        default="log-mel",
-        description="raw: the samples themselves, for model.name: wav2vec2 and whisper; of the other keys, it has "
-        "normalise alone",
-    )
-    num_mels: int | None = Field(default=None, ge=4, description="mel bands; 80, or 40 up to 8 kHz, when not given")
-    frame_length: float = Field(default=0.025, gt=0, description="seconds of one window")
-    frame_shift: float = Field(default=0.010, gt=0, description="seconds from one frame to the next")
-    low_freq: float = Field(default=20.0, ge=0, description="lower edge of the lowest band, Hz")
-    high_freq: float = Field(default=-400.0, description="upper edge of the highest band, Hz; <= 0: from Nyquist down")
-    normalise: Literal["utterance", "speech", "global", "none"] = Field(
-        default="utterance",
-        description="data whose mean and deviation normalise each band; a streaming model needs global, or none. "
-        "speech: the mean of the utterance's loud frames is subtracted, so that pauses do not count, and the result is "
-        "divided by 3, about the deviation of speech",
-    )
-    splice: int = Field(
-        default=0, ge=0, le=50, description="frames on either side that are joined to each, for loss: frames"
-    )
+    kind: Literal["log-mel", "raw"] = "log-mel"
+    """raw: the samples themselves, for model.name: wav2vec2 and whisper; of the other keys, it has normalise alone."""
+    num_mels: int | None = Field(default=None, ge=4)
+    """Mel bands; 80, or 40 up to 8 kHz, when not given."""
+    frame_length: float = Field(default=0.025, gt=0)
+    """Seconds of one window."""
+    frame_shift: float = Field(default=0.010, gt=0)
+    """Seconds from one frame to the next."""
+    low_freq: float = Field(default=20.0, ge=0)
+    """Lower edge of the lowest band, Hz."""
+    high_freq: float = -400.0
+    """Upper edge of the highest band, Hz; <= 0: from Nyquist down."""
+    normalise: Literal["utterance", "speech", "global", "none"] = "utterance"
+    """Data whose mean and deviation normalise each band; a streaming model needs global, or none. speech: the mean of
+    the utterance's loud frames is subtracted, so that pauses do not count, and the result is divided by 3, about the
+    deviation of speech."""
+    splice: int = Field(default=0, ge=0, le=50)
+    """Frames on either side that are joined to each, for loss: frames."""
 
     def mels_at(self, sampling_rate: int) -> int:
         """The number of mel bands at a sampling rate in Hz; 1 for samples."""
@@ -71,8 +89,6 @@ class UtteranceSource(Protocol):
     def id(self, index: int) -> str: ...
 
     def text(self, index: int) -> str: ...
-
-    def audio(self, index: int) -> np.ndarray: ...
 
     def audios(self, indices: Sequence[int]) -> Sequence[np.ndarray | DataError]: ...
 
@@ -245,12 +261,3 @@ def _normalised_by_speech(features: torch.Tensor) -> torch.Tensor:
     is_speech = torch.from_numpy(loud_frames(features.mean(1).numpy()))
     centred = features - features[0]  # so that constant features become exactly 0
     return (centred - centred[is_speech].mean(0)) / _SCALE
-
-
-def resample(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
-    """`waveform` `[..., T]` at `rate` Hz, resampled to `wanted` Hz."""
-    if rate == wanted:
-        return waveform
-    from starling.speech.resampling import resampled
-
-    return resampled(waveform, rate, wanted)

@@ -1,37 +1,20 @@
 """The losses of CTC, a decoder and phones, and a check that each utterance has enough frames for CTC."""
 
 import math
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batches import Batch
-from starling.speech.features import LogMel
+from starling.speech.features import LogMel, UtteranceSource
 from starling.speech.models import ModelConfig
 from starling.speech.tokens import BLANK, Tokenizer
-
-
-class Transcripts(Protocol):
-    """The part of a set that the check below uses; `SpeechSet` implements it."""
-
-    @property
-    def sampling_rate(self) -> int: ...
-
-    @property
-    def durations(self) -> NDArray[np.float32]: ...
-
-    def __len__(self) -> int: ...
-
-    def id(self, index: int) -> str: ...
-
-    def text(self, index: int) -> str: ...
 
 
 class TooShort(NamedTuple):
@@ -107,13 +90,21 @@ def _ctc(log_probs: torch.Tensor, lengths: torch.Tensor, batch: Batch) -> torch.
     return total / len(batch.tokens)
 
 
+def transcripts(speech_set: UtteranceSource) -> Iterator[tuple[str, str, float]]:
+    """The id, the text and the seconds of each utterance of a set."""
+    return (
+        (speech_set.id(index), speech_set.text(index), seconds)
+        for index, seconds in enumerate(speech_set.durations.tolist())
+    )
+
+
 def frames_needed(tokens: list[int]) -> int:
     """The encoder frames that CTC needs for `tokens`: one per token, and one blank between equal neighbours."""
     return len(tokens) + sum(first == second for first, second in pairwise(tokens))
 
 
 def check_ctc_fits(
-    speech_set: Transcripts,
+    utterances: Iterable[tuple[str, str, float]],
     tokenizer: Tokenizer,
     model: ModelConfig,
     features: LogMel,
@@ -122,21 +113,22 @@ def check_ctc_fits(
 ) -> list[TooShort]:
     """The utterances that would have too few encoder frames at the highest factors of speed and tempo of `augment`.
 
-    It encodes all transcripts, so it also finds characters outside the alphabet. Raises DataError for these, and for
-    utterances that are too short unless `on_too_short` is "list".
+    `utterances` are ids, texts and seconds, as `transcripts` gives them. It encodes all texts, so it also finds
+    characters outside the alphabet. Raises DataError for these, and for utterances that are too short unless
+    `on_too_short` is "list".
     """
     fastest, tempo = augment.fastest if augment is not None else (1.0, 1.0)
-    found = []
-    for index, seconds in enumerate(speech_set.durations.tolist()):
-        samples = math.ceil(round(seconds * speech_set.sampling_rate) / fastest)
+    found, total = [], 0
+    for total, (name, text, seconds) in enumerate(utterances, 1):  # noqa: B007 - for the message below
+        samples = math.ceil(round(seconds * features.sampling_rate) / fastest)
         frames = model.encoder_frames(features.num_frames(samples, tempo))
-        needed = frames_needed(tokenizer.encode(speech_set.text(index), speech_set.id(index)))
+        needed = frames_needed(tokenizer.encode(text, name))
         if frames < needed:
-            found.append(TooShort(speech_set.id(index), frames, needed))
+            found.append(TooShort(name, frames, needed))
     if found and on_too_short == "fail":
         shown = ", ".join(f"{each.id} ({each.frames} frames, {each.needed} needed)" for each in found[:5])
         raise DataError(
-            f"{len(found)} of {len(speech_set)} utterances have too few encoder frames for CTC at speed "
+            f"{len(found)} of {total} utterances have too few encoder frames for CTC at speed "
             f"{fastest * tempo:g}: {shown}{', ...' if len(found) > 5 else ''}. Raise data.filter.min_seconds, lower "
             f"model.subsampling (now {model.shape.subsampling}), use longer tokens, or leave them out with "
             "data.filter.on_bad=skip"

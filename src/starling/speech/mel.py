@@ -45,12 +45,23 @@ class LogMelLayer:
     def __init__(
         self, sampling_rate: int, num_bands: int, frame_length: float, frame_shift: float, low: float, high: float
     ) -> None:
-        self._length, self._shift = math.floor(frame_length * sampling_rate), math.floor(frame_shift * sampling_rate)
-        self._fft_length = 2 ** (self._length - 1).bit_length()
-        self._window = torch.hann_window(self._length, periodic=False).pow(0.85)  # Povey's
-        self._bank = _kaldi_bank(num_bands, self._fft_length, sampling_rate, low, high)
+        self.length = math.floor(frame_length * sampling_rate)
+        """Samples of a window."""
+        self.shift = math.floor(frame_shift * sampling_rate)
+        """Samples from one frame to the next."""
+        self._fft_length = 2 ** (self.length - 1).bit_length()
+        self.window = torch.hann_window(self.length, periodic=False).pow(0.85)  # Povey's
+        """`[length]`"""
+        self.bank = _kaldi_bank(num_bands, self._fft_length, sampling_rate, low, high)
+        """`[fft_length / 2 + 1, F]`"""
         self._rate, self._edges = sampling_rate, (low, high)
-        self._floor = float(torch.finfo(torch.float32).eps)
+        self.floor = float(torch.finfo(torch.float32).eps)
+        """The smallest energy."""
+
+    @property
+    def left(self) -> int:
+        """Samples of the first window in front of a waveform, where it is mirrored."""
+        return (self.length - self.shift) // 2
 
     def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
         """The number of frames of a waveform of `num_samples` samples."""
@@ -61,13 +72,13 @@ class LogMelLayer:
     def __call__(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The energies `[frames, F]` of each waveform; they do not depend on the other waveforms."""
         counts = [self.num_frames(len(waveform)) for waveform in waveforms]
-        between = -(-self._length // self._shift) - 1  # frames that overlap two utterances and are not used
+        between = -(-self.length // self.shift) - 1  # frames that overlap two utterances and are not used
         first = np.cumsum([0, *(count + between for count in counts)])
         rows = -(-int(first[-1]) // _MULTIPLE) * _MULTIPLE
-        samples = np.zeros((rows - 1) * self._shift + self._length, np.float32)
+        samples = np.zeros((rows - 1) * self.shift + self.length, np.float32)
         for waveform, count, row in zip(waveforms, counts, first[:-1].tolist(), strict=True):
-            self._lay(waveform.numpy(), count, samples[row * self._shift :])
-        energies = self._energies(torch.from_numpy(samples), rows, self._shift, self._bank)
+            self._lay(waveform.numpy(), count, samples[row * self.shift :], self.shift)
+        energies = self._energies(torch.from_numpy(samples), rows, self.shift, self.bank)
         return [energies[row : row + count] for row, count in zip(first[:-1].tolist(), counts, strict=True)]
 
     @torch.no_grad()
@@ -77,51 +88,25 @@ class LogMelLayer:
         shift = self._shifted(warp.tempo)
         count = self.num_frames(len(waveform), warp.tempo)
         rows = -(-count // _MULTIPLE) * _MULTIPLE
-        samples = np.zeros((rows - 1) * shift + self._length, np.float32)
+        samples = np.zeros((rows - 1) * shift + self.length, np.float32)
         self._lay(waveform.numpy(), count, samples, shift)
-        bank = self._bank
+        bank = self.bank
         if warp.frequency != 1.0:
-            bank = mel_bank(self._bank.shape[1], self._fft_length, self._rate, *self._edges, warp.frequency)
+            bank = mel_bank(self.bank.shape[1], self._fft_length, self._rate, *self._edges, warp.frequency)
         return self._energies(torch.from_numpy(samples), rows, shift, bank)[:count]
-
-    @property
-    def length(self) -> int:
-        """Samples of a window."""
-        return self._length
-
-    @property
-    def shift(self) -> int:
-        """Samples from one frame to the next."""
-        return self._shift
-
-    @property
-    def left(self) -> int:
-        """Samples of the first window in front of a waveform, where it is mirrored."""
-        return (self._length - self._shift) // 2
-
-    @property
-    def floor(self) -> float:
-        """The smallest energy."""
-        return self._floor
-
-    @property
-    def window_and_bank(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The window `[length]` and the mel bank `[fft_length / 2 + 1, F]`."""
-        return self._window, self._bank
 
     @torch.no_grad()
     def of_samples(self, samples: torch.Tensor, count: int) -> torch.Tensor:
         """The energies `[count, F]` of windows that begin at the first sample, without mirroring."""
-        return self._energies(samples.contiguous(), count, self._shift, self._bank)
+        return self._energies(samples.contiguous(), count, self.shift, self.bank)
 
     def _shifted(self, tempo: float) -> int:
         """Samples from one frame to the next."""
-        return self._shift if tempo == 1.0 else max(1, min(self._length, round(self._shift * tempo)))
+        return self.shift if tempo == 1.0 else max(1, min(self.length, round(self.shift * tempo)))
 
-    def _lay(self, waveform: NDArray[np.float32], count: int, into: NDArray[np.float32], shift: int = 0) -> None:
+    def _lay(self, waveform: NDArray[np.float32], count: int, into: NDArray[np.float32], shift: int) -> None:
         """Copy a waveform, mirrored at its ends to fill `count` frames, to the beginning of an array."""
-        shift = shift or self._shift
-        left, whole = (self._length - shift) // 2, (count - 1) * shift + self._length
+        left, whole = (self.length - shift) // 2, (count - 1) * shift + self.length
         into[:left] = waveform[:left][::-1]
         middle = waveform[: whole - left]
         end = left + len(middle)
@@ -134,21 +119,21 @@ class LogMelLayer:
         emphasised = torch.empty_like(samples)
         emphasised[0] = 0.0  # the window hides it
         torch.sub(samples[1:], samples[:-1], alpha=_PRE_EMPHASIS, out=emphasised[1:])
-        size, stride = (rows, self._length), (shift, 1)
+        size, stride = (rows, self.length), (shift, 1)
         raw, frames = samples.as_strided(size, stride), emphasised.as_strided(size, stride)
         padded = torch.zeros(min(rows, _BLOCK), self._fft_length)
         energies = torch.empty(rows, bank.shape[1])
         for begin in range(0, rows, _BLOCK):
             end = min(rows, begin + _BLOCK)
             block = padded[: end - begin]
-            windowed = block[:, : self._length]
+            windowed = block[:, : self.length]
             mean = raw[begin:end].mean(1, keepdim=True)
-            torch.sub(frames[begin:end], mean, alpha=1.0 - _PRE_EMPHASIS, out=windowed).mul_(self._window)
+            torch.sub(frames[begin:end], mean, alpha=1.0 - _PRE_EMPHASIS, out=windowed).mul_(self.window)
             spectrum = torch.view_as_real(torch.fft.rfft(block))
             real, imaginary = spectrum[..., 0], spectrum[..., 1]
             power = real.square().addcmul_(imaginary, imaginary)
             torch.matmul(power, bank, out=energies[begin:end])
-        return energies.clamp_(min=self._floor).log_()
+        return energies.clamp_(min=self.floor).log_()
 
 
 def _kaldi_bank(num_bands: int, fft_length: int, sampling_rate: int, low: float, high: float) -> torch.Tensor:

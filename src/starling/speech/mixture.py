@@ -113,20 +113,15 @@ class Mixture:
         return {name: drawn[number] / amounts[number] for number, name in enumerate(self.config.domains)}
 
 
-def shares(config: MixtureConfig, amounts: Sequence[int]) -> NDArray[np.float64]:
-    """The proportions p_d, `[D]`, of domains with these `amounts` (milliseconds or utterances)."""
-    weights = [domain.weight for domain in config.domains.values()] if config.by == "hand" else amounts
-    powers = np.asarray(weights, np.float64) ** config.temperature
-    return np.asarray(powers / powers.sum())
-
-
 def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
-    """The amount of each domain in an epoch, in the unit of `amounts`.
+    """The amount of each domain in an epoch, in the unit of `amounts` (milliseconds or utterances).
 
     Domain d contributes p_d W, with W the amount of all domains together. With `exhausted: stop` all amounts are scaled
     by the largest factor, at most 1, with which no domain contributes more than it has.
     """
-    drawn = shares(config, amounts) * float(sum(amounts))
+    weights = [domain.weight for domain in config.domains.values()] if config.by == "hand" else amounts
+    powers = np.asarray(weights, np.float64) ** config.temperature
+    drawn = powers / powers.sum() * float(sum(amounts))
     if config.exhausted == "stop":
         drawn /= max(1.0, float((drawn / np.asarray(amounts, np.float64)).max()))
     return [max(1, round(float(each))) for each in drawn]
@@ -139,15 +134,12 @@ class MixedWindows:
         self._streams = streams
         self._drawn = drawn
         shards = sum(stream.num_shards * each / stream.amount for stream, each in zip(streams, drawn, strict=True))
-        self._num_windows = max(1, -(-round(shards) // window))
-
-    def num_windows(self, epoch: int) -> int:
-        return self._num_windows
+        self.num_windows = max(1, -(-round(shards) // window))
 
     def members(self, epoch: int, number: int) -> NDArray[np.int64]:
         parts = []
         for stream, drawn in zip(self._streams, self._drawn, strict=True):
-            begin, end = (epoch * drawn + part * drawn // self._num_windows for part in (number, number + 1))
+            begin, end = (epoch * drawn + part * drawn // self.num_windows for part in (number, number + 1))
             parts += stream.between(begin, end)
         return np.concatenate([np.empty(0, np.int64), *parts])
 

@@ -19,13 +19,14 @@ _COMMENTS = (";;;", "#")
 class PhonesConfig(Config):
     """The section `model.phones`: the loss is `(1 - weight) * loss + weight * CTC of phones`."""
 
-    layer: int = Field(default=1, ge=1, description="the layer, or block, that predicts the phones; 1: the first")
-    weight: float = Field(default=0.6, gt=0, lt=1, description="share of the phones' CTC loss in the loss")
-    voice: str = Field(default="en-us", description="the voice of espeak-ng that pronounces the words")
-    lexicon: Path | None = Field(
-        default=None,
-        description="a text file with a word and its phones on each line, as in CMUdict, instead of espeak-ng",
-    )
+    layer: int = Field(default=1, ge=1)
+    """The layer, or block, that predicts the phones; 1: the first."""
+    weight: float = Field(default=0.6, gt=0, lt=1)
+    """Share of the phones' CTC loss in the loss."""
+    voice: str = "en-us"
+    """The voice of espeak-ng that pronounces the words."""
+    lexicon: Path | None = None
+    """A text file with a word and its phones on each line, as in CMUdict, instead of espeak-ng."""
 
 
 class Phones:

@@ -6,16 +6,13 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starling.errors import ConfigError, DataError
-from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences
-from starling.speech.left_out import left_out_of
-from starling.speech.preparing.executors import Executor, InThisProcess
-from starling.speech.preparing.making import SETTINGS, Progress, SetPlan, make_set
-from starling.speech.preparing.stages import Checking
+from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences, source_of
+from starling.speech.preparing.executors import Executor
+from starling.speech.preparing.making import SETTINGS, Progress, make_set
 from starling.speech.remote import fetch_sets
 from starling.speech.set_summary import SetSummary, read_summary
 from starling.speech.shards import REMOTE
@@ -69,7 +66,7 @@ def prepare(
             _check_nothing_is_lost(config, missing)
         for name in own:
             if name in missing:
-                _prepare_set(config, name, executor or InThisProcess(), report)
+                _prepare_set(config, name, executor or Executor(), report)
                 written.append(name)
             elif _partial_folder(config, name).exists():
                 shutil.rmtree(_partial_folder(config, name), ignore_errors=True)
@@ -172,17 +169,7 @@ def _recorded_settings(folder: Path) -> Any:
 
 
 def _prepare_set(config: DataConfig, name: str, executor: Executor, report: Progress) -> None:
-    left_out = left_out_of(config.filter.leave_out, name)
-    plan = SetPlan(
-        name,
-        set_digest(config, name),
-        set_settings(config, name),
-        partial(config.utterances, name),
-        Checking(name, config.sampling_rate, config.text, config.filter, left_out),
-        config.strings,
-        config.shard_size,
-    )
-    make_set(plan, config.set_folder(name), _partial_folder(config, name), executor, report)
+    make_set(source_of(config, name), config.set_folder(name), _partial_folder(config, name), executor, report)
 
 
 def _partial_folder(config: DataConfig, name: str) -> Path:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self, cast
 
@@ -16,9 +17,10 @@ from torch import nn
 from starling.configuration import Config
 from starling.errors import CheckpointError, DataError
 from starling.files import sha256
+from starling.speech.codecs import Codec, transmitted
 from starling.speech.decoding import attention, transducer
 from starling.speech.decoding.greedy import greedy_decode
-from starling.speech.features import FeatureConfig, LogMel, UtteranceSource, resample
+from starling.speech.features import FeatureConfig, LogMel, UtteranceSource
 from starling.speech.hybrid.decoder import WordDecoder
 from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
 from starling.speech.models import ModelConfig, build_model
@@ -26,6 +28,7 @@ from starling.speech.models.attention import AttentionDecoder
 from starling.speech.models.network import Decoder, Network
 from starling.speech.models.transducer import Transducer
 from starling.speech.phones import PHONES_FILE, Phones, load_phones
+from starling.speech.resampling import resampled
 from starling.speech.tokens import Tokenizer, load_tokenizer
 
 _FORMAT = 2
@@ -52,6 +55,7 @@ class Heard(NamedTuple):
     frames: torch.Tensor | None  # [B, T', W] of the encoder, for a decoder; None: there is none
 
 
+@dataclass(eq=False)
 class Recogniser:
     """Transcribes waveforms.
 
@@ -59,22 +63,15 @@ class Recogniser:
     decoder, texts are the decoder's. `phones` are used only in training.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        model_config: ModelConfig,
-        features: LogMel,
-        tokenizer: Tokenizer,
-        states: TiedStates | None = None,
-        phones: Phones | None = None,
-    ) -> None:
-        self.model = model
-        self.model_config = model_config
-        self.features = features
-        self.tokenizer = tokenizer
-        self.states = states
-        self.phones = phones
-        self._decoder = None if states is None else WordDecoder(states, tokenizer)
+    model: nn.Module
+    model_config: ModelConfig
+    features: LogMel
+    tokenizer: Tokenizer
+    states: TiedStates | None = None
+    phones: Phones | None = None
+
+    def __post_init__(self) -> None:
+        self._words = None if self.states is None else WordDecoder(self.states, self.tokenizer)
 
     @classmethod
     def create(
@@ -170,34 +167,30 @@ class Recogniser:
             texts.update(zip(names, self.texts(*heard), strict=True))
         return texts
 
-    def outputs(
-        self,
-        speech_set: UtteranceSource,
-        max_duration: float = 120.0,
-        progress: Callable[[int, int], None] | None = None,
-        among: Sequence[int] | None = None,
-    ) -> Iterator[tuple[list[str], torch.Tensor, torch.Tensor]]:
-        """Ids, log-probabilities `[B, T', V]` and lengths `[B]` of the utterances of a set, as `heard` gives them."""
-        for names, heard in self.heard(speech_set, max_duration, progress, among):
-            yield names, heard.log_probs, heard.lengths
-
     def heard(
         self,
         speech_set: UtteranceSource,
         max_duration: float = 120.0,
         progress: Callable[[int, int], None] | None = None,
         among: Sequence[int] | None = None,
+        codec: Codec | None = None,
     ) -> Iterator[tuple[list[str], Heard]]:
         """Ids of the utterances of a set, and what the network makes of them, batch by batch, longest first; of those
-        numbered in `among`, if that is given. The other arguments are those of `recognise`."""
+        numbered in `among`, if that is given, and as they are after a codec, if that is given. The other arguments are
+        those of `recognise`."""
         chosen = np.arange(len(speech_set)) if among is None else np.asarray(among)
         done = 0
-        for places in _by_duration(speech_set.durations[chosen], max_duration):
+        for places in by_duration(speech_set.durations[chosen], max_duration):
             indices = chosen[places].tolist()
             names = [speech_set.id(index) for index in indices]
-            audios = zip(speech_set.audios(indices), names, strict=True)
-            matrices = self.features.batch([self.features.checked(audio, name) for audio, name in audios])
-            yield names, self.hear(matrices)
+            waveforms = [
+                self.features.checked(audio, name)
+                for audio, name in zip(speech_set.audios(indices), names, strict=True)
+            ]
+            if codec is not None:
+                rate = speech_set.sampling_rate
+                waveforms = [torch.from_numpy(transmitted(each.numpy(), rate, codec)) for each in waveforms]
+            yield names, self.hear(self.features.batch(waveforms))
             done += len(names)
             if progress is not None:
                 progress(done, len(chosen))
@@ -212,11 +205,6 @@ class Recogniser:
         """The algorithmic latency of a streaming model in seconds; None: it needs whole recordings."""
         config = self.features.config
         return self.model_config.latency(config.frame_shift, config.frame_length)
-
-    def log_probs(self, matrices: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The network's log-probabilities `[B, T', V]` for features `[T, F]` of each utterance, and lengths `[B]`."""
-        heard = self.hear(matrices)
-        return heard.log_probs, heard.lengths
 
     def hear(self, matrices: list[torch.Tensor]) -> Heard:
         """What the network makes of features `[T, F]` of each utterance."""
@@ -250,8 +238,8 @@ class Recogniser:
     def texts(self, log_probs: torch.Tensor, lengths: torch.Tensor, frames: torch.Tensor | None = None) -> list[str]:
         """The text of each utterance, of what was `Heard`: the best words of tied states; with a decoder and its frames
         the decoder's greedy text; otherwise the greedy text of CTC."""
-        if self._decoder is not None:
-            return self._decoder(log_probs, lengths)
+        if self._words is not None:
+            return self._words(log_probs, lengths)
         if self.decoder is None or frames is None:
             return greedy_decode(log_probs, lengths, self.tokenizer)
         with self.evaluating():
@@ -299,7 +287,7 @@ class Recogniser:
         mono = tensor.mean(0) if tensor.ndim == 2 else tensor
         if not bool(torch.isfinite(mono).all()):
             raise DataError("the audio contains samples that are not finite (NaN or infinity): decode it again")
-        return resample(mono[None], rate, self.features.sampling_rate)[0]
+        return resampled(mono, rate, self.features.sampling_rate)
 
     def _load_weights(self, path: Path) -> None:
         try:
@@ -325,7 +313,7 @@ class Recogniser:
         )
 
 
-def _by_duration(durations: np.ndarray, max_duration: float) -> Iterable[list[int]]:
+def by_duration(durations: np.ndarray, max_duration: float) -> Iterable[list[int]]:
     """Indices, longest first, in groups whose padded duration stays within `max_duration` seconds."""
     order = np.argsort(-durations, kind="stable").tolist()
     while order:

@@ -10,7 +10,7 @@ from pathlib import Path
 from starling.errors import DataError
 from starling.files import sync
 from starling.speech.object_store import ObjectFolder, StorageOptions
-from starling.speech.set_summary import INDEX_FILES, SetSummary, parse_summary
+from starling.speech.set_summary import INDEX_FILES, parse_summary
 from starling.speech.shards import REMOTE
 from starling.speech.store import SpeechSet
 
@@ -39,7 +39,7 @@ def fetch_sets(
     for name in names:
         objects = ObjectFolder(f"{address.rstrip('/')}/{name}", options)
         text = objects.read("summary.json")
-        summary = _checked_summary(text, objects, sampling_rate)
+        _check_summary(text, objects, sampling_rate)
         where: dict[str, object] = {"address": f"{objects.address}/shar", "options": dict(options)}
         if cache is not None:  # another upload of the set has a folder of its own
             where["cache"] = str(cache.absolute() / name / hashlib.sha256(text).hexdigest()[:16])
@@ -51,14 +51,12 @@ def fetch_sets(
             )
         if not _is_there(final, text, where):
             _fetch(objects, text, where, final, partial(progress, name))
-            if SpeechSet.open(final).summary != summary:
-                raise DataError(f"{objects.address}: changed while it was fetched; run the command again")
             written.append(name)
     return written
 
 
-def _checked_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> SetSummary:
-    """The summary of a set, after checking the sampling rate and the sizes of all shards."""
+def _check_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> None:
+    """Raise DataError if a set's summary is damaged, or its sampling rate or the size of a shard is another."""
     try:
         summary = parse_summary(text, objects.address)
     except (ValueError, KeyError, TypeError) as error:
@@ -76,7 +74,6 @@ def _checked_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> 
         if found != shard.num_bytes:
             state = "is missing" if found is None else f"has {found} bytes, not {shard.num_bytes}"
             raise DataError(f"{objects.address}/shar/{shard.file}: {state}; copy the set there again")
-    return summary
 
 
 def _check_opens(aside: Path, objects: ObjectFolder) -> None:

@@ -51,6 +51,8 @@ def _kernel(rate: int, wanted: int) -> _Kernel:
 
 def resampled(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
     """`waveform` `[..., T]` at `rate` Hz, at `wanted` Hz: `[..., ceil(T * wanted / rate)]`."""
+    if rate == wanted:
+        return waveform
     kernel = _kernel(rate, wanted)
     length = math.ceil(kernel.after * waveform.shape[-1] / kernel.before)
     rows = waveform.reshape(-1, waveform.shape[-1])

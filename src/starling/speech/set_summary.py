@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from starling.configuration import digest
 from starling.errors import DataError
 from starling.files import sha256
-from starling.speech.shards import Shard
+from starling.speech.shards import Shard, again
 
 FORMAT = 2
 NUMBERS = {
@@ -134,9 +134,7 @@ def read_summary(folder: Path) -> SetSummary:
         with checked_file(folder, path.name).open("rb") as file:
             return parse_summary(file.read(_MAX_BYTES + 1), str(folder))
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}); remove {folder} and run `starling prepare RECIPE` again"
-        ) from error
+        raise DataError(f"{path}: cannot be read ({error}); {again(folder)}") from error
 
 
 def checked_file(folder: Path, name: str) -> Path:
@@ -148,7 +146,7 @@ def checked_file(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if not stat.S_ISREG(path.stat().st_mode):
-        raise DataError(f"{path}: not a regular file; remove {folder} and run `starling prepare RECIPE` again")
+        raise DataError(f"{path}: not a regular file; {again(folder)}")
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"{path}: a link that leads out of the prepared set; replace it by the file")
     return path
@@ -160,12 +158,7 @@ def check_index(folder: Path, files: Mapping[str, str]) -> None:
         try:
             found = sha256(checked_file(folder, f"index/{name}"))
         except OSError as error:
-            raise DataError(
-                f"{folder}/index/{name}: cannot be read ({error}); remove {folder} and run "
-                "`starling prepare RECIPE` again"
-            ) from error
+            raise DataError(f"{folder}/index/{name}: cannot be read ({error}); {again(folder)}") from error
         if found != expected:
-            raise DataError(
-                f"{folder}/index/{name}: cannot be read (its SHA-256 is not the one in summary.json); remove {folder} "
-                "and run `starling prepare RECIPE` again"
-            )
+            reason = "its SHA-256 is not the one in summary.json"
+            raise DataError(f"{folder}/index/{name}: cannot be read ({reason}); {again(folder)}")

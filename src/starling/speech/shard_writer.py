@@ -14,7 +14,7 @@ from typing import Any, Self
 from zlib import crc32
 
 import numpy as np
-from lhotse import AudioSource, MonoCut, Recording, SupervisionSegment
+from lhotse import AudioSource, Recording, SupervisionSegment
 from lhotse.shar.writers import AudioTarWriter
 from numpy.typing import NDArray
 
@@ -100,22 +100,10 @@ class ShardWriter:
             num_samples=len(quantised),
             duration=len(quantised) / self._sampling_rate,
         )
-        supervision = SupervisionSegment(
-            id=utterance_id,
-            recording_id=utterance_id,
-            start=0.0,
-            duration=recording.duration,
-            text=text,
-            speaker=speaker,
-        )
-        cut = MonoCut(
-            id=utterance_id,
-            start=0.0,
-            duration=recording.duration,
-            channel=0,
-            supervisions=[supervision],
-            recording=recording,
-        )
+        cut = recording.to_cut()
+        cut.supervisions = [
+            SupervisionSegment(utterance_id, utterance_id, 0.0, recording.duration, text=text, speaker=speaker)
+        ]
         self._audio.write(utterance_id, quantised[None], self._sampling_rate, manifest=recording)
         if self._cuts is None:
             self._cuts = gzip.GzipFile(self._folder / cuts_file(self._number), "wb", mtime=0)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from starling.errors import DataError
 from starling.speech.object_store import ObjectFolder, Range, StorageOptions
@@ -28,6 +28,11 @@ class Shard:
     num_bytes: int
 
 
+def again(folder: Path) -> str:
+    """What to do about a damaged set that was prepared here, for messages."""
+    return f"remove {folder} and run `starling prepare RECIPE` again"
+
+
 class Place(NamedTuple):
     """The location of an utterance's FLAC: shard number, offset and size in bytes."""
 
@@ -36,20 +41,24 @@ class Place(NamedTuple):
     size: int
 
 
-class Shards(Protocol):
+class Shards:
     """Reads utterances' bytes. Not picklable: each process creates its own."""
 
     def check(self) -> None:
-        """Raise DataError if a local shard is missing or has another size."""
+        """Raise DataError if a local shard is missing or has another size. Those of a store were checked when the set's
+        index was fetched; checking again would need a request in every process."""
 
     def where(self, shard: int) -> str:
         """The path or address of a shard, for messages."""
+        raise NotImplementedError
 
     def remedy(self) -> str:
         """What to do about damaged shards, for messages."""
+        raise NotImplementedError
 
     def read(self, places: Sequence[Place]) -> list[bytes]:
         """The bytes at `places`, fewer if a shard ends earlier. DataError if a shard cannot be read."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close open files; they are opened again when needed."""
@@ -65,16 +74,12 @@ def open_shards(folder: Path, shards: Sequence[Shard]) -> Shards:
         address, options = str(description["address"]), dict(description.get("options", {}))
         cache = Path(description["cache"]) if "cache" in description else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); {_again(folder)}") from error
-    remote = RemoteShards(folder, address, options, shards)
+        raise DataError(f"{path}: cannot be read ({error}); {again(folder)}") from error
+    remote = RemoteShards(address, options, shards)
     return remote if cache is None else CachedShards(cache, remote, shards)
 
 
-def _again(folder: Path) -> str:
-    return f"remove {folder} and run `starling prepare RECIPE` again"
-
-
-class LocalShards:
+class LocalShards(Shards):
     """Tars in `<folder>/shar`, read with `pread`: forked processes may share the open files."""
 
     def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
@@ -95,7 +100,7 @@ class LocalShards:
         return str(self._path(self._shards[shard]))
 
     def remedy(self) -> str:
-        return _again(self._folder)
+        return again(self._folder)
 
     def _path(self, shard: Shard) -> Path:
         return self._folder / "shar" / shard.file
@@ -125,18 +130,11 @@ class LocalShards:
             os.close(self._files.popitem()[1])
 
 
-class RemoteShards:
-    """Tars in an object store. All utterances of a call are requested concurrently, one range each.
+class RemoteShards(Shards):
+    """Tars in an object store. All utterances of a call are requested concurrently, one range each."""
 
-    The sizes were checked when the set's index was fetched; checking again would need a request in every process.
-    """
-
-    def __init__(self, folder: Path, address: str, options: StorageOptions, shards: Sequence[Shard]) -> None:
-        self._folder, self._shards = folder, shards
-        self._objects = ObjectFolder(address, options)
-
-    def check(self) -> None:
-        return
+    def __init__(self, address: str, options: StorageOptions, shards: Sequence[Shard]) -> None:
+        self._shards, self._objects = shards, ObjectFolder(address, options)
 
     def where(self, shard: int) -> str:
         return f"{self._objects.address}/{self._shards[shard].file}"
@@ -155,9 +153,6 @@ class RemoteShards:
         return self._objects.read_ranges(
             [Range(self._shards[place.shard].file, place.offset, place.size) for place in places]
         )
-
-    def close(self) -> None:
-        return
 
 
 class CachedShards(LocalShards):

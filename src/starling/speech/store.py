@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from starling.errors import DataError
 from starling.speech.corpora.audio import read_blocks
 from starling.speech.set_summary import ARRAYS, TEXTS, SetSummary, check_index, checked_file, read_summary
-from starling.speech.shards import Place, Shards, open_shards
+from starling.speech.shards import Place, Shards, again, open_shards
 
 
 class _Strings:
@@ -90,8 +90,7 @@ class SpeechSet:
             if len(array) != expected:
                 raise DataError(
                     f"{folder}/index/{name}.npy: {len(array)} entries for {expected} "
-                    f"{'speakers' if of_speakers else 'utterances'}; remove {folder} and run `starling prepare RECIPE` "
-                    "again"
+                    f"{'speakers' if of_speakers else 'utterances'}; {again(folder)}"
                 )
         _check_ranges(folder, summary, arrays)
         return cls(folder, summary, arrays, shards)
@@ -113,8 +112,7 @@ class SpeechSet:
             return strings[place]
         except ValueError as error:
             raise DataError(
-                f"{self.folder}/index/{name}.npy: entry {place} is damaged ({error}); remove {self.folder} and run "
-                "`starling prepare RECIPE` again"
+                f"{self.folder}/index/{name}.npy: entry {place} is damaged ({error}); {again(self.folder)}"
             ) from error
 
     def audio(self, index: int) -> NDArray[np.float32]:
@@ -194,13 +192,10 @@ def _load_array(folder: Path, name: str) -> NDArray[Any]:
     except DataError:
         raise
     except Exception as error:  # NumPy parses the header as Python source and may raise any error
-        raise DataError(
-            f"{path}: cannot be read ({error}); remove {folder} and run `starling prepare RECIPE` again"
-        ) from error
+        raise DataError(f"{path}: cannot be read ({error}); {again(folder)}") from error
     if array.ndim != 1 or array.dtype != np.dtype(ARRAYS[name]):
         raise DataError(
-            f"{path}: has type {array.dtype} and {array.ndim} dimensions, not {ARRAYS[name]} and one; remove "
-            f"{folder} and run `starling prepare RECIPE` again"
+            f"{path}: has type {array.dtype} and {array.ndim} dimensions, not {ARRAYS[name]} and one; {again(folder)}"
         )
     return np.asarray(array)
 
@@ -213,5 +208,5 @@ def _check_ranges(folder: Path, summary: SetSummary, arrays: dict[str, NDArray[A
         if len(array) and not (array.min() >= 0 and array.max() <= most):
             raise DataError(
                 f"{folder}/index/{name}.npy: values from {array.min()} to {array.max()}, allowed are 0 to {most}; "
-                f"remove {folder} and run `starling prepare RECIPE` again"
+                f"{again(folder)}"
             )

@@ -24,12 +24,12 @@ class TokenConfig(Config):
 
     kind: Literal["characters", "sentencepiece"] = "characters"
     """Single characters, or pieces of words that SentencePiece finds in the training texts."""
-    alphabet: str | None = Field(
-        default=None,
-        description="the allowed characters, for kind: characters; default: those of the training texts",
-    )
-    vocab_size: int = Field(default=100, ge=3, description="maximum number of pieces, for kind: sentencepiece")
-    model_type: Literal["unigram", "bpe"] = Field(default="unigram", description="for kind: sentencepiece")
+    alphabet: str | None = None
+    """The allowed characters, for kind: characters; default: those of the training texts."""
+    vocab_size: int = Field(default=100, ge=3)
+    """Maximum number of pieces, for kind: sentencepiece."""
+    model_type: Literal["unigram", "bpe"] = "unigram"
+    """For kind: sentencepiece."""
 
     @model_validator(mode="after")
     def _alphabet_fits(self) -> Self:

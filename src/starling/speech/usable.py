@@ -1,11 +1,11 @@
-"""Checks of ids, transcripts and audio, which decide which utterances are used."""
+"""Which utterances are used: checks of ids, transcripts and audio, and lists of utterances to leave out."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,86 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.corpora import Audio, Utterance
-from starling.speech.left_out import LeftOut
-from starling.speech.trimming import trimmed
+from starling.speech.corpora.lines import read_table, write_table
+from starling.speech.features import loud_frames
+from starling.speech.strings import StringsConfig
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """One utterance to leave out."""
+
+    set: str
+    id: str
+    seconds: float
+    reason: str
+
+
+_HEADER = tuple(each.name for each in fields(LeftOut))
+
+
+def read_left_out(path: Path) -> list[LeftOut]:
+    """Read a list.
+
+    Raises:
+        DataError: The list is missing or invalid.
+    """
+    items = []
+    for line, row in read_table(path, _HEADER):
+        try:
+            items.append(LeftOut(row["set"], row["id"], float(row["seconds"]), row["reason"]))
+        except ValueError:
+            raise DataError(f"{path}:{line}: {row['seconds']!r} is not a number of seconds") from None
+    return items
+
+
+def write_left_out(path: Path, items: Iterable[LeftOut]) -> None:
+    """Write a list for `data.filter.leave_out`, atomically."""
+    write_table(path, _HEADER, map(astuple, items))
+
+
+def left_out_of(path: Path | None, set_name: str) -> dict[str, LeftOut]:
+    """The entries of a list for one set, by utterance id; empty if `path` is None.
+
+    Raises:
+        DataError: The list is missing or invalid.
+    """
+    if path is None:
+        return {}
+    try:
+        return {item.id: item for item in read_left_out(path) if item.set == set_name}
+    except DataError as error:
+        raise DataError(f"data.filter.leave_out: {error}") from error
+
+
+_FRAME = 0.010  # seconds
+_PRE_EMPHASIS = 0.97
+_LEAST_RANGE = 10.0  # dB
+
+
+def trimmed(samples: NDArray[np.float32], rate: int, margin: float | None) -> NDArray[np.float32]:
+    """The part of samples `[T]` from `margin` seconds before the first loud frame to `margin` seconds after the last;
+    None: all of them.
+
+    The level of a 10 ms frame is its power in dB after pre-emphasis; `loud_frames` says which are loud. A recording
+    whose quantiles are less than 10 dB apart has no pauses, and is returned unchanged.
+    """
+    size = max(1, round(_FRAME * rate))
+    count = len(samples) // size
+    if margin is None or not count:
+        return samples
+    emphasised = samples - np.float32(_PRE_EMPHASIS) * np.concatenate([samples[:1], samples[:-1]])
+    power = np.square(emphasised[: count * size], dtype=np.float64).reshape(count, size).mean(1)
+    (places,) = np.nonzero(loud_frames(10 * np.log10(power + 1e-10), _LEAST_RANGE))
+    first, last = int(places[0]), int(places[-1])
+    kept = round(margin * rate)
+    end = (last + 1) * size if last + 1 < count else len(samples)
+    return samples[max(0, first * size - kept) : end + kept]
+
 
 TextStyle = Literal["upper", "lower", "as-is"]
 DropKind = Literal["left out", "id", "speaker", "transcript", "audio", "silence", "length"]
 """Why an utterance is not used."""
-Checked = tuple[Utterance, NDArray[np.float32]]
 MAX_PEAK = 4.0
 """Audio with a larger peak is not scaled to -1..1 (a little over 1 is only clipped)."""
 MAX_ID_BYTES = 200
@@ -67,6 +140,53 @@ class Dropped:
     kind: DropKind
 
 
+@dataclass(frozen=True)
+class Checking:
+    """How the utterances of a set are checked."""
+
+    set_name: str
+    sampling_rate: int
+    """Hz"""
+    style: TextStyle
+    limits: FilterConfig
+    left_out: Mapping[str, LeftOut] = field(default_factory=dict)
+    """Utterances to leave out, by id."""
+
+    def narrowed(self, utterances: Iterable[Utterance]) -> "Checking":
+        """A copy for some utterances only, without the other utterances to leave out, which is small to send."""
+        left_out = {each.id: self.left_out[each.id] for each in utterances if each.id in self.left_out}
+        return replace(self, left_out=left_out)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a set is made from."""
+
+    checking: Checking
+    utterances: Callable[[], Iterable[Utterance]]
+    strings: StringsConfig | None = None
+    digest: str = ""
+    """That of `settings`; of a prepared set, that of the settings it was made with."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    shard_size: int = 1000
+
+    @property
+    def name(self) -> str:
+        return self.checking.set_name
+
+
+class Checked(NamedTuple):
+    """A usable utterance, with normalised transcript, and its audio."""
+
+    place: int
+    """Its index among the utterances that were checked."""
+    utterance: Utterance
+    samples: NDArray[np.float32]
+    """[T], at the set's sampling rate."""
+    decoded: Audio
+    """As the corpus has it."""
+
+
 class _Unusable(Exception):  # noqa: N818 - never leaves this module
     def __init__(self, reason: str, kind: DropKind, seconds: float = 0.0, bad: bool = True) -> None:
         self.reason, self.kind, self.seconds, self.bad = reason, kind, seconds, bad
@@ -79,43 +199,35 @@ class _Silent(DataError):  # noqa: N818 - other modules see only a DataError
 class Checker:
     """Checks the utterances of one set, and records which are dropped."""
 
-    def __init__(
-        self,
-        name: str,
-        sampling_rate: int,
-        style: TextStyle,
-        limits: FilterConfig,
-        left_out: Mapping[str, LeftOut] | None = None,
-    ) -> None:
-        """`left_out` contains the utterances to leave out, by id."""
-        self._name, self._rate, self._style, self._limits = name, sampling_rate, style, limits
-        self._left_out = left_out or {}
+    def __init__(self, checking: Checking) -> None:
+        self._name, self._rate, self._limits = checking.set_name, checking.sampling_rate, checking.limits
+        self._checking = checking
         self._total = 0
         self.dropped: list[Dropped] = []
         self.seen: set[str] = set()
 
     def usable(self, utterances: Iterable[Utterance]) -> Iterator[Checked]:
-        """Each usable utterance, with normalised transcript, and its audio [T] at the set's sampling rate.
+        """Each usable utterance.
 
         Raises:
             DataError: An utterance is unusable, and `on_bad` is `fail`.
         """
-        for utterance in utterances:
+        for place, utterance in enumerate(utterances):
             self._total += 1
             try:
                 self._check_wanted(utterance)
                 clean = replace(utterance, text=self._checked_text(utterance), speaker=_speaker(utterance))
-                audio = self._checked_audio(utterance)
+                decoded, samples = self._checked_audio(utterance)
             except _Unusable as problem:
                 if problem.bad and self._limits.on_bad == "fail":
                     raise DataError(
                         f"set {self._name}: utterance {utterance.id!r} ({utterance.origin}): {problem.reason}; "
                         f"correct it, or set data.filter.on_bad=skip"
                     ) from problem
-                self.dropped.append(_dropped(utterance, problem))
+                self.dropped.append(Dropped(utterance.id, problem.seconds, problem.reason, problem.bad, problem.kind))
                 continue
             self.seen.add(utterance.id)
-            yield clean, audio
+            yield Checked(place, clean, samples, decoded)
 
     def reread(self, utterance: Utterance) -> Utterance:
         """A copy of the utterance whose audio is read at the set's sampling rate, and trimmed."""
@@ -149,7 +261,7 @@ class Checker:
         return self.dropped
 
     def _check_wanted(self, utterance: Utterance) -> None:
-        if (item := self._left_out.get(utterance.id)) is not None:
+        if (item := self._checking.left_out.get(utterance.id)) is not None:
             raise _Unusable(f"left out: {item.reason}", "left out", item.seconds, bad=False)
         if utterance.wordless:
             raise _Unusable(f"no words, only {utterance.wordless}", "transcript", bad=False)
@@ -160,37 +272,30 @@ class Checker:
         if name in self.seen:
             raise _Unusable("an earlier utterance has the same id", "id")
         text = " ".join(utterance.text.split())
-        text = {"upper": text.upper(), "lower": text.lower(), "as-is": text}[self._style]
+        text = {"upper": text.upper(), "lower": text.lower(), "as-is": text}[self._checking.style]
         if not text:
             raise _Unusable("its transcript is empty", "transcript")
         if not _encodes(text):
             raise _Unusable("its transcript is not valid Unicode", "transcript")
         return text
 
-    def _checked_audio(self, utterance: Utterance) -> NDArray[np.float32]:
+    def _checked_audio(self, utterance: Utterance) -> tuple[Audio, NDArray[np.float32]]:
+        """As it was read, and as it is used."""
         try:
-            samples, rate = utterance.read()
-            check_samples(samples)
-            samples = resampled(samples, rate, self._rate)
+            decoded = utterance.read()
+            check_samples(decoded[0])
+            samples = resampled(*decoded, self._rate)
         except DataError as error:
             raise _Unusable(str(error), "silence" if isinstance(error, _Silent) else "audio") from error
         seconds = len(samples) / self._rate
         if not self._limits.min_seconds <= seconds <= self._limits.max_seconds:
             limits = f"{self._limits.min_seconds:g} to {self._limits.max_seconds:g} s"
             raise _Unusable(f"lasts {seconds:.3f} s, limits are {limits}", "length", seconds, bad=False)
-        return _trimmed(samples, self._rate, self._limits.trim)
+        return decoded, trimmed(samples, self._rate, self._limits.trim)
 
 
 def _read_at(rate: int, trim: float | None, utterance: Utterance) -> Audio:
-    return _trimmed(resampled(*utterance.read(), rate), rate, trim), rate
-
-
-def _trimmed(samples: NDArray[np.float32], rate: int, trim: float | None) -> NDArray[np.float32]:
-    return samples if trim is None else trimmed(samples, rate, trim)
-
-
-def _dropped(utterance: Utterance, problem: _Unusable) -> Dropped:
-    return Dropped(utterance.id, problem.seconds, problem.reason, problem.bad, problem.kind)
+    return trimmed(resampled(*utterance.read(), rate), rate, trim), rate
 
 
 def check_samples(samples: NDArray[np.float32]) -> None:
@@ -224,9 +329,10 @@ def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[n
     if not 1000 <= rate <= 768_000 or (rate // divisor) * (wanted // divisor) > MAX_RESAMPLER:
         raise DataError(f"the audio has {rate} Hz, which cannot be resampled to {wanted} Hz; convert it first")
     import torch
-    from lhotse.augmentation import get_or_create_resampler
 
-    result: NDArray[np.float32] = get_or_create_resampler(rate, wanted)(torch.from_numpy(samples)[None])[0].numpy()
+    from starling.speech import resampling
+
+    result: NDArray[np.float32] = resampling.resampled(torch.from_numpy(samples), rate, wanted).numpy()
     return result
 
 

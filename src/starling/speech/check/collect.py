@@ -1,35 +1,19 @@
 """Reads the audio of a set once: findings about single utterances, and measurements for comparing them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from starling.errors import ConfigError
 from starling.speech.chance import one_thread
-from starling.speech.check.config import CheckConfig
-from starling.speech.check.findings import Finding
-from starling.speech.check.sound import Sound, measure
+from starling.speech.check.findings import CheckConfig, Finding
+from starling.speech.check.likeness import Sound, measure
 from starling.speech.corpora import Audio, Utterance
-from starling.speech.left_out import LeftOut
-from starling.speech.preparing.making import REPORT_EVERY, Progress
+from starling.speech.preparing.making import Meter, Progress
 from starling.speech.store import SpeechSet
-from starling.speech.strings import StringsConfig, plan_strings
-from starling.speech.usable import Checked, Checker, Dropped, FilterConfig, TextStyle
-
-
-@dataclass(frozen=True)
-class Source:
-    """A set to check, and what it is made from."""
-
-    name: str
-    utterances: Callable[[], Iterable[Utterance]]
-    sampling_rate: int
-    style: TextStyle
-    limits: FilterConfig
-    left_out: Mapping[str, LeftOut]
-    strings: StringsConfig | None
-    digest: str
+from starling.speech.strings import plan_strings
+from starling.speech.usable import Checker, Checking, Dropped, FilterConfig, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +52,12 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
         raise ConfigError(f"{folder}: its sets differ in sampling rate ({listed}); check them one by one")
     limits = FilterConfig(min_seconds=0.0, max_seconds=1e9, on_bad="skip", max_skipped=1.0)
     return [
-        Source(each.name, partial(_prepared, each), each.sampling_rate, "as-is", limits, {}, None, each.summary.digest)
+        Source(
+            Checking(each.name, each.sampling_rate, "as-is", limits),
+            partial(_prepared, each),
+            None,
+            each.summary.digest,
+        )
         for each in sets
     ]
 
@@ -78,16 +67,16 @@ def collect(source: Source, config: CheckConfig, report: Progress) -> tuple[list
 
     Memory use depends on the number of utterances, not on their length.
     """
-    checker = Checker(source.name, source.sampling_rate, source.style, source.limits, source.left_out)
+    checker = Checker(source.checking)
     utterances = source.utterances()
-    decoded: list[Audio] = []
-    recording = (_recording(utterance, decoded) for utterance in utterances)
+    meter = Meter(f"{source.name} (checking)", utterances, report)
     records = []
     with one_thread():
-        for utterance, _ in _counted(checker.usable(recording), utterances, f"{source.name} (checking)", report):
-            sound = measure(*decoded[0])
+        for _, utterance, _, decoded in checker.usable(utterances):
+            sound = measure(*decoded)
             records.append(Record(source.name, utterance.id, utterance.speaker, utterance.text, sound, utterance.read))
-            decoded.clear()
+            meter.add(1)
+    meter.end()
     unused = [found for each in checker.dropped for found in _unused(source.name, each, each.id in checker.seen)]
     return records, unused + [found for record in records for found in _findings(record, config)]
 
@@ -118,17 +107,6 @@ def _prepared(speech_set: SpeechSet) -> list[Utterance]:
     return [utterance(index) for index in range(len(speech_set))]
 
 
-def _recording(utterance: Utterance, decoded: list[Audio]) -> Utterance:
-    """A copy of the utterance whose `read` also keeps the decoded audio in `decoded`."""
-    read = utterance.read
-
-    def reading() -> Audio:
-        decoded[:] = [read()]
-        return decoded[0]
-
-    return replace(utterance, read=reading)
-
-
 def _unused(set_name: str, dropped: Dropped, shares_id: bool) -> Iterator[Finding]:
     """The finding about an unusable utterance; none for one that is left out or filtered."""
     finding = partial(
@@ -154,16 +132,3 @@ def _findings(record: Record, config: CheckConfig) -> Iterator[Finding]:
     if not low <= pace <= high:
         detail = f"{sound.seconds:.3f} s for {len(record.text)} characters"
         yield finding(kind="seconds-per-character", value=pace, limit=low if pace < low else high, detail=detail)
-
-
-def _counted(
-    usable: Iterable[Checked], utterances: Iterable[Utterance], label: str, report: Progress
-) -> Iterator[Checked]:
-    """Yield `usable`, and report progress under a label."""
-    total = len(utterances) if isinstance(utterances, Sequence) else 0
-    done = 0
-    for done, each in enumerate(usable, start=1):
-        if done % REPORT_EVERY == 0:
-            report(label, done, total)
-        yield each
-    report(label, done, total or done)

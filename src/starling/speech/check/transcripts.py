@@ -14,11 +14,9 @@ from starling.chance import derive_seed
 from starling.errors import DataError
 from starling.speech.chance import one_thread
 from starling.speech.check.collect import Record
-from starling.speech.check.config import CheckConfig
-from starling.speech.check.findings import Finding
-from starling.speech.check.heard import Heard, SetHeard
+from starling.speech.check.findings import CheckConfig, Finding, Heard, SetHeard
 from starling.speech.decoding.greedy import greedy_tokens
-from starling.speech.recogniser import Recogniser
+from starling.speech.recogniser import Recogniser, by_duration
 from starling.speech.tokens import BLANK, Tokenizer
 from starling.speech.usable import resampled
 
@@ -136,22 +134,18 @@ class _Listener:
 
     def _listen(self, names: Sequence[str]) -> Iterator[tuple[Record, Tensor]]:
         """Each utterance, with the log-probabilities `[T, V]` of its audio on the CPU; longest first."""
-        waiting = sorted(names, key=lambda name: -self.seconds[name])
         rate = self._recogniser.features.sampling_rate
-        while waiting:
-            size = max(1, int(_MAX_DURATION / max(self.seconds[waiting[0]], 1e-3)))
-            batch, waiting = waiting[:size], waiting[size:]
+        for batch in by_duration(np.array([self.seconds[name] for name in names]), _MAX_DURATION):
             records, matrices = [], []
-            for name in batch:
-                record = self._records[name]
+            for record in (self._records[names[place]] for place in batch):
                 try:
                     matrices.append(self._recogniser.matrix(resampled(*record.read(), rate), rate))
                     records.append(record)
                 except DataError as error:
-                    self.skipped.append((name, str(error)))
+                    self.skipped.append((record.id, str(error)))
             if records:
-                log_probs, lengths = self._recogniser.log_probs(matrices)
-                rows = zip(records, log_probs.float().cpu(), lengths.tolist(), strict=True)
+                heard = self._recogniser.hear(matrices)
+                rows = zip(records, heard.log_probs.float().cpu(), heard.lengths.tolist(), strict=True)
                 yield from ((record, row[:length]) for record, row, length in rows)
 
 

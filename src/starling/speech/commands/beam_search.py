@@ -165,8 +165,8 @@ def _tuned(
         count = min(len(speech_set), MOST_TUNED)
         among = np.linspace(0, len(speech_set) - 1, count).round().astype(int).tolist()
         utterances: dict[str, NDArray[np.float32]] = {}
-        for names, log_probs, frames in recogniser.outputs(speech_set, 120.0, partial(bars, f"hearing {name}"), among):
-            utterances.update(zip(names, _rows(log_probs, frames), strict=True))
+        for names, heard in recogniser.heard(speech_set, 120.0, partial(bars, f"hearing {name}"), among):
+            utterances.update(zip(names, _rows(heard.log_probs, heard.lengths), strict=True))
         references = {speech_set.id(index): speech_set.text(index) for index in among}
         ordered = {each: utterances[each] for each in references}
         best, trials = tune(pools, ordered, references, config)

@@ -1,7 +1,6 @@
 """`starling check`: finds problems in a corpus, prints them as a table, and lists which utterances to leave out."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,14 +13,13 @@ from starling.errors import ConfigError, DataError
 from starling.recipe.file import apply_overrides
 from starling.recipe.problems import describe
 from starling.reporting.progress import Bars, Say
-from starling.speech.check.collect import Source, prepared_sources
-from starling.speech.check.config import HEARD, KINDS, CheckConfig
+from starling.speech.check.collect import prepared_sources
 from starling.speech.check.corpus import Training, check_corpus
-from starling.speech.check.findings import Report, heard_path, to_drop, write_report
+from starling.speech.check.findings import HEARD, KINDS, CheckConfig, Report, heard_path, to_drop, write_report
 from starling.speech.commands.ear import Ear
-from starling.speech.data import DataConfig, set_digest
-from starling.speech.left_out import left_out_of, read_left_out, write_left_out
+from starling.speech.data import DataConfig, source_of
 from starling.speech.recipe import load_recipe
+from starling.speech.usable import Source, read_left_out, write_left_out
 
 _DROPPED = "check-dropped.tsv"
 _SHOWN = 20
@@ -115,19 +113,7 @@ def _recipe(path: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Sourc
 def sources_of(data: DataConfig) -> list[Source]:
     """The sets that a recipe uses, read from its corpus."""
     limits = data.filter.model_copy(update={"on_bad": "skip", "max_skipped": 1.0})
-    return [
-        Source(
-            name,
-            partial(data.utterances, name),
-            data.sampling_rate,
-            data.text,
-            limits,
-            left_out_of(data.filter.leave_out, name),
-            data.strings,
-            set_digest(data, name),
-        )
-        for name in data.used_sets
-    ]
+    return [source_of(data.model_copy(update={"filter": limits}), name) for name in data.used_sets]
 
 
 def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Source]]:

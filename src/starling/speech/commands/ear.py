@@ -9,8 +9,7 @@ from starling.checkpoint.manifest import MANIFEST
 from starling.checkpoint.reader import load
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder, existing
-from starling.speech.check.findings import Report
-from starling.speech.check.heard import SetHeard
+from starling.speech.check.findings import Report, SetHeard
 from starling.speech.commands.recognisers import load_recogniser
 from starling.speech.data import DataConfig
 from starling.speech.recipe import Recipe, load_resolved

@@ -13,7 +13,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.extras import require
 from starling.reporting.progress import Bars, Say
 from starling.speech.check.findings import seen_in_training
-from starling.speech.codecs import Transmitted, check_codec, label_of
+from starling.speech.codecs import check_codec, label_of
 from starling.speech.commands.beam_search import BestSearch, best_search
 from starling.speech.commands.decoder_search import DecoderSearch, decoder_search
 from starling.speech.commands.recognisers import load_recogniser, open_experiment
@@ -95,14 +95,13 @@ def _score_set(
         data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
         prepare(data, bars)
         speech_set = SpeechSet.open(recipe.data.set_folder(name))
-        audio = speech_set if codec is None else Transmitted(speech_set, codec)
         progress = partial(bars, f"decoding {label}")
         hypotheses: dict[str, str] = {}
         if search is not None:
             search.found.clear()
         if beside is not None:
             beside.clear()
-        for ids, heard in recogniser.heard(audio, progress=progress):
+        for ids, heard in recogniser.heard(speech_set, progress=progress, codec=codec):
             hypotheses.update(zip(ids, recogniser.texts(*heard), strict=True))
             if search is not None:
                 search.take(ids, heard.log_probs, heard.lengths)

@@ -11,7 +11,7 @@ from starling.extras import require
 from starling.launch.on_ray import connected
 from starling.recipe.file import apply_overrides
 from starling.reporting.progress import Bars, Say
-from starling.speech.preparing.executors import Executor, InThisProcess, Processes
+from starling.speech.preparing.executors import Executor, Processes
 from starling.speech.preparing.on_ray import OnRay
 from starling.speech.recipe import load_recipe
 from starling.speech.training.training_set import prepare_all
@@ -72,4 +72,4 @@ def executor_of(arguments: Sequence[str], address: str = "auto") -> Executor:
     if name == "ray":
         require("ray", "executor=ray")
         return OnRay(partial(connected, address, "executor=ray", "jobs=N needs none"))
-    return Processes(jobs) if jobs is not None and jobs > 1 else InThisProcess()
+    return Processes(jobs) if jobs is not None and jobs > 1 else Executor()

@@ -14,7 +14,7 @@ from starling.speech.codecs import set_of
 from starling.speech.commands.scored import read_texts
 from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
-from starling.speech.corpora.tsv import TsvCorpus
+from starling.speech.corpora.manifests import TsvCorpus
 from starling.speech.recipe import Recipe, load_resolved
 from starling.speech.scoring.normalising import Normaliser
 from starling.speech.scoring.score import Score, score

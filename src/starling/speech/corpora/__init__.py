@@ -1,20 +1,26 @@
-"""Corpus importers, one per file. The `kind` in a corpus's settings selects its importer."""
+"""Corpus importers. The `kind` in a corpus's settings selects its importer."""
 
-from typing import Annotated, Any, TypeGuard, get_args
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self, TypeGuard, get_args
 
-from pydantic import Field, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    StringConstraints,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from starling.configuration import Config
-from starling.errors import ConfigError
+from starling.errors import ConfigError, DataError
 from starling.registry import Registry
-from starling.speech.corpora.coqui import CoquiCorpus
 from starling.speech.corpora.cuts import LhotseCorpus
-from starling.speech.corpora.jsonl import NemoCorpus, WenetCorpus
-from starling.speech.corpora.kaldi import KaldiCorpus
 from starling.speech.corpora.lhotse_recipe import LhotseRecipeCorpus, recipe_names
-from starling.speech.corpora.several import SeveralCorpus
+from starling.speech.corpora.manifests import CoquiCorpus, KaldiCorpus, NemoCorpus, TsvCorpus, WenetCorpus
 from starling.speech.corpora.synthetic import SyntheticCorpus
-from starling.speech.corpora.tsv import TsvCorpus
 from starling.speech.corpora.utterance import Audio, FileCorpus, NamedSets, Utterance
 
 __all__ = [
@@ -34,6 +40,74 @@ __all__ = [
     "WenetCorpus",
     "recipe_names",
 ]
+
+CorpusName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._]*$", max_length=100)]
+
+
+class SeveralCorpus(Config):
+    """Corpora of any kinds, by name; the set `dev` of the corpus `talks` is the set `talks-dev`.
+
+    A set depends on its own corpus only; when another is added or changed, it need not be prepared again.
+    """
+
+    kind: Literal["several"]
+    corpora: dict[CorpusName, "CorpusConfig"] = Field(min_length=1)
+    """Name of a corpus, without a hyphen -> its settings, as in `data.corpus`."""
+    tags: dict[CorpusName, str] = Field(default={})
+    """Name of a corpus -> one character, such as Ⓔ: a word that is put before its transcripts, for example to tell the
+    model the language. `evaluate` scores texts without it, and says how often it was right."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        problems = [
+            f"corpora.{name}: kind: several cannot hold another kind: several; list its corpora"
+            for name, corpus in self.corpora.items()
+            if isinstance(corpus, SeveralCorpus)
+        ]
+        if self.tags:
+            problems += [
+                f"tags.{name}: missing; each corpus needs one" for name in self.corpora if name not in self.tags
+            ]
+            problems += [f"tags.{name}: there is no such corpus" for name in self.tags if name not in self.corpora]
+            problems += [
+                f"tags.{name}: {tag!r} is not a single character other than letters, digits and spaces"
+                for name, tag in self.tags.items()
+                if len(tag) != 1 or tag.isspace() or unicodedata.category(tag)[0] in "LNC"
+            ]
+            if len(set(map(str.upper, self.tags.values()))) < len(self.tags):
+                problems.append("tags: two corpora have the same")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def sets(self) -> Mapping[str, Any]:
+        """Name of a set -> what its corpus says about it."""
+        return {f"{name}-{own}": it for name, corpus in self.corpora.items() for own, it in corpus.sets.items()}
+
+    def member(self, set_name: str) -> "tuple[str, CorpusConfig, str]":
+        """The corpus of a set, with its name, and the set's name in it."""
+        name, _, own = set_name.partition("-")
+        return name, self.corpora[name], own
+
+    def tag(self, set_name: str) -> str:
+        """The word before the transcripts of a set; empty if there is none."""
+        return self.tags.get(self.member(set_name)[0], "")
+
+    def maker(self, set_name: str) -> str:
+        _, corpus, own = self.member(set_name)
+        return corpus.maker(own)
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        """The utterances of a set. Raises DataError, naming the corpus, if it is missing or invalid."""
+        name, corpus, own = self.member(set_name)
+        tag = self.tag(set_name)
+        try:
+            for each in corpus.utterances(own):
+                yield replace(each, text=f"{tag} {each.text}") if tag and each.text.strip() else each
+        except DataError as error:
+            raise DataError(f"data.corpus.corpora.{name}: {error}") from error
+
 
 _BuiltIn = (
     TsvCorpus
@@ -79,4 +153,4 @@ def _validate_corpus(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 CorpusConfig = Annotated[_BuiltIn, Field(discriminator="kind"), WrapValidator(_validate_corpus), SerializeAsAny()]
 """The settings of a corpus, of the class that its `kind` selects."""
 
-SeveralCorpus.model_rebuild(_types_namespace={"CorpusConfig": CorpusConfig})
+SeveralCorpus.model_rebuild()

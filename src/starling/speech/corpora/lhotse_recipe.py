@@ -103,12 +103,16 @@ class LhotseRecipeCorpus(FileCorpus):
             raise DataError(
                 f"lhotse's recipe {self.recipe} has no option {', '.join(unknown)}, only {', '.join(parameters)}"
             )
-        call = _Call(self.recipe, set_name, source, names, options)
+        call = _Call(source, names, options)
         if custom.prepare is None:
             options = custom.arguments(call) | options
         if "output_dir" in parameters:
             options.setdefault("output_dir", scratch)
         try:
+            if custom.present is not None:
+                present = custom.present(source)
+                for part in names:
+                    _check_part(self.recipe, set_name, part, present)
             with _libsndfile(), redirect_stdout(sys.stderr):  # some print
                 if custom.prepare is not None:
                     manifests: Any = custom.prepare(call)
@@ -137,23 +141,19 @@ def recipe_names() -> list[str]:
 class _Call:
     """A call of one of lhotse's functions: the folder, the parts that the set needs, and the options of the recipe."""
 
-    recipe: str
-    set_name: str
     folder: Path
     parts: Sequence[str]
     options: dict[str, Any]
-
-
-def _no_arguments(call: _Call) -> dict[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True)
 class _Custom:
     """What a corpus needs beyond lhotse's function for it."""
 
-    arguments: Callable[[_Call], dict[str, Any]] = _no_arguments
-    """Arguments by default; raises DataError for parts that do not exist."""
+    present: Callable[[Path], Sequence[str]] | None = None
+    """The parts in a folder; checked before lhotse's function, which can be limited to some of them, is called."""
+    arguments: Callable[[_Call], dict[str, Any]] = lambda call: {}
+    """Arguments by default."""
     prepare: Callable[[_Call], dict[str, Any]] | None = None
     """Returns the manifests of each part, instead of lhotse's function."""
     rewrite: Rewriting = ()
@@ -161,38 +161,28 @@ class _Custom:
     """The speaker, by the id of the utterance, where lhotse's is wrong."""
 
 
-def _librispeech(call: _Call) -> dict[str, Any]:
-    present = sorted(folder.name for folder in call.folder.iterdir() if folder.is_dir())
-    for part in call.parts:
-        _check_part(call.recipe, call.set_name, part, present)
+def _dataset_parts(call: _Call) -> dict[str, Any]:
     return {"dataset_parts": list(call.parts)}
+
+
+def _peoples_speech_parts(folder: Path) -> list[str]:
+    from lhotse.recipes.peoples_speech import PEOPLES_SPEECH
+
+    return [part for part in PEOPLES_SPEECH if (folder / f"{part}.json").is_file()]
 
 
 def _peoples_speech(call: _Call) -> dict[str, Any]:
     """The wanted parts only: `prepare_peoples_speech` needs all of them, and reads all for each set."""
-    from lhotse.recipes.peoples_speech import PEOPLES_SPEECH, _prepare_subset
+    from lhotse.recipes.peoples_speech import _prepare_subset
 
-    present = [part for part in PEOPLES_SPEECH if (call.folder / f"{part}.json").is_file()]
-    found = {}
-    for part in call.parts:
-        _check_part(call.recipe, call.set_name, part, present)
-        recordings, supervisions = _prepare_subset(part, call.folder, int(call.options.get("num_jobs", 1)))
-        found[part] = {"recordings": recordings, "supervisions": supervisions}
-    return found
+    jobs = int(call.options.get("num_jobs", 1))
+    made = {part: _prepare_subset(part, call.folder, jobs) for part in call.parts}
+    return {part: {"recordings": pair[0], "supervisions": pair[1]} for part, pair in made.items()}
 
 
 def _commonvoice(call: _Call) -> dict[str, Any]:
-    present = sorted(f"{file.parent.name}/{file.stem}" for file in call.folder.glob("*/*.tsv"))
-    for part in call.parts:
-        _check_part(call.recipe, call.set_name, part, present)
     pairs = [part.split("/") for part in call.parts]
     return {"languages": sorted({pair[0] for pair in pairs}), "splits": sorted({pair[1] for pair in pairs})}
-
-
-def _gigaspeech(call: _Call) -> dict[str, Any]:
-    for part in call.parts:
-        _check_part(call.recipe, call.set_name, part, ["XS", "S", "M", "L", "XL", "DEV", "TEST"])
-    return {"dataset_parts": list(call.parts)}
 
 
 def _switchboard(call: _Call) -> dict[str, Any]:
@@ -207,18 +197,25 @@ def _switchboard(call: _Call) -> dict[str, Any]:
 
 
 _CUSTOMS = {
-    "librispeech": _Custom(_librispeech),
-    "commonvoice": _Custom(_commonvoice),
+    "librispeech": _Custom(
+        lambda folder: sorted(each.name for each in folder.iterdir() if each.is_dir()), _dataset_parts
+    ),
+    "commonvoice": _Custom(
+        lambda folder: sorted(f"{file.parent.name}/{file.stem}" for file in folder.glob("*/*.tsv")), _commonvoice
+    ),
     # no speakers are known; utterances of one recording session have one id but for its number
-    "peoples_speech": _Custom(prepare=_peoples_speech, speaker=lambda utterance: utterance.rpartition("_")[0]),
+    "peoples_speech": _Custom(
+        _peoples_speech_parts, prepare=_peoples_speech, speaker=lambda utterance: utterance.rpartition("_")[0]
+    ),
     "gigaspeech": _Custom(
-        _gigaspeech,
+        lambda folder: ["XS", "S", "M", "L", "XL", "DEV", "TEST"],
+        _dataset_parts,
         # punctuation and what is not speech, as its authors' scoring script treats them
         rewrite=((r"<(COMMA|PERIOD|QUESTIONMARK|EXCLAMATIONPOINT|SIL|MUSIC|NOISE|OTHER)>", " "),),
         speaker=lambda utterance: utterance.rpartition("_")[0],  # lhotse's is N/A; this is the recording
     ),
     "switchboard": _Custom(
-        _switchboard,
+        arguments=_switchboard,
         # much as in Kaldi's recipe, but without noises and broken words
         rewrite=(
             (r"\[laughter-([^]\s]+)\]", r"\1"),  # a word said while laughing

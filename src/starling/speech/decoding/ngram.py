@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from starling.errors import DataError
-from starling.speech.corpora.lines import read_lines
-from starling.speech.tables import replace_file
+from starling.speech.corpora.lines import read_lines, replace_file
 
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 _SPECIAL = (BEGIN, END, UNKNOWN)

@@ -166,7 +166,7 @@ def _compare(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> N
 
 def _write_frontend(recogniser: Recogniser, streaming: dict[str, Any] | None, folder: Path) -> None:
     features, tokenizer = recogniser.features, recogniser.tokenizer
-    window, bank = features.layer.window_and_bank
+    window, bank = features.layer.window, features.layer.bank
     arrays = {"window": window, "bank": bank, **features.statistics()}
     np.savez(folder / "frontend.npz", allow_pickle=False, **{name: each.numpy() for name, each in arrays.items()})
     characters = ["", *tokenizer.alphabet] if isinstance(tokenizer, CharacterTokenizer) else None

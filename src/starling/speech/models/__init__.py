@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.registry import Registry
-from starling.speech.models.chunks import ChunkConfig
-from starling.speech.models.decoders import AttentionConfig, DecoderConfig, TransducerConfig
+from starling.speech.models.sections import AttentionConfig, ChunkConfig, DecoderConfig, TransducerConfig
 from starling.speech.models.shape import (
     MODELS,
     PUBLISHED,
@@ -29,7 +28,7 @@ from starling.speech.phones import PhonesConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from starling.speech.models.network import Decoder, PhoneOutput
+    N = TypeVar("N", bound=nn.Module)
 
 __all__ = [
     "MODELS",
@@ -75,79 +74,70 @@ class ModelConfig(Config):
     Each architecture has its own presets and sizes; any other is an error.
     """
 
-    name: str = Field(
-        default="blstm",
-        description="the architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, "
-        "dnn-hybrid, wav2vec2, whisper, or module:name",
-    )
-    preset: str = Field(default="small", description="tiny, small, or a larger one of the architecture")
-    layers: int | None = Field(default=None, ge=1, description="LSTM or dense layers, or blocks")
-    hidden: int | None = Field(
-        default=None, ge=1, description="units of an LSTM layer, per direction; of each dense layer"
-    )
-    bottleneck: int | None = Field(default=None, ge=0, description="units before the outputs; 0: none")
-    width: int | None = Field(default=None, ge=1, description="units of a frame between blocks")
-    heads: int | None = Field(default=None, ge=1, description="heads of the attention")
-    feed_forward: int | None = Field(default=None, ge=1, description="units inside a block's feed-forward parts")
-    positions: Positions | None = Field(
-        default=None,
-        description="rotary: relative, rotates queries and keys; relative: of the Conformer's paper; sinusoidal: "
-        "absolute, added to a transformer's frames",
-    )
-    kernel: int | None = Field(default=None, ge=1, description="frames that a block's convolution hears; odd")
-    stack_rates: tuple[PositiveInt, ...] | None = Field(
-        default=None, description="for each stack of a zipformer, the encoder frames that it joins into one"
-    )
-    stack_layers: tuple[PositiveInt, ...] | None = Field(default=None, description="blocks of each stack")
-    stack_widths: tuple[PositiveInt, ...] | None = Field(
-        default=None, description="units of a frame in each stack; multiples of 4"
-    )
-    span: int | None = Field(
-        default=None,
-        ge=0,
-        description="encoder frames that a transformer's frame attends to on either side; 0: all of its utterance",
-    )
-    channels: int | None = Field(default=None, ge=1, description="channels of the subsampling convolutions")
-    conv2d_channels: int | None = Field(
-        default=None,
-        ge=0,
-        description="channels of the first of two convolutions over time and frequency in front of a blstm; the second "
-        "has twice as many. 0: convolutions over time alone",
-    )
-    context: int | None = Field(default=None, ge=0, description="feature frames heard on either side in deep-speech")
-    subsampling: Literal[1, 2, 4] | None = Field(default=None, description="feature frames per encoder frame")
-    dropout: float | None = Field(default=None, ge=0, lt=1, description="share of units that are set to 0 in training")
-    decoder: DecoderConfig | None = Field(
-        default=None, description="a decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone"
-    )
+    name: str = "blstm"
+    """The architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, dnn-hybrid,
+    wav2vec2, whisper, or module:name."""
+    preset: str = "small"
+    """The preset: tiny, small, or a larger one of the architecture."""
+    layers: int | None = Field(default=None, ge=1)
+    """LSTM or dense layers, or blocks."""
+    hidden: int | None = Field(default=None, ge=1)
+    """Units of an LSTM layer, per direction; of each dense layer."""
+    bottleneck: int | None = Field(default=None, ge=0)
+    """Units before the outputs; 0: none."""
+    width: int | None = Field(default=None, ge=1)
+    """Units of a frame between blocks."""
+    heads: int | None = Field(default=None, ge=1)
+    """Heads of the attention."""
+    feed_forward: int | None = Field(default=None, ge=1)
+    """Units inside a block's feed-forward parts."""
+    positions: Positions | None = None
+    """rotary: relative, rotates queries and keys; relative: of the Conformer's paper; sinusoidal: absolute, added to a
+    transformer's frames."""
+    kernel: int | None = Field(default=None, ge=1)
+    """Frames that a block's convolution hears; odd."""
+    stack_rates: tuple[PositiveInt, ...] | None = None
+    """For each stack of a zipformer, the encoder frames that it joins into one."""
+    stack_layers: tuple[PositiveInt, ...] | None = None
+    """Blocks of each stack."""
+    stack_widths: tuple[PositiveInt, ...] | None = None
+    """Units of a frame in each stack; multiples of 4."""
+    span: int | None = Field(default=None, ge=0)
+    """Encoder frames that a transformer's frame attends to on either side; 0: all of its utterance."""
+    channels: int | None = Field(default=None, ge=1)
+    """Channels of the subsampling convolutions."""
+    conv2d_channels: int | None = Field(default=None, ge=0)
+    """Channels of the first of two convolutions over time and frequency in front of a blstm; the second has twice as
+    many. 0: convolutions over time alone."""
+    context: int | None = Field(default=None, ge=0)
+    """Feature frames heard on either side in deep-speech."""
+    subsampling: Literal[1, 2, 4] | None = None
+    """Feature frames per encoder frame."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Share of units that are set to 0 in training."""
+    decoder: DecoderConfig | None = None
+    """A decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone."""
 
-    phones: PhonesConfig | None = Field(
-        default=None,
-        description="a second CTC loss, with which a lower layer learns the phones of transcripts; needs blstm, lstm, "
-        "transformer or conformer; null: none",
-    )
+    phones: PhonesConfig | None = None
+    """A second CTC loss, with which a lower layer learns the phones of transcripts; needs blstm, lstm, transformer or
+    conformer; null: none."""
 
-    chunk: ChunkConfig | None = Field(
-        default=None,
-        description="a streaming model, of lstm, transformer or conformer: seconds of a chunk, and chunks before it; "
-        "null: every frame hears the whole utterance",
-    )
+    chunk: ChunkConfig | None = None
+    """A streaming model, of lstm, transformer or conformer: seconds of a chunk, and chunks before it; null: every frame
+    hears the whole utterance."""
 
-    checkpoint: Path | None = Field(
-        default=None,
-        description="for wav2vec2 and whisper: a folder with config.json and model.safetensors of a published model, "
-        "or its name on the Hugging Face hub",
-    )
-    encoder: dict[str, Any] | None = Field(
-        default=None, description="for wav2vec2 and whisper: the configuration of that model; Starling fills it in"
-    )
+    checkpoint: Path | None = None
+    """For wav2vec2 and whisper: a folder with config.json and model.safetensors of a published model, or its name on
+    the Hugging Face hub."""
+    encoder: dict[str, Any] | None = None
+    """For wav2vec2 and whisper: the configuration of that model; Starling fills it in."""
 
     @model_validator(mode="before")
     @classmethod
     def _checkpoint_is_read(cls, tree: Any) -> Any:
         if not isinstance(tree, dict) or tree.get("checkpoint") is None or tree.get("encoder") is not None:
             return tree
-        from starling.speech.models.hub import published_config
+        from starling.speech.models.sections import published_config
 
         return tree | {"encoder": published_config(Path(tree["checkpoint"]))}
 
@@ -245,49 +235,38 @@ def build_model(
     Raises ConfigError for a decoder or phones of a network that cannot have them.
     """
     from starling.speech.chance import borrowed_generators
-    from starling.speech.models.network import Network
+    from starling.speech.models.attention import AttentionDecoder
+    from starling.speech.models.network import Network, PhoneOutput
     from starling.speech.models.streaming import StreamingNetwork
+    from starling.speech.models.transducer import Transducer
 
     with borrowed_generators(seed):
         network = find_model(config.name).load()(config.shape, num_features, vocab_size)
         if config.decoder is not None:
-            if not isinstance(network, Network):
-                raise ConfigError(
-                    f"model.decoder: {config.name} makes a {type(network).__name__}, which is no "
-                    "starling.speech.models.network.Network: a decoder needs its `encode`; leave the decoder out"
-                )
-            network.decoder = _build_decoder(config.decoder, network.output.in_features, vocab_size)
+            own = _checked(network, Network, "decoder")
+            width = own.output.in_features
+            if isinstance(config.decoder, AttentionConfig):
+                own.decoder = AttentionDecoder(config.decoder, width, vocab_size)
+            else:
+                own.decoder = Transducer(config.decoder, width, vocab_size)
         if config.phones is not None and num_phones is not None:
-            network.phones = _build_phones(config, config.phones, network, num_phones)
+            own = _checked(network, Network, "phones")
+            if own.stacked is None:
+                raise ConfigError(f"model.phones: a {type(own).__name__} has no `stacked` layers; leave phones out")
+            own.phones = PhoneOutput(own.stacked.width, config.phones.layer, config.shape.dropout, num_phones)
         if config.chunk is not None:
-            if not isinstance(network, StreamingNetwork):
-                raise ConfigError(
-                    f"model.chunk: {config.name} makes a {type(network).__name__}, which is no "
-                    "starling.speech.models.streaming.StreamingNetwork; leave chunk out"
-                )
-            network.chunks = config.chunk.chunks(frame_shift * config.shape.subsampling)
+            streaming = _checked(network, StreamingNetwork, "chunk")
+            streaming.chunks = config.chunk.chunks(frame_shift * config.shape.subsampling)
     return network
 
 
-def _build_phones(config: ModelConfig, phones: PhonesConfig, network: nn.Module, num_phones: int) -> PhoneOutput:
-    from starling.speech.models.network import Network, PhoneOutput
-
-    layers = network.stacked if isinstance(network, Network) else None
-    if layers is None:
+def _checked(network: nn.Module, kind: type[N], key: str) -> N:
+    if not isinstance(network, kind):
         raise ConfigError(
-            f"model.phones: {config.name} makes a {type(network).__name__}, which is no "
-            "starling.speech.models.network.Network with `stacked` layers; leave phones out"
+            f"model.{key}: the architecture makes a {type(network).__name__}, which is no "
+            f"{kind.__module__}.{kind.__name__}; leave {key} out"
         )
-    return PhoneOutput(layers.width, phones.layer, config.shape.dropout, num_phones)
-
-
-def _build_decoder(config: DecoderConfig, encoder_width: int, vocab_size: int) -> Decoder:
-    from starling.speech.models.attention import AttentionDecoder
-    from starling.speech.models.transducer import Transducer
-
-    if isinstance(config, AttentionConfig):
-        return AttentionDecoder(config, encoder_width, vocab_size)
-    return Transducer(config, encoder_width, vocab_size)
+    return network
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.decoders import AttentionConfig
 from starling.speech.models.network import Decoder, padded
 from starling.speech.models.positions import sinusoids
+from starling.speech.models.sections import AttentionConfig
 from starling.speech.models.subsampling import frame_mask
 from starling.speech.tokens import BLANK
 

@@ -1,10 +1,10 @@
-"""The deep bidirectional LSTM of the IBM line, with CTC outputs."""
+"""The deep bidirectional LSTMs of the IBM line: with CTC outputs, and with a state for each frame."""
 
 import torch
 from torch import nn
 
 from starling.speech.models.network import Layers, Network
-from starling.speech.models.shape import BlstmShape
+from starling.speech.models.shape import BlstmShape, HybridShape, StackShape
 from starling.speech.models.subsampling import Conv2dSubsampling, ConvSubsampling
 
 
@@ -35,27 +35,44 @@ class BidirectionalLayer(nn.Module):
         return torch.cat([onward, backward], dim=2)
 
 
-class BlstmCtc(Network):
-    """Convolutional subsampling, bidirectional LSTM layers, an optional bottleneck, CTC outputs."""
+class _Blstm(Network):
+    """Bidirectional LSTM layers, an optional bottleneck, outputs; in front of them there may be `subsampling`."""
 
-    def __init__(self, shape: BlstmShape, num_features: int, vocab_size: int) -> None:
+    def __init__(self, subsampling: nn.Module | None, inputs: int, shape: StackShape, num_outputs: int) -> None:
         super().__init__()
-        self.subsampling = (
-            Conv2dSubsampling(num_features, shape.conv2d_channels, shape.channels, shape.subsampling)
-            if shape.conv2d_channels
-            else ConvSubsampling(num_features, shape.channels, shape.subsampling)
-        )
-        widths = [shape.channels] + [2 * shape.hidden] * shape.layers
+        self.subsampling = subsampling
+        widths = [inputs] + [2 * shape.hidden] * shape.layers
         self.layers = nn.ModuleList(BidirectionalLayer(width, shape.hidden) for width in widths[:-1])
         self.stacked = Layers(self.layers, 2 * shape.hidden)
         self.dropout = nn.Dropout(shape.dropout)
         self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
-        self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
+        self.output = nn.Linear(shape.bottleneck or widths[-1], num_outputs)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
-        frames, lengths = self.subsampling(features, lengths)
+        frames = features
+        if self.subsampling is not None:
+            frames, lengths = self.subsampling(features, lengths)
         reverse = reversal(lengths, frames.shape[1])
         for index, layer in enumerate(self.layers):
             frames = layer(self.dropout(frames) if index else frames, reverse)
         return self.bottleneck(self.dropout(frames)), lengths
+
+
+class BlstmCtc(_Blstm):
+    """Convolutional subsampling, bidirectional LSTM layers, an optional bottleneck, CTC outputs."""
+
+    def __init__(self, shape: BlstmShape, num_features: int, vocab_size: int) -> None:
+        subsampling = (
+            Conv2dSubsampling(num_features, shape.conv2d_channels, shape.channels, shape.subsampling)
+            if shape.conv2d_channels
+            else ConvSubsampling(num_features, shape.channels, shape.subsampling)
+        )
+        super().__init__(subsampling, shape.channels, shape, vocab_size)
+
+
+class BlstmHybrid(_Blstm):
+    """Bidirectional LSTM layers, an optional bottleneck, and log posteriors of the outputs; no convolution."""
+
+    def __init__(self, shape: HybridShape, num_features: int, num_outputs: int) -> None:
+        super().__init__(None, num_features, shape, num_outputs)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.chunks import Chunks
 from starling.speech.models.network import Layers
 from starling.speech.models.positions import distances, phases
+from starling.speech.models.sections import Chunks
 from starling.speech.models.shape import ConformerShape
 from starling.speech.models.streaming import (
     Caches,

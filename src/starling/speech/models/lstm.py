@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from starling.speech.models.chunks import Chunks
 from starling.speech.models.network import Layers
+from starling.speech.models.sections import Chunks
 from starling.speech.models.shape import RecurrentShape
 from starling.speech.models.streaming import Caches, StreamingNetwork
 from starling.speech.models.subsampling import ConvSubsampling

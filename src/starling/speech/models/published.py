@@ -2,14 +2,27 @@
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from starling.errors import ConfigError
+from starling.errors import ConfigError, DataError
+from starling.extras import require
 from starling.speech.models.network import Network
+from starling.speech.models.shape import Wav2Vec2Shape, WhisperShape
+from starling.speech.models.subsampling import frame_mask
 
 
 class PublishedNetwork(Network):
-    """A published encoder, dropout, CTC outputs."""
+    """A published encoder, dropout, CTC outputs.
+
+    Raises ConfigError for features, MissingExtraError without `transformers`.
+    """
+
+    def __init__(self, name: str, num_features: int) -> None:
+        require("huggingface", f"model.name: {name}", ("transformers",))
+        super().__init__()
+        if num_features != 1:
+            raise ConfigError(f"model.name: {name} hears waveforms: set features.kind: raw")
 
     def published_part(self) -> tuple[nn.Module, type, str]:
         """The encoder; the class of `transformers` whose checkpoints have it; and the name that it has in there, empty
@@ -42,3 +55,111 @@ def load_published(network: nn.Module, checkpoint: Path) -> str:
     state = whole.get_submodule(part).state_dict()
     encoder.load_state_dict(state)
     return f"checkpoint {name}: {sum(each.numel() for each in state.values()):,} numbers of the encoder"
+
+
+class Wav2Vec2Ctc(PublishedNetwork):
+    """`transformers.Wav2Vec2Model` on waveforms, dropout, CTC outputs.
+
+    Source: Baevski et al. 2020, "wav2vec 2.0" (arXiv 2006.11477). Its random masks and skipped layers are switched off:
+    they are for training on audio without texts. A checkpoint whose convolutions have a group norm
+    (`feat_extract_norm: group`) hears the padding, as it did when it was trained; one with layer norms does not.
+    """
+
+    def __init__(self, shape: Wav2Vec2Shape, num_features: int, vocab_size: int) -> None:
+        super().__init__("wav2vec2", num_features)
+        from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+        config = Wav2Vec2Config.from_dict({**(shape.encoder or {}), "layerdrop": 0.0, "apply_spec_augment": False})
+        self.has_mask = config.feat_extract_norm == "layer"
+        self.shape = shape
+        self.wav2vec2 = Wav2Vec2Model(config)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.output = nn.Linear(config.hidden_size, vocab_size)
+
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of samples `[B, T, 1]` and lengths `[B]`."""
+        inside = frame_mask(lengths, features.shape[1])
+        samples = features.masked_fill(~inside, 0.0)[:, :, 0]
+        mask = inside[:, :, 0].long() if self.has_mask else None
+        frames = self.wav2vec2(samples, attention_mask=mask).last_hidden_state
+        for kernel, stride in self.shape.convolutions:
+            lengths = (lengths - kernel) // stride + 1
+        return self.dropout(frames), lengths
+
+    def published_part(self) -> tuple[nn.Module, type, str]:
+        """As for `PublishedNetwork`."""
+        return self.wav2vec2, type(self.wav2vec2), ""
+
+
+_WINDOW, _HOP = 400, WhisperShape.HOP  # samples, 25 and 10 ms at 16 kHz
+_RANGE = 8.0  # tenfold steps of energy below the loudest of an utterance, where features end
+
+
+class WhisperCtc(PublishedNetwork):
+    """The log-mel features and the encoder of Whisper on waveforms, dropout, CTC outputs.
+
+    Source: Radford et al. 2022, "Robust speech recognition via large-scale weak supervision" (arXiv 2212.04356).
+    We depart from it in the length, as icefall's recipes do: Whisper fills each utterance with silence up to 30 s; here
+    it keeps its length, has the first of Whisper's positions, and does not hear the padding of its batch. A waveform of
+    exactly 30 s gives what `transformers` gives.
+    """
+
+    def __init__(self, shape: WhisperShape, num_features: int, vocab_size: int) -> None:
+        super().__init__("whisper", num_features)
+        from transformers import WhisperConfig
+        from transformers.audio_utils import mel_filter_bank
+        from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+        config = WhisperConfig.from_dict(shape.encoder or {})
+        self.whisper = WhisperEncoder(config)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.output = nn.Linear(config.d_model, vocab_size)
+        bank = mel_filter_bank(1 + _WINDOW // 2, config.num_mel_bins, 0.0, 8000.0, 16_000, "slaney", "slaney")
+        self.register_buffer("bank", torch.from_numpy(bank).float(), persistent=False)
+        self.register_buffer("window", torch.hann_window(_WINDOW), persistent=False)
+        self.bank: torch.Tensor  # [_WINDOW / 2 + 1, mel bands]
+        self.window: torch.Tensor
+
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of samples `[B, T, 1]` and lengths `[B]`.
+
+        Raises DataError for more than the encoder has positions for, 30 s.
+        """
+        encoder = self.whisper
+        mel, lengths = self.log_mel(features[:, :, 0], lengths)
+        frames = nn.functional.gelu(encoder.conv1(mel)) * frame_mask(lengths, mel.shape[2]).transpose(1, 2)
+        frames = nn.functional.gelu(encoder.conv2(frames)).transpose(1, 2)
+        lengths = (lengths + 1) // 2
+        positions = encoder.embed_positions.weight
+        if frames.shape[1] > len(positions):
+            seconds = len(positions) * 2 * _HOP / 16_000
+            raise DataError(
+                f"an utterance is longer than the {seconds:g} s that this Whisper hears: cut it, or filter it"
+            )
+        frames = frames + positions[: frames.shape[1]]
+        frames = nn.functional.dropout(frames, encoder.dropout, self.training)
+        mask = torch.zeros_like(frames[:, None, None, :, 0])
+        mask = mask.masked_fill(~frame_mask(lengths, frames.shape[1])[:, None, None, :, 0], torch.finfo(mask.dtype).min)
+        for layer in encoder.layers:
+            frames = layer(frames, mask)
+        return self.dropout(encoder.layer_norm(frames)), lengths
+
+    def log_mel(self, samples: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whisper's features `[B, F, N]` of samples `[B, T]`, 0 in the padding, and lengths `[B]` in frames."""
+        samples = samples * frame_mask(lengths, samples.shape[1])[:, :, 0]
+        edge = _WINDOW // 2
+        mirrored = samples[:, 1 : edge + 1].flip(1)
+        samples = nn.functional.pad(torch.cat([mirrored, samples], dim=1), (edge - mirrored.shape[1], edge))
+        spectrum = torch.stft(samples, _WINDOW, _HOP, window=self.window, center=False, return_complex=True)
+        lengths = lengths // _HOP
+        power = torch.view_as_real(spectrum[:, :, : int(lengths.max())]).square().sum(-1)
+        mel = (self.bank.T @ power).clamp(min=1e-10).log10()
+        inside = frame_mask(lengths, mel.shape[2]).transpose(1, 2)
+        loudest = mel.masked_fill(~inside, -torch.inf).amax(dim=(1, 2), keepdim=True)
+        return (torch.maximum(mel, loudest - _RANGE) + 4.0) / 4.0 * inside, lengths
+
+    def published_part(self) -> tuple[nn.Module, type, str]:
+        """As for `PublishedNetwork`."""
+        from transformers import WhisperModel
+
+        return self.whisper, WhisperModel, "encoder"

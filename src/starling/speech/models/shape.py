@@ -26,12 +26,18 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentShape(ModelShape):
+class StackShape(ModelShape):
+    """Every size of stacked layers, an optional bottleneck, and outputs."""
+
+    layers: int
+    hidden: int  # units of a layer; of an LSTM layer, per direction
+    bottleneck: int  # units between the last layer and the outputs; 0: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentShape(StackShape):
     """Every size of a stack of LSTM layers; dropout is before every layer but the first, and before the outputs."""
 
-    layers: int  # LSTM layers
-    hidden: int  # units of an LSTM layer, per direction
-    bottleneck: int  # units between the last LSTM layer and the outputs; 0: none
     channels: int  # output channels of every subsampling layer
 
 
@@ -43,39 +49,26 @@ class BlstmShape(RecurrentShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridShape(ModelShape):
+class HybridShape(StackShape):
     """Every size of the hybrid network; dropout is as in a stack of LSTM layers.
 
     Raises ValueError for subsampling, which it has not.
     """
 
-    layers: int  # bidirectional LSTM layers
-    hidden: int  # units of a layer, per direction
-    bottleneck: int  # units between the last layer and the outputs; 0: none
+    NAME: ClassVar[str] = "blstm-hybrid"
 
     def __post_init__(self) -> None:
         if self.subsampling != 1:
             raise ValueError(
-                f"blstm-hybrid has an output for each feature frame: leave out subsampling {self.subsampling}"
+                f"{self.NAME} has an output for each feature frame: leave out subsampling {self.subsampling}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DnnHybridShape(ModelShape):
-    """Every size of the feed-forward hybrid network; dropout is behind every hidden layer.
+class DnnHybridShape(HybridShape):
+    """Every size of the feed-forward hybrid network; dropout is behind every hidden layer."""
 
-    Raises ValueError for subsampling, which it has not.
-    """
-
-    layers: int  # hidden layers
-    hidden: int  # units of a layer
-    bottleneck: int  # units between the last layer and the outputs; 0: none
-
-    def __post_init__(self) -> None:
-        if self.subsampling != 1:
-            raise ValueError(
-                f"dnn-hybrid has an output for each feature frame: leave out subsampling {self.subsampling}"
-            )
+    NAME: ClassVar[str] = "dnn-hybrid"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,43 +91,48 @@ class DeepSpeechShape(ModelShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerShape(ModelShape):
-    """Every size of a Transformer; dropout is on the first block's inputs and on what each half of a block adds.
+class AttentionShape(ModelShape):
+    """Every size of blocks with attention; dropout is on the first block's inputs and on what each part of a block
+    adds.
 
-    Raises ValueError for a width that the heads cannot share, and for positions that only a Conformer has.
-    """
-
-    layers: int  # blocks
-    width: int  # units of a frame, between the blocks
-    heads: int  # of the attention; they share the width
-    feed_forward: int  # units inside a block's feed-forward half
-    positions: Positions
-    channels: int  # output channels of every subsampling layer
-    span: int = 0  # encoder frames that a frame attends to on either side; 0: all of its utterance
-
-    def __post_init__(self) -> None:
-        _check_heads(self.width, self.heads)
-        if self.positions == "relative":
-            raise ValueError("positions: a transformer has sinusoidal or rotary ones; relative ones are a conformer's")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConformerShape(ModelShape):
-    """Every size of a Conformer; dropout is on the first block's inputs and on what each part of a block adds.
-
-    Raises ValueError for a width that the heads cannot share, an even kernel, and positions that it has not.
+    Raises ValueError for a width that the heads cannot share.
     """
 
     layers: int  # blocks
     width: int  # units of a frame, between the blocks
     heads: int  # of the attention; they share the width
     feed_forward: int  # units inside a block's feed-forward parts
-    kernel: int  # encoder frames that a block's convolution hears
     positions: Positions
     channels: int  # output channels of every subsampling layer
 
     def __post_init__(self) -> None:
-        _check_heads(self.width, self.heads)
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"{self.heads} heads cannot share a width of {self.width}: each needs the same even number of units "
+                f"(sines and cosines come in pairs); take a width that is a multiple of {2 * self.heads}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerShape(AttentionShape):
+    """Every size of a Transformer. Raises ValueError also for positions that only a Conformer has."""
+
+    span: int = 0  # encoder frames that a frame attends to on either side; 0: all of its utterance
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.positions == "relative":
+            raise ValueError("positions: a transformer has sinusoidal or rotary ones; relative ones are a conformer's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformerShape(AttentionShape):
+    """Every size of a Conformer. Raises ValueError also for an even kernel, and positions that it has not."""
+
+    kernel: int  # encoder frames that a block's convolution hears
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _check_kernel(self.kernel)
         if self.positions == "sinusoidal":
             raise ValueError("positions: a conformer has relative or rotary ones; sinusoidal ones are a transformer's")
@@ -200,14 +198,6 @@ class WhisperShape(PublishedShape):
         return (num_frames // self.HOP + 1) // 2
 
 
-def _check_heads(width: int, heads: int) -> None:
-    if width % (2 * heads):
-        raise ValueError(
-            f"{heads} heads cannot share a width of {width}: each needs the same even number of units "
-            f"(sines and cosines come in pairs); take a width that is a multiple of {2 * heads}"
-        )
-
-
 def _check_kernel(kernel: int) -> None:
     if kernel % 2 == 0:
         raise ValueError(f"a kernel of {kernel} frames has no middle: take an odd number, such as {kernel + 1}")
@@ -235,22 +225,24 @@ _DEEP_SPEECH = {
     "small": DeepSpeechShape(hidden=240, context=9, subsampling=4, dropout=0.1),
     "original": DeepSpeechShape(hidden=2048, context=9, subsampling=2, dropout=0.05),
 }
+_ROTARY: dict[str, Any] = {"positions": "rotary", "subsampling": 4}
 _TRANSFORMER = {
-    "tiny": TransformerShape(
-        layers=2, width=64, heads=4, feed_forward=256, positions="rotary", channels=32, subsampling=4, dropout=0.0
-    ),
-    "small": TransformerShape(
-        layers=4, width=128, heads=4, feed_forward=512, positions="rotary", channels=64, subsampling=4, dropout=0.1
-    ),
-    "medium": TransformerShape(
-        layers=6, width=256, heads=4, feed_forward=1024, positions="rotary", channels=128, subsampling=4, dropout=0.1
-    ),
-    "large": TransformerShape(
-        layers=12, width=448, heads=8, feed_forward=1792, positions="rotary", channels=256, subsampling=4, dropout=0.1
-    ),
-    "huge": TransformerShape(
-        layers=16, width=720, heads=10, feed_forward=2880, positions="rotary", channels=256, subsampling=4, dropout=0.1
-    ),
+    name: TransformerShape(
+        layers=layers,
+        width=width,
+        heads=heads,
+        feed_forward=4 * width,
+        channels=channels,
+        dropout=0.0 if name == "tiny" else 0.1,
+        **_ROTARY,
+    )
+    for name, layers, width, heads, channels in (
+        ("tiny", 2, 64, 4, 32),
+        ("small", 4, 128, 4, 64),
+        ("medium", 6, 256, 4, 128),
+        ("large", 12, 448, 8, 256),
+        ("huge", 16, 720, 10, 256),
+    )
 }
 _CONFORMER = {
     name: ConformerShape(
@@ -259,10 +251,9 @@ _CONFORMER = {
         heads=heads,
         feed_forward=4 * width,
         kernel=kernel,
-        positions="rotary",
         channels=channels,
-        subsampling=4,
         dropout=0.0 if name == "tiny" else 0.1,
+        **_ROTARY,
     )
     for name, layers, width, heads, kernel, channels in (
         ("tiny", 2, 48, 4, 15, 32),
@@ -333,17 +324,17 @@ MODELS = {
     "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER, can_stream=True, can_have_phones=True),
     "zipformer": Architecture(f"{_HERE}.zipformer:ZipformerCtc", _ZIPFORMER),
     "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
-    "blstm-hybrid": Architecture(f"{_HERE}.blstm_hybrid:BlstmHybrid", _HYBRID),
+    "blstm-hybrid": Architecture(f"{_HERE}.blstm:BlstmHybrid", _HYBRID),
     "dnn-hybrid": Architecture(f"{_HERE}.dnn_hybrid:DnnHybrid", _DNN_HYBRID),
 }
 
 
 PUBLISHED = {
     "wav2vec2": Architecture(
-        f"{_HERE}.wav2vec2:Wav2Vec2Ctc", {"small": Wav2Vec2Shape(subsampling=320, dropout=0.1)}, is_published=True
+        f"{_HERE}.published:Wav2Vec2Ctc", {"small": Wav2Vec2Shape(subsampling=320, dropout=0.1)}, is_published=True
     ),
     "whisper": Architecture(
-        f"{_HERE}.whisper:WhisperCtc", {"small": WhisperShape(subsampling=320, dropout=0.1)}, is_published=True
+        f"{_HERE}.published:WhisperCtc", {"small": WhisperShape(subsampling=320, dropout=0.1)}, is_published=True
     ),
 }
 """Those whose sizes are a checkpoint's."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from starling.speech.models.chunks import Chunks
 from starling.speech.models.network import Network
+from starling.speech.models.sections import Chunks
 from starling.speech.models.shape import frames_after
 from starling.speech.models.subsampling import ConvSubsampling
 

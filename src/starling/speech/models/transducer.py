@@ -1,12 +1,141 @@
-"""A transducer's predictor and joiner."""
+"""A transducer: its loss, which sums over all alignments of frames and tokens, its predictor and its joiner."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from starling.speech.models.decoders import TransducerConfig
 from starling.speech.models.network import Decoder, padded
+from starling.speech.models.sections import TransducerConfig
 from starling.speech.tokens import BLANK
-from starling.speech.transducer_loss import transducer_loss
+
+MOST_NUMBERS = 2**24
+"""Numbers in the largest tensor over [B, T, U + 1, V] that is held at once."""
+
+Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Encoded frames `[B, T, 1, W]` and predictions `[B, 1, U + 1, W]` -> logits `[B, T, U + 1, V]`."""
+
+
+def transducer_loss(
+    join: Join,
+    encoded: torch.Tensor,
+    predicted: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    token_lengths: torch.Tensor,
+    vocab_size: int,
+    most_numbers: int = MOST_NUMBERS,
+) -> torch.Tensor:
+    """-log p(tokens | frames) of each utterance, `[B]` float64.
+
+    Frames are joined in chunks, so that no tensor exceeds `most_numbers` (or what one frame needs). The logits of a
+    chunk are dropped and computed again for the gradient.
+
+    Args:
+        join: Makes logits.
+        encoded: Frames `[B, T, W]`.
+        predicted: What is known after each token, `[B, U + 1, W]`.
+        tokens: `[B, U]`, anything valid in the padding.
+        lengths: Frames of each utterance, `[B]`.
+        token_lengths: Tokens of each utterance, `[B]`.
+        vocab_size: V.
+        most_numbers: See above.
+    """
+    num_utterances, num_frames, width = encoded.shape
+    chunk = max(1, most_numbers // (num_utterances * predicted.shape[1] * max(width, vocab_size)))
+
+    def steps(frames: torch.Tensor, predicted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of the blank `[B, t, U + 1]` and of the next token `[B, t, U]`."""
+        logits = join(frames[:, :, None], predicted[:, None]).float()
+        totals = logits.logsumexp(3)
+        index = tokens[:, None, :, None].expand(-1, frames.shape[1], -1, -1)
+        return logits[..., BLANK] - totals, logits[:, :, :-1].gather(3, index)[..., 0] - totals[:, :, :-1]
+
+    if chunk >= num_frames:
+        blank, emit = steps(encoded, predicted)
+    else:
+        parts = [
+            checkpoint(steps, frames, predicted, use_reentrant=False, preserve_rng_state=False)
+            for frames in torch.split(encoded, chunk, dim=1)
+        ]
+        blank, emit = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+    return lattice_loss(blank, emit, lengths, token_lengths)
+
+
+def lattice_loss(
+    blank: torch.Tensor, emit: torch.Tensor, lengths: torch.Tensor, token_lengths: torch.Tensor
+) -> torch.Tensor:
+    """-log of the sum over all alignments, `[B]` float64.
+
+    Log-probabilities of the blank `[B, T, U + 1]` and of the next token `[B, T, U]`; what is outside an utterance's
+    `lengths` `[B]` and `token_lengths` `[B]` is not looked at, and has gradient 0.
+    """
+    losses: torch.Tensor = _Lattice.apply(blank.double(), emit.double(), lengths, token_lengths)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _Lattice(torch.autograd.Function):
+    """The sums from the beginning and from the end, anti-diagonal by anti-diagonal.
+
+    alpha(t, u) = log(exp(alpha(t - 1, u) + blank(t - 1, u)) + exp(alpha(t, u - 1) + emit(t, u - 1)))
+    beta(t, u)  = log(exp(beta(t + 1, u) + blank(t, u)) + exp(beta(t, u + 1) + emit(t, u)))
+
+    The gradient of log p by a step's log-probability is the step's probability given the tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, blank: torch.Tensor, emit: torch.Tensor, lengths: torch.Tensor, token_lengths: torch.Tensor
+    ) -> torch.Tensor:
+        num_utterances, num_frames, places = blank.shape
+        frame = torch.arange(num_frames, device=blank.device)[:, None]
+        place = torch.arange(places, device=blank.device)
+        inside = (frame < lengths[:, None, None]) & (place <= token_lengths[:, None, None])
+        can_emit = inside & (place < token_lengths[:, None, None])
+        never = float("-inf")
+        emit = torch.nn.functional.pad(emit, (0, 1), value=never).masked_fill(~can_emit, never)
+        blank = blank.masked_fill(~inside, never)
+
+        diagonal = torch.arange(num_frames + places - 1, device=blank.device)[:, None]
+        frame_of = diagonal - place
+        outside = (frame_of < 0) | (frame_of >= num_frames)
+        # [diagonals, B, U + 1]
+        blanks, emits = (
+            each[:, frame_of.clamp(0, num_frames - 1), place].masked_fill(outside, never).transpose(0, 1)
+            for each in (blank, emit)
+        )
+        num_diagonals = len(blanks)
+        alpha = blank.new_full((num_diagonals, num_utterances, places), never)
+        alpha[0, :, 0] = 0.0
+        for number in range(1, num_diagonals):
+            alpha[number] = alpha[number - 1] + blanks[number - 1]
+            emitted = alpha[number - 1, :, :-1] + emits[number - 1, :, :-1]
+            alpha[number, :, 1:] = torch.logaddexp(alpha[number, :, 1:], emitted)
+        beta = blank.new_full((num_diagonals + 1, num_utterances, places + 1), never)
+        row = torch.arange(num_utterances, device=blank.device)
+        ends = lengths + token_lengths
+        is_end = torch.zeros(num_diagonals + 1, num_utterances, places + 1, dtype=torch.bool, device=blank.device)
+        is_end[ends, row, token_lengths] = True
+        beta.masked_fill_(is_end, 0.0)
+        for number in reversed(range(num_diagonals)):
+            later = beta[number + 1]
+            found = torch.logaddexp(later[:, :-1] + blanks[number], later[:, 1:] + emits[number])
+            beta[number, :, :-1] = torch.where(is_end[number, :, :-1], 0.0, found)
+        total = beta[0, :, 0]
+        by_blank = (alpha + blanks + beta[1:, :, :-1] - total[:, None]).exp()
+        by_token = (alpha + emits + beta[1:, :, 1:] - total[:, None]).exp()
+        shares = [each[frame + place, :, place].permute(2, 0, 1) for each in (by_blank, by_token)]
+        ctx.save_for_backward(shares[0], shares[1][..., :-1])
+        return -total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        blank, emit = ctx.saved_tensors
+        factor = -gradient[:, None, None]
+        return factor * blank, factor * emit, None, None
 
 
 class Transducer(Decoder):

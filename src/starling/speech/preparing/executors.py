@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -27,36 +27,22 @@ _num_done: "Synchronized[int] | None" = None
 """In a worker process: the number of utterances that all workers have done."""
 
 
-class Executor(Protocol):
-    """Runs stages. As a context manager it ends the processes it has started."""
+class Executor:
+    """Runs stages, one after another in this process. As a context manager it ends the processes it has started."""
 
     def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[Stage]:
         """Run the stages that have no result yet, and yield all in order, each once it has a result.
 
         The first error in the order of the stages is raised. Stages are drawn as they are needed.
         """
-
-    def abandon(self, at_once: bool) -> None:
-        """Begin no more stages. Wait for running ones to finish or, if `at_once`, end them."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class InThisProcess:
-    """Runs one stage after another in this process."""
-
-    def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[Stage]:
         for stage in stages:
             if not _is_done(stage, tick):
                 with one_thread():  # on busy cores, resampling short audio with several threads is ten times slower
                     stage.run(tick)
             yield stage
 
-    def abandon(self, at_once: bool) -> None: ...
+    def abandon(self, at_once: bool) -> None:
+        """Begin no more stages. Wait for running ones to finish or, if `at_once`, end them."""
 
     def __enter__(self) -> Self:
         return self
@@ -66,14 +52,11 @@ class InThisProcess:
     ) -> None: ...
 
 
-class Remote:
+class Remote(Executor):
     """The base class of executors that run stages in other processes."""
 
     def __init__(self) -> None:
         self._futures: set[Future[int]] = set()
-
-    def __enter__(self) -> Self:
-        return self
 
     def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[Stage]:
         """See `Executor`; at most `window` stages are in memory."""

@@ -7,16 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from starling.errors import DataError
 from starling.files import sync
 from starling.speech.corpora import Utterance
 from starling.speech.preparing.executors import Executor
-from starling.speech.preparing.stages import Checking, Result, Stage, listing_of, read_result, remove_asides
+from starling.speech.preparing.stages import Result, Stage, listing_of, read_result, remove_asides
 from starling.speech.shard_writer import ShardIndex, write_index
-from starling.speech.strings import StringsConfig, join_strings, plan_strings
-from starling.speech.usable import Checker
+from starling.speech.strings import join_strings, plan_strings
+from starling.speech.usable import Checker, Source
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a set, the number of utterances done, and their total (0: unknown)."""
@@ -25,20 +24,7 @@ SETTINGS = "settings.json"
 """The file with the settings from which a set was made."""
 
 
-@dataclass(frozen=True)
-class SetPlan:
-    """What a set is made from; `digest` is the digest of `settings`."""
-
-    name: str
-    digest: str
-    settings: dict[str, Any]
-    utterances: Callable[[], Iterable[Utterance]]
-    checking: Checking
-    strings: StringsConfig | None
-    shard_size: int
-
-
-def make_set(plan: SetPlan, final: Path, partial: Path, executor: Executor, report: Progress) -> None:
+def make_set(source: Source, final: Path, partial: Path, executor: Executor, report: Progress) -> None:
     """Make the set in the folder `partial`, then rename it to `final`.
 
     Stages that an earlier call finished, with the same settings and list of utterances, are not repeated. If this call
@@ -48,10 +34,10 @@ def make_set(plan: SetPlan, final: Path, partial: Path, executor: Executor, repo
         DataError: The corpus is missing or invalid (the message names the utterance or file), or a file cannot be
             written.
     """
-    work = partial.absolute() / plan.digest[:16]
+    work = partial.absolute() / source.digest[:16]
     try:
         _begin(partial, work)
-        _make(plan, work, executor, report)
+        _make(source, work, executor, report)
         made = work / "set"
         sync(*made.rglob("*"), made)
         if final.exists():
@@ -64,7 +50,7 @@ def make_set(plan: SetPlan, final: Path, partial: Path, executor: Executor, repo
         if not any((work / "stages").glob("*.json")):
             shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
-            raise DataError(f"set {plan.name}: {partial} cannot be written: {error}") from error
+            raise DataError(f"set {source.name}: {partial} cannot be written: {error}") from error
         raise
 
 
@@ -78,21 +64,21 @@ def _begin(partial: Path, work: Path) -> None:
     remove_asides(work)
 
 
-def _make(plan: SetPlan, work: Path, executor: Executor, report: Progress) -> None:
-    whole = plan.checking.checker()
-    utterances = plan.utterances()
-    stages = _Stages(plan, work, executor, whole, report)
-    if plan.strings is not None:
+def _make(source: Source, work: Path, executor: Executor, report: Progress) -> None:
+    whole = Checker(source.checking)
+    utterances = source.utterances()
+    stages = _Stages(source, work, executor, whole, report)
+    if source.strings is not None:
         recordings = [
             whole.reread(replace(stage.utterances[place], speaker=speaker, text=text))
-            for stage, result in stages.results(utterances, f"{plan.name} (checking)", writes=False)
+            for stage, result in stages.results(utterances, f"{source.name} (checking)", writes=False)
             for place, speaker, text in zip(result.places, result.shard.speakers, result.shard.texts, strict=True)
         ]
-        plans = plan_strings([each.speaker for each in recordings], plan.strings, plan.name)
-        utterances = join_strings(recordings, plans, plan.strings, plan.checking.sampling_rate)
-        limits = plan.checking.limits.model_copy(update={"trim": None})  # its recordings are trimmed
-        stages = replace(stages, plan=replace(plan, checking=replace(plan.checking, limits=limits)))
-    files = [stage.file for stage, _ in stages.results(utterances, plan.name, writes=True)]
+        plans = plan_strings([each.speaker for each in recordings], source.strings, source.name)
+        utterances = join_strings(recordings, plans, source.strings, source.checking.sampling_rate)
+        limits = source.checking.limits.model_copy(update={"trim": None})  # its recordings are trimmed
+        stages = replace(stages, source=replace(source, checking=replace(source.checking, limits=limits)))
+    files = [stage.file for stage, _ in stages.results(utterances, source.name, writes=True)]
     try:
         dropped = whole.finish()
     except DataError:
@@ -103,10 +89,10 @@ def _make(plan: SetPlan, work: Path, executor: Executor, report: Progress) -> No
     (work / "set" / "dropped.tsv").write_text(
         "id\tseconds\treason\n" + rows, encoding="utf-8", errors="backslashreplace"
     )
-    (work / "set" / SETTINGS).write_text(json.dumps(plan.settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (work / "set" / SETTINGS).write_text(json.dumps(source.settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     seconds = sum(each.seconds for each in dropped)
     write_index(
-        work / "set", plan.name, plan.checking.sampling_rate, _shards(files), plan.digest, len(dropped), seconds
+        work / "set", source.name, source.checking.sampling_rate, _shards(files), source.digest, len(dropped), seconds
     )
 
 
@@ -114,7 +100,7 @@ def _make(plan: SetPlan, work: Path, executor: Executor, report: Progress) -> No
 class _Stages:
     """The stages of a set, run by an executor; `whole` collects their counts."""
 
-    plan: SetPlan
+    source: Source
     work: Path
     executor: Executor
     whole: Checker
@@ -126,8 +112,7 @@ class _Stages:
         An id is a duplicate if an earlier utterance that is used has it, in any chunk. A stage does not know the ids of
         other chunks, so a stage with such ids is run again with them.
         """
-        total = len(utterances) if isinstance(utterances, Sequence) else 0
-        meter = _Meter(label, total, self.report)
+        meter = Meter(label, utterances, self.report)
         seen: set[str] = set()
         for stage in self.executor.run(self._stages(utterances, writes), meter.add):
             result = self._found(stage)
@@ -145,8 +130,8 @@ class _Stages:
 
     def _stages(self, utterances: Iterable[Utterance], writes: bool) -> Iterator[Stage]:
         listed, number = iter(utterances), 0
-        while chunk := tuple(islice(listed, self.plan.shard_size)):
-            checking = self.plan.checking.narrowed(chunk)
+        while chunk := tuple(islice(listed, self.source.shard_size)):
+            checking = self.source.checking.narrowed(chunk)
             yield Stage(self.work, number, chunk, checking, writes, listing_of(chunk))
             number += 1
 
@@ -154,18 +139,18 @@ class _Stages:
         result = stage.result()
         if result is None:
             raise DataError(
-                f"set {self.plan.name}: a process has written shard {stage.number}, but {stage.file} or the shard is "
+                f"set {self.source.name}: a process has written shard {stage.number}, but {stage.file} or the shard is "
                 f"missing; {self.work} must be the same folder for all processes"
             )
         return result
 
 
-class _Meter:
+class Meter:
     """Counts the utterances that are done, and reports every `REPORT_EVERY`."""
 
-    def __init__(self, label: str, total: int, report: Progress) -> None:
-        self._label, self._total, self._report = label, total, report
-        self._done = 0
+    def __init__(self, label: str, utterances: Iterable[Utterance], report: Progress) -> None:
+        self._label, self._report, self._done = label, report, 0
+        self._total = len(utterances) if isinstance(utterances, Sequence) else 0
 
     def add(self, count: int) -> None:
         before, self._done = self._done, self._done + count

@@ -9,42 +9,22 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from starling.configuration import digest
 from starling.files import replace_file
 from starling.speech.corpora import Utterance
-from starling.speech.left_out import LeftOut
 from starling.speech.shard_writer import ShardIndex, ShardWriter, audio_file, cuts_file
-from starling.speech.usable import Checker, Dropped, FilterConfig, TextStyle
+from starling.speech.usable import Checker, Checking, Dropped
 
 Tick = Callable[[int], None]
 """Called with the number of utterances done since the last call."""
 _SEPARATORS = (",", ":")
-
-
-@dataclass(frozen=True)
-class Checking:
-    """How the utterances of a set are checked."""
-
-    set_name: str
-    sampling_rate: int
-    """Hz"""
-    style: TextStyle
-    limits: FilterConfig
-    left_out: Mapping[str, LeftOut] = field(default_factory=dict)
-
-    def checker(self) -> Checker:
-        return Checker(self.set_name, self.sampling_rate, self.style, self.limits, self.left_out)
-
-    def narrowed(self, utterances: Iterable[Utterance]) -> "Checking":
-        """A copy for some utterances only, without the other utterances to leave out, which is small to send."""
-        left_out = {each.id: self.left_out[each.id] for each in utterances if each.id in self.left_out}
-        return Checking(self.set_name, self.sampling_rate, self.style, self.limits, left_out)
 
 
 @dataclass(frozen=True)
@@ -57,6 +37,9 @@ class Result:
     places: tuple[int, ...]
     dropped: tuple[Dropped, ...]
     shard: ShardIndex
+
+
+_RESULT = TypeAdapter(Result)
 
 
 @dataclass(frozen=True)
@@ -103,32 +86,32 @@ class Stage:
         return len(result.places)
 
     def _checked(self, tick: Tick) -> Result:
-        checker, source = self._begin()
+        checker = self._checker()
         used = []
-        for utterance, _ in checker.usable(source):
-            used.append(utterance)
-            source.keep()
+        for each in checker.usable(self.utterances):
+            used.append((each.place, each.utterance.id, each.utterance.speaker, each.utterance.text))
             tick(1)
-        ids, speakers, texts = (tuple(getattr(each, name) for each in used) for name in ("id", "speaker", "text"))
-        return self._result(checker, source, ShardIndex(self.number, 0, 0, ids, speakers, texts))
+        places, *columns = zip(*used, strict=True) if used else ((), (), (), ())
+        return self._result(checker, places, ShardIndex(self.number, 0, 0, *columns))
 
     def _written(self, aside: Path, tick: Tick) -> Result:
-        checker, source = self._begin()
+        checker = self._checker()
+        places = []
         with ShardWriter(aside, self.number, self.checking.sampling_rate) as writer:
-            for utterance, audio in checker.usable(source):
+            for place, utterance, audio, _ in checker.usable(self.utterances):
                 writer.write(utterance.id, utterance.speaker, utterance.text, audio)
-                source.keep()
+                places.append(place)
                 tick(1)
-            return self._result(checker, source, writer.finish())
+            return self._result(checker, places, writer.finish())
 
-    def _begin(self) -> "tuple[Checker, _Places]":
-        checker = self.checking.checker()
+    def _checker(self) -> Checker:
+        checker = Checker(self.checking)
         checker.seen.update(self.taken)
-        return checker, _Places(self.utterances)
+        return checker
 
-    def _result(self, checker: Checker, source: "_Places", shard: ShardIndex) -> Result:
+    def _result(self, checker: Checker, places: Iterable[int], shard: ShardIndex) -> Result:
         dropped, taken = tuple(checker.dropped), tuple(sorted(self.taken))
-        return Result(self.listing, taken, len(self.utterances), tuple(source.kept), dropped, shard)
+        return Result(self.listing, taken, len(self.utterances), tuple(places), dropped, shard)
 
     def _publish(self, aside: Path, shard: ShardIndex) -> None:
         folder, made = self.work / "set" / "shar", [name for name, _ in shard.files]
@@ -137,24 +120,6 @@ class Stage:
                 (aside / name).replace(folder / name)
             else:
                 (folder / name).unlink(missing_ok=True)
-
-
-class _Places:
-    """Iterates over utterances and records the indices of those used."""
-
-    def __init__(self, utterances: tuple[Utterance, ...]) -> None:
-        self._utterances = utterances
-        self._place = 0
-        self.kept: list[int] = []
-
-    def __iter__(self) -> Iterator[Utterance]:
-        for place, utterance in enumerate(self._utterances):
-            self._place = place
-            yield utterance
-
-    def keep(self) -> None:
-        """Record that the last yielded utterance is used."""
-        self.kept.append(self._place)
 
 
 def listing_of(utterances: Iterable[Utterance]) -> str:
@@ -166,11 +131,8 @@ def listing_of(utterances: Iterable[Utterance]) -> str:
 def read_result(file: Path) -> Result | None:
     """The result in a file; None if it is missing or invalid."""
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        fields["dropped"] = tuple(Dropped(**each) for each in fields["dropped"])
-        fields["shard"] = ShardIndex(**_tuples(fields["shard"]))
-        return Result(**_tuples(fields))
-    except (OSError, ValueError, KeyError, TypeError):
+        return _RESULT.validate_python(json.loads(file.read_text(encoding="utf-8")))  # ids may have lone surrogates
+    except (OSError, ValueError):
         return None
 
 
@@ -187,10 +149,6 @@ def _aside(work: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def _has(path: Path, size: int) -> bool:

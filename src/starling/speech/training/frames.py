@@ -16,7 +16,7 @@ from starling.experiment.claim import unwritable
 from starling.experiment.folder import ExperimentFolder
 from starling.reporting.progress import Say
 from starling.speech.decoding.config import DecodingConfig
-from starling.speech.features import LogMel, resample
+from starling.speech.features import LogMel
 from starling.speech.hybrid.alignment import (
     Labels,
     Transcripts,
@@ -35,6 +35,7 @@ from starling.speech.hybrid.units import Transcriber
 from starling.speech.losses import TooShort, frames_needed
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.resampling import resampled
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
 from starling.speech.training.frame_plan import FramePlan
 from starling.speech.training.plan import kept_utterances
@@ -201,7 +202,7 @@ def _at_speed(audio: NDArray[np.float32] | DataError, speed: float, features: Lo
     waveform = features.checked(audio, utterance)
     if speed == 1.0:
         return waveform
-    faster = resample(waveform[None], round(features.sampling_rate * speed), features.sampling_rate)[0]
+    faster = resampled(waveform[None], round(features.sampling_rate * speed), features.sampling_rate)[0]
     features.check(faster, utterance)
     return faster
 
@@ -276,7 +277,7 @@ class _Scores:
             _at_speed(audio, speed, features, self._train.id(number))
             for audio, number, speed in zip(self._train.audios(numbers), numbers, speeds, strict=True)
         ]
-        log_probs, _ = self._model.log_probs(features.batch(waveforms))
+        log_probs = self._model.hear(features.batch(waveforms)).log_probs
         return log_probs if self._model.states is None else self._model.states.scaled(log_probs)
 
 

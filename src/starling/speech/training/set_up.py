@@ -14,7 +14,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.reporting.progress import Say
 from starling.speech.features import LogMel
 from starling.speech.hybrid.lexicon import TiedStates
-from starling.speech.losses import TooShort, check_ctc_fits
+from starling.speech.losses import TooShort, check_ctc_fits, transcripts
 from starling.speech.models import count_parameters
 from starling.speech.phones import Phones, make_phones
 from starling.speech.preparing.making import Progress
@@ -222,7 +222,7 @@ def _leave_out_too_short(
     else:
         whom, remedy = "CTC", "lower model.subsampling, use longer tokens, or raise that limit"
         on_too_short: Literal["list", "fail"] = "list" if skip else "fail"
-        found = check_ctc_fits(train, tokenizer, recipe.model, features, recipe.augment, on_too_short)
+        found = check_ctc_fits(transcripts(train), tokenizer, recipe.model, features, recipe.augment, on_too_short)
     if not found:
         return
     if len(found) > recipe.data.filter.max_skipped * len(train):

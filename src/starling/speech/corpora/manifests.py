@@ -1,0 +1,225 @@
+"""Manifests of audio files: tables, JSON Lines of NeMo and WeNet, CSV of Coqui and DeepSpeech, folders of Kaldi."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Literal
+
+from starling.errors import DataError, did_you_mean
+from starling.speech.corpora.lines import field, read_json_lines, read_lines, seconds
+from starling.speech.corpora.utterance import FileCorpus, NamedSets, Utterance
+
+Selection = dict[str, str | tuple[str, ...]]
+
+
+class TsvCorpus(FileCorpus):
+    """Tables with a header. A set is a table of its own, or the rows of one table that have given column values.
+
+    Audio paths are relative to the table, unless `audio_root` is set.
+    """
+
+    kind: Literal["tsv"]
+    sets: dict[str, Selection | str]
+    """Name of a set -> {column: value, or list of values} of the table `path`, {} for all rows; or, if `path` is a
+    folder, the name of the set's own table in it."""
+    id: str = "id"
+    """The column of the utterance id."""
+    speaker: str = "speaker"
+    """The column of the speaker."""
+    audio: str = "audio"
+    """The column of the audio file's path."""
+    text: str = "text"
+    """The column of the transcript."""
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        chosen = self.sets[set_name]
+        table, selection = (self.inside(set_name, chosen), {}) if isinstance(chosen, str) else (self.located(), chosen)
+        if table.is_dir():
+            raise DataError(
+                f"set {set_name}: {table} is a folder; name a table in it in data.corpus.sets, such as {set_name}.tsv"
+            )
+        rows = read_lines(table)
+        _, header = next(rows, (0, ""))
+        names = header.split("\t")
+        columns = {name: index for index, name in enumerate(names)}
+        if len(columns) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{table}: the header has the column {twice!r} twice")
+        wanted = {"id": self.id, "speaker": self.speaker, "audio": self.audio, "text": self.text}
+        _check_columns(table, columns, [*wanted.values(), *selection])
+        for line, row in rows:
+            values = row.split("\t")
+            if len(values) != len(columns):
+                raise DataError(f"{table}:{line}: {len(values)} columns, the header has {len(columns)}")
+            if _selected(selection, columns, values):
+                fields = {name: values[columns[column]] for name, column in wanted.items()}
+                yield self.utterance(table, line, fields)
+
+
+def _check_columns(table: Path, columns: dict[str, int], wanted: list[str]) -> None:
+    for name in wanted:
+        if name not in columns:
+            raise DataError(
+                f"{table}: no column {name!r}; {did_you_mean(name, columns)}it has: {', '.join(columns) or 'none'}; "
+                f"set the column names in data.corpus (id, speaker, audio, text, sets)"
+            )
+
+
+def _selected(selection: Selection, columns: dict[str, int], values: list[str]) -> bool:
+    return all(
+        values[columns[column]] in ((value,) if isinstance(value, str) else value)
+        for column, value in selection.items()
+    )
+
+
+class NemoCorpus(NamedSets):
+    """NeMo manifests: `audio_filepath`, `text`, and optionally `offset`, `duration`, `speaker`, `id`.
+
+    Without `id`, the id is made from the name of the audio file and the offset, if any.
+    """
+
+    kind: Literal["nemo"]
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        manifest = self.set_path(set_name)
+        for line, item in read_json_lines(manifest):
+            origin = f"{manifest}:{line}"
+            audio = field(item, "audio_filepath", origin)
+            start, duration = seconds(item, "offset", origin), seconds(item, "duration", origin)
+            name = id_of_file(audio) + (f"-{start:.3f}" if start else "")
+            fields = {
+                "id": str(item.get("id") or name),
+                "speaker": str(item.get("speaker") or "unknown"),
+                "text": field(item, "text", origin),
+                "audio": audio,
+            }
+            yield self.utterance(manifest, line, fields, start or 0.0, duration)
+
+
+class WenetCorpus(NamedSets):
+    """WeNet lists: `key`, `wav`, `txt`, and optionally `start` and `end` in seconds, `speaker`."""
+
+    kind: Literal["wenet"]
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        manifest = self.set_path(set_name)
+        for line, item in read_json_lines(manifest):
+            origin = f"{manifest}:{line}"
+            start, end = seconds(item, "start", origin) or 0.0, seconds(item, "end", origin)
+            fields = {
+                "id": field(item, "key", origin),
+                "speaker": str(item.get("speaker") or "unknown"),
+                "text": field(item, "txt", origin),
+                "audio": field(item, "wav", origin),
+            }
+            yield self.utterance(manifest, line, fields, start, None if end is None else end - start)
+
+
+def id_of_file(name: str) -> str:
+    """An id made from the name of an audio file: without suffix, folders joined by '-', no spaces."""
+    if not PurePath(name).name:
+        return ""  # no file has such a name
+    parts = PurePath(name).with_suffix("").parts
+    return "-".join("_".join(part.split()) for part in parts if part not in ("/", "."))
+
+
+class CoquiCorpus(NamedSets):
+    """CSV files with the columns `wav_filename`, `transcript` and optionally `wav_filesize` (not read) and `speaker`.
+
+    The id is made from the name of the audio file.
+    """
+
+    kind: Literal["coqui"]
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        manifest = self.set_path(set_name)
+        line = 1
+
+        def lines() -> Iterator[str]:
+            nonlocal line
+            for line, text in read_lines(manifest):  # noqa: B007 - for the messages below
+                yield text + "\n"
+
+        rows = csv.DictReader(lines(), strict=True)
+        try:
+            for row in rows:
+                if None in row or None in row.values() or not {"wav_filename", "transcript"} <= row.keys():
+                    raise DataError(
+                        f"{manifest}:{line}: needs the columns wav_filename and transcript, and one value for each "
+                        f"column of the header ({', '.join(rows.fieldnames or ())})"
+                    )
+                fields = {
+                    "id": id_of_file(row["wav_filename"]),
+                    "speaker": row.get("speaker") or "unknown",
+                    "text": row["transcript"],
+                    "audio": row["wav_filename"],
+                }
+                yield self.utterance(manifest, line, fields)
+        except csv.Error as error:
+            raise DataError(f"{manifest}:{line}: not CSV: {error}") from error
+
+
+class KaldiCorpus(NamedSets):
+    """Folders with `wav.scp`, `text` and optionally `utt2spk` and `segments`. Pipes in `wav.scp` are an error.
+
+    lhotse's Kaldi importer is not used, because it runs pipes and stops at the first unreadable file.
+    """
+
+    kind: Literal["kaldi"]
+
+    def utterances(self, set_name: str) -> Iterator[Utterance]:
+        folder = self.set_path(set_name)
+        recordings = _table(folder / "wav.scp")
+        for name, (line, value) in recordings.items():
+            if "|" in value:
+                raise DataError(
+                    f"{folder / 'wav.scp'}:{line}: recording {name} is a pipe ({value!r}); commands are not run: "
+                    f"write the audio to files first"
+                )
+        texts = _table(folder / "text", empty_values=True)
+        speakers = _table(folder / "utt2spk") if (folder / "utt2spk").exists() else {}
+        segments_file = folder / "segments"
+        listed = segments_file if segments_file.exists() else folder / "wav.scp"
+        if segments_file.exists():
+            segments = {name: _segment(segments_file, *entry) for name, entry in _table(segments_file).items()}
+        else:
+            segments = {name: (line, name, 0.0, None) for name, (line, _) in recordings.items()}
+        for utterance_id, (line, recording, start, duration) in segments.items():
+            if recording not in recordings:
+                raise DataError(f"{segments_file}:{line}: recording {recording!r} is not in wav.scp")
+            if utterance_id not in texts:
+                raise DataError(f"{folder / 'text'}: no transcript for {utterance_id}")
+            fields = {
+                "id": utterance_id,
+                "speaker": speakers.get(utterance_id, (0, "unknown"))[1],
+                "text": texts[utterance_id][1],
+                "audio": recordings[recording][1],
+            }
+            yield self.utterance(listed, line, fields, start, duration)
+
+
+def _table(path: Path, empty_values: bool = False) -> dict[str, tuple[int, str]]:
+    """The entries of a Kaldi text file: key -> (line, value)."""
+    table: dict[str, tuple[int, str]] = {}
+    for number, line in read_lines(path):
+        key, *rest = line.split(maxsplit=1)
+        if not rest and not empty_values:
+            raise DataError(f"{path}:{number}: {key} has no value")
+        if key in table:
+            raise DataError(f"{path}:{number}: duplicate key {key}, first in line {table[key][0]}")
+        table[key] = (number, rest[0].strip() if rest else "")
+    return table
+
+
+def _segment(path: Path, line: int, value: str) -> tuple[int, str, float, float | None]:
+    """Line, recording, start and duration in seconds; an end of -1 is the end of the recording."""
+    try:
+        recording, first, last = value.split()
+        start, end = float(first), float(last)
+    except ValueError:
+        raise DataError(f"{path}:{line}: {value!r} is not 'recording start end'") from None
+    if end == -1 and 0 <= start < float("inf"):
+        return line, recording, start, None
+    if not 0 <= start < end < float("inf"):
+        raise DataError(f"{path}:{line}: invalid segment from {start} s to {end} s")
+    return line, recording, start, end - start
