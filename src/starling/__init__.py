@@ -126,7 +126,7 @@ _HOMES = {
     "compare": "comparing.api",
     "job_of": "experiment.task",
     "join": "launch.joining",
-    "load_model": "speech.transcribing.files",
+    "load_model": "speech.commands.transcribe",
     "load_recipe": "speech.recipe",
     "report": "experiment.report",
     "plan": "predict.plan",
