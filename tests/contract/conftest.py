@@ -2,9 +2,10 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,11 @@ Runner = Callable[[str, int], list[Tensor]]
 def one_thread() -> None:
     """Both engines must split their sums alike."""
     torch.set_num_threads(1)
+
+
+def widely(names: Iterable[str]) -> list[Any]:
+    """Choices as the values of a parameter, of which `make test` has one for each distinct coroutine."""
+    return [name if name in DISTINCT else pytest.param(name, marks=pytest.mark.wide) for name in names]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
