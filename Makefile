@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+ON_TWO_CORES := --numprocesses 2 --no-loadscope-reorder --durations=20
 
-.PHONY: setup demo test lint check soak bench bench-peers test-peers gpu docs wheel smoke clean
+.PHONY: setup demo test test-all lint house check soak bench bench-peers test-peers gpu docs wheel smoke clean
 
 setup: $(VENV)/ready
 
@@ -16,8 +17,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/starling demo
 
+# For each change; 5 minutes on two idle cores.
 test: setup
-	$(BIN)/python -m pytest -m 'not soak' --numprocesses 2 --no-loadscope-reorder --durations=20
+	$(BIN)/python -m pytest -m 'not soak and not wide' $(ON_TWO_CORES)
+
+# For each merge; 12 minutes on two idle cores.
+test-all: setup
+	$(BIN)/python -m pytest -m 'not soak' $(ON_TWO_CORES)
 
 soak: setup
 	$(BIN)/python -m pytest -m soak
@@ -27,6 +33,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.house --code
+
+# How large and how finely cut the source is, and how many files a mini-batch passes.
+house: setup
+	$(BIN)/python -m tools.house
 
 check: lint test
 

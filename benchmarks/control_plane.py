@@ -135,10 +135,7 @@ def measured(world: int, folder: Path) -> Figures:
     own = folder / f"control-{world}"
     own.mkdir(parents=True)
     command = [sys.executable, "-m", "benchmarks.control_plane", str(world), str(own)]
-    # torch looks up the host name of each of its connections, and a slow name service would be measured with them
-    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # it is forked
-    environment = {**os.environ, **one_thread, "RES_OPTIONS": "timeout:1 attempts:1"}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     if said.returncode:
         raise RuntimeError(f"{world} learners ended with exit code {said.returncode}:\n{said.stderr[-4000:]}")
     return Figures(**json.loads(said.stdout))
@@ -458,7 +455,16 @@ class Dummy:
                 self._link.send(shown)
 
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",  # NumPy starts the others when imported, and a process with threads is not forked
+    "RES_OPTIONS": "timeout:1 attempts:1",  # torch looks up the host name of each connection, however slowly that goes
+}
+
+
 def main() -> None:
+    if not ENVIRONMENT.items() <= os.environ.items():
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **ENVIRONMENT})
     torch.set_num_threads(1)
     world, folder = int(sys.argv[1]), Path(sys.argv[2])
     found = supervise(world, folder, "--profile" in sys.argv, "--flood" in sys.argv)

@@ -38,10 +38,16 @@ class ByFile(LoadScopeScheduling):
         return str(file.parent if file.parent.name in ("contract", "integrations") else file)
 
 
+_WIDE_FIXTURES = {"ray_head", "outcome", "browser"}
+"""What takes long to start: a Ray cluster, all cases with other libraries, a browser."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The commands of the README come first: they are the longest chain of tests, which only one process can run."""
     items.sort(key=lambda item: item.path.name != "test_documents.py")
     for item in items:
+        if _WIDE_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.wide)
         if item.path.parent.name == "contract":
             item.add_marker(pytest.mark.timeout(1200))  # the first of them runs the cases of all
 

@@ -113,6 +113,7 @@ def test_an_emulated_device_takes_its_time_and_gives_a_gradient() -> None:
     assert sum(gradient.numel() for gradient in gradients if gradient is not None) == 1 << 19
 
 
+@pytest.mark.wide
 def test_learners_note_what_they_did(tmp_path: Path) -> None:
     """One learner alone, two that average, and two under plain DDP, by the same two processes."""
     runs = [

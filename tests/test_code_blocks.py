@@ -149,6 +149,7 @@ def _content(utterance: Utterance) -> tuple[str, str, float]:
     return utterance.text, utterance.speaker, len(samples) / rate
 
 
+@pytest.mark.wide
 def test_one_learner_of_the_tutorials_loop_computes_the_bits_of_the_plain_one(tmp_path: Path) -> None:
     """As the page says."""
     said = []

@@ -47,6 +47,7 @@ def test_the_bound_is_the_theorem_at_the_step_size_of_the_corollary() -> None:
             assert theorem > 0.8 * bound(steps)
 
 
+@pytest.mark.wide
 def test_adpsgd_keeps_the_bound_and_does_not_depend_on_a_few_learners() -> None:
     """One and four learners with the same number of gradients: the same mean squared gradient within 10 %, in a quarter
     of the time, and below the bound."""

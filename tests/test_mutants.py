@@ -25,6 +25,7 @@ def test_every_patch_applies_and_names_a_test_that_exists() -> None:
         assert f"def {name.partition('[')[0]}(" in (root / file).read_text(encoding="utf-8"), mutant.test
 
 
+@pytest.mark.wide
 def test_a_mutant_that_changes_nothing_is_not_noticed(tmp_path: Path) -> None:
     """The tool itself can fail: a test that passes is a problem, and so is a patch that does not apply."""
     first, second = (Path(__file__).parents[1] / "CITATION.cff").read_text(encoding="utf-8").splitlines()[:2]

@@ -44,6 +44,7 @@ def test_each_strategy_is_held_to_its_own_rival() -> None:
     assert (bar_of_starts(starts).ratio, bar_of_starts(starts).holds) == (3.0, False)
 
 
+@pytest.mark.wide
 def test_the_workers_measure_steps_rounds_and_models(tmp_path: Path) -> None:
     """Alone, models part; under `allreduce` they stay equal; `adpsgd` goes on although one worker sleeps; a case of no
     length ends with its first step."""

@@ -19,6 +19,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.wide
 def test_the_script_draws_the_committed_pictures_and_no_others(drawn: Path) -> None:
     """Who adds or renames a picture commits what the script draws."""
     assert {file.name for file in drawn.iterdir()} == {file.name for file in COMMITTED}

@@ -162,6 +162,7 @@ def test_a_learner_makes_its_first_steps_without_what_only_others_need() -> None
     assert quick == plain
 
 
+@pytest.mark.wide
 def test_a_learner_that_compiles_its_model_and_its_optimizer_gets_the_graphs_of_torch_as_it_is_installed() -> None:
     """Also when it has made steps before it compiles."""
     quick, plain = outcome(COMPILE, **LEARNER), outcome(COMPILE)
@@ -196,6 +197,7 @@ def test_commands_that_compute_nothing_do_not_load_torch(arguments: list[str], s
     assert not NO_TORCH & set(found["loaded"])
 
 
+@pytest.mark.wide
 def test_transcribing_loads_what_it_needs(kept: Path) -> None:
     """Beside torch, soundfile and the model: neither lhotse, nor what scores and draws, nor the checks of a recipe."""
     found = outcome(RUN_COMMAND, "transcribe", str(kept / "exp" / "kept"), str(kept / "corpus" / "8.flac"))
@@ -212,6 +214,7 @@ def test_checking_a_recipe_loads_neither_torch_nor_lhotse() -> None:
     assert not NO_TORCH & set(found["loaded"])
 
 
+@pytest.mark.wide
 def test_joining_and_simulating_need_no_extra() -> None:
     """`pip install starling-asr` is enough for a loop or a workload of one's own."""
     refused = sorted({module for modules in EXTRAS.values() for module in modules} - {"urllib3", "fsspec"})

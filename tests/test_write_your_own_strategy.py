@@ -89,6 +89,7 @@ def test_one_learner_and_no_learning_keep_what_the_page_says(local_sgd: ModuleTy
         torch.testing.assert_close(weights, start(), rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.wide
 def test_two_real_processes_follow_the_pages_equation(folder: Path) -> None:
     """The page's own command, and an oracle that makes both learners' steps in one loop."""
     (command,) = [line for line in COMMANDS if line.startswith("torchrun ")]

@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.wide
 def test_the_pages_commands_train_resume_audit_and_simulate_its_task(folder: Path) -> None:
     """The model learns; a killed learner's mini-batches are seen; another strategy and number of learners resume it."""
     said = []

@@ -89,7 +89,7 @@ def test_every_order_of_finishing_is_a_clean_end(
     assert all(bool(torch.isfinite(each).all()) for each in weights)
 
 
-@every_engine
+@pytest.mark.parametrize("engine", ["on_virtual", pytest.param("on_processes", marks=pytest.mark.wide)])
 def test_learners_of_a_super_learner_agree_to_rounding(engine: str, request: pytest.FixtureRequest) -> None:
     """Two super-learners of two: their learners take the same steps and the same changes, at moments of their own."""
     run: Runner = request.getfixturevalue(engine)

@@ -15,7 +15,7 @@ from starling.training.flat import trainable
 from starling.training.job import Job
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, NOT_FINITE, NUM_FROZEN, PERIODIC, SHARED, cases, sgd
-from tests.contract.conftest import Runner
+from tests.contract.conftest import DISTINCT, OF_REPLICAS, REPLICAS, Runner
 from tests.contract.oracle import SYNCHRONOUS, gradient_of_regression
 from tests.contract.problems import NoisyQuadratic, TinyRegression
 
@@ -28,6 +28,15 @@ NO_CLOSED_FORM = [*FOLLOWS_THE_MEAN, "dpsgd-int4", "dpsgd-quasi-global", "dpsgd-
 ADAPT_FIRST = {"sgp": "exponential"}
 """Choices whose averaging also averages the step, with their patterns."""
 every_engine = pytest.mark.parametrize("engine", ["on_virtual", "on_processes"])
+
+
+on_every_replica = pytest.mark.parametrize(
+    ("strategy", "engine"),
+    [(strategy, "on_virtual") for strategy in CHOICES] + [(strategy, "on_processes") for strategy in REPLICAS],
+)
+every_engine_widely = pytest.mark.parametrize(
+    "engine", ["on_virtual", pytest.param("on_processes", marks=pytest.mark.wide)]
+)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -63,8 +72,7 @@ def in_the_plain_loop(variant: str) -> Tensor:
     return flat(model)
 
 
-@every_engine
-@every_strategy
+@on_every_replica
 def test_a_parameter_without_a_gradient_is_left_alone_as_in_the_plain_loop(
     strategy: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -92,8 +100,7 @@ def without_some_layers() -> Tensor:
     return flat(model)
 
 
-@every_engine
-@every_strategy
+@on_every_replica
 def test_thawing_is_the_plain_loop_that_freezes_until_then(
     strategy: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -122,8 +129,7 @@ def frozen_until_the_middle() -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-@every_engine
-@every_strategy
+@on_every_replica
 def test_what_is_frozen_keeps_its_bits_with_two_learners(
     strategy: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -135,8 +141,7 @@ def test_what_is_frozen_keeps_its_bits_with_two_learners(
         assert not bool((weights[NUM_FROZEN:] == start[NUM_FROZEN:]).any())
 
 
-@every_engine
-@every_strategy
+@on_every_replica
 def test_a_gradient_that_is_not_finite_is_a_mini_batch_that_the_plain_loop_leaves_out(
     strategy: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
@@ -188,9 +193,14 @@ def test_every_synchronous_strategy_follows_its_equation_in_matrix_form(
     np.testing.assert_allclose(measured, expected, rtol=0.0, atol=2e-6)
 
 
-@every_synchronous
+@pytest.mark.parametrize(
+    ("strategy", "variant"),
+    [
+        *((strategy, variant) for variant in ("sgd", "adam", "same-data") for strategy in SYNCHRONOUS),
+        *((each, variant) for variant in OF_REPLICAS[:-1] for each in REPLICAS if CHOICES[each].is_synchronous),
+    ],
+)
 @pytest.mark.parametrize("learners", [2, 3])
-@pytest.mark.parametrize("variant", ["sgd", "adam", "accumulated", "same-data", "not-finite", "unused", "thawed"])
 def test_both_engines_agree(
     strategy: str, variant: str, learners: int, on_virtual: Runner, on_processes: Runner
 ) -> None:
@@ -256,7 +266,7 @@ def test_exchanges_give_the_same_bits_on_both_engines(learners: int, on_virtual:
         assert not torch.equal(virtual[0], virtual[1])
 
 
-@every_engine
+@every_engine_widely
 @pytest.mark.parametrize("learners", [2, 3])
 def test_identical_data_make_allreduce_plain_sgd(engine: str, learners: int, request: pytest.FixtureRequest) -> None:
     """The mean of equal gradients is the gradient: L learners go where one goes, with as many steps."""
@@ -276,6 +286,12 @@ def test_identical_data_make_allreduce_plain_sgd(engine: str, learners: int, req
 def test_every_synchronous_choice_has_an_oracle() -> None:
     """A new synchronous strategy cannot join the contract without its matrix form."""
     assert {name for name, choice in CHOICES.items() if choice.is_synchronous} == set(SYNCHRONOUS)
+
+
+def test_every_coroutine_runs_on_processes_in_each_test_run() -> None:
+    """A strategy with a coroutine of its own cannot be left to `make test-all`."""
+    assert {CHOICES[name].strategy.run for name in DISTINCT} == {each.strategy.run for each in CHOICES.values()}
+    assert set(REPLICAS) < set(DISTINCT)
 
 
 @pytest.mark.parametrize("strategy", [name for name in SYNCHRONOUS if name not in NO_CLOSED_FORM])

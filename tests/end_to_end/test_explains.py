@@ -30,6 +30,7 @@ def read_until(run: WarmProgram, pattern: str) -> str:
     raise AssertionError("".join(said))
 
 
+@pytest.mark.wide
 def test_a_stalled_run_says_for_which_learner_and_what_that_one_did_last(tree: Tree, tmp_path: Path) -> None:
     """In step no learner knows which one is late: the launcher finds out, says it on the screen and in the events, and
     `starling status` shows it from another terminal; the learners' own logs say what they know."""

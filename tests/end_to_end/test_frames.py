@@ -34,6 +34,7 @@ def recipe(tree: Tree, tmp_path: Path) -> str:
     return "frames.yaml"
 
 
+@pytest.mark.wide
 def test_a_resumed_run_ends_in_the_same_bits_and_keeps_its_alignment(recipe: str, tmp_path: Path) -> None:
     """With two learners in step; what a run may not change is named, and without its frames it cannot resume."""
     straight = starling(tmp_path, "train", recipe, "strategy=allreduce", "name=straight", "budget.epochs=4")
@@ -60,6 +61,7 @@ def test_a_resumed_run_ends_in_the_same_bits_and_keeps_its_alignment(recipe: str
     assert "the aligned frames of the run to resume are missing" in lost.stderr
 
 
+@pytest.mark.wide
 def test_asynchronous_learners_learn_to_recognise(recipe: str, tmp_path: Path) -> None:
     """Two processes that gossip reach a word error rate of 10 % at most on songs that they never heard."""
     done = starling(tmp_path, "train", recipe, "strategy=adpsgd", "budget.epochs=10")

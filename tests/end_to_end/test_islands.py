@@ -13,6 +13,7 @@ from tests.end_to_end.test_train import starling, written
 ISLANDS = ("learners=4", "island.sharded=2", "strategy=adpsgd", "data.valid=test")
 
 
+@pytest.mark.wide
 def test_a_recipe_trains_in_islands_and_resumes_without(tree: dict[str, Any], tmp_path: Path) -> None:
     recipe = written(tree, tmp_path)
     run = starling(tmp_path, "train", recipe, *ISLANDS, "budget.epochs=2")
@@ -56,6 +57,7 @@ def test_a_recipe_trains_in_tensor_islands_and_resumes_sharded(tree: dict[str, A
     assert starling(tmp_path, "audit", "exp/songs-virtual").returncode == 0
 
 
+@pytest.mark.wide
 def test_a_recipe_is_simulated_in_islands(tree: dict[str, Any], tmp_path: Path) -> None:
     """With the same keys; every utterance is seen once in each epoch, by the learner that computed it."""
     recipe = written(tree, tmp_path)

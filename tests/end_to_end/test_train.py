@@ -54,6 +54,7 @@ def written(tree: Tree, folder: Path) -> str:
     return "songs.yaml"
 
 
+@pytest.mark.wide
 def test_a_run_that_has_stopped_learning_ends_and_its_best_model_is_scored(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_run_that_has_stopped_learning_ends_and_its_best_model_is_scored(
     assert load(latest(experiment)).manifest.position.num_done >= json.loads((best / "score.json").read_text())["steps"]
 
 
+@pytest.mark.wide
 @pytest.mark.cold
 def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_path: Path, songs: Path) -> None:
     """One command trains, saves and scores; others score again and transcribe; the folder holds what it should."""
@@ -155,6 +157,7 @@ def torchrun(recipe: str, folder: Path, *overrides: str) -> subprocess.Completed
     return run
 
 
+@pytest.mark.wide
 def test_torchrun_can_start_the_learners(tree: Tree, tmp_path: Path) -> None:
     """Its number of processes counts; one of them prepares, prints and scores."""
     run = torchrun(written(tree, tmp_path), tmp_path)

@@ -149,6 +149,7 @@ def test_what_cannot_work_is_one_clear_error(tmp_path: Path, text: str, message:
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.wide
 def test_a_script_from_standard_input_is_one_clear_error(tmp_path: Path) -> None:
     """Learners could not import it; the remedy is named, and nothing is left behind."""
     scratch = tmp_path / "scratch"
@@ -174,6 +175,7 @@ def test_a_resume_with_another_model_is_refused_by_name(tmp_path: Path) -> None:
     assert "it was trained with another model than this run asks for" in other.stderr
 
 
+@pytest.mark.wide
 def test_under_torchrun_every_process_makes_the_same_call(tmp_path: Path) -> None:
     """Its learners are those that torchrun started."""
     (tmp_path / "quadrants.py").write_text(SCRIPT + TRAIN, encoding="utf-8")

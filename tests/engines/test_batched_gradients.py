@@ -21,6 +21,7 @@ from starling.training.job import Job, Silence, StepReport
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Workload
 from tests.contract.cases import CHOICES, NOT_FINITE, Choice, adamw, sgd
+from tests.contract.conftest import widely
 from tests.contract.problems import Normalised, Points, SkippingLayers, TinyRegression, Uneven
 
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def both(job: Job, world: int) -> tuple[Outcome, Outcome, BatchedGradients, list
     return first, second, computation, single.reports, batched.reports
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", widely(CHOICES))
 def test_batched_gradients_change_no_event_and_no_weight_beyond_rounding(name: str) -> None:
     """The same tickets on the same learners at the same simulated times, with the same losses; the same weights."""
     first, second, computation, single, batched = both(job_of(TinyRegression(), CHOICES[name], 6), 6)

@@ -20,6 +20,7 @@ from starling.errors import ConfigError, StarlingError
 from starling.training.faults import NotFinite
 from starling.training.job import Job
 from tests.contract.cases import CHOICES, Choice
+from tests.contract.conftest import widely
 from tests.contract.problems import Normalised, Points, SkippingLayers, TinyRegression
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def job_of(workload: object, choice: Choice, **fields: object) -> Job:
     return replace(job, **fields)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", widely(CHOICES))
 def test_results_do_not_depend_on_the_number_of_processes(name: str, kept: Kept) -> None:
     """One event hash, which holds the bits of every loss, and the same weights."""
     job = job_of(TinyRegression(), CHOICES[name])

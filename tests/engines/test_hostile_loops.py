@@ -153,12 +153,14 @@ def test_in_step_the_loop_is_the_plain_loop_with_the_mean_gradient(trouble: str,
     assert is_trained(found)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("trouble", ["gan", "muon"])
 def test_several_optimizers_train_all_of_the_model(trouble: str, tmp_path: Path) -> None:
     """Under `adpsgd`, where the loop computes on a copy of the weights."""
     assert is_trained(run(case(trouble, "adpsgd"), tmp_path))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("trouble", "coroutine"), [("ema_swap", "diloco"), ("rewind", "adpsgd")])
 def test_weights_that_return_are_no_change(trouble: str, coroutine: str, tmp_path: Path) -> None:
     """At rate 0: neither adopted nor refused."""
@@ -166,6 +168,7 @@ def test_weights_that_return_are_no_change(trouble: str, coroutine: str, tmp_pat
         torch.testing.assert_close(each["final"], each["start"], rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.wide
 def test_a_schedule_free_optimizers_eval_before_the_consensus_counts(tmp_path: Path) -> None:
     """In step it is the plain loop's; without averaging in between, the mean of what learners evaluate."""
     asked = case("schedule_free", "allreduce")
@@ -177,6 +180,7 @@ def test_a_schedule_free_optimizers_eval_before_the_consensus_counts(tmp_path: P
     assert not torch.allclose(first["final"], (first["trained"] + second["trained"]) / 2.0, atol=1e-4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("coroutine", "message"),
     [("parameter-server", "SGDScheduleFree has weights to train and weights to evaluate"), ("diloco", REFUSED)],
@@ -185,23 +189,27 @@ def test_a_schedule_free_optimizer_that_cannot_work_is_refused(coroutine: str, m
     run(case("schedule_free", coroutine), tmp_path, message)
 
 
+@pytest.mark.wide
 def test_sparse_gradients_stay_sparse_where_they_are_averaged(tmp_path: Path) -> None:
     """SparseAdam, which takes no others, changes the rows that any learner used, as in the plain loop."""
     asked = case("sparse", "allreduce")
     torch.testing.assert_close(run(asked, tmp_path)[0]["final"], plain(asked), rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.wide
 def test_complex_buffers_are_averaged(tmp_path: Path) -> None:
     """As their real and imaginary parts."""
     for each in run(case("complex_buffer", "adpsgd"), tmp_path):
         assert torch.equal(each["buffer"], torch.tensor([0.5, 2.0]))
 
 
+@pytest.mark.wide
 def test_learners_whose_optimizers_differ_are_rejected(tmp_path: Path) -> None:
     message = r"differ in optimizer: '(SGD|Adam)\(.*\)' and '(SGD|Adam)\(.*\)'"
     run(case("other_optimizer", "adpsgd"), tmp_path, message)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("coroutine", ["allreduce", "adpsgd"])
 @pytest.mark.parametrize("trouble", ["forked_loaders", "fork_and_exit"])
 def test_children_of_a_learner_change_nothing(trouble: str, coroutine: str, tmp_path: Path) -> None:
@@ -209,6 +217,7 @@ def test_children_of_a_learner_change_nothing(trouble: str, coroutine: str, tmp_
     assert is_trained(run(case(trouble, coroutine), tmp_path))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("coroutine", ["allreduce", "adpsgd", "parameter-server"])
 def test_one_learner_may_evaluate_alone(coroutine: str, tmp_path: Path) -> None:
     first, _ = found = run(case("evaluate_on_one", coroutine), tmp_path)

@@ -36,6 +36,8 @@ RUNS = [
     ("tensor of three", [0, 1, 2]),
     *((name, [0, 1, 2, 3]) for name in CASES if name not in (*PAIRS, *OTHER_PAIRS, *TENSOR, "skipping")),
 ]
+pytestmark = pytest.mark.wide
+"""Four processes run all cases; tests/engines/test_virtual_islands.py and tests/training/test_islands.py are quick."""
 Result = Callable[[str], list[tuple[Tensor, dict[str, Any]]]]
 
 

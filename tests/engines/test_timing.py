@@ -18,6 +18,7 @@ from starling.strategies.dpsgd import DpsgdOptions
 from starling.training.job import Job
 from starling.training.stragglers import Pause, Stragglers
 from tests.contract.cases import CHOICES, MakeOptimizer, adam, sgd
+from tests.contract.conftest import widely
 from tests.contract.problems import TinyRegression
 
 NUM_BYTES = 4 * (5 * 4 + 4 + 4 + 1)
@@ -74,7 +75,7 @@ def timed(strategy: Strategy, options: Config | None, world: int, steps: int, ve
 
 
 @pytest.mark.parametrize("world", [3, 6])
-@pytest.mark.parametrize("name", [name for name in CHOICES if "low-rank" not in name])  # refused
+@pytest.mark.parametrize("name", widely(name for name in CHOICES if "low-rank" not in name))  # refused
 def test_a_timing_only_run_has_the_events_of_a_run_with_real_gradients(
     name: str, world: int, recorded: Recorded
 ) -> None:

@@ -60,6 +60,7 @@ def test_every_section_is_run_by_a_test() -> None:
             ast.parse(code)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("section", LOOPS)
 def test_what_a_table_says_to_write_trains(section: str, capsys: pytest.CaptureFixture[str]) -> None:
     """From top to bottom, with one learner."""
@@ -131,6 +132,7 @@ def test_the_diff_of_the_page_is_that_of_the_example() -> None:
     assert sum(ours.count("\n") for ours, _ in hunks()) <= 10
 
 
+@pytest.mark.wide
 def test_the_example_trains(capfd: pytest.CaptureFixture[str]) -> None:
     """Two learners share the batches of each epoch."""
     sys.path.insert(0, str(ROOT / "examples"))

@@ -15,7 +15,10 @@ from playwright.sync_api import Page, sync_playwright
 from tests.serve.conftest import file_of, sung, words_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,15 @@
+"""One of two learners whose loop is its own: `starling.join` and eight steps."""
+
+import torch
+
+import starling
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+learner = starling.join(model, optimizer, strategy="allreduce")
+for _ in range(8):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    learner.step()
+learner.close()
