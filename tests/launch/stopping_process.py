@@ -69,12 +69,12 @@ class Run:
 
 
 class Keeping(Silence):
-    """Saves at every barrier and in the end; notes which mini-batches it computed and when it came to barriers."""
+    """Saves at every barrier and in the end; notes which mini-batches it computed, and how many were done at barriers."""
 
     def __init__(self, writer: CheckpointWriter, run: Run, rank: int, link: Link | None) -> None:
         self.seen: list[int] = []
         self.steps_at: list[float] = []
-        self.barriers_at: list[float] = []
+        self.barriers: list[int] = []
         self._background = BackgroundWriter(writer)
         self._run, self._rank, self._link = run, rank, link
 
@@ -84,7 +84,7 @@ class Keeping(Silence):
         self.steps_at.append(time.monotonic())
         if self._link is not None:
             self._link.send(Activity(f"step {report.ticket.step}", {"step": report.ticket.step}))
-        is_far_enough = report.ticket.step >= self._run.at_step and len(self.barriers_at) >= self._run.at_barrier
+        is_far_enough = report.ticket.step >= self._run.at_step and len(self.barriers) >= self._run.at_barrier
         if is_far_enough and self._rank in self._run.signals:
             os.kill(os.getpid(), self._run.signals.pop(self._rank))
 
@@ -92,7 +92,7 @@ class Keeping(Silence):
         self._background.save(state, lambda checkpoint: None)
 
     def on_barrier(self, state: LearnerState) -> None:
-        self.barriers_at.append(time.monotonic())
+        self.barriers.append(state.position.num_done)
         self._background.save(state, lambda checkpoint: None)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ def main(run: Run, link: Link | None) -> None:
     noted = {
         "seen": keeping.seen,
         "steps_at": keeping.steps_at,
-        "barriers_at": keeping.barriers_at,
+        "barriers": keeping.barriers,
         "num_done": position.num_done if position else None,
         "outstanding": [ticket.step for ticket in position.outstanding] if position else None,
         "stopped_by": save_requests.stopped_by,

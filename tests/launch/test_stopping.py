@@ -132,7 +132,7 @@ def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path
     )
     stop_by_themselves(timed, 2, 128 + signal.SIGTERM)
     saved = checkpoints_in(Path(timed.folder) / "checkpoints")
-    assert [len(each["barriers_at"]) for each in noted(timed, 2)] == [len(saved) - 1] * 2
+    assert [len(each["barriers"]) for each in noted(timed, 2)] == [len(saved) - 1] * 2
     assert len(saved) >= 4
     middle = saved[1]
     position = load(middle).manifest.position
@@ -145,7 +145,8 @@ def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path
 
 @pytest.mark.soak
 def test_no_learner_waits_for_a_slow_one_to_agree_on_a_barrier(tmp_path: Path) -> None:
-    """While one asynchronous learner computes for seconds, the other passes several barriers; both save at each."""
+    """While one asynchronous learner computes for seconds, the other passes several barriers, which it saves when both
+    have passed them."""
     pause = {"learner": 1, "after": 20, "seconds": 3.0}
     run = run_for(tmp_path, "run", strategy="adpsgd", options={"pattern": "pairs"}, minutes=0.005, pause=pause,
                   signals={1: signal.SIGTERM}, at_step=100)  # fmt: skip
@@ -153,7 +154,9 @@ def test_no_learner_waits_for_a_slow_one_to_agree_on_a_barrier(tmp_path: Path) -
     fast, slow = noted(run, 2)
     begin, end = max(pairwise(slow["steps_at"]), key=lambda pair: pair[1] - pair[0])
     assert end - begin >= 3.0
-    assert sum(begin < moment < end for moment in fast["barriers_at"]) >= 3
+    meanwhile = [step for step, at in zip(fast["seen"], fast["steps_at"], strict=True) if begin < at < end]
+    assert sum(meanwhile[0] < place < meanwhile[-1] for place in fast["barriers"]) >= 3
+    assert fast["barriers"] == slow["barriers"]
     for checkpoint in checkpoints_in(Path(run.folder) / "checkpoints"):
         assert load(checkpoint).manifest.world == 2
 
