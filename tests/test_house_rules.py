@@ -27,7 +27,7 @@ FORBIDDEN_METHODS = {
 SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader"}
 PICKLES_AMONG_OWN_PROCESSES = {
     "starling/training/loading.py": "a learner's loading processes",
-    "starling/runs/compare/workers.py": "the processes of `jobs`",
+    "starling/comparing/workers.py": "the processes of `jobs`",
     "starling/worker_processes.py": "starts those, and the next ones",
     "starling/engines/virtual/host_processes.py": "processes that compute gradients of a simulation",
     "starling/speech/preparing/executors.py": "the processes of `jobs=N`",
@@ -188,11 +188,3 @@ def test_only_cluster_engines_send_pickles_over_the_network() -> None:
 def test_recipes_are_plain_yaml(file: Path) -> None:
     """No tag, so nothing that YAML would make an object of."""
     assert not [token for token in yaml.scan(file.read_text(encoding="utf-8")) if isinstance(token, yaml.TagToken)]
-
-
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT / "src")))
-def test_functions_stay_short(file: Path) -> None:
-    """Under 60 lines. Modules have no limit: they are cohesive rather than short."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 60, node.name

@@ -278,7 +278,7 @@ class Learner(ABC):
         `initial`; or all with `initial` if it is `for_membership`: for what learners must keep consistent between them.
         Learners whose common state is new must have equal weights, which engines check. Only a strategy that
         declares `keeps_state` may keep what is common. Only one of its coroutines may write to a tensor, in place; what
-        the background writes is saved as the weights are, perhaps in the middle of a round.
+        the background writes `for_membership` is saved as it is between two rounds, with the weights.
         """
 
     @abstractmethod

@@ -175,7 +175,6 @@ def test_all_weights_move_of_which_a_learner_sends_something(learners: int, leas
     assert least <= share <= largest
 
 
-@defect("item 16: pieces of which a learner has no share are counted as pieces that it has sent")
 def test_a_piece_smaller_than_a_super_learner_moves_nothing_at_rate_zero() -> None:
     """The last piece has one weight for two learners: the audit saw a weight move by 8.67."""
     options = {"per_node": 2, "pattern": "ring", "piece_megabytes": 28 * 4 / 2**20, "compression": "int8"}
@@ -210,7 +209,6 @@ def test_a_parameter_of_which_nothing_was_sent_is_not_decayed() -> None:
         assert torch.equal(state.weights[8:], torch.ones(8))
 
 
-@defect("new, with item 13: what rounding takes from the first mixture is added to the weights in every round")
 def test_gossip_of_changes_does_not_drift_at_rate_zero() -> None:
     """Weights that are equal stay as they are: a rounding is allowed, but not one in each round."""
     few, many = (

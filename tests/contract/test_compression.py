@@ -22,6 +22,7 @@ from starling.strategies.mixing import Encoder, MixingOptions
 from starling.topology import find_topology
 from starling.training.faults import NotFinite
 from starling.training.job import EpochReport, Job, Silence
+from starling.workload import Position
 from tests.contract.cases import adamw, sgd
 from tests.contract.oracle import allreduce_of_encoded, choco, gradient_of_regression, local, mean_of_encoded, rounded
 from tests.contract.problems import TinyRegression
@@ -277,6 +278,23 @@ def test_gossip_of_changes_agrees_on_the_mean_to_rounding(compression: Any, gamm
             weights[rank] = weights[rank] + encoders[rank].change(own[rank], theirs, piece)
     for each in weights:
         torch.testing.assert_close(each.double(), mean, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("compression", ["none", "int8", "int4"])
+def test_super_learners_agree_where_a_piece_has_fewer_weights_than_they_have_learners(compression: str) -> None:
+    """Without gradients, from weights far apart. The last of two pieces has one weight for two learners."""
+    options = {"per_node": 2, "pattern": "ring", "piece_megabytes": 28 * 4 / 2**20, "compression": compression}
+    mine, world = replace(job("hadpsgd", sgd(0.0), **options), budget=Budget(steps=240)), 4
+    states, first = (
+        VirtualEngine(replace(mine, budget=Budget(steps=0)), world).run().states,
+        [normal(29), normal(29, 1)],
+    )
+    start = [
+        replace(state, position=Position(), epochs_ended=None, weights=first[state.rank // 2].clone())
+        for state in states
+    ]
+    for state in VirtualEngine(mine, world, start=start).run().states:
+        torch.testing.assert_close(state.weights, (first[0] + first[1]) / 2, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize("pattern", ["ring", "pairs"])

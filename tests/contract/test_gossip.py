@@ -224,22 +224,24 @@ def test_a_resumed_run_ends_in_the_same_bits(name: str, options: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "targets", "size"),
+    ("name", "options", "targets", "size", "once"),
     [
-        ("sgp", {}, 1, 4 * SIZE + 8),
-        ("sgp", {"overlap": True, "pattern": "ring"}, 2, 4 * SIZE + 8),
-        ("dpsgd", {"order": "adapt-first", "pattern": "exponential"}, 1, 4 * SIZE),
-        ("dpsgd", {"momentum": "quasi-global"}, 2, 4 * SIZE),
-        ("dpsgd", {"correction": "d2"}, 2, 4 * SIZE),
-        ("dpsgd", {"correction": "tracking"}, 2, 2 * 4 * SIZE),
+        ("sgp", {}, 1, 4 * SIZE + 8, 0),
+        ("sgp", {"overlap": True, "pattern": "ring"}, 2, 4 * SIZE + 8, 0),
+        ("dpsgd", {"order": "adapt-first", "pattern": "exponential"}, 1, 4 * SIZE, 0),
+        ("dpsgd", {"momentum": "quasi-global"}, 2, 4 * SIZE, 0),
+        ("dpsgd", {"correction": "d2"}, 2, 4 * SIZE, 0),
+        ("dpsgd", {"correction": "tracking"}, 2, 2 * 4 * SIZE, 24 * (LEARNERS - 1)),
     ],
     ids=str,
 )
-def test_the_bytes_sent_are_those_of_the_formula(name: str, options: dict[str, Any], targets: int, size: int) -> None:
-    """In each step to each target, in a run as in a simulation of time alone."""
+def test_the_bytes_sent_are_those_of_the_formula(
+    name: str, options: dict[str, Any], targets: int, size: int, once: int
+) -> None:
+    """In each step to each target and `once` in a membership, in a run as in a simulation of time alone."""
     mine, watch = job(name, **options), Watch()
     VirtualEngine(mine, LEARNERS, observer=watch).run()
-    expected = STEPS // LEARNERS * targets * size
+    expected = STEPS // LEARNERS * targets * size + once
     assert list(watch.by_rank.values()) == [expected] * LEARNERS
     timing = simulate_timing(mine.strategy, mine.options, LEARNERS, Cluster(), 4 * SIZE, STEPS)
     assert [each.averaging.bytes_sent for each in timing.learners] == [expected] * LEARNERS

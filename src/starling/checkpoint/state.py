@@ -83,6 +83,8 @@ class LearnerState:
     their order. None: they are the shards'."""
     is_worker: bool = True
     """Whether it computes gradients. The weights of a learner that does not are valid only in its shards."""
+    is_complete: bool = True
+    """False: the states of other learners may have averaging rounds that this one lacks; do not save it."""
 
     def copy(self) -> LearnerState:
         """A deep copy in CPU memory, which later training does not change."""

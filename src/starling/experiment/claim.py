@@ -28,6 +28,8 @@ _OWN_FOLDERS = (
     "joins",
 )
 _OWN_FILES = ("config.yaml", "env.txt", "auto.yaml", "too_short.tsv", "status.json", "report.html")
+_OF_SET_UP = ("initial", "frames", "too_short.tsv")
+"""What a task may write to the experiment's folder when it sets up a run."""
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
 
@@ -45,11 +47,13 @@ def set_up_and_claim(task: Task[RunT], run: RunT, say: Say, bars: Bars | None = 
     with _stage(run) as stage:
         task.set_up(run, stage, say, bars)
         folder = claim_folder(run, say)
-        for name in (*_OWN_FOLDERS, *_OWN_FILES):
+        for name in _OF_SET_UP:  # of an earlier run that is resumed here, nothing of it is left
             staged, final = stage.path / name, folder.path / name
+            if final.is_dir():
+                shutil.rmtree(final)
+            final.unlink(missing_ok=True)
             if staged.exists():
-                shutil.rmtree(final, ignore_errors=True)
-                staged.replace(final)
+                staged.rename(final)
     return folder
 
 

@@ -120,6 +120,8 @@ class Saver(Silence):
         self._tell = tell
         self._curves = curves
         self._last: Position | None = None
+        self._chosen: list[tuple[Position, Keep, Moment]] = []
+        """What is saved at the ends of epochs whose states are not complete yet."""
 
     def __enter__(self) -> Self:
         return self
@@ -137,23 +139,34 @@ class Saver(Silence):
     def close(self) -> None:
         """Wait for unfinished saves. Raises CheckpointError if one failed."""
         self._last = None  # the next membership may save at the same position, as partial checkpoints are dropped
+        self._chosen.clear()
         self._background.close()
 
     def on_step(self, report: StepReport) -> None:
         self._background.check()
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        match self._choose(report):
-            case "checkpoint":
-                self._save(state, "end" if report.is_last else "epoch")
-            case "model":
-                shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
-                self._save(replace(state, optimizer={}, shards=shards), None)
-            case _:
-                pass
+        kept = self._choose(report)
+        moment: Moment = "end" if report.is_last else "epoch"
+        if state.is_complete:
+            self._keep(state, kept, moment)
+        else:  # `on_barrier` gets the complete state
+            self._chosen.append((state.position, kept, moment))
 
     def on_barrier(self, state: LearnerState) -> None:
-        self._save(state, "barrier")
+        if state.epochs_ended is None:
+            self._save(state, "barrier")
+            return
+        for _, kept, moment in [each for each in self._chosen if each[0] == state.position]:
+            self._keep(state, kept, moment)
+        self._chosen = [each for each in self._chosen if each[0] != state.position]
+
+    def _keep(self, state: LearnerState, kept: Keep, moment: Moment) -> None:
+        if kept == "checkpoint":
+            self._save(state, moment)
+        elif kept == "model":
+            shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
+            self._save(replace(state, optimizer={}, shards=shards), None)
 
     def _save(self, state: LearnerState, moment: Moment | None) -> None:
         """Save a checkpoint, or if `moment` is None, only a model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -51,12 +52,18 @@ class Loans:
         group = self._group
         if number <= group["num_loans"] and number not in group["out"]:
             return None
-        group["num_loans"] = max(number, group["num_loans"])  # it may have been lent after the server was saved
+        _lend_up_to(group, number)  # it may have been lent after the server was saved
         if self._optimizer is None:
             group["out"] = tuple(each for each in group["out"] if each != number)
         else:
             self._optimizer.loan = number
         return self._ages.pop(number, 0)
+
+
+def _lend_up_to(group: dict[str, Any], number: int) -> None:
+    """Have lent all copies up to a number."""
+    group["out"] = (*group["out"], *range(group["num_loans"] + 1, number + 1))
+    group["num_loans"] = max(number, group["num_loans"])
 
 
 class DelayedNesterov(torch.optim.Optimizer):
@@ -86,6 +93,24 @@ class DelayedNesterov(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._push(parameter, parameter.grad, group["num_pushes"] % self._delay == 0)
+
+    def fork(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
+        """The optimizer of a copy of the shard at a checkpoint barrier, which takes the pushes from before it."""
+        fork = DelayedNesterov(parameters, self._rate, self._momentum, self._delay, self._spread)
+        fork.load_state_dict(copy.deepcopy(self.state_dict()))
+        return fork
+
+    def step_as(self, other: DelayedNesterov) -> None:
+        """Take the push that `other` has just taken."""
+        self.loan = other.loan
+        for group in self.param_groups:
+            _lend_up_to(group, self.loan)
+        self.step()
+
+    def catch_up(self, other: DelayedNesterov) -> None:
+        """Know of all that `other` has lent; what has been paid back there with later pushes is still out here."""
+        for group, its in zip(self.param_groups, other.param_groups, strict=True):
+            _lend_up_to(group, its["num_loans"])
 
     def _push(self, theta: nn.Parameter, difference: torch.Tensor, is_nth: bool) -> None:
         beta, n, c, state = self._momentum, self._delay, self._spread, self.state[theta]

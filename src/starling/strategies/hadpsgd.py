@@ -58,8 +58,8 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
 async def _average(me: Learner, options: HierarchicalOptions, node: range) -> None:
     between = find_topology(options.pattern, me.world // len(node), me.seed)
     topology, pieces = SideBySide(between, len(node)), options.pieces(me)
-    compression = Encoder(options, me.weights, pieces)
     shares = [_share(piece, me.rank - node.start, len(node)) for piece in pieces]
+    compression = Encoder(options, me.weights, [share for share in shares if share.stop > share.start])
     while (k := await me.round(options.period)) is not None:
         mixings = (Mixing(me, topology, k, each, compression) if each.stop > each.start else None for each in shares)
         for piece, share, mixing in zip(pieces, shares, one_ahead(mixings), strict=True):

@@ -96,12 +96,14 @@ class Encoder:
     know, C the encoding, and gamma the consensus rate::
 
         send  q_l = C(x_l - y_l)
-        y_l <- y_l + q_l,  s_l <- s_l + sum_j T_jl q_j
-        x_l <- x_l + gamma (s_l - y_l)
+        y_l <- y_l + q_l,  d_l <- d_l + sum_j T_jl (q_j - q_l)
+        x_l <- x_l + gamma d_l
 
-    so that s_l is the mixture of the public copies, learner l's own included. In the first round of a membership q is
-    x, as float32: public copies begin equal to the weights. `keep` returns the tensors that hold e, y and s, from a
-    name and their initial value: those of a checkpoint, if a strategy saves them.
+    so that d_l is the mixture of the public copies minus learner l's own. It is kept as a difference because a mixture
+    is rounded: learners with equal copies would add that rounding to their weights in each round. In the first round
+    of a membership q is x, as float32: public copies begin equal to the weights. `keep` returns the tensors that hold
+    e, y and d, from a name and their initial value: those of a checkpoint, if a strategy saves them. `pieces` are all
+    that this learner encodes, once in each round.
 
     References:
         Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech.
@@ -126,8 +128,8 @@ class Encoder:
             zeros = weights.new_zeros(pieces[-1].stop if pieces else 0)
             self._errors = keep("errors" if self._rounds else "public", zeros)  # of CHOCO: y
             if not self._rounds:
-                self._mixtures = keep("mixture", zeros.clone())  # s
-                self._begun = keep("begun", torch.zeros(1, dtype=torch.int64))  # pieces, which take turns
+                self._differences = keep("differences", zeros.clone())  # d
+                self._begun = keep("pieces begun", torch.zeros(1, dtype=torch.int64))  # pieces, which take turns
 
     def encode(self, mine: Tensor, piece: slice) -> Tensor:
         """Encode `mine`, and change it to what the receivers will decode."""
@@ -158,13 +160,12 @@ class Encoder:
         """The change to my weights, from what I sent, decoded, and what others sent, each with its weight."""
         if self._encoding is None:
             return sum_of_differences(own, theirs)
-        mixture, sent = self._mixtures[piece], [(1.0 - sum(weight for weight, _ in theirs), own)]
+        sent = []
         for weight, vector in theirs:
             is_whole = vector.dtype == own.dtype
             sent.append((weight, vector if is_whole else decode(self._encoding, vector, own)))
-        for weight, vector in sent:
-            mixture.add_(vector, alpha=weight)
-        return (mixture - self._errors[piece]).mul_(self._gamma)
+        difference = self._differences[piece].add_(sum_of_differences(own, sent))
+        return difference * self._gamma
 
 
 class Mixing:
@@ -261,10 +262,9 @@ class Averaging:
         for piece, mixing in self._pieces:
             self._me.apply(await mixing.delta(), piece)
 
-    async def change(self, vector: Tensor) -> None:
-        """Wait for each piece, and add its change to a vector `[P]`."""
-        for piece, mixing in self._pieces:
-            vector[piece].add_(await mixing.delta())
+    async def changes(self) -> list[tuple[slice, Tensor]]:
+        """Wait for all pieces; the change of each, which the caller adds."""
+        return [(piece, await mixing.delta()) for piece, mixing in self._pieces]
 
 
 def sum_of_differences(own: Tensor, theirs: Sequence[tuple[float, Tensor]]) -> Tensor:

@@ -1,10 +1,12 @@
 """One learner's training, the same on every engine: claims, gradients, epochs, checkpoint barriers, reports."""
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +17,7 @@ from starling.budget import Progress
 from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
+from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
 from starling.training.freezing import Freeze
@@ -34,7 +37,7 @@ from starling.training.loading import Loaded
 from starling.training.replica import Replica
 from starling.training.shards import Shards, StartOnMemory
 from starling.training.succession import Life, Past
-from starling.training.tickets import Barriers, SyncGroupTickets
+from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket, Unit
 
 
@@ -62,7 +65,8 @@ class Course:
     The engine provides `batches`, a `clock` (seconds since the engine began), `start_on_memory` for work on shards, the
     model's `buffers` by name, and `suffer`, which carries out an injected fault. `consensus_distance` returns
     (1/L) sum_l |w_l - mean|^2, or None where the engine does not know it. The weights are all of the model's, or a
-    `shard_of_island`.
+    `shard_of_island`. With `cut_agreement`, states at checkpoint barriers are saved once all learners' have the same
+    averaging rounds.
     """
 
     def __init__(
@@ -84,10 +88,13 @@ class Course:
         suffer: Callable[[Fault], None],
         consensus_distance: Callable[[], float | None] = lambda: None,
         shard_of_island: ShardOfIsland | None = None,
+        cut_agreement: CutAgreement | None = None,
     ) -> None:
         job.validate(world)
         self.job, self.tickets = job, tickets
         self.barriers = Barriers(tickets, job.checkpoint_every)
+        self._barriers_of_pushes = Barriers(tickets, job.checkpoint_every)
+        self._forking = threading.Lock()
         self.num_done = 0  # claims of this learner
         self.gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self.is_averaged = False  # whether a mean of the newest gradient has begun
@@ -103,6 +110,8 @@ class Course:
         self._batches, self._clock = batches, clock
         self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
         self._shard_of_island = shard_of_island
+        steps_alone = sync_groups.size < sync_groups.num_workers
+        self.cuts = self._make_cuts(cut_agreement) if cut_agreement is not None and steps_alone else None
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
@@ -117,14 +126,24 @@ class Course:
         self._over_at: float | None = None
         self._spent_when_over = Spent()
         if start is not None:
-            if start.weights.shape != replica.weights.shape:
-                raise CheckpointError(
-                    f"learner {rank}: the checkpoint holds {start.weights.numel()} weights, the model has "
-                    f"{replica.weights.numel()}; resume with the model that was trained"
-                )
-            replica.restore(start.weights.to(replica.weights.device), start.optimizer, start.strategy)
+            self._restore(start)
         if life.tally is not None:
             self._continue(life.tally)
+
+    def _make_cuts(self, agreement: CutAgreement) -> Cuts | None:
+        """The states at checkpoint barriers that are not saved yet; None: learners save at once, because the model is
+        in memory that they share or on a server that adds gradients, or there are no numbers to save."""
+        has_numbers = not self._replica.weights.is_meta
+        return Cuts(self._replica, agreement) if self.job.strategy.steps_itself and has_numbers else None
+
+    def _restore(self, start: LearnerState) -> None:
+        replica = self._replica
+        if start.weights.shape != replica.weights.shape:
+            raise CheckpointError(
+                f"learner {self._rank}: the checkpoint holds {start.weights.numel()} weights, the model has "
+                f"{replica.weights.numel()}; resume with the model that was trained"
+            )
+        replica.restore(start.weights.to(replica.weights.device), start.optimizer, start.strategy)
 
     @property
     def step_metadata(self) -> Tensor:
@@ -139,8 +158,11 @@ class Course:
     def _set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
         """Set the learning rates of a shard's optimizer."""
         factor, portion = step_metadata.tolist()
+        if self.cuts is not None:
+            self._fork_shards(int(portion))
         if not self._is_worker:  # a server learns the progress of the run only from step metadata
             self._pass_barriers(int(portion))
+            self._save_complete()
         for group, peak in zip(optimizer.param_groups if peaks else (), peaks, strict=True):
             group["lr"] = peak * factor * scale
 
@@ -216,6 +238,7 @@ class Course:
         self._statistics.num_claimed += 1
         self._portion = self.tickets.number_of(loaded[0][0])
         self._pass_barriers(self._portion)
+        self._save_complete()
         self._epoch_steps += self._is_reporting
         progress = self.tickets.progress(self._portion, minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
@@ -234,6 +257,12 @@ class Course:
     def claimed_batches(self) -> list[Sequence[Examples]]:
         """The mini-batches of the claimed tickets."""
         return [batch for _, batch in self.claimed()]
+
+    def add_barrier(self, number: int) -> None:
+        """Add a checkpoint barrier before portion `number`, which no learner has claimed. May be called by any
+        thread."""
+        self.barriers.add(number)
+        self._barriers_of_pushes.add(number)
 
     def leave(self, membership: int) -> None:
         """Membership number `membership` has ended: save in the learner's `Life` what it needs in the next one."""
@@ -254,7 +283,10 @@ class Course:
         """Report the end of the run, and return the final state. Of the `num_portions` that all learners claimed, all
         except the `undone` ones are done."""
         self.barriers.end_at(num_portions)
+        self._barriers_of_pushes.end_at(num_portions)
         self._run_end = num_portions
+        if self.cuts is not None:
+            self.cuts.save(is_over=True)
         self._pass_barriers(min([num_portions, *undone]))
         state = self.state(self.tickets.position(num_portions, undone))
         if undone or self._last_end != num_portions:
@@ -294,14 +326,39 @@ class Course:
         if not self._is_worker:  # a worker has waited for this when the portion was drawn
             self._batches.reach(portion)
         for barrier in self.barriers.until(portion):
-            position = self.tickets.position(barrier.number)
-            if not barrier.ended:
-                self._observer.on_barrier(self.state(position))
-                continue
-            state = self.state(position, epochs_ended=barrier.ended[-1] + 1)
+            ended = barrier.ended[-1] + 1 if barrier.ended else None
+            state = self._save(self.state(self.tickets.position(barrier.number), ended), barrier)
             for epoch in barrier.ended:
                 self._end_epoch(epoch, state, is_last=barrier.number == self._run_end)
-            self._last_end = barrier.number
+                self._last_end = barrier.number
+
+    def _save(self, state: LearnerState, barrier: Barrier) -> LearnerState:
+        """Save the state at a barrier within an epoch, or one that is complete only later. Returns it."""
+        cuts, number, save = self.cuts, barrier.number, self._observer.on_barrier
+        forks = None
+        if cuts is not None and self.job.strategy.is_served:
+            self._fork_shards(number)
+            forks = partial(self.shards.with_forks, portion=number)
+        if cuts is not None and self._run_end is None:
+            cuts.add(state, save, forks)
+            return replace(state, is_complete=False)
+        if forks is not None:  # at the end of a run all rounds and pushes have come
+            state = forks(state)
+        if not barrier.ended:
+            save(state)
+        return state
+
+    def _save_complete(self) -> None:
+        if self.cuts is not None:
+            self.cuts.save()
+
+    def _fork_shards(self, portion: int) -> None:
+        """Copy the shards at the barriers up to `portion`, before they take a push from after these. Called by the
+        foreground and the background."""
+        self._batches.reach(portion)
+        with self._forking:
+            for barrier in self._barriers_of_pushes.until(portion):
+                self.shards.fork(barrier.number)
 
     def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:
         now, statistics = self._clock(), self._statistics

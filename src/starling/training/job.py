@@ -238,10 +238,11 @@ class Observer(Protocol):
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         """Called after each epoch and after the last mini-batch of the run. `state` shares memory with the learner:
-        copy or write it before returning."""
+        copy or write it before returning. Unless it `is_complete`, `on_barrier` gets the complete one later."""
 
     def on_barrier(self, state: LearnerState) -> None:
-        """Called at a checkpoint barrier within an epoch. `state` shares memory with the learner, as in `on_epoch`."""
+        """Called after a checkpoint barrier within an epoch, with the state there; of learners that average in the
+        background also after an epoch. `state` shares memory with the learner, as in `on_epoch`."""
 
 
 class Silence:

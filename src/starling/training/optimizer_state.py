@@ -1,6 +1,7 @@
 """An optimizer's per-weight state as flat vectors that learners can average."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,16 @@ class OptimizerMemory:
             else:
                 view.copy_(found)
             state[name] = view
+
+    def with_vectors(self, state_dict: dict[str, Any], vectors: Sequence[Tensor]) -> dict[str, Any]:
+        """A copy of the optimizer's `state_dict` whose numbers per weight are those of other vectors."""
+        order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        place = {id(parameter): number for number, parameter in enumerate(order)}
+        state = {number: dict(values) for number, values in state_dict["state"].items()}
+        others = [view for vector in vectors for view in split(vector, self._parameters)]
+        for (parameter, name, _), other in zip(self._views, others, strict=True):
+            state[place[id(parameter)]][name] = other
+        return state_dict | {"state": state}
 
     def _begin(self, another: Callable[[dict[int, nn.Parameter]], Optimizer]) -> None:
         """Initialise the optimizer's state to zeros.

@@ -48,6 +48,7 @@ class Replica:
         self._memory: OptimizerMemory | None = None
         self.strategy_state: dict[str, Tensor] = {}
         """What the strategy keeps between its steps, by name."""
+        self._for_rounds: list[list[Tensor]] = []
         self.sometimes_unused: set[int] = set()
         """The numbers of parameters that had no gradient in at least one of this learner's mini-batches. Only these can
         lack a gradient in a mean over learners."""
@@ -110,18 +111,45 @@ class Replica:
         """The learning rate of the first parameter group."""
         return float(self._peaks[0]) * factor
 
-    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+    def apply(self, delta: Tensor, piece: slice | None = None, in_round: bool = False) -> None:
+        """See `Learner.apply`. What an averaging round changes is added to the copies for rounds, too."""
         with self._lock:
-            if piece is None:
-                self.weights.add_(delta)
+            for copies in self._for_rounds if in_round else ():
+                self._add(copies, delta, piece)
+            self._add(self._vectors, delta, piece)
+            if piece is None or piece.stop == self._size:  # all pieces together count as one change
                 self.version += 1
-                return
-            number, mine = self._at(piece)
-            mine.add_(delta)
-            if number > 0 and self._memory is not None and self._memory.never_negative[number - 1]:
-                mine.clamp_(min=0.0)
-            if piece.stop == self._size:  # all pieces together count as one change
-                self.version += 1
+
+    def _add(self, vectors: Sequence[Tensor], delta: Tensor, piece: slice | None) -> None:
+        """Add a change to the weights, or to a piece of them or of the optimizer's state per weight."""
+        number, start = (0, 0) if piece is None else divmod(piece.start, self._size)
+        if number >= len(vectors):  # copied before the optimizer's state was averaged
+            return
+        changed = vectors[number][start : start + len(delta)]
+        changed.add_(delta.to(changed.device))
+        if number > 0 and self._memory is not None and self._memory.never_negative[number - 1]:
+            changed.clamp_(min=0.0)
+
+    def copy_for_rounds(self) -> list[Tensor]:
+        """Copies of the weights and of what is averaged of the optimizer's state, in host memory. Until
+        `end_copy_for_rounds`, whatever an averaging round changes is added to them."""
+        with self._lock:
+            copies = [vector.detach().to("cpu", copy=True) for vector in self._vectors]
+            self._for_rounds.append(copies)
+        return copies
+
+    def end_copy_for_rounds(self, copies: list[Tensor], state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Add no more to these copies. Returns the optimizer's `state_dict` with what they have of it."""
+        with self._lock:
+            self._for_rounds = [each for each in self._for_rounds if each is not copies]
+        if len(copies) == 1 or self._memory is None:
+            return state_dict
+        return self._memory.with_vectors(state_dict, copies[1:])
+
+    @property
+    def _vectors(self) -> list[Tensor]:
+        """The weights, and the averaged vectors of the optimizer's state."""
+        return [self.weights, *(self._memory.vectors if self._memory is not None else ())]
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         with self._lock:

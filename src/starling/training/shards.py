@@ -2,14 +2,16 @@
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import ShardState
+from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError, ConfigError
 from starling.learner import Handle, Shard
 from starling.training.flat import is_no_gradient, split
@@ -31,6 +33,23 @@ class StartOnMemory(Protocol):
     """Starts `do`, which makes `passes` passes over `num_bytes` of host memory."""
 
     def __call__(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]: ...
+
+
+@runtime_checkable
+class Forkable(Protocol):
+    """A shard's optimizer that can continue on a copy of the shard, of which some steps are left out."""
+
+    def fork(self, parameters: list[nn.Parameter]) -> Self:
+        """An optimizer for the copy, with a copy of this one's state."""
+
+    def step_as(self, other: Self) -> None:
+        """Make a step with the gradients of the copy, as `other`, the shard's own optimizer, has made it."""
+
+    def catch_up(self, other: Self) -> None:
+        """The copy makes no more steps: take over what must be as in `other` whatever has been left out."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of any optimizer."""
 
 
 class Shards:
@@ -79,6 +98,22 @@ class Shards:
         """Drop the checkpoint's shards: after the first claim no strategy holds further shards."""
         self._saved.clear()
 
+    def fork(self, portion: int) -> None:
+        """Copy the shards whose optimizers can fork at a checkpoint barrier before `portion`."""
+        for shard in self.held:
+            if shard.can_fork:
+                shard.fork(portion)
+
+    def with_forks(self, state: LearnerState, portion: int) -> LearnerState:
+        """A state at that barrier with the copies, which end."""
+        shards = tuple(
+            shard.end_fork(portion) if shard.can_fork else saved
+            for shard, saved in zip(self.held, state.shards, strict=True)
+        )
+        for shard in shards:
+            state.weights[shard.start : shard.stop] = shard.weights
+        return replace(state, shards=shards)
+
     def _hold(self, shard: "HeldShard") -> "HeldShard":
         place = (shard.piece.start, shard.piece.stop)
         if place in self._saved:
@@ -119,6 +154,7 @@ class HeldShard(Shard):
         else:
             self.optimizer, self._peaks = make_optimizer(self._parts), []
         self._lock = threading.Lock()  # the learner's background steps while checkpoints copy
+        self._forks: dict[int, _Fork] = {}
 
     @property
     def piece(self) -> slice:
@@ -139,11 +175,11 @@ class HeldShard(Shard):
                     statistics.averaging.staleness[self.num_steps - when] += 1
             self._owner.set_rates(self.optimizer, self._peaks, step_metadata, scale)
             with self._lock:
-                for part, own in zip(self._parts, split(gradient, self._parts), strict=True):
-                    part.grad = None if is_no_gradient(own) else own
-                self.optimizer.step()
-                for part in self._parts:
-                    part.grad = None
+                with _gradients(self._parts, gradient):
+                    self.optimizer.step()
+                for portion, fork in self._forks.items():
+                    if step_metadata[1] < portion:
+                        fork.step_as(self.optimizer, gradient)
                 self._counts[self._place] += 1
 
         return self._owner.start(self.weights.nbytes, STEP_PASSES, do)
@@ -159,9 +195,51 @@ class HeldShard(Shard):
             weights, optimizer = self.weights.clone(), copy.deepcopy(self.optimizer.state_dict())
         return ShardState(self._piece.start, self._piece.stop, weights, optimizer)
 
+    @property
+    def can_fork(self) -> bool:
+        """Whether its optimizer can."""
+        return isinstance(self.optimizer, Forkable)
+
+    def fork(self, portion: int) -> None:
+        """Copy the shard at a checkpoint barrier before `portion`. The copy makes the steps whose gradients are of
+        mini-batches before the barrier, until `end_fork`."""
+        with self._lock:
+            self._forks[portion] = _Fork(self.optimizer, self.weights, self._owner.replica.parameters, self._piece)
+
+    def end_fork(self, portion: int) -> ShardState:
+        """The copy of that barrier, which makes no more steps."""
+        with self._lock:
+            fork = self._forks.pop(portion)
+            fork.optimizer.catch_up(self.optimizer)
+        return ShardState(self._piece.start, self._piece.stop, fork.weights, fork.optimizer.state_dict())
+
     def restore(self, state: ShardState) -> None:
         """Load the optimizer's state from a checkpoint."""
         self.optimizer.load_state_dict(state.optimizer)
+
+
+class _Fork:
+    """A copy of a shard that makes some of its steps."""
+
+    def __init__(self, optimizer: Any, weights: Tensor, parameters: Sequence[nn.Parameter], piece: slice) -> None:
+        self.weights = weights.clone()
+        self._parts = list(_parts(parameters, piece, self.weights).values())
+        self.optimizer = optimizer.fork(self._parts)
+
+    def step_as(self, optimizer: Any, gradient: Tensor) -> None:
+        """Make the step that the shard has made."""
+        with _gradients(self._parts, gradient):
+            self.optimizer.step_as(optimizer)
+
+
+@contextmanager
+def _gradients(parts: Sequence[nn.Parameter], gradient: Tensor) -> Generator[None, None, None]:
+    """Within this context the parts of a shard have their parts of a gradient `[n]`."""
+    for part, own in zip(parts, split(gradient, parts), strict=True):
+        part.grad = None if is_no_gradient(own) else own
+    yield
+    for part in parts:
+        part.grad = None
 
 
 def host_copy(weights: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, await_keys, do_nothing, silent_learners
 from starling.engines.processes.links import LinkBoard, Links, SharedMean
 from starling.engines.processes.place import Place
-from starling.engines.processes.rounds import Board, Rounds, StoreBoard
+from starling.engines.processes.rounds import Board, Rounds, StoreBoard, StoreCuts
 from starling.engines.processes.shared_memory import share_memory
 from starling.engines.processes.staging import Staging
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
@@ -47,6 +47,7 @@ FOREVER = timedelta(days=20)
 LONGEST_LEAVE_SECONDS = 10.0
 A_MEAN = "a mean"
 MEAN_OF_GRADIENT = "the mean of a gradient"
+SAVING = "saving a checkpoint"
 _PATIENCE = "; increase timeout_seconds if the learners are only slow"
 
 
@@ -194,6 +195,7 @@ class Communicator:
         timeout = timedelta(seconds=timeout_seconds)
         self._links = self._make_links(look_around) if self._device.type == "cpu" else None
         self.rounds = Rounds(self._make_board())
+        self._cuts = StoreCuts(place.store, place.rank, place.world)
         self.reduces_in_backward = place.num_rows == 1 and not self._shares_memory()
         """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
         takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard."""
@@ -429,6 +431,25 @@ class Communicator:
             return number
 
         return ProcessHandle(result)
+
+    def passed(self, barrier: int, num_entered: int) -> None:
+        """See `CutAgreement.passed`."""
+        with self.naming_the_lost(SAVING):
+            self._cuts.passed(barrier, num_entered)
+
+    def is_cut(self, barrier: int, number: int) -> bool:
+        """See `CutAgreement.is_cut`; called while entering a round, which names the lost."""
+        return self._cuts.is_cut(barrier, number)
+
+    def cut(self, barrier: int) -> int | None:
+        """See `CutAgreement.cut`."""
+        with self.naming_the_lost(SAVING):
+            return self._cuts.cut(barrier)
+
+    def saved(self, barrier: int) -> None:
+        """See `CutAgreement.saved`."""
+        with self.naming_the_lost(SAVING):
+            self._cuts.saved(barrier)
 
     def keep_up(self, most: float) -> Handle[None]:
         """See `Learner.keep_up`."""

@@ -110,7 +110,9 @@ class ProcessLearner(Learner):
             buffers=lambda: dict(flat.model.named_buffers()),
             suffer=_suffer,
             shard_of_island=flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None,
+            cut_agreement=self.communicator,
         )
+        self.communicator.rounds.cuts = self.course.cuts
 
     def _make_replica(self, job: Job, flat: Model) -> Replica:
         weights, gradients, parameters, island = flat.weights, flat.gradients, flat.parameters, self._island
@@ -265,7 +267,7 @@ class ProcessLearner(Learner):
         self._statistics.spent.computing += self._now() - begin
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        self.replica.apply(delta, piece)
+        self.replica.apply(delta, piece, in_round=self.communicator.is_behind)
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         self.replica.replace(weights, piece)
@@ -390,7 +392,7 @@ class ProcessLearner(Learner):
         if signal_number:
             self.course.tickets.end_at(number)
         else:
-            self.course.barriers.add(number)
+            self.course.add_barrier(number)
 
     def _look_for_change(self, error: Exception) -> None:
         """Raise `MembershipChanged` if the launcher announces a change, which explains a lost connection."""

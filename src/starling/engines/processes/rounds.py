@@ -9,10 +9,13 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes.forks import clone_store
+from starling.training.cuts import CutAgreement, Cuts
 from starling.training.pace import Pace
 
 ENDED = 1 << 30
 """Added to a round's key if the round will never open."""
+_CUT, _ENTERED = "cut", "entered"
+"""What the store has of a round that a learner wants to enter: whether it is the cut of a checkpoint barrier."""
 DRIFT = 1024
 """The maximum number of rounds that one learner may be ahead of another; older keys are removed from the store.
 Neighbours wait for each other in every round, so with any connected topology learners stay much closer."""
@@ -82,6 +85,51 @@ class StoreBoard(Board):
         self._store.add(_key(number), ENDED)
 
 
+class StoreCuts(CutAgreement):
+    """The cuts of a membership's checkpoint barriers, in the store.
+
+    Learners that have passed a barrier mark each round that they enter. The last to pass places the cut at the first
+    round that is not marked, nor was entered by a learner before it passed. The store decides which of both comes
+    first.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self._store, self._rank, self._world = store, rank, world
+        self._behind: Store | None = None  # the background's own connection
+
+    def passed(self, barrier: int, num_entered: int) -> None:
+        store, key = self._store, f"cuts/{barrier}/{{}}".format
+        store.set(key(f"entered/{self._rank}"), str(num_entered))
+        if int(store.add(key("passed"), 1)) < self._world:
+            return
+        number = max(self._entered(barrier))
+        while store.compare_set(key(number), "", _CUT) != _CUT.encode():
+            number += 1
+        store.set(key("place"), str(number))
+
+    def is_cut(self, barrier: int, number: int) -> bool:
+        if self._behind is None:
+            self._behind = clone_store(self._store)
+        return bool(self._behind.compare_set(f"cuts/{barrier}/{number}", "", _ENTERED) == _CUT.encode())
+
+    def cut(self, barrier: int) -> int | None:
+        key = f"cuts/{barrier}/place"
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
+    def saved(self, barrier: int) -> None:
+        store, key = self._store, f"cuts/{barrier}/{{}}".format
+        if int(store.add(key("saved"), 1)) < self._world:
+            return
+        marked = range(min(self._entered(barrier)), int(store.get(key("place"))) + 1)
+        names = ["passed", "place", "saved", *marked, *(f"entered/{rank}" for rank in range(self._world))]
+        for name in names:
+            store.delete_key(key(name))
+
+    def _entered(self, barrier: int) -> list[int]:
+        """How many rounds each learner had entered when it passed a barrier."""
+        return [int(self._store.get(f"cuts/{barrier}/entered/{rank}")) for rank in range(self._world)]
+
+
 class Rounds:
     """One learner's part in the averaging rounds.
 
@@ -92,6 +140,8 @@ class Rounds:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self.cuts: Cuts | None = None
+        """The states of this learner that wait for rounds, if it saves any."""
         self._lock = threading.Lock()
         self._pace = Pace()
         self._next = 0
@@ -111,6 +161,8 @@ class Rounds:
 
     def next(self, period: float) -> int | None:
         """Called by the background: wait for the next round. Returns its number, or None after the last."""
+        if self.cuts is not None:
+            self.cuts.completed(self._next)
         with self._lock:
             self._pace.completed()
             self._look_at_lag()
@@ -133,6 +185,8 @@ class Rounds:
                 self._look_at_lag()
                 return None
             self._pace.entered()
+        if self.cuts is not None:
+            self.cuts.entered(number)
         return number
 
     def kept_up(self, most: float) -> "Future[None] | None":

@@ -117,6 +117,7 @@ class VirtualLearner(Learner):
             buffers=self._named_buffers,
             suffer=self._suffer,
             consensus_distance=surroundings.consensus_distance if rank == 0 else lambda: None,
+            cut_agreement=self._rounds,
         )
 
     @property
@@ -205,7 +206,7 @@ class VirtualLearner(Learner):
             self._pace.opened()
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        self.replica.apply(delta, piece)
+        self.replica.apply(delta, piece, in_round=self.activity == BACKGROUND)
         self._record("apply", b"")
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
@@ -274,6 +275,8 @@ class VirtualLearner(Learner):
 
     def round(self, period: float) -> Handle[int | None]:
         number, self._next_round = self._next_round, self._next_round + 1
+        if self.course.cuts is not None:
+            self.course.cuts.completed(number)
         self._pace.completed()
         self._look_at_lag()
         self._pace.period = period
@@ -288,6 +291,8 @@ class VirtualLearner(Learner):
             takes_place = self._rounds.enter(number)
             self._record("round", struct.pack("<q", number if takes_place else -1))
             if takes_place:
+                if self.course.cuts is not None:
+                    self.course.cuts.entered(number)
                 self._pace.entered()
                 self.statistics.averaging.rounds += 1
             else:

@@ -1,7 +1,7 @@
 """The simulated network: messages that take time, means that learners join, rounds that open."""
 
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -368,6 +368,9 @@ class VirtualRounds:
         self._num_entered: dict[int, int] = {}
         self._num_opened = 0
         self._num_finished = 0
+        self._first_free = 0  # the first round that no learner has entered
+        self._counted: Counter[int] = Counter()  # learners, by the barrier that they have passed, or saved
+        self._cuts: dict[int, int] = {}
 
     def event(self, number: int) -> simpy.Event:
         """The event that round `number` opens, or will never open."""
@@ -384,10 +387,39 @@ class VirtualRounds:
         entered = self._num_entered[number] = self._num_entered.get(number, 0) + 1
         if entered == self._world:  # it is asked for no more
             del self._num_entered[number], self._events[number]
-        return number < self._num_opened
+        if number >= self._num_opened:
+            return False
+        self._first_free = max(self._first_free, number + 1)
+        return True
 
     def finish(self) -> None:
         """A learner will make no more gradients; after the last learner no round opens."""
         self._num_finished += 1
         if self._num_finished == self._world:
             self.event(self._num_opened).succeed()
+
+    def passed(self, barrier: int, num_entered: int) -> None:
+        """A learner has passed a checkpoint barrier; the last one places its cut, as `CutAgreement` has it."""
+        if self._is_last(barrier):
+            self._cuts[barrier] = self._first_free
+
+    def is_cut(self, barrier: int, number: int) -> bool:
+        """Whether a round is the cut of a barrier."""
+        return self._cuts.get(barrier) == number
+
+    def cut(self, barrier: int) -> int | None:
+        """The cut of a barrier, if it is known."""
+        return self._cuts.get(barrier)
+
+    def saved(self, barrier: int) -> None:
+        """A learner asks no more about the cut of a barrier."""
+        if self._is_last(barrier):
+            del self._cuts[barrier]
+
+    def _is_last(self, barrier: int) -> bool:
+        """Count a learner, of those that pass a barrier and then of those that save; whether it is the last of them."""
+        self._counted[barrier] += 1
+        if self._counted[barrier] < self._world:
+            return False
+        del self._counted[barrier]
+        return True

@@ -261,7 +261,7 @@ class _CountingReplica(Replica):
     def learning_rate(self, factor: float) -> float:
         return 0.0
 
-    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+    def apply(self, delta: Tensor, piece: slice | None = None, in_round: bool = False) -> None:
         self.version += piece is None or piece.stop == self._size
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
