@@ -169,7 +169,12 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
         remove_partial(folder.checkpoints)
         shutil.rmtree(folder.validation, ignore_errors=True)
         check_writable(folder.checkpoints)
-        begin_segment(folder.seen, *_continued(run))
+        if run.resume is None:
+            begin_segment(folder.seen, Position())
+        else:
+            begin_segment(
+                folder.seen, read_manifest(run.resume).position, ExperimentFolder(run.resume.parent.parent).seen
+            )
         folder.config.write_text(dump_recipe(run), encoding="utf-8")
         folder.environment.write_text(describe_environment(), encoding="utf-8")
     except OSError as error:
@@ -193,13 +198,6 @@ def _fresh_strategy(run: RunConfig, checkpoint: Path) -> str:
 def _is_elsewhere(run: RunConfig) -> bool:
     """Whether the run resumes from a checkpoint of another experiment."""
     return run.resume is not None and run.resume.resolve().parent.parent != run.folder.resolve()
-
-
-def _continued(run: RunConfig) -> tuple[Position, Path | None]:
-    """The position at which a run starts, and the earlier record of what learners saw, if it resumes."""
-    if run.resume is None:
-        return Position(), None
-    return read_manifest(run.resume).position, ExperimentFolder(run.resume.parent.parent).seen
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:

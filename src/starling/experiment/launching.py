@@ -136,7 +136,9 @@ def check_engine(run: RunConfig) -> None:
     cluster that cannot be reached."""
     if problems := list(only_simulated(run.faults)):
         raise ConfigError("\n".join(problems))
-    check_machines(run)
+    if run.launch.kind == "ray":
+        with connected(run.launch.address):
+            pass
     if run.launch.metrics_port is not None:
         require("monitoring", "launch.metrics_port")
     if run.launch.kind == "local" and run.engine.device == "cuda" and not torch.cuda.is_available():
@@ -154,13 +156,6 @@ def resumable(error: StarlingError, folder: ExperimentFolder, how_to_resume: str
     if found:
         error.add_note(f"resume with: {how_to_resume}")
     return error
-
-
-def check_machines(run: RunConfig) -> None:
-    """Raise the error of a cluster that a run needs and cannot reach, before the run prepares anything."""
-    if run.launch.kind == "ray":
-        with connected(run.launch.address):
-            pass
 
 
 def machines_of(run: RunConfig, say: Say) -> Machines:

@@ -95,11 +95,6 @@ Keep = Literal["checkpoint", "model", ""]
 Moment = Literal["epoch", "barrier", "end"]
 
 
-def keep_everything(report: EpochReport) -> Keep:
-    """Choose a checkpoint at the end of every epoch."""
-    return "checkpoint"
-
-
 class Saver(Silence):
     """An observer that saves in a background thread.
 
@@ -116,7 +111,7 @@ class Saver(Silence):
         writer: CheckpointWriter,
         tell: Callable[[LearnerMessage], None],
         curves: Path,
-        choose: Callable[[EpochReport], Keep] = keep_everything,
+        choose: Callable[[EpochReport], Keep] = lambda report: "checkpoint",
         model_writer: CheckpointWriter | None = None,
     ) -> None:
         self._background = BackgroundWriter(writer)

@@ -99,7 +99,7 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
     events = read_events(folder.log / "events.jsonl")
     is_virtual = (folder.log / "virtual.log").is_file()
     stretches = read_timeline(folder.seen)
-    curve = _curve(folder, stretches, events)
+    curve = _curve_of(stretches) or _curve_of_tensorboard(folder.tensorboard) or _curve_of_epochs(events)
     validations = _validations(events)
     staleness = _staleness(events)
     distances = [] if _has_one_model(settings) else _distances(events)
@@ -246,11 +246,6 @@ def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:
         if status.stage == "ended":
             return status.message
     return "no end on record: it still runs, or was killed" if last is not None else "not on record"
-
-
-def _curve(folder: ExperimentFolder, stretches: Sequence[Stretch], events: Sequence[Event]) -> list[CurvePoint]:
-    """The training loss: from the stretches, or else from TensorBoard's files, or else epoch by epoch."""
-    return _curve_of(stretches) or _curve_of_tensorboard(folder.tensorboard) or _curve_of_epochs(events)
 
 
 def _curve_of(stretches: Sequence[Stretch]) -> list[CurvePoint]:
