@@ -23,7 +23,7 @@ from starling.launch.messages import (
     encode,
 )
 from starling.reporting.curves import Curves
-from starling.reporting.meter import FAR
+from starling.reporting.epochs import FAR
 from starling.reporting.progress import Display
 from starling.training.job import Averaging, EpochReport, Spent
 from starling.workload import Ticket

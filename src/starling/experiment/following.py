@@ -22,8 +22,7 @@ from starling.recipe.run import RunConfig
 from starling.reporting.events import Events
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import Stalls
-from starling.reporting.status import learners_of
-from starling.reporting.summary import Record, summarise
+from starling.reporting.status import Record, learners_of, summarise
 from starling.timeouts import LOOK_EVERY
 from starling.workload import Position
 
