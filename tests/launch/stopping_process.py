@@ -69,7 +69,7 @@ class Run:
 
 
 class Keeping(Silence):
-    """Saves at every barrier and in the end; notes which mini-batches it computed, and how many were done at barriers."""
+    """Saves at every barrier and at the end; notes which mini-batches it computed, and how many were done by then."""
 
     def __init__(self, writer: CheckpointWriter, run: Run, rank: int, link: Link | None) -> None:
         self.seen: list[int] = []

@@ -9,7 +9,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from starling.launch.messages import EpochEnd
 from starling.reporting.curves import Curves
-from starling.reporting.meter import Meter
+from starling.reporting.epochs import Meter
 from tests.report.steps import step
 
 

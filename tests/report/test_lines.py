@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from starling.launch.messages import EpochEnd
+from starling.reporting.epochs import Meter
 from starling.reporting.lines import (
     MORE_WORKERS,
     OTHER_STRATEGY,
@@ -14,7 +15,6 @@ from starling.reporting.lines import (
     epoch_line,
     progress_line,
 )
-from starling.reporting.meter import Meter
 from tests.report.steps import step
 
 

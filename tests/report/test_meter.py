@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from starling.reporting.meter import FAR, Meter
+from starling.reporting.epochs import FAR, Meter
 from starling.training.job import Averaging, EpochReport, Spent
 from tests.report.steps import step
 

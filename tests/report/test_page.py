@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
 
-from starling.reporting import figures
+from starling.reporting import page as figures
 from starling.reporting.evidence import (
     Count,
     CurvePoint,

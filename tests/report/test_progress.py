@@ -12,9 +12,8 @@ from rich.console import Console
 
 from starling.errors import PeerLost
 from starling.launch.messages import EpochEnd, Saved, Snapshot
-from starling.reporting.epochs import Score
+from starling.reporting.epochs import Meter, Score
 from starling.reporting.events import Events
-from starling.reporting.meter import Meter
 from starling.reporting.progress import Bars, Display
 from tests.report.steps import step
 

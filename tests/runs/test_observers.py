@@ -22,7 +22,7 @@ from starling.launch.messages import (
     decode_from_learner,
     encode,
 )
-from starling.reporting.meter import FAR
+from starling.reporting.epochs import FAR
 from starling.reporting.progress import Display
 from starling.training.job import Averaging, EpochReport, Spent
 from starling.workload import Ticket

@@ -14,8 +14,8 @@ from starling.checkpoint.writer import CheckpointWriter, WriteModel
 from starling.experiment.folder import ExperimentFolder
 from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
 from starling.reporting.curves import Curves
+from starling.reporting.epochs import Meter
 from starling.reporting.lines import advice, advice_line, epoch_line, progress_line
-from starling.reporting.meter import Meter
 from starling.reporting.progress import Display
 from starling.training.job import ClaimReport, EpochReport, Observer, Silence, StepReport
 from starling.workload import Position

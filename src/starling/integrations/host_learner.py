@@ -1,16 +1,23 @@
-"""The learner of a host framework's training, from joining until it leaves."""
+"""What adapters share: the learner of a host framework's training, and the process group before its processes join."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from starling.engines.loop.joined import JoinedLearner
-from starling.launch.joining import attach
+from starling.launch.joining import attach, shared_place
 from starling.launch.rendezvous import is_learner, number_of_learners
+
+_NUM_GROUPS = count()
 
 
 class HostLearner:
@@ -73,3 +80,27 @@ class HostLearner:
                 yield
             finally:
                 self._is_showing = False
+
+
+def open_host_group(backend: str, timeout: timedelta | None = None, is_alone: bool = False) -> None:
+    """Give `torch.distributed` a default process group, unless it has one. All processes must call this equally often.
+
+    It uses the store that learners use later: a second one could not listen at the same port. A process that is alone,
+    because others were lost, gets a group of its own.
+    """
+    if dist.is_initialized():
+        return
+    if is_alone:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return
+    place = shared_place()
+    store = PrefixStore(f"host/{next(_NUM_GROUPS)}", place.store)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+    store.set(f"connected/{place.rank}", "")  # a process that ended at once would disturb those still connecting
+    store.wait([f"connected/{rank}" for rank in range(place.world)])
+
+
+def close_host_group() -> None:
+    """Make room for the learners' own process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

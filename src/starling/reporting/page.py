@@ -1,22 +1,44 @@
-"""The report page: one HTML file that shows experiments and needs nothing else to be read."""
+"""The report page: one HTML file that shows experiments and needs nothing else to be read, with plotly's figures."""
 
 import base64
 import gzip
+import html
 import json
+import math
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
+from numpy.typing import NDArray
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from starling.reporting import figures
-from starling.reporting.evidence import Evidence, Section
+from starling.reporting.evidence import CurvePoint, Evidence, Seconds, Section, Stretch
 from starling.reporting.lines import duration
 
 _TEMPLATE = Path(__file__).parent / "page.html.jinja"
+COLOURS = ("#3b82c4", "#e07b39", "#3a9d5d", "#b05cc6", "#c9a227", "#d1495b", "#5aa9a5", "#8d6e63")
+"""Of experiments; readable on white and on black."""
+KINDS = (
+    ("computing", "computing", "#3a9d5d"),
+    ("waiting_for_data", "waiting for data", "#e0a539"),
+    ("waiting_for_peers", "waiting for peers", "#d1495b"),
+)
+"""The kinds of a learner's time: each with an attribute of `Stretch`, its name on the page, and its colour."""
+MAX_STRETCHES = 3000
+"""In all timelines of a page together; each adds about 100 bytes to the page."""
+MAX_ROWS = 64
+"""Learners in one timeline."""
+_WINDOW = 20
+"""The timeline's buttons zoom to the duration of the first learner's first `_WINDOW` + 1 stretches."""
+_HEIGHT = 340
 
 
 def render(experiments: Sequence[Evidence], made: str) -> str:
@@ -26,15 +48,15 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
     and a content security policy in the page refuses every request.
     """
     drawn: dict[str, go.Figure | None] = {
-        "time": figures.loss_by_time(experiments),
-        "samples": figures.loss_by_samples(experiments),
-        "validation": figures.validation(experiments),
-        "speed-up": figures.speed_up(experiments),
-        "staleness": figures.staleness(experiments),
-        "consensus": figures.consensus(experiments),
+        "time": loss_by_time(experiments),
+        "samples": loss_by_samples(experiments),
+        "validation": validation(experiments),
+        "speed-up": speed_up(experiments),
+        "staleness": staleness(experiments),
+        "consensus": consensus(experiments),
     }
     timelines = {
-        f"timeline-{place}": (each, figures.timeline(each, figures.MAX_STRETCHES // len(experiments)))
+        f"timeline-{place}": (each, timeline(each, MAX_STRETCHES // len(experiments)))
         for place, each in enumerate(experiments)
     }
     drawn |= {name: figure for name, (_, figure) in timelines.items()}
@@ -47,7 +69,7 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
         experiments=experiments,
         figures={name for name, figure in drawn.items() if figure},
         timelines=[(name, each) for name, (each, figure) in timelines.items() if figure],
-        max_rows=figures.MAX_ROWS,
+        max_rows=MAX_ROWS,
         missing=lambda section: _missing(experiments, section),
         scored=[(each, scored) for each in experiments for scored in each.sets],
         specs=Markup(specs.replace("<", "\\u003c").replace("&", "\\u0026")),
@@ -60,3 +82,327 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
 def _missing(experiments: Sequence[Evidence], section: Section) -> list[tuple[str, str]]:
     """Label and sentence of the experiments that lack a part of the page."""
     return [(each.label, each.missing[section]) for each in experiments if section in each.missing]
+
+
+def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure | None:
+    """Training loss against the time of training."""
+    shown = [each for each in experiments if any(point.seconds is not None for point in each.curve)]
+    longest = max((point.seconds or 0.0 for each in shown for point in each.curve), default=0.0)
+    divisor, unit = _unit(longest)
+    figure = _figure(f"{_clock(shown)}, {unit}", "training loss")
+    for each in shown:
+        points = [point for point in each.curve if point.seconds is not None]
+        _losses(figure, experiments, each, points, [(point.seconds or 0.0) / divisor for point in points])
+    return figure if shown else None
+
+
+def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure | None:
+    """Training loss against mini-batches; a button shows it against utterances, where these are recorded."""
+    shown = [each for each in experiments if each.curve]
+    figure, unit = _figure("mini-batches of all learners", "training loss"), _unit_of_examples(shown)
+    x: dict[str, list[list[float]]] = {"mini-batches": [], unit: []}
+    for each in shown:
+        steps, examples = [point.step for point in each.curve], [point.examples or 0 for point in each.curve]
+        x["mini-batches"] += _losses(figure, experiments, each, each.curve, steps)
+        x[unit] += _x_of_losses(each.curve, examples)
+    if shown and all(point.examples is not None for each in shown for point in each.curve):
+        buttons = [
+            {"label": label, "method": "update", "args": [{"x": own}, {"xaxis.title.text": f"{label} of all learners"}]}
+            for label, own in x.items()
+        ]
+        _buttons(figure, buttons)
+    return figure if shown else None
+
+
+def validation(experiments: Sequence[Evidence]) -> go.Figure | None:
+    """Word error rate on the valid set, epoch by epoch."""
+    shown = [each for each in experiments if each.validations]
+    figure = _figure("epochs", "WER on the valid set, %")
+    figure.update_yaxes(rangemode="tozero")
+    for each in shown:
+        values = [score.wer for score in each.validations]
+        _line(figure, experiments, each, [score.epochs for score in each.validations], values, "lines+markers")
+    return figure if shown else None
+
+
+def speed_up(experiments: Sequence[Evidence]) -> go.Figure | None:
+    """Throughput relative to the experiments with the fewest learners, beside the ideal line. None where all have the
+    same number of learners, or some clocks are real and others simulated."""
+    shown = [each for each in experiments if each.throughput]
+    fewest = min((each.learners for each in shown), default=0)
+    most = max((each.learners for each in shown), default=0)
+    if fewest == most or len({each.is_virtual for each in shown}) > 1:
+        return None
+    base = mean(each.throughput or 0.0 for each in shown if each.learners == fewest) / fewest
+    figure = _figure(
+        "learners", f"{_unit_of_examples(shown)} per second, relative to {fewest} learner{'s' * (fewest > 1)}"
+    )
+    for place, (strategy, group) in enumerate(groupby(sorted(shown, key=_by_learners), attrgetter("strategy"))):
+        points = list(group)
+        figure.add_scatter(
+            x=[each.learners for each in points],
+            y=[(each.throughput or 0.0) / base / fewest for each in points],
+            text=[_safe(each.label) for each in points],
+            name=_safe(strategy),
+            mode="lines+markers",
+            line_color=COLOURS[place % len(COLOURS)],
+            hovertemplate="%{text}: %{x} learners, %{y:.2f} times",
+        )
+    ends = [fewest, most]
+    figure.add_scatter(
+        x=ends, y=[end / fewest for end in ends], name="ideal", mode="lines", line={"dash": "dot", "color": "#888888"}
+    )
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def timeline(experiment: Evidence, num_shown: int) -> go.Figure | None:
+    """When each learner computed and when it waited; `num_shown` stretches at most, of up to `MAX_ROWS` learners."""
+    learners = sorted({each.learner for each in experiment.stretches})[:MAX_ROWS]
+    if not learners:
+        return None
+    rows = [
+        _merged([each for each in experiment.stretches if each.learner == learner], max(1, num_shown // len(learners)))
+        for learner in learners
+    ]
+    height = max(200, 110 + 26 * len(learners))
+    figure = _figure(f"{_clock([experiment])}, s", "learner", height=height)
+    for attribute, words, colour in KINDS:
+        x, y, custom = _spans(rows, attribute)
+        if len(x):
+            figure.add_scatter(
+                x=x,
+                y=y,
+                customdata=custom,
+                mode="lines",
+                name=words,
+                line={"width": max(3, min(16, (height - 110) // len(learners) - 6)), "color": colour},
+                hovertemplate=f"learner %{{customdata[0]}} {words} for %{{customdata[1]:.4~g}} s<br>mini-batch "
+                "%{customdata[2]}%{customdata[3]}<extra></extra>",
+            )
+    tick_learners = learners if len(learners) <= 24 else learners[:: len(learners) // 12]
+    figure.update_yaxes(
+        tickvals=[learners.index(each) for each in tick_learners],
+        ticktext=[str(each) for each in tick_learners],
+        range=[len(learners) - 0.4, -0.6],
+        fixedrange=True,
+        showgrid=False,
+    )
+    figure.update_layout(hovermode="closest", dragmode="zoom")
+    begin = min(row[0].begin for row in rows)
+    end = max(row[-1].end for row in rows)
+    figure.update_xaxes(range=[begin, end])
+    if len(rows[0]) > 2 * _WINDOW:
+        width = rows[0][_WINDOW].end - rows[0][0].begin
+        middle = (begin + end) / 2
+        views = {
+            "whole run": [begin, end],
+            "beginning": [begin, begin + width],
+            "middle": [middle - width / 2, middle + width / 2],
+            "end": [end - width, end],
+        }
+        buttons = [
+            {"label": label, "method": "relayout", "args": [{"xaxis.range": window}]} for label, window in views.items()
+        ]
+        _buttons(figure, buttons)
+    return figure
+
+
+def staleness(experiments: Sequence[Evidence]) -> go.Figure | None:
+    """The share of gradients with each staleness."""
+    shown = [each for each in experiments if sum(each.staleness)]
+    figure = _figure("staleness: changes of the weights while a gradient was computed", "gradients, %")
+    for each in shown:
+        total = sum(each.staleness)
+        places = [place for place, count in enumerate(each.staleness) if count]
+        figure.add_bar(
+            x=places,
+            y=[100.0 * each.staleness[place] / total for place in places],
+            customdata=[each.staleness[place] for place in places],
+            name=_safe(each.label),
+            marker_color=_colour(experiments, each),
+            hovertemplate="staleness %{x}: %{y:.3~g} %, %{customdata} gradients",
+        )
+    figure.update_layout(barmode="group", hovermode="closest")
+    return figure if shown else None
+
+
+def consensus(experiments: Sequence[Evidence]) -> go.Figure | None:
+    """How far the learners' weights were from their mean."""
+    shown = [each for each in experiments if any(distance > 0.0 for _, distance in each.distances)]
+    figure = _figure("mini-batches of all learners", "consensus distance")
+    figure.update_yaxes(type="log", exponentformat="power")
+    for each in shown:
+        points = [point for point in each.distances if point[1] > 0.0]
+        _line(figure, experiments, each, [step for step, _ in points], [value for _, value in points], "lines+markers")
+    return figure if shown else None
+
+
+def _figure(x_title: str, y_title: str, height: int = _HEIGHT) -> go.Figure:
+    figure = go.Figure()
+    figure.update_layout(
+        template=None,
+        height=height,
+        margin={"l": 58, "r": 12, "t": 36, "b": 46},
+        hovermode="x unified",
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        showlegend=True,
+    )
+    figure.update_xaxes(title={"text": x_title}, zeroline=False)
+    figure.update_yaxes(title={"text": y_title}, zeroline=False)
+    return figure
+
+
+def _line(
+    figure: go.Figure,
+    experiments: Sequence[Evidence],
+    experiment: Evidence,
+    x: Sequence[float],
+    y: Sequence[float],
+    mode: str = "lines",
+) -> None:
+    figure.add_scatter(
+        x=list(x),
+        y=list(y),
+        mode=mode,
+        name=_safe(experiment.label),
+        legendgroup=_safe(experiment.label),
+        line={"color": _colour(experiments, experiment), "width": 1.8},
+        hovertemplate="%{y:.4~g}",
+    )
+
+
+def _losses(
+    figure: go.Figure,
+    experiments: Sequence[Evidence],
+    experiment: Evidence,
+    points: Sequence[CurvePoint],
+    x: Sequence[float],
+) -> list[list[float]]:
+    """A line, and the area between the lowest and the highest of several runs; gives the x values of both."""
+    _line(figure, experiments, experiment, x, [point.loss for point in points])
+    every = _x_of_losses(points, x)
+    for area in every[1:]:
+        colour = _colour(experiments, experiment)
+        figure.add_scatter(
+            x=area,
+            y=[*(point.high for point in points), *(point.low for point in reversed(points))],
+            mode="none",
+            fill="toself",
+            fillcolor=f"rgba({', '.join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))}, 0.15)",
+            hoverinfo="skip",
+            legendgroup=_safe(experiment.label),
+            showlegend=False,
+        )
+    return every
+
+
+def _x_of_losses(points: Sequence[CurvePoint], x: Sequence[float]) -> list[list[float]]:
+    return [[*x], [*x, *reversed(x)]] if points and points[0].low is not None else [[*x]]
+
+
+def _buttons(figure: go.Figure, buttons: Sequence[dict[str, Any]]) -> None:
+    figure.update_layout(
+        updatemenus=[
+            {
+                "type": "buttons",
+                "showactive": False,
+                "direction": "right",
+                "buttons": list(buttons),
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.02,
+                "yanchor": "bottom",
+                "pad": {"t": 0, "b": 4},
+                "font": {"size": 11},
+            }
+        ],
+        legend={"y": -58 / (figure.layout.height - 82), "yanchor": "top"},  # below the title of the x axis
+        margin={"t": 40, "b": 76},
+        height=figure.layout.height + 34,
+    )
+
+
+def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
+    """The stretches of one learner, with neighbours merged until there are at most `most`."""
+    size = math.ceil(len(stretches) / most)
+    return [_together(stretches[place : place + size]) for place in range(0, len(stretches), size)]
+
+
+def _together(group: Sequence[Stretch]) -> Stretch:
+    if len(group) == 1:
+        return group[0]
+    frames = sum(each.frames for each in group)
+    return Stretch(
+        learner=group[0].learner,
+        begin=group[0].begin,
+        end=group[-1].end,
+        step=group[-1].step,
+        batches=sum(each.batches for each in group),
+        examples=sum(each.examples for each in group),
+        frames=frames,
+        loss=sum(each.loss * each.frames for each in group if each.frames) / frames if frames else math.nan,
+        computing=sum(each.computing for each in group),
+        waiting_for_data=sum(each.waiting_for_data for each in group),
+        waiting_for_peers=sum(each.waiting_for_peers for each in group),
+    )
+
+
+def _spans(
+    rows: Sequence[Sequence[Stretch]], attribute: str
+) -> tuple[NDArray[np.float64], NDArray[np.int16], list[list[Any]]]:
+    """The lines of one kind of time: begin, middle, end and a gap each. A stretch ends with the computing of
+    its gradient; the wait for peers, which follows the previous gradient, and the wait for data come before it."""
+    x: list[float] = []
+    y: list[int] = []
+    custom: list[list[Any]] = []
+    for place, row in enumerate(rows):
+        for each in row:
+            seconds: Seconds = getattr(each, attribute)
+            behind = {
+                "computing": 0.0,
+                "waiting_for_data": each.computing,
+                "waiting_for_peers": each.computing + each.waiting_for_data,
+            }[attribute]
+            end = each.end - behind
+            begin = max(each.begin, end - seconds)
+            if end - begin <= 1e-6:
+                continue
+            more = f", with {each.batches - 1} before it" if each.batches > 1 else ""
+            told = [each.learner, round(seconds, 6), each.step + 1, more]
+            x += [round(begin, 5), round((begin + end) / 2, 5), round(end, 5), math.nan]
+            y += [place] * 4
+            custom += [told, told, told, []]
+    return np.array(x), np.array(y, dtype=np.int16), custom
+
+
+def _colour(experiments: Sequence[Evidence], experiment: Evidence) -> str:
+    return COLOURS[list(experiments).index(experiment) % len(COLOURS)]
+
+
+def _by_learners(experiment: Evidence) -> tuple[str, int]:
+    return experiment.strategy, experiment.learners
+
+
+def _clock(experiments: Sequence[Evidence]) -> str:
+    kinds = {each.is_virtual for each in experiments}
+    if kinds == {True}:
+        return "simulated time"
+    return "time of training" if kinds == {False} else "time of training, real or simulated"
+
+
+def _unit_of_examples(experiments: Sequence[Evidence]) -> str:
+    units = {each.unit for each in experiments}
+    return units.pop() if len(units) == 1 else "examples"
+
+
+def _unit(longest: Seconds) -> tuple[float, str]:
+    for seconds, name in ((3600.0, "h"), (60.0, "min")):
+        if longest > 3.0 * seconds:
+            return seconds, name
+    return 1.0, "s"
+
+
+def _safe(text: str) -> str:
+    """Plotly reads some HTML in its texts."""
+    return html.escape(text, quote=False)
