@@ -58,7 +58,7 @@ def test_padding_never_changes_an_utterance(config):
     together, together_lengths = model(padded, lengths)
     for row, matrix in enumerate(matrices):
         alone, alone_lengths = model(matrix[None], lengths[row : row + 1])
-        assert int(alone_lengths) == int(together_lengths[row]) == config.encoder_frames(len(matrix))
+        assert int(alone_lengths) == int(together_lengths[row]) == config.shape.encoder_frames(len(matrix))
         torch.testing.assert_close(together[row, : int(alone_lengths)], alone[0], atol=1e-5, rtol=0)
 
 
@@ -402,7 +402,7 @@ def test_outputs_are_log_probabilities(config):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         log_probs, _ = model(utterances([30])[0][None], torch.tensor([30]))
     assert log_probs.dtype == torch.float32
-    torch.testing.assert_close(log_probs.exp().sum(2), torch.ones(1, config.encoder_frames(30)))
+    torch.testing.assert_close(log_probs.exp().sum(2), torch.ones(1, config.shape.encoder_frames(30)))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -558,4 +558,4 @@ def test_encoder_frames_are_known_without_computing_them(config):
     model = build_model(config, 40, 5, seed=0)
     for num_frames in range(1, 20):
         log_probs, lengths = model(torch.zeros(1, num_frames, 40), torch.tensor([num_frames]))
-        assert log_probs.shape[1] == int(lengths) == config.encoder_frames(num_frames)
+        assert log_probs.shape[1] == int(lengths) == config.shape.encoder_frames(num_frames)

@@ -97,7 +97,6 @@ def test_audio_of_another_rate_and_of_many_channels_is_understood(trained):
         (torch.from_numpy(plain), 8000),
     ]
     assert [trained.transcribe(waveform, rate) for waveform, rate in forms] == ["MI DO FA"] * len(forms)
-    assert trained.transcribe_batch([], 8000) == []
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_chunk_by_chunk_is_the_whole_with_a_mask(config: ModelConfig) -> None:
             with torch.inference_mode():
                 whole, lengths = network(features, torch.tensor([length, length]))
             ours = streamed(network, features, block)
-            assert ours.shape[1] == int(lengths[0]) == config.encoder_frames(length)
+            assert ours.shape[1] == int(lengths[0]) == config.shape.encoder_frames(length)
             torch.testing.assert_close(ours, whole, atol=1e-5, rtol=0)
 
 

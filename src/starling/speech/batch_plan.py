@@ -7,7 +7,7 @@ shards at a time, however large the set is.
 import heapq
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,19 +52,9 @@ class BatchConfig(Config):
     the learners on this machine, the location of the data and the budget."""
 
 
-class Windows(Protocol):
-    """The parts of an epoch, each shuffled separately; a pure function of epoch and number."""
-
-    @property
-    def num_windows(self) -> int:
-        """Windows of an epoch; all epochs have as many."""
-
-    def members(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """The utterances of a window, in any order; one that is drawn twice occurs twice."""
-
-
 class ShardWindows:
-    """All shards of a set in random order, in windows of at most `most_shards`; each utterance once per epoch.
+    """The parts of an epoch, each shuffled separately; a pure function of epoch and number. Here, all shards of a set
+    in random order, in windows of at most `most_shards`; each utterance once per epoch.
 
     `shards` (`[N]`, ascending) is the shard of each utterance.
     """
@@ -75,6 +65,7 @@ class ShardWindows:
         self._seed = seed
 
     def members(self, epoch: int, number: int) -> NDArray[np.int64]:
+        """The utterances of a window, in any order; with a mixture, one that is drawn twice occurs twice."""
         num_shards = len(self._bounds) - 1
         order = np.random.default_rng(derive_seed(self._seed, "shards", epoch)).permutation(num_shards)
         first, end = (part * num_shards // self.num_windows for part in (number, number + 1))
@@ -116,9 +107,11 @@ class Planner:
         self._durations = durations
         self._config = config
         self._seed = seed
-        self.windows: Windows = ShardWindows(shards, config.window, seed)
-        if mixture is not None:
-            self.windows = mixture.windows(durations, shard_bounds(shards), config.window, seed)
+        self.windows = (
+            ShardWindows(shards, config.window, seed)
+            if mixture is None
+            else mixture.windows(durations, shard_bounds(shards), config.window, seed)
+        )
         self._epochs: dict[int, EpochPlan] = {}
         self._plans: dict[tuple[int, int], list[MiniBatch]] = {}
 

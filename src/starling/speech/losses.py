@@ -118,10 +118,10 @@ def check_ctc_fits(
     `on_too_short` is "list".
     """
     fastest, tempo = augment.fastest if augment is not None else (1.0, 1.0)
-    found, total = [], 0
+    shape, found, total = model.shape, [], 0
     for total, (name, text, seconds) in enumerate(utterances, 1):  # noqa: B007 - for the message below
         samples = math.ceil(round(seconds * features.sampling_rate) / fastest)
-        frames = model.encoder_frames(features.num_frames(samples, tempo))
+        frames = shape.encoder_frames(features.num_frames(samples, tempo))
         needed = frames_needed(tokenizer.encode(text, name))
         if frames < needed:
             found.append(TooShort(name, frames, needed))
@@ -130,7 +130,7 @@ def check_ctc_fits(
         raise DataError(
             f"{len(found)} of {total} utterances have too few encoder frames for CTC at speed "
             f"{fastest * tempo:g}: {shown}{', ...' if len(found) > 5 else ''}. Raise data.filter.min_seconds, lower "
-            f"model.subsampling (now {model.shape.subsampling}), use longer tokens, or leave them out with "
+            f"model.subsampling (now {shape.subsampling}), use longer tokens, or leave them out with "
             "data.filter.on_bad=skip"
         )
     return found

@@ -68,32 +68,29 @@ class LogMelLayer:
         shift = self._shifted(tempo)
         return (num_samples + shift // 2) // shift
 
-    @torch.no_grad()
     def __call__(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The energies `[frames, F]` of each waveform; they do not depend on the other waveforms."""
-        counts = [self.num_frames(len(waveform)) for waveform in waveforms]
-        between = -(-self.length // self.shift) - 1  # frames that overlap two utterances and are not used
-        first = np.cumsum([0, *(count + between for count in counts)])
-        rows = -(-int(first[-1]) // _MULTIPLE) * _MULTIPLE
-        samples = np.zeros((rows - 1) * self.shift + self.length, np.float32)
-        for waveform, count, row in zip(waveforms, counts, first[:-1].tolist(), strict=True):
-            self._lay(waveform.numpy(), count, samples[row * self.shift :], self.shift)
-        energies = self._energies(torch.from_numpy(samples), rows, self.shift, self.bank)
-        return [energies[row : row + count] for row, count in zip(first[:-1].tolist(), counts, strict=True)]
+        return self._of_waveforms(waveforms, self.shift, self.bank)
 
-    @torch.no_grad()
     def warped(self, waveform: torch.Tensor, warp: Warp) -> torch.Tensor:
         """The energies `[frames, F]` of one waveform `[T]`, warped: windows of the same length are further apart for a
         higher tempo, rounded to samples, and the mel bank sees a warped frequency axis."""
-        shift = self._shifted(warp.tempo)
-        count = self.num_frames(len(waveform), warp.tempo)
-        rows = -(-count // _MULTIPLE) * _MULTIPLE
-        samples = np.zeros((rows - 1) * shift + self.length, np.float32)
-        self._lay(waveform.numpy(), count, samples, shift)
         bank = self.bank
         if warp.frequency != 1.0:
             bank = mel_bank(self.bank.shape[1], self._fft_length, self._rate, *self._edges, warp.frequency)
-        return self._energies(torch.from_numpy(samples), rows, shift, bank)[:count]
+        return self._of_waveforms([waveform], self._shifted(warp.tempo), bank)[0]
+
+    @torch.no_grad()
+    def _of_waveforms(self, waveforms: Sequence[torch.Tensor], shift: int, bank: torch.Tensor) -> list[torch.Tensor]:
+        counts = [(len(waveform) + shift // 2) // shift for waveform in waveforms]
+        between = -(-self.length // shift) - 1  # frames that overlap two utterances and are not used
+        first = np.cumsum([0, *(count + between for count in counts)]).tolist()
+        rows = -(-first[-1] // _MULTIPLE) * _MULTIPLE
+        samples = np.zeros((rows - 1) * shift + self.length, np.float32)
+        for waveform, count, row in zip(waveforms, counts, first[:-1], strict=True):
+            self._lay(waveform.numpy(), count, samples[row * shift :], shift)
+        energies = self._energies(torch.from_numpy(samples), rows, shift, bank)
+        return [energies[row : row + count] for row, count in zip(first[:-1], counts, strict=True)]
 
     @torch.no_grad()
     def of_samples(self, samples: torch.Tensor, count: int) -> torch.Tensor:

@@ -140,13 +140,7 @@ class Recogniser:
 
         Raises DataError for audio that is empty, shorter than one window or not finite.
         """
-        return self.transcribe_batch([waveform], rate)[0]
-
-    def transcribe_batch(self, waveforms: Sequence[np.ndarray | torch.Tensor], rate: int) -> list[str]:
-        """The texts of several recordings, in one batch; shapes and errors as for `transcribe`."""
-        if not waveforms:
-            return []
-        return self.texts(*self.hear([self.matrix(waveform, rate) for waveform in waveforms]))
+        return self.texts(*self.hear([self.matrix(waveform, rate)]))[0]
 
     def matrix(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
         """The features `[T, F]` of one recording; shapes and errors as for `transcribe`."""

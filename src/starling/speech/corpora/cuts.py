@@ -119,10 +119,15 @@ def utterance_of(cut: Any, utterance_id: str | None, origin: str, channel: int |
     )
 
 
+def _parts(cut: Any) -> tuple[list[Any], list[Any]]:
+    """The cuts that a cut mixes, or itself, and their audio sources."""
+    tracks = [track.cut for track in cut.tracks] if hasattr(cut, "tracks") else [cut]
+    return tracks, [source for each in tracks if each.has_recording for source in each.recording.sources]
+
+
 def _segment(cut: Any) -> str:
     """A cut's audio files, start and duration."""
-    tracks = [track.cut for track in cut.tracks] if hasattr(cut, "tracks") else [cut]
-    sources = [source for each in tracks if each.has_recording for source in each.recording.sources]
+    _, sources = _parts(cut)
     return " ".join([*(str(each.source) for each in sources if each.type == "file"), str(cut.start), str(cut.duration)])
 
 
@@ -138,8 +143,7 @@ def _load(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audi
 def _loaded(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audio:
     """The audio of a cut. A simple segment of a file is read by `read_audio`, with its checks."""
     name = f"{origin} (cut {cut.id})"
-    tracks = [track.cut for track in cut.tracks] if hasattr(cut, "tracks") else [cut]
-    sources = [source for each in tracks if each.has_recording for source in each.recording.sources]
+    tracks, sources = _parts(cut)
     for source in sources:
         if source.type in _REFUSED_SOURCES:
             raise DataError(f"{name}: its audio source is a {source.type} ({source.source!r}); only files are read")

@@ -199,10 +199,6 @@ class ModelConfig(Config):
             shape = replace(shape, subsampling=math.prod(stride for _, stride in shape.convolutions))
         return shape
 
-    def encoder_frames(self, num_frames: int) -> int:
-        """Frames in which the network emits tokens, of `num_frames` feature frames."""
-        return self.shape.encoder_frames(num_frames)
-
     def latency(self, frame_shift: float, frame_length: float) -> float | None:
         """The algorithmic latency of a streaming model in seconds; None: it needs the whole utterance.
 

@@ -177,6 +177,8 @@ class ConformerCtc(StreamingNetwork):
     and positions are rotary unless `positions: relative` asks for those of the paper.
     """
 
+    cache_names = ("attention", "convolution", "remembered")
+
     def __init__(self, shape: ConformerShape, num_features: int, vocab_size: int) -> None:
         super().__init__()
         self.rotary = shape.positions == "rotary"
@@ -202,11 +204,6 @@ class ConformerCtc(StreamingNetwork):
         for block in self.blocks:
             frames = block(frames, inside, places, visible, None if chunks is None else chunks.frames)
         return frames, lengths
-
-    @property
-    def cache_names(self) -> tuple[str, ...]:
-        """The name of each of `caches`."""
-        return "attention", "convolution", "remembered"
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
         """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before, what the convolutions hear of them

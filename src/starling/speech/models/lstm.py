@@ -13,6 +13,8 @@ from starling.speech.models.subsampling import ConvSubsampling
 class LstmCtc(StreamingNetwork):
     """Convolutional subsampling, LSTM layers in the direction of time, an optional bottleneck, CTC outputs."""
 
+    cache_names = ("recurrent",)
+
     def __init__(self, shape: RecurrentShape, num_features: int, vocab_size: int) -> None:
         super().__init__()
         self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
@@ -30,11 +32,6 @@ class LstmCtc(StreamingNetwork):
         for index, layer in enumerate(self.layers):
             frames, _ = layer(self.dropout(frames) if index else frames)
         return self.bottleneck(self.dropout(frames)), lengths
-
-    @property
-    def cache_names(self) -> tuple[str, ...]:
-        """The name of each of `caches`."""
-        return ("recurrent",)
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
         """Outputs and cells `[B, layers, 2, hidden]` of the last frame."""

@@ -225,18 +225,27 @@ _DEEP_SPEECH = {
     "small": DeepSpeechShape(hidden=240, context=9, subsampling=4, dropout=0.1),
     "original": DeepSpeechShape(hidden=2048, context=9, subsampling=2, dropout=0.05),
 }
-_ROTARY: dict[str, Any] = {"positions": "rotary", "subsampling": 4}
-_TRANSFORMER = {
-    name: TransformerShape(
+
+
+def _attention(
+    kind: Callable[..., ModelShape], name: str, layers: int, width: int, heads: int, channels: int, **further: int
+) -> ModelShape:
+    return kind(
         layers=layers,
         width=width,
         heads=heads,
         feed_forward=4 * width,
+        positions="rotary",
         channels=channels,
+        subsampling=4,
         dropout=0.0 if name == "tiny" else 0.1,
-        **_ROTARY,
+        **further,
     )
-    for name, layers, width, heads, channels in (
+
+
+_TRANSFORMER = {
+    name: _attention(TransformerShape, name, *sizes)
+    for name, *sizes in (
         ("tiny", 2, 64, 4, 32),
         ("small", 4, 128, 4, 64),
         ("medium", 6, 256, 4, 128),
@@ -245,22 +254,13 @@ _TRANSFORMER = {
     )
 }
 _CONFORMER = {
-    name: ConformerShape(
-        layers=layers,
-        width=width,
-        heads=heads,
-        feed_forward=4 * width,
-        kernel=kernel,
-        channels=channels,
-        dropout=0.0 if name == "tiny" else 0.1,
-        **_ROTARY,
-    )
-    for name, layers, width, heads, kernel, channels in (
-        ("tiny", 2, 48, 4, 15, 32),
-        ("small", 4, 96, 4, 15, 64),
-        ("medium", 16, 144, 4, 31, 144),  # the last three have the sizes of the paper's S, M and L
-        ("large", 16, 256, 4, 31, 256),
-        ("huge", 17, 512, 8, 31, 256),
+    name: _attention(ConformerShape, name, *sizes, kernel=kernel)
+    for name, kernel, *sizes in (
+        ("tiny", 15, 2, 48, 4, 32),
+        ("small", 15, 4, 96, 4, 64),
+        ("medium", 31, 16, 144, 4, 144),  # the last three have the sizes of the paper's S, M and L
+        ("large", 31, 16, 256, 4, 256),
+        ("huge", 31, 17, 512, 8, 256),
     )
 }
 _ZIPFORMER = {

@@ -42,6 +42,8 @@ class StreamingNetwork(Network):
     """
 
     subsampling: ConvSubsampling
+    cache_names: tuple[str, ...]
+    """The name of each of `caches`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,11 +59,6 @@ class StreamingNetwork(Network):
             return None
         frames = 1 + int(float(draw[1]) * 2 * self.chunks.frames)
         return Chunks(frames, -(-self.chunks.left * self.chunks.frames // frames))
-
-    @property
-    def cache_names(self) -> tuple[str, ...]:
-        """The name of each of `caches`."""
-        raise NotImplementedError
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
         """What the layers remember before the first chunk."""

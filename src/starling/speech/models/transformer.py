@@ -106,6 +106,8 @@ def _near(num_frames: int, span: int, device: torch.device) -> torch.Tensor:
 class TransformerCtc(StreamingNetwork):
     """Convolutional subsampling, a projection to the width, positions, pre-norm blocks, LayerNorm, CTC outputs."""
 
+    cache_names = ("attention", "remembered")
+
     def __init__(self, shape: TransformerShape, num_features: int, vocab_size: int) -> None:
         super().__init__()
         self.rotary = shape.positions == "rotary"
@@ -138,11 +140,6 @@ class TransformerCtc(StreamingNetwork):
         for block in self.blocks:
             frames = block(frames, visible, angles)
         return self.norm(frames), lengths
-
-    @property
-    def cache_names(self) -> tuple[str, ...]:
-        """The name of each of `caches`."""
-        return "attention", "remembered"
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
         """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before, and which of them exist `[B, L]`."""

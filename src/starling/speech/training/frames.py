@@ -317,7 +317,7 @@ def _by_ctc(
     numbers = frames.utterances.tolist()
     texts = [" ".join(train.text(number).split()) for number in numbers]
     tokens = [model.tokenizer.encode(text, train.id(number)) for text, number in zip(texts, numbers, strict=True)]
-    emitted = np.asarray([model.model_config.encoder_frames(int(length)) for length in frames.lengths])
+    emitted = np.asarray([model.model_config.shape.encoder_frames(int(length)) for length in frames.lengths])
     positions = flat_start(transcripts, frames.lengths)
     fits = [each for each in range(len(frames)) if emitted[each] >= frames_needed(tokens[each])]
     rows = [ctc_row(tokens[each]) for each in fits]
