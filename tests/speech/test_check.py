@@ -291,6 +291,7 @@ def _source(texts: list[str], reads: Counter[str]) -> Source:
     return Source("train", lambda: utterances, RATE, "upper", FilterConfig(on_bad="skip"), {}, None, "")
 
 
+@pytest.mark.wide
 def test_two_thousand_utterances_take_seconds_and_each_is_read_once() -> None:
     """Only candidates for the same recording are read again; time grows with utterances, not with their pairs."""
     reads: Counter[str] = Counter()
