@@ -191,7 +191,9 @@ def test_a_server_lends_no_number_that_a_saved_worker_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "linked"), [(CASES["ring"], "linked"), (CASES["super-learners"], "apart")], ids=["ring", "super-learners"]
+    ("case", "linked"),
+    [(CASES["ring"], "linked"), pytest.param(CASES["super-learners"], "apart", marks=pytest.mark.wide)],
+    ids=["ring", "super-learners"],
 )
 def test_a_checkpoint_of_processes_has_each_mini_batch_once(
     case: tuple[str, dict[str, Any], int], linked: str, tmp_path: Path
@@ -239,7 +241,9 @@ class Walker:
         )
 
 
-@pytest.mark.parametrize(("engine", "num_orders"), [("virtual", 200), ("processes", 40)])
+@pytest.mark.parametrize(
+    ("engine", "num_orders"), [("virtual", 200), pytest.param("processes", 40, marks=pytest.mark.wide)]
+)
 def test_all_learners_save_after_the_same_round_in_whatever_order_they_act(engine: str, num_orders: int) -> None:
     """Random orders in which learners enter rounds, complete them, pass barriers and save."""
     import simpy

@@ -139,6 +139,7 @@ def test_64_workers_cannot_be_received_at_once(monkeypatch: pytest.MonkeyPatch) 
         assert by_cluster.share("adpsgd random", 16, "equal", send_time) <= min(1.0, 1.0 / send_time) * 1.01
 
 
+@pytest.mark.wide
 def test_the_table_of_speeds_that_the_documents_show_is_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

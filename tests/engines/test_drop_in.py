@@ -98,7 +98,7 @@ TROUBLED: dict[str, dict[str, Any]] = {
     "server-final": {"strategy": "parameter-server", "final": True, "slow": 1},
 }
 Runner = Callable[[int], dict[str, list[dict[str, Tensor]]]]
-every_world = pytest.mark.parametrize("world", [2, 3])
+every_world = pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.wide)])
 
 
 def command(cases: dict[str, Any], folder: Path) -> list[str]:

@@ -252,6 +252,7 @@ def test_a_joiner_that_fails_while_it_joins_is_left_out(trouble: str, reason: st
     run.assert_whole(2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("trouble", ["half-fails", pytest.param("half-shot", marks=pytest.mark.soak)])
 def test_half_a_super_learner_does_not_wait_for_ever(trouble: str, tmp_path: Path) -> None:
     """One of two joiners fails, before it is ready or when the others expect both: the other one is left out too, and

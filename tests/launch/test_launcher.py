@@ -105,7 +105,7 @@ def test_learners_that_finish_leave_nothing_behind(side_by_side: dict[int, GoodR
     assert not list(own_learners())
 
 
-@pytest.mark.parametrize("num_workers", [1, 0])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(0, marks=pytest.mark.wide)])
 def test_a_learner_ten_times_slower_ends_at_most_about_one_of_its_gradients_after_the_others(
     num_workers: int, tmp_path: Path
 ) -> None:
@@ -155,7 +155,7 @@ def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path:
     ("mode", "where"),
     [
         ("delay-by-one/dies", "a mean, round 1"),
-        ("dpsgd/dies", "(sending to|receiving from) learner [012], round 1"),
+        pytest.param("dpsgd/dies", "(sending to|receiving from) learner [012], round 1", marks=pytest.mark.wide),
         ("adpsgd/dies", "(sending to|receiving from) learner [012], after [0-9]+ claims"),
     ],
 )
@@ -285,7 +285,10 @@ def test_a_killed_learner_leaves_no_shared_memory_and_no_temporary_file(
     temporary.rmdir()  # it is empty
 
 
-@pytest.mark.parametrize(("strategy", "where"), [("delay-by-one", "a mean"), ("adpsgd", "(sending|receiving) .*")])
+@pytest.mark.parametrize(
+    ("strategy", "where"),
+    [("delay-by-one", "a mean"), pytest.param("adpsgd", "(sending|receiving) .*", marks=pytest.mark.wide)],
+)
 def test_a_learner_that_stops_for_longer_than_the_time_out_is_lost(strategy: str, where: str, tmp_path: Path) -> None:
     """Means of vectors obey `timeout_seconds` too; a stopped learner is named and then ended."""
     stopped: list[int] = []

@@ -41,6 +41,7 @@ def steps_of(strategy: str, trouble: str, world: int, folder: Path) -> list[int]
     return [json.loads(said.splitlines()[-1])["steps"] for _, said in ends]
 
 
+@pytest.mark.wide
 def test_ten_times_as_slow_a_learner_slows_those_in_step_and_not_the_others(tmp_path: Path) -> None:
     """By counted steps of runs of the same time, in which learners sleep, so that cores are not the limit.
 
@@ -56,7 +57,14 @@ def test_ten_times_as_slow_a_learner_slows_those_in_step_and_not_the_others(tmp_
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "adpsgd", pytest.param("parameter-server", marks=pytest.mark.soak)])
-@pytest.mark.parametrize(("trouble", "total"), [("zero", 0), ("one", 1), ("unequal", NUM_STEPS)])
+@pytest.mark.parametrize(
+    ("trouble", "total"),
+    [
+        pytest.param("zero", 0, marks=pytest.mark.wide),
+        pytest.param("one", 1, marks=pytest.mark.wide),
+        ("unequal", NUM_STEPS),
+    ],
+)
 def test_no_step_one_step_and_unequal_shares_are_a_clean_end(
     strategy: str, trouble: str, total: int, tmp_path: Path
 ) -> None:
@@ -67,7 +75,7 @@ def test_no_step_one_step_and_unequal_shares_are_a_clean_end(
         assert sum(steps) == 0
 
 
-@pytest.mark.parametrize("is_borne", [False, True], ids=["stop", "continue"])
+@pytest.mark.parametrize("is_borne", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["stop", "continue"])
 def test_a_learner_killed_while_starting_is_a_clear_end(is_borne: bool, tmp_path: Path) -> None:
     """Before all have met the run cannot continue: one message says which learner and when, soon; no orphan."""
     fired = threading.Event()

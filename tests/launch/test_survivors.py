@@ -103,6 +103,7 @@ def test_a_super_learner_that_has_lost_a_learner_leaves_whole(tmp_path: Path) ->
     assert harm.said[2]["num_done"] >= NUM_MINI_BATCHES
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "strategy",
     [

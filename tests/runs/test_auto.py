@@ -364,6 +364,7 @@ def emulated(**changes: Any) -> starling.Job:
     )
 
 
+@pytest.mark.wide
 def test_real_learners_measure_choose_train_and_resume_with_the_same_choice(tmp_path: Path) -> None:
     """Three processes, one ten times slower: it is found, `adpsgd` is chosen, noted and run; a resume keeps it."""
     said = io.StringIO()
@@ -399,6 +400,7 @@ def test_one_learner_needs_no_measuring(tmp_path: Path) -> None:
     assert trained.job.strategy.name == "allreduce"
 
 
+@pytest.mark.wide
 def test_learners_of_another_launcher_agree_on_the_choice(tree: Tree, tmp_path: Path) -> None:
     """As under torchrun: they measure, learner 0 chooses and notes it, and all train with it."""
     (tmp_path / "songs.yaml").write_text(yaml.safe_dump(tree | {"strategy": "auto"}))

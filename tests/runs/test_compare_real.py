@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.runs.test_compare import Tree, compared, results, run
 from tests.runs.test_compare_job import accuracy, compare
 
 __all__ = ["compared"]
 
 
+@pytest.mark.wide
 def test_real_learners_are_measured_by_their_own_clock(tmp_path: Path) -> None:
     """Two processes: waits, bytes and the loss of each epoch; diverging is a result there, too; no checkpoint stays."""
     table = compare(
@@ -29,6 +32,7 @@ def test_real_learners_are_measured_by_their_own_clock(tmp_path: Path) -> None:
     assert (folder / "log" / "events.jsonl").is_file() and not (folder / "checkpoints").exists()
 
 
+@pytest.mark.wide
 def test_a_recipe_is_compared_with_real_learners(compared: Tree, tmp_path: Path) -> None:
     """Those of `starling.train`, which decode and count as the simulated ones do."""
     del compared["compare"]["arms"]["delay"]

@@ -65,6 +65,7 @@ def recogniser_of(
     return recogniser
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", MODELS)
 def test_onnx_agrees_with_torch(name: str, tmp_path: Path) -> None:
     """To 1e-4, for any number of utterances of any length; chunk by chunk as well, from the program's own features."""
@@ -90,6 +91,7 @@ def test_onnx_agrees_with_torch(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(np.concatenate(chunks), whole[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("normalise", ["utterance", "speech", "global", "none"])
 def test_the_programs_features_are_those_of_training(normalise: str, tmp_path: Path) -> None:
     """To 1e-3 of their own size, in NumPy; and its resampling is ours."""

@@ -288,6 +288,7 @@ def _source(texts: list[str], reads: Counter[str]) -> Source:
     return Source(Checking("train", RATE, "upper", FilterConfig(on_bad="skip")), lambda: utterances)
 
 
+@pytest.mark.wide
 def test_two_thousand_utterances_take_seconds_and_each_is_read_once() -> None:
     """Only candidates for the same recording are read again; time grows with utterances, not with their pairs."""
     reads: Counter[str] = Counter()
