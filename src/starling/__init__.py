@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from starling.learner import Handle, Learner
     from starling.predict.costs import Profile
     from starling.predict.plan import Plan, plan
-    from starling.speech.commands.transcribe import load_model
     from starling.speech.recipe import Recipe, load_recipe
     from starling.speech.recogniser import Recogniser
+    from starling.speech.transcribing.files import load_model
     from starling.speech.transcribing.transcriber import Live, Transcriber
     from starling.speech.transcribing.transcript import Segment, Transcript, Update, Word
     from starling.strategies import STRATEGIES, Strategy

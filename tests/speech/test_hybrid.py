@@ -18,7 +18,6 @@ from starling.speech.hybrid.alignment import (
     Gaussians,
     Transcripts,
     align_with_gaussians,
-    ctc_row,
     flat_start,
     from_ctc,
     tie_states,
@@ -30,6 +29,7 @@ from starling.speech.hybrid.sequences import SequencePlanner
 from starling.speech.hybrid.store import AlignedFrames, Frames, FrameWriter, save_states
 from starling.speech.hybrid.tying import Statistics, grow_tree
 from starling.speech.hybrid.units import Transcriber
+from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.models import ModelConfig, build_model, count_parameters
 from starling.speech.tokens import CharacterTokenizer
 

@@ -19,8 +19,8 @@ from starling.files import sha256
 from starling.speech.decoding import attention, transducer
 from starling.speech.decoding.greedy import greedy_decode
 from starling.speech.features import FeatureConfig, LogMel, UtteranceSource, resample
-from starling.speech.hybrid.decoder import WordDecoder
 from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
+from starling.speech.hybrid.viterbi import WordDecoder
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.models.network import Decoder, Network

@@ -91,9 +91,9 @@ class Speech(Task["Recipe"]):
         evaluate(folder.path, None, tell, console, is_best)
 
     def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
-        from starling.speech.commands.scored import read_set
+        from starling.speech.scoring.evidence import scored_set
 
-        return read_set(folder, file)
+        return scored_set(folder, file)
 
     def mini_batches(self, recipe: Recipe, folder: ExperimentFolder) -> MiniBatches:
         from starling.speech.training.frame_plan import load_frame_plan

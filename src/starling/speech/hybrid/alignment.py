@@ -11,8 +11,7 @@ from torch import Tensor
 from starling.speech.hybrid.store import Frames
 from starling.speech.hybrid.tying import StateTree, Statistics, grow_tree
 from starling.speech.hybrid.units import ContextState, Transcriber
-from starling.speech.hybrid.viterbi import best_path
-from starling.speech.tokens import BLANK
+from starling.speech.hybrid.viterbi import best_path, ctc_spans
 
 SPLICE = 2
 """Neighbours on either side that the Gaussians hear with a frame."""
@@ -179,26 +178,14 @@ def tie_states(
     return tree, [row[path] for row, path in zip(tied, positions, strict=True)]
 
 
-def ctc_row(tokens: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """What CTC emits for `tokens`: blanks around each, which may be left out but between equal neighbours."""
-    labels = np.full(2 * len(tokens) + 1, BLANK, np.int32)
-    labels[1::2] = tokens
-    optional = np.zeros(len(labels), np.bool_)
-    optional[0::2] = True
-    optional[2:-1:2] = labels[1:-2:2] != labels[3::2]
-    return labels, optional
-
-
 def from_ctc(path: NDArray[np.int32], subsampling: int, num_frames: int, text: str, per_unit: int) -> NDArray[np.int32]:
     """The position of each feature frame, from the path of a CTC model through `ctc_row` of a text's characters.
 
     A boundary lies halfway between the frames in which two neighbours are emitted, as do those of silence at the ends;
     the token of a space is silence. A character's frames are divided equally among its states.
     """
-    num_tokens = len(text)
-    first = np.asarray([np.flatnonzero(path == 2 * token + 1)[0] for token in range(num_tokens)]) * subsampling
-    last = np.asarray([np.flatnonzero(path == 2 * token + 1)[-1] + 1 for token in range(num_tokens)]) * subsampling
-    last = np.minimum(last, num_frames)
+    first, behind = (each * subsampling for each in ctc_spans(path, len(text)))
+    last = np.minimum(behind, num_frames)
     cuts = [first[0] // 2, *((last[:-1] + first[1:]) // 2), (last[-1] + num_frames) // 2, num_frames]
     positions = np.zeros(num_frames, np.int32)
     position = 1

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, DataError
 from starling.experiment.claim import unwritable
 from starling.experiment.folder import ExperimentFolder
@@ -22,7 +21,6 @@ from starling.speech.hybrid.alignment import (
     Transcripts,
     align,
     align_with_gaussians,
-    ctc_row,
     flat_start,
     from_ctc,
     tie_states,
@@ -32,10 +30,12 @@ from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, 
 from starling.speech.hybrid.losses import PADDING, FrameBatch, frame_loss
 from starling.speech.hybrid.store import Frames, FrameWriter, save_states
 from starling.speech.hybrid.units import Transcriber
+from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.losses import TooShort, frames_needed
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
+from starling.speech.trained import load_newest
 from starling.speech.training.frame_plan import FramePlan
 from starling.speech.training.plan import kept_utterances
 from starling.speech.union import SpeechSets
@@ -243,7 +243,7 @@ def _align(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Fram
 
 def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
     """The model that aligns; ConfigError where its frames or characters are others than those of the recipe."""
-    model = Recogniser.load(source if (source / "config.json").is_file() else load(latest(source)).model_folder)
+    model = load_newest(source)
     if model.features.sampling_rate != recipe.data.sampling_rate:
         raise ConfigError(
             f"alignment.experiment: {source} hears {model.features.sampling_rate} Hz, and data.sampling_rate is "

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError
 from starling.speech.recogniser import Recogniser
+from starling.speech.trained import load_newest
 from starling.training.freezing import OUTPUT, OUTPUTS, PHONES
 
 _ROW_BLOCKS = {".weight_ih_l": 4, ".weight_hh_l": 4, ".bias_ih_l": 4, ".bias_hh_l": 4, ".attention.inputs.": 3}
@@ -42,7 +42,7 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
         ConfigError: `sizes` is strict and some sizes differ, which the message lists; or nothing fits.
         CheckpointError: `source` has no model.
     """
-    other = Recogniser.load(source if (source / "config.json").is_file() else load(latest(source)).model_folder)
+    other = load_newest(source)
     own, theirs = recogniser.model.state_dict(), other.model.state_dict()
     problems = [
         f"{name} is {_shape(own.get(name))} here, {_shape(theirs.get(name))} there"

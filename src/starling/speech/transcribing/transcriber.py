@@ -8,12 +8,13 @@ import torch
 from numpy.typing import NDArray
 
 from starling.errors import DataError
+from starling.speech.decoding.greedy import Emission
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import Resampler
 from starling.speech.streaming import Stream, can_stream
 from starling.speech.transcribing.segmenter import Piece, Segmentation, Segmenter
 from starling.speech.transcribing.sound import check_rate, checked
-from starling.speech.transcribing.timing import Emission, aligned, greedy_path, words_of
+from starling.speech.transcribing.timing import aligned, greedy_path, words_of
 from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update
 
 Search: TypeAlias = Callable[[NDArray[np.float32]], str]

@@ -5,24 +5,21 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
-from starling.checkpoint.manifest import MANIFEST
-from starling.checkpoint.reader import load
 from starling.errors import ConfigError, DataError, did_you_mean
 from starling.extras import require
 from starling.files import replace_file
 from starling.reporting.progress import Bars, Say
-from starling.speech.commands.recognisers import Use, load_recogniser, open_experiment
-from starling.speech.recogniser import Recogniser
+from starling.speech.trained import is_model, load_newest, load_recogniser, open_experiment
 from starling.speech.transcribing.formats import FORMATS, Format, formatted
 from starling.speech.transcribing.segmenter import Piece
-from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm_blocks
+from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
 from starling.speech.transcribing.transcript import Seconds, Segment, Transcript
 
@@ -57,18 +54,16 @@ def load_model(
         'THREE SEVEN ONE'
     """
     path = Path(model)
-    is_model, is_checkpoint = (path / "config.json").is_file(), (path / MANIFEST).is_file()
-    if is_model or is_checkpoint:
+    if is_model(path):
         if best or beam:
             raise ConfigError(f"{path}: the best model and the beam search belong to an experiment; name its folder")
-        return Transcriber(Recogniser.load(path if is_model else load(path).model_folder))
-    use = Use.read(path)
-    if beam and use.loss != "ctc":
-        raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {use.loss}")
-    recogniser = load_recogniser(path, use, best)
+        return Transcriber(load_newest(path))
     if not beam:
-        return Transcriber(recogniser)
+        return Transcriber(load_recogniser(path, best))
     folder, recipe = open_experiment(path)
+    if recipe.loss != "ctc":
+        raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {recipe.loss}")
+    recogniser = load_recogniser(path, best)
     require("decoding", "the beam search", ("flashlight",))
     from starling.speech.commands.beam_search import best_search
 
@@ -76,7 +71,7 @@ def load_model(
         return Transcriber(recogniser, search.text)
 
 
-def transcribe(
+def transcribe_files(
     experiment: Path,
     inputs: Sequence[Path],
     tell: Say,
@@ -296,14 +291,13 @@ class _Jobs:
 @contextmanager
 def _opened(source: _Source, raw_rate: int | None) -> Iterator[Sound]:
     """A file or standard input. That is copied to a temporary file first, unless it is raw PCM."""
-    if not source.is_standard_input:
-        with opened(source.path, str(source.path)) as sound:
-            yield sound
-    elif raw_rate is not None:
-        yield Sound(raw_rate, None, pcm_blocks(sys.stdin.buffer, "standard input"))
-    else:
-        with tempfile.TemporaryFile() as copy:
-            shutil.copyfileobj(sys.stdin.buffer, copy)
-            copy.seek(0)
-            with opened(copy, "standard input") as sound:
-                yield sound
+    with ExitStack() as stack:
+        audio: Path | IO[bytes] = source.path
+        if source.is_standard_input:
+            audio = sys.stdin.buffer
+            if raw_rate is None:
+                audio = stack.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(sys.stdin.buffer, audio)
+                audio.seek(0)
+        name = "standard input" if source.is_standard_input else str(source.path)
+        yield stack.enter_context(opened(audio, name, raw_rate))
