@@ -20,14 +20,13 @@ from starling.experiment.simulate import simulate
 from starling.recipe.run import dump_recipe
 from starling.speech.commands.evaluate import evaluate
 from starling.speech.comparison import check_comparison
-from starling.speech.hybrid.losses import PADDING
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.task import SPEECH
 from starling.speech.trained import load_recogniser
 from starling.speech.training import frames
-from starling.speech.training.frames import FrameWorkload
 from starling.speech.training.set_up import load_workload, set_up
+from starling.speech.training.workload import PADDING, FrameWorkload
 from starling.speech.transcribing.files import transcribe_files
 from starling.strategies import STRATEGIES
 from starling.training.loading import Loader

@@ -133,13 +133,12 @@ def score(
         require("speech", "starling score")
         from rich.console import Console
 
-        from starling.speech.commands.score import Grouping, score
+        from starling.speech.commands.score import score as score_texts
 
         if table is not None and by is None:
             raise ConfigError("score: --table needs --by, the column to group by")
-        grouping = None if by is None else Grouping(by, table)
         experiments = [each for each in (experiment, other) if each is not None]
-        score(experiments, typer.echo, Console(), sets or (), grouping, normalise or (), language)
+        score_texts(experiments, typer.echo, Console(), sets or (), by, table, normalise or (), language)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling transcribe exp/demo talk.flac --format srt --output talk.srt[/bold]")

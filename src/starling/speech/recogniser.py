@@ -170,17 +170,6 @@ class Recogniser:
             texts.update(zip(names, self.texts(*heard), strict=True))
         return texts
 
-    def outputs(
-        self,
-        speech_set: UtteranceSource,
-        max_duration: float = 120.0,
-        progress: Callable[[int, int], None] | None = None,
-        among: Sequence[int] | None = None,
-    ) -> Iterator[tuple[list[str], torch.Tensor, torch.Tensor]]:
-        """Ids, log-probabilities `[B, T', V]` and lengths `[B]` of the utterances of a set, as `heard` gives them."""
-        for names, heard in self.heard(speech_set, max_duration, progress, among):
-            yield names, heard.log_probs, heard.lengths
-
     def heard(
         self,
         speech_set: UtteranceSource,

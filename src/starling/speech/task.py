@@ -96,8 +96,7 @@ class Speech(Task["Recipe"]):
         return scored_set(folder, file)
 
     def mini_batches(self, recipe: Recipe, folder: ExperimentFolder) -> MiniBatches:
-        from starling.speech.training.frame_plan import load_frame_plan
-        from starling.speech.training.plan import load_plan
+        from starling.speech.training.plan import load_frame_plan, load_plan
 
         if recipe.loss == "frames":
             return load_frame_plan(recipe, folder.frames)

@@ -38,7 +38,7 @@ from starling.speech.scoring.error_rates import (
     without_tags,
     write_score_files,
 )
-from starling.speech.scoring.significance import in_words, matched_pairs
+from starling.speech.scoring.significance import matched_pairs, verdict_of
 from starling.speech.store import SpeechSet
 from starling.speech.trained import load_recogniser, open_experiment
 
@@ -147,7 +147,9 @@ def _score_set(
             tagged = [line] * (not way.folder)
         remarks = [*dropped, *tagged, *_unseen(recipe.data, name, references, hypotheses)]
         if way.folder == "beam":
-            remarks.append(f"greedy decoding - beam search: {in_words(matched_pairs(references, greedy, hypotheses))}")
+            remarks.append(
+                f"greedy decoding - beam search: {verdict_of(matched_pairs(references, greedy, hypotheses))}"
+            )
         greedy = greedy or hypotheses
         written = [way.title, *remarks] if way.title else remarks
         score = write_score_files(folder.decode / way.folder, label, references, hypotheses, recipe.data.text, written)

@@ -3,7 +3,6 @@
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +18,7 @@ from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.tsv import TsvCorpus
 from starling.speech.recipe import Recipe, load_resolved
 from starling.speech.scoring.error_rates import ErrorRates, error_rates, read_texts
-from starling.speech.scoring.significance import in_words, matched_pairs, paired_bootstrap
+from starling.speech.scoring.significance import matched_pairs, paired_bootstrap, verdict_of
 from starling.speech.store import SpeechSet
 
 Texts = dict[str, str]
@@ -33,35 +32,23 @@ _SET = "set"
 """What utterances of several sets are grouped by."""
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """What to group utterances by.
-
-    Args:
-        by: `speaker`, or a column.
-        table: A tab-separated file with a header, whose first column has the ids; None: the prepared set for speakers,
-            the corpus for columns.
-    """
-
-    by: str
-    table: Path | None = None
-
-
 def score(
     experiments: Sequence[Path],
     tell: Say,
     console: Console,
     sets: Sequence[str] = (),
-    grouping: Grouping | None = None,
+    by: str | None = None,
+    table: Path | None = None,
     normalise: Sequence[str] = (),
     language: str = "en",
 ) -> None:
     """Score one experiment, or two and their difference, and pass the lines to `tell`; tables go to `console`.
 
-    An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are those to
-    score (default: all that the experiments have in common), `normalise` kinds of normalisers. Raises ConfigError and
-    DataError for a folder, set or column that is not there, and for experiments that were scored on different
-    utterances.
+    An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are those
+    to score (default: all that the experiments have in common), `normalise` kinds of normalisers. Utterances are
+    also scored in groups `by` speaker, or by a column: of `table`, a tab-separated file with a header whose first
+    column has the ids, or of the corpus if that is None. Raises ConfigError and DataError for a folder, set or
+    column that is not there, and for experiments that were scored on different utterances.
     """
     folders = [_decoded(path) for path in experiments]
     names = list(sets) or _common_sets(folders)
@@ -71,9 +58,8 @@ def score(
         read = _normalised([_read(folder, name) for folder in folders], normalise, language)
         _check_same(name, experiments, [references for references, _ in read])
         _tell_scores(name, experiments, read, tell)
-        if grouping is not None:
-            groups = _groups(experiments[0], folders[0], name, grouping)
-            _show_groups(name, grouping.by, read, groups, console)
+        if by is not None:
+            _show_groups(name, by, read, _groups(experiments[0], folders[0], name, by, table), console)
         for (references, hypotheses), (all_references, all_hypotheses) in zip(read, everything, strict=True):
             all_references |= {f"{name}/{each}": text for each, text in references.items()}
             all_hypotheses |= {f"{name}/{each}": text for each, text in hypotheses.items()}
@@ -150,7 +136,7 @@ def _tell_scores(title: str, experiments: Sequence[Path], read: Sequence[tuple[T
             f"difference in WER, first - second: {found.difference:+.2f} % absolute, 95% interval {low:+.2f} to "
             f"{high:+.2f}; the second is better in {found.second_better:.1%} of bootstrap samples"
         )
-    tell(in_words(matched_pairs(references, first, second)))
+    tell(verdict_of(matched_pairs(references, first, second)))
 
 
 def _show_groups(
@@ -184,12 +170,12 @@ def _cells(result: ErrorRates) -> tuple[str, str, str]:
     return f"{result.wer:.2f}", interval, f"{result.cer:.2f}"
 
 
-def _groups(experiment: Path, folder: Path, name: str, grouping: Grouping) -> dict[str, str]:
+def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | None) -> dict[str, str]:
     """The group of each utterance of a set."""
-    if grouping.table is not None:
-        return _column(grouping.table, None, grouping.by)
+    if table is not None:
+        return _column(table, None, by)
     recipe = _recipe(experiment, folder)
-    if grouping.by == "speaker":
+    if by == "speaker":
         speech_set = SpeechSet.open(recipe.set_folder(set_of(name)))
         return {speech_set.id(index): speech_set.speaker(index) for index in range(len(speech_set))}
     corpus = recipe.data.corpus
@@ -197,9 +183,9 @@ def _groups(experiment: Path, folder: Path, name: str, grouping: Grouping) -> di
         _, corpus, _ = corpus.member(recipe.data.source(set_of(name)))
     if not isinstance(corpus, TsvCorpus):
         raise ConfigError(
-            f"the corpus of {experiment} is not a table, so it has no column {grouping.by!r}; name a table with --table"
+            f"the corpus of {experiment} is not a table, so it has no column {by!r}; name a table with --table"
         )
-    return _column(corpus.located(), corpus.id, grouping.by)
+    return _column(corpus.located(), corpus.id, by)
 
 
 def _recipe(experiment: Path, folder: Path) -> Recipe:

@@ -94,12 +94,12 @@ class WordDecoder:
     def __init__(self, states: TiedStates, tokenizer: Tokenizer) -> None:
         self._states = states
         self._words = states.words
-        transcriber = states.transcriber(tokenizer)
-        silence = states.tree.tied(transcriber.silence)
+        speller = states.speller(tokenizer)
+        silence = states.tree.tied(speller.silence)
         is_loop = states.decoding.words == "loop"
         chains = [[silence], *([] if is_loop else [[silence]])]
         num_silences = len(chains)
-        chains += [[states.tree.tied(each) for each in transcriber.word(word)] for word in self._words]
+        chains += [[states.tree.tied(each) for each in speller.word(word)] for word in self._words]
         sizes = [len(chain) for chain in chains]
         ends = np.cumsum(sizes)
         starts = ends - sizes

@@ -127,7 +127,7 @@ def paired_bootstrap(
     )
 
 
-def in_words(pairs: MatchedPairs, level: float = 0.05) -> str:
+def verdict_of(pairs: MatchedPairs, level: float = 0.05) -> str:
     """The result of the test as a sentence."""
     told = f"matched pairs (MAPSSWE): {pairs.segments} segments, mean difference {pairs.difference:+.3f} errors"
     if pairs.p is None or pairs.t is None:

@@ -1,10 +1,5 @@
 """Prepares and describes a recipe's training data: one set or a mixture, without utterances that CTC cannot align."""
 
-import csv
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,9 +10,6 @@ from starling.speech.preparing.making import Progress
 from starling.speech.recipe import Recipe
 from starling.speech.training.plan import divide_utterances, make_mixture, part_labels
 from starling.speech.union import SpeechSets
-
-if TYPE_CHECKING:
-    from starling.speech.losses import TooShort
 
 
 def prepare_all(
@@ -47,14 +39,3 @@ def describe_shares(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.in
         described = describe_parts(parts, train.durations[utterances], labels)
         lines.append(f"each learner draws at random from its own part of the data: {described} {kind}")
     return lines
-
-
-def list_too_short(found: "Iterable[TooShort]", train: SpeechSets, path: Path) -> None:
-    """Write the utterances that CTC cannot align to a table, which `kept_utterances` reads."""
-    rows = {each.id: each for each in found}
-    with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file, dialect="excel-tab")
-        table.writerow(["id", "frames", "needed", "number"])
-        for number in range(len(train)):
-            if (each := rows.get(train.id(number))) is not None:
-                table.writerow([each.id, each.frames, each.needed, number])

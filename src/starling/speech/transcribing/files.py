@@ -4,7 +4,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,7 +164,7 @@ class _Output:
     def __init__(self, sources: Sequence[_Source], is_one: bool, form: Format, output: Path | None, tell: Say) -> None:
         self._form: Format = form
         self._output = output
-        self._tell = tell
+        self.tell = tell
         self._is_folder = output is not None and (not is_one or output.is_dir())
         if output is None and form in ("srt", "vtt") and len(sources) > 1:
             raise ConfigError(f"--format {form}: subtitles of {len(sources)} files need --output FOLDER")
@@ -183,23 +183,17 @@ class _Output:
         """Whether segments of standard input are told as soon as they are known."""
         return self._form == "txt" and self._output is None
 
-    def tell_at_once(self, segments: Iterable[Segment]) -> None:
-        """Pass the texts of segments on."""
-        for segment in segments:
-            if segment.text:
-                self._tell(segment.text)
-
     def write(self, source: _Source, transcript: Transcript) -> None:
         """Write a transcript, or pass it on."""
         plain = source.relative.with_suffix("")
         name = source.relative if plain in self._repeated else plain
         if self._output is None and self._form == "txt":
-            self._tell(f"{source.path}\t{transcript.text}")
+            self.tell(f"{source.path}\t{transcript.text}")
             return
         called = str(source.path) if self._form == "json" else str(name)
         text = formatted(transcript, self._form, called)
         if self._output is None:
-            self._tell(text.removesuffix("\n"))
+            self.tell(text.removesuffix("\n"))
             return
         path = self._output / f"{name}.{self._form}" if self._is_folder else self._output
         try:
@@ -242,7 +236,8 @@ class _Jobs:
                 self.flush()
                 with _opened(source, raw_rate) as sound:
                     for some in self._transcriber.stream(sound.blocks, sound.rate, 0.0 if is_raw else TOGETHER):
-                        self._into.tell_at_once(some)
+                        for text in (segment.text for segment in some if segment.text):
+                            self._into.tell(text)
                 self.num_done += 1
                 return
             with _opened(source, raw_rate) as sound:

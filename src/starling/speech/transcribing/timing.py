@@ -44,7 +44,7 @@ def beginnings(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> NDArray
     return np.searchsorted(path, np.arange(len(tokens)))
 
 
-def words_of(
+def timed_words(
     log_probs: NDArray[np.float32],
     emissions: Sequence[Emission],
     tokenizer: Tokenizer,

@@ -14,7 +14,7 @@ from starling.speech.resampling import Resampler
 from starling.speech.streaming import Stream, can_stream
 from starling.speech.transcribing.segmenter import Piece, Segmentation, Segmenter
 from starling.speech.transcribing.sound import check_rate, checked
-from starling.speech.transcribing.timing import aligned, greedy_path, words_of
+from starling.speech.transcribing.timing import aligned, greedy_path, timed_words
 from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update
 
 Search: TypeAlias = Callable[[NDArray[np.float32]], str]
@@ -112,20 +112,17 @@ class Transcriber:
     def _decode_batch(self, pieces: Sequence[Piece]) -> list[Segment]:
         recogniser = self.recogniser
         heard = recogniser.hear(recogniser.features.batch([self._tensor(piece) for piece in pieces]))
-        is_greedy = self.has_times and self._search is None and recogniser.decoder is None
-        texts = recogniser.texts(*heard) if self._search is None and not is_greedy else None
-        segments = []
         lengths = heard.lengths.tolist()
-        for number, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
-            row = np.ascontiguousarray(heard.log_probs[number, :length].float().cpu().numpy())
-            if is_greedy:
-                path = greedy_path(row)
-                text = recogniser.tokenizer.decode([each.token for each in path])
-                segments.append(self._segment(piece, text, row, path))
-            else:
-                text = self._search(row) if texts is None and self._search is not None else (texts or [])[number]
-                segments.append(self._segment(piece, text, row, self._aligned(row, text)))
-        return segments
+        rows = [
+            np.ascontiguousarray(row[:length].float().cpu().numpy())
+            for row, length in zip(heard.log_probs, lengths, strict=True)
+        ]
+        is_greedy = self.has_times and self._search is None and recogniser.decoder is None
+        texts = recogniser.texts(*heard) if self._search is None else [self._search(row) for row in rows]
+        return [
+            self._segment(piece, text, row, greedy_path(row) if is_greedy else self._aligned(row, text))
+            for piece, text, row in zip(pieces, texts, rows, strict=True)
+        ]
 
     def _tensor(self, piece: Piece) -> torch.Tensor:
         """At least one window long."""
@@ -152,7 +149,7 @@ class Transcriber:
         words = None
         if emissions is not None:
             seconds, tokenizer = self.recogniser.output_seconds, self.recogniser.tokenizer
-            words = words_of(log_probs, emissions, tokenizer, seconds, piece.samples, self.rate, start)
+            words = timed_words(log_probs, emissions, tokenizer, seconds, piece.samples, self.rate, start)
         return Segment(round(start, 3), round(end, 3), " ".join(text.split()), words)
 
 
