@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from starling.predict.deciding import TIE
-from starling.predict.plan import Plan, Row
+from starling.predict.plan import Forecast, Plan
 
 _COLUMNS = (
     "strategy",
@@ -35,7 +35,7 @@ def table(plan: Plan) -> Table:
     return made
 
 
-def _cells(row: Row, has_cost: bool) -> list[str]:
+def _cells(row: Forecast, has_cost: bool) -> list[str]:
     return [
         str(row),
         str(row.learners),

@@ -14,7 +14,7 @@ from starling.errors import ConfigError, DataError
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences
 from starling.speech.left_out import left_out_of
 from starling.speech.preparing.executors import Executor, InThisProcess
-from starling.speech.preparing.making import SETTINGS, Progress, SetPlan, make_set
+from starling.speech.preparing.making import SETTINGS, OnProgress, SetPlan, make_set
 from starling.speech.preparing.stages import Checking
 from starling.speech.remote import fetch_sets
 from starling.speech.set_summary import SetSummary, read_summary
@@ -39,7 +39,7 @@ class Summary:
 
 def prepare(
     config: DataConfig,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     executor: Executor | None = None,
     overwrite: bool = False,
 ) -> Summary:
@@ -171,7 +171,7 @@ def _recorded_settings(folder: Path) -> Any:
         return None
 
 
-def _prepare_set(config: DataConfig, name: str, executor: Executor, report: Progress) -> None:
+def _prepare_set(config: DataConfig, name: str, executor: Executor, report: OnProgress) -> None:
     left_out = left_out_of(config.filter.leave_out, name)
     plan = SetPlan(
         name,

@@ -12,7 +12,7 @@ from starling.speech.check.findings import Finding
 from starling.speech.check.sound import Sound, measure
 from starling.speech.corpora import Audio, Utterance
 from starling.speech.left_out import LeftOut
-from starling.speech.preparing.making import REPORT_EVERY, Progress
+from starling.speech.preparing.making import REPORT_EVERY, OnProgress
 from starling.speech.store import SpeechSet
 from starling.speech.strings import StringsConfig, plan_strings
 from starling.speech.usable import Checked, Checker, Dropped, FilterConfig, TextStyle
@@ -73,7 +73,7 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
     ]
 
 
-def collect(source: Source, config: CheckConfig, report: Progress) -> tuple[list[Record], list[Finding]]:
+def collect(source: Source, config: CheckConfig, report: OnProgress) -> tuple[list[Record], list[Finding]]:
     """The usable utterances of a set, in order, and findings about single utterances; reads all audio once.
 
     Memory use depends on the number of utterances, not on their length.
@@ -157,7 +157,7 @@ def _findings(record: Record, config: CheckConfig) -> Iterator[Finding]:
 
 
 def _counted(
-    usable: Iterable[Checked], utterances: Iterable[Utterance], label: str, report: Progress
+    usable: Iterable[Checked], utterances: Iterable[Utterance], label: str, report: OnProgress
 ) -> Iterator[Checked]:
     """Yield `usable`, and report progress under a label."""
     total = len(utterances) if isinstance(utterances, Sequence) else 0

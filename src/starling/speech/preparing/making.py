@@ -18,7 +18,7 @@ from starling.speech.shard_writer import ShardIndex, write_index
 from starling.speech.strings import StringsConfig, join_strings, plan_strings
 from starling.speech.usable import Checker
 
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """Called with the name of a set, the number of utterances done, and their total (0: unknown)."""
 REPORT_EVERY = 25
 SETTINGS = "settings.json"
@@ -38,7 +38,7 @@ class SetPlan:
     shard_size: int
 
 
-def make_set(plan: SetPlan, final: Path, partial: Path, executor: Executor, report: Progress) -> None:
+def make_set(plan: SetPlan, final: Path, partial: Path, executor: Executor, report: OnProgress) -> None:
     """Make the set in the folder `partial`, then rename it to `final`.
 
     Stages that an earlier call finished, with the same settings and list of utterances, are not repeated. If this call
@@ -78,7 +78,7 @@ def _begin(partial: Path, work: Path) -> None:
     remove_asides(work)
 
 
-def _make(plan: SetPlan, work: Path, executor: Executor, report: Progress) -> None:
+def _make(plan: SetPlan, work: Path, executor: Executor, report: OnProgress) -> None:
     whole = plan.checking.checker()
     utterances = plan.utterances()
     stages = _Stages(plan, work, executor, whole, report)
@@ -118,7 +118,7 @@ class _Stages:
     work: Path
     executor: Executor
     whole: Checker
-    report: Progress
+    report: OnProgress
 
     def results(self, utterances: Iterable[Utterance], label: str, writes: bool) -> Iterator[tuple[Stage, Result]]:
         """Each chunk's stage with its result, in order.
@@ -163,7 +163,7 @@ class _Stages:
 class _Meter:
     """Counts the utterances that are done, and reports every `REPORT_EVERY`."""
 
-    def __init__(self, label: str, total: int, report: Progress) -> None:
+    def __init__(self, label: str, total: int, report: OnProgress) -> None:
         self._label, self._total, self._report = label, total, report
         self._done = 0
 

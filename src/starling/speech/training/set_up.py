@@ -17,7 +17,7 @@ from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.losses import TooShort, check_ctc_fits
 from starling.speech.models import count_parameters
 from starling.speech.phones import Phones, make_phones
-from starling.speech.preparing.making import Progress
+from starling.speech.preparing.making import OnProgress
 from starling.speech.recipe import Recipe, earlier_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer, make_tokenizer
@@ -32,7 +32,7 @@ from starling.training.tensor_plan import tensor_plan
 from starling.training.tickets import TicketSequence
 
 
-def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progress | None = None) -> None:
+def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgress | None = None) -> None:
     """Prepare the data, make the tokens, write the untrained recogniser to `folder.initial`, and list utterances that
     are too short for CTC in `folder.too_short`.
 

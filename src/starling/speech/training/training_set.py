@@ -6,14 +6,14 @@ from numpy.typing import NDArray
 from starling.speech.partition import describe_parts, labels_are_domains
 from starling.speech.prepare import describe, prepare
 from starling.speech.preparing.executors import Executor
-from starling.speech.preparing.making import Progress
+from starling.speech.preparing.making import OnProgress
 from starling.speech.recipe import Recipe
 from starling.speech.training.plan import divide_utterances, make_mixture, part_labels
 from starling.speech.union import SpeechSets
 
 
 def prepare_all(
-    recipe: Recipe, progress: Progress | None = None, executor: Executor | None = None, overwrite: bool = False
+    recipe: Recipe, progress: OnProgress | None = None, executor: Executor | None = None, overwrite: bool = False
 ) -> str:
     """Prepare the sets of `data` and the further ones of the mixture; return a description. Raises ConfigError and
     DataError as `prepare` does."""
