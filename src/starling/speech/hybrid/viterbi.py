@@ -162,16 +162,12 @@ class WordDecoder:
             steps[frame] = step * inside
         values, places = best[:, self._finals].max(dim=1)
         ends = self._finals[places]
-        found = []
-        for row in range(count):
-            is_possible = bool(torch.isfinite(values[row]))
-            last = int(lengths[row])
-            found.append(
-                self._trace(int(ends[row]), steps[:last, row].numpy(), entered_from[:last, row].numpy())
-                if is_possible
-                else []
-            )
-        return found
+        return [
+            self._trace(int(ends[row]), steps[:last, row].numpy(), entered_from[:last, row].numpy())
+            if torch.isfinite(values[row])
+            else []
+            for row, last in enumerate(lengths.tolist())
+        ]
 
     def _trace(self, state: int, steps: NDArray[np.int8], entered_from: NDArray[np.int64]) -> list[int]:
         """The words on the path that ends in a state, first to last."""

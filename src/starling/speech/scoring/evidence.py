@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import soundfile
@@ -74,24 +75,15 @@ def chosen(references: Mapping[str, str], alignments: Mapping[str, Alignment]) -
     names = sorted(references, key=order)
     shown = min(SHOWN, max(1, len(names) // 3))
     begin = (len(names) - shown) // 2
-    places = dict.fromkeys(range(len(names) - shown, len(names)), "worst")
-    places |= dict.fromkeys(range(begin, begin + shown), "median")
-    places |= dict.fromkeys(range(shown), "best")
-    order_of = {"best": 0, "median": 1, "worst": 2}
-    return tuple(
-        Utterance(
-            rank=places[place],  # type: ignore[arg-type]
-            name=names[place],
-            errors=num_errors(alignments[names[place]]),
-            words=len(references[names[place]].split()),
-            alignment=tuple(
-                (_word(reference), _word(hypothesis)) for reference, hypothesis in alignments[names[place]]
-            ),
-        )
-        for place in sorted(
-            (place for place in places if 0 <= place < len(names)), key=lambda place: (order_of[places[place]], place)
-        )
-    )
+    starts: dict[Literal["best", "median", "worst"], int] = {"best": 0, "median": begin, "worst": len(names) - shown}
+    found: dict[str, Utterance] = {}
+    for rank, first in starts.items():
+        for name in names[max(0, first) : first + shown]:
+            alignment = alignments[name]
+            words = tuple((_word(reference), _word(hypothesis)) for reference, hypothesis in alignment)
+            given = Utterance(rank, name, num_errors(alignment), len(references[name].split()), words)
+            found.setdefault(name, given)
+    return tuple(found.values())
 
 
 def encoded(samples: NDArray[np.float32], rate: int) -> str:
