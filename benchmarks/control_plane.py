@@ -58,7 +58,7 @@ from starling.launch.roster import Roster
 from starling.reporting.progress import Display
 from starling.timeouts import SEND_EVERY
 from starling.training.membership import Membership, MembershipChanged
-from starling.training.succession import Past, Plan, next_membership
+from starling.training.succession import MembershipStart, Past, next_membership
 from starling.workload import Position, Ticket
 
 Seconds = float
@@ -395,7 +395,7 @@ class Dummy:
         mine = Handshake(world, "adpsgd", 1, "torch.float32", "benchmark", **Handshake.of_versions())
         shake_hands(store, rank, mine, TIMEOUT, look_around, self._waits)
         if membership.number == 0:
-            write_first_plan(store, rank, Plan(world, Position(), 0.0))
+            write_first_plan(store, rank, MembershipStart(world, Position(), 0.0))
         else:
             told = lambda plan: None  # noqa: E731
             agree_on_plan(

@@ -24,8 +24,8 @@ from starling.checkpoint.cut import Cut
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
-from starling.speech.hybrid.losses import FrameBatch, frame_loss
 from starling.speech.models import ModelConfig, build_model
+from starling.speech.training.workload import FrameBatch, frame_loss
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import Island
 from starling.training.flat import trainable

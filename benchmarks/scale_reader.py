@@ -16,7 +16,7 @@ from benchmarks.large_set import RATE
 from starling.speech.features import LogMel
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.tokens import CharacterTokenizer
-from starling.speech.training.plan import TrainingPlan
+from starling.speech.training.plan import UtterancePlan
 from starling.speech.training.workload import SpeechWorkload
 from starling.speech.union import Member, SpeechSets
 from starling.workload import Ticket
@@ -68,7 +68,7 @@ def open_workload(recipe: Recipe, features: LogMel, folder: Path) -> SpeechWorkl
     """The training set as a learner opens it, with everything in it kept."""
     train = SpeechSets([Member("", folder)])
     tokenizer = CharacterTokenizer("ABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    plan = TrainingPlan(recipe, train, np.arange(len(train), dtype=np.int32))
+    plan = UtterancePlan(recipe, train, np.arange(len(train), dtype=np.int32))
     return SpeechWorkload(plan, features, tokenizer, folder)
 
 

@@ -4,8 +4,8 @@ import time
 
 import torch
 
-from starling.speech.hybrid.losses import FrameBatch, frame_loss
 from starling.speech.models import ModelConfig, build_model, count_parameters
+from starling.speech.training.workload import FrameBatch, frame_loss
 
 SEQUENCES, FRAMES, INPUTS, REPEATS = 16, 21, 260, 3
 

@@ -14,9 +14,9 @@ import espeakng_loader
 import numpy as np
 from numpy.typing import NDArray
 
-from starling.speech.commands.transcribe import load_model
 from starling.speech.corpora.synthetic import LANGUAGES, VOICES, add_noise, draw_sentence, draw_text
 from starling.speech.espeak import Sentence
+from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.transcript import Seconds
 
 SENTENCES, SEED, LIMIT = 300, 2026, 0.08

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from starling.predict.costs import Profile as Profile
     from starling.predict.plan import Plan as Plan
     from starling.predict.plan import plan as plan
-    from starling.speech.commands.transcribe import load_model as load_model
     from starling.speech.recipe import Recipe as Recipe
     from starling.speech.recipe import load_recipe as load_recipe
     from starling.speech.recogniser import Recogniser as Recogniser
+    from starling.speech.transcribing.files import load_model as load_model
     from starling.speech.transcribing.transcriber import Live as Live
     from starling.speech.transcribing.transcriber import Transcriber as Transcriber
     from starling.speech.transcribing.transcript import Segment as Segment
@@ -73,9 +73,9 @@ _NAMES = {
     "learner": "Handle Learner",
     "predict.costs": "Profile",
     "predict.plan": "Plan plan",
-    "speech.commands.transcribe": "load_model",
     "speech.recipe": "Recipe load_recipe",
     "speech.recogniser": "Recogniser",
+    "speech.transcribing.files": "load_model",
     "speech.transcribing.transcriber": "Live Transcriber",
     "speech.transcribing.transcript": "Segment Transcript Update Word",
     "strategies": "STRATEGIES Strategy",

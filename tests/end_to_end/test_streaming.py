@@ -10,7 +10,7 @@ import torch
 from starling.experiment.folder import ExperimentFolder
 from starling.speech.models.sections import Chunks
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.score import score
+from starling.speech.scoring.error_rates import error_rates
 from starling.speech.store import SpeechSet
 from starling.speech.streaming import Stream, streaming_network
 from starling.speech.training.validate import best_model
@@ -37,9 +37,9 @@ def check(folder: Path) -> None:
     network = streaming_network(recogniser)
     assert network.chunks == Chunks(16, 4)
     found = recogniser.recognise(speech_set)
-    assert score(texts, found).wer < 40
+    assert error_rates(texts, found).wer < 40
     network.full_context = True
-    assert score(texts, recogniser.recognise(speech_set)).wer < 20
+    assert error_rates(texts, recogniser.recognise(speech_set)).wer < 20
     same = 0
     for index in range(20):
         stream = Stream(recogniser)

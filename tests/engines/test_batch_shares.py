@@ -20,7 +20,7 @@ from starling.training.flat import trainable
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.speed import measured_seconds
 from starling.training.stragglers import Stragglers
-from starling.training.succession import Past, Plan, plan_after
+from starling.training.succession import MembershipStart, Past, plan_after
 from starling.workload import Position, Ticket, Weighting
 from tests.contract.cases import CHOICES, SHARED, cases, sgd
 from tests.contract.oracle import SYNCHRONOUS, Gradient, Vector, gradient_of_regression
@@ -263,11 +263,11 @@ def test_a_measurement_leaves_the_model_and_the_random_numbers_alone() -> None:
 
 def test_a_plan_tells_the_shares_of_its_membership() -> None:
     """A learner that has missed a membership, as a joiner has, must know how many tickets its portions had."""
-    before = Plan(3, Position(), 0.0, shares=SHARES)
+    before = MembershipStart(3, Position(), 0.0, shares=SHARES)
     job = Job(TinyRegression(), STRATEGIES["allreduce"], Budget(steps=99), sgd(0.1), batch_shares=BY_NAME)
     after = plan_after(before, [Past(0, 4), Past(0, 5)], job, lambda: (), names=(0, 2))
     assert (after.position.num_done, after.takers, after.shares) == (5 * sum(SHARES), (0,), (2, 3))
-    assert Plan.decode(after.encode()) == after
+    assert MembershipStart.decode(after.encode()) == after
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd-ring", "hogwild", "hadpsgd", "server-asynchronous"])

@@ -13,19 +13,19 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from starling.consensus import rank_ordered_mean
 from starling.engines.processes import links
 from starling.engines.processes.backend import ConnectionFailed
-from starling.engines.processes.links import NUM_SLOTS, SMALL_BYTES, LinkBoard, Links, SharedMean
+from starling.engines.processes.links import NUM_SLOTS, SMALL_BYTES, LinkBoard, MemoryLinks, SharedMean
 
 pytestmark = pytest.mark.skipif(links._machine() is None, reason="links need Linux")
 SECONDS = 60.0
 NUM_BYTES = 4 * SMALL_BYTES
 
 
-def linked(world: int, do: Callable[[int, Links], Any]) -> list[Any]:
+def linked(world: int, do: Callable[[int, MemoryLinks], Any]) -> list[Any]:
     """What `do` gives for each of `world` learners, each a thread with its links."""
     store = HashStore()
 
     def be(rank: int) -> Any:
-        own = Links(store, rank, world, NUM_BYTES, SECONDS)
+        own = MemoryLinks(store, rank, world, NUM_BYTES, SECONDS)
         try:
             return do(rank, own)
         finally:
@@ -46,7 +46,7 @@ def numbers(rank: int, size: int) -> Tensor:
 def test_a_shared_mean_has_the_bits_of_a_sum_in_rank_order(world: int, size: int) -> None:
     """Small and large, many in a row, whether a result is waited for at once or after the next has begun."""
 
-    def average(rank: int, own: Links) -> list[Tensor]:
+    def average(rank: int, own: MemoryLinks) -> list[Tensor]:
         means = SharedMean(own, rank, range(world), 0, SECONDS)
         handles = [means.start(numbers(10 * step + rank, size)) for step in range(5)]
         return [handle.result() for handle in handles] + [means.start(torch.full((1,), float(rank))).result()]
@@ -61,7 +61,7 @@ def test_a_shared_mean_has_the_bits_of_a_sum_in_rank_order(world: int, size: int
 def test_messages_arrive_by_tag_and_in_their_order() -> None:
     """Also when they are asked for in another order, by several threads."""
 
-    def talk(rank: int, own: Links) -> list[float]:
+    def talk(rank: int, own: MemoryLinks) -> list[float]:
         for value in range(4):
             assert own.send(1 - rank, torch.tensor([10.0 * rank + value]), tag=value % 2)
 
@@ -82,7 +82,7 @@ def test_a_snapshot_is_read_in_place_and_its_slot_reused_only_when_unreferenced(
     read: Future[None] = Future()
     checked: Future[None] = Future()
 
-    def lend(rank: int, own: Links) -> None:
+    def lend(rank: int, own: MemoryLinks) -> None:
         if rank == 1:
             received = own.receive(0, 7, SECONDS)
             assert isinstance(received, Tensor)
@@ -113,7 +113,7 @@ def test_a_snapshot_is_read_in_place_and_its_slot_reused_only_when_unreferenced(
 def test_who_waits_hears_at_once_that_a_peer_is_gone_or_that_it_is_to_wait_no_more() -> None:
     """Without a time-out's help."""
 
-    def wait(rank: int, own: Links) -> str:
+    def wait(rank: int, own: MemoryLinks) -> str:
         if rank == 0:
             with pytest.raises(ConnectionFailed) as gone:
                 own.receive(1, 0, None)
@@ -134,7 +134,7 @@ def test_who_waits_hears_at_once_that_a_peer_is_gone_or_that_it_is_to_wait_no_mo
 def test_a_wait_ends_with_its_time_out() -> None:
     """And says for whom it was."""
 
-    def wait(rank: int, own: Links) -> None:
+    def wait(rank: int, own: MemoryLinks) -> None:
         with pytest.raises(ConnectionFailed, match=f"Timed out waiting for learner {1 - rank}"):
             own.receive(1 - rank, 0, 0.05)
 
@@ -144,7 +144,7 @@ def test_a_wait_ends_with_its_time_out() -> None:
 def test_rounds_open_for_all_and_end_for_all() -> None:
     """One opens two rounds and the other one more; both see three, and the end."""
 
-    def go(rank: int, own: Links) -> list[bool]:
+    def go(rank: int, own: MemoryLinks) -> list[bool]:
         board = LinkBoard(own)
         seen = []
         for number in range(3):
@@ -167,7 +167,7 @@ def test_learners_of_two_machines_are_linked_within_each(monkeypatch: pytest.Mon
 
     def be(rank: int) -> tuple[list[int], bool, bool]:
         rank_of_thread.machine = machines[rank]
-        own = Links(store, rank, len(machines), NUM_BYTES, SECONDS)
+        own = MemoryLinks(store, rank, len(machines), NUM_BYTES, SECONDS)
         found = sorted(own.peers), own.join(range(2)), own.join(range(1, 4))
         met.wait(SECONDS)
         own.close()

@@ -23,7 +23,7 @@ from starling.errors import PeerLost
 from starling.strategies import find_strategy
 from starling.training.job import Job
 from starling.training.membership import Membership, MembershipChanged, MembershipFeed
-from starling.training.succession import Past, Plan
+from starling.training.succession import MembershipStart, Past
 from starling.training.tickets import TicketSequence, position_after
 from starling.workload import Position, Ticket
 from tests.contract.cases import sgd
@@ -51,19 +51,19 @@ def job(strategy: str) -> Job:
     return Job(WORKLOAD, chosen, Budget(steps=100), sgd(0.1), options=chosen.options())
 
 
-def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world: int = 3) -> list[Plan]:
+def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world: int = 3) -> list[MembershipStart]:
     """What the learners of membership 1 agree on when those of membership 0 had noted some tickets as done."""
     root = HashStore()
     before = PrefixStore("membership/0", root)
-    write_first_plan(before, 0, Plan(world, Position(), 1.0))
+    write_first_plan(before, 0, MembershipStart(world, Position(), 1.0))
     sequence = TicketSequence(WORKLOAD, Ticket(0, 0, 0))
     for rank, steps in noted.items():
         notes = DoneNotes(before, rank, world)
         for step in steps:
             notes.add(sequence[step])
     membership = Membership(1, tuple(range(len(pasts))))
-    plans: list[Plan | None] = [None] * len(pasts)
-    makers: list[Plan] = []
+    plans: list[MembershipStart | None] = [None] * len(pasts)
+    makers: list[MembershipStart] = []
 
     def take_part(rank: int) -> None:
         plans[rank] = agree_on_plan(
@@ -130,8 +130,8 @@ def test_resuming_from_nothing_is_an_error() -> None:
 
 def test_a_plan_is_written_and_read() -> None:
     """The same comes back."""
-    plan = Plan(3, Position(Ticket(1, 2, 7), (Ticket(0, 4, 4),)), 1.5, 1, (0, 2))
-    assert Plan.decode(plan.encode()) == plan
+    plan = MembershipStart(3, Position(Ticket(1, 2, 7), (Ticket(0, 4, 4),)), 1.5, 1, (0, 2))
+    assert MembershipStart.decode(plan.encode()) == plan
 
 
 def test_a_membership_feed_reports_newer_memberships_only_and_at_once() -> None:

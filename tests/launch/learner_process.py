@@ -90,14 +90,14 @@ class Failing(TinyRegression):
 
 def die_in_the_next_membership(membership: MembershipFeed) -> None:
     """Be killed when this learner is connected to the others, and they are being linked for the second membership."""
-    links = communicator.Links
+    links = communicator.MemoryLinks
 
     def shot(*what: Any, **how: Any) -> Any:
         if membership.latest.number > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return links(*what, **how)
 
-    communicator.Links = shot
+    communicator.MemoryLinks = shot
 
 
 def main(mode: str, link: Link | None) -> None:

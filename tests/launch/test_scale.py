@@ -34,7 +34,7 @@ from starling.launch.watch import Watch
 from starling.strategies import find_strategy
 from starling.timeouts import READ
 from starling.training.job import Job
-from starling.training.succession import Past, Plan, plan_after
+from starling.training.succession import MembershipStart, Past, plan_after
 from starling.workload import Position
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
@@ -114,7 +114,10 @@ def test_a_death_after_a_long_membership_costs_what_it_costs_after_a_short_one()
         strategy = find_strategy(name)
         job = Job(Endless(batches=5), strategy, Budget(steps=1 << 50), sgd(0.1), options=strategy.options())
         plan = plan_after(
-            Plan(world, Position(), 0.0), [Past(0, most)] * world, job, lambda: noted(store, world, Position())
+            MembershipStart(world, Position(), 0.0),
+            [Past(0, most)] * world,
+            job,
+            lambda: noted(store, world, Position()),
         )
         outstanding = [ticket.step - most for ticket in plan.position.outstanding]
         assert outstanding == ([] if name == "allreduce" else list(range(1, 2 * world - 2, 2)))

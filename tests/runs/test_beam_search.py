@@ -15,10 +15,10 @@ from starling.cli import app
 from starling.errors import ConfigError, DataError
 from starling.experiment.simulate import simulate
 from starling.speech.commands.evaluate import evaluate
-from starling.speech.commands.scored import read_texts
-from starling.speech.commands.transcribe import transcribe
 from starling.speech.recipe import check_recipe
+from starling.speech.scoring.error_rates import read_texts
 from starling.speech.task import SPEECH
+from starling.speech.transcribing.files import transcribe_files
 from tests.runs.conftest import Tree
 from tests.speech.tones import WORDS
 
@@ -109,7 +109,7 @@ def test_files_are_transcribed_by_the_search_that_evaluate_has_tuned(
     files = [broken, *(songs.parent / f"{number}.flac" for number in range(24, 30))]
     lines: list[str] = []
     with pytest.raises(DataError, match=r"^1 of 7 files cannot be transcribed: .*noise\.wav"):
-        transcribe(experiment, files, lines.append, with_beam=True, console=Console(file=io.StringIO()))
+        transcribe_files(experiment, files, lines.append, with_beam=True, console=Console(file=io.StringIO()))
     assert lines == [f"{file}\t{texts[f'song-{number}']}" for number, file in enumerate(files[1:], start=24)]
     assert (home / "search.json").read_bytes() == written
 

@@ -21,14 +21,14 @@ from starling.errors import ConfigError
 from starling.experiment.simulate import simulate
 from starling.speech.batches import Batch
 from starling.speech.commands.evaluate import evaluate
-from starling.speech.commands.recognisers import load_recogniser
-from starling.speech.commands.scored import read_texts
-from starling.speech.commands.transcribe import transcribe
 from starling.speech.losses import ctc_loss, speech_loss
 from starling.speech.models import ModelConfig, build_model, count_parameters
-from starling.speech.recipe import check_recipe, fixed_settings, load_resolved
+from starling.speech.recipe import check_recipe, fixed_settings
 from starling.speech.recogniser import Recogniser
+from starling.speech.scoring.error_rates import read_texts
 from starling.speech.task import SPEECH
+from starling.speech.trained import load_recogniser
+from starling.speech.transcribing.files import transcribe_files
 from starling.strategies.compression import TopK
 from starling.training.job import Job
 from starling.workload import Ticket, Workload
@@ -188,14 +188,14 @@ def test_a_decoder_is_scored_in_all_its_ways(tree: Tree, songs: Path, kind: str)
     _, texts = read_texts(experiment / "decode" / "recogs-test.txt")
     heard: list[str] = []
     files = [songs.parent / f"{number}.flac" for number in range(24, 30)]
-    transcribe(experiment, files, heard.append)
+    transcribe_files(experiment, files, heard.append)
     assert [line.split("\t")[1].split() for line in heard] == [
         texts[f"song-{number}"].split() for number in range(24, 30)
     ]
     wide = files[0].with_name("wide.wav")
     samples, _ = soundfile.read(files[0])
     soundfile.write(wide, torch.tensor(samples).repeat_interleave(2).numpy(), 2 * RATE)
-    transcribe(experiment, [wide], heard.append)
+    transcribe_files(experiment, [wide], heard.append)
     assert len(heard) == 7
     stored = json.loads((experiment / "decode" / "beam" / "search.json").read_text())
     assert stored["tuned_on"] == "dev"
@@ -244,10 +244,10 @@ def test_a_model_with_phones_is_trained_and_transcribes(tree: Tree, songs: Path,
     experiment = simulated(tree)
     lexicon.unlink()
     first = Recogniser.load(experiment / "initial").model.state_dict()
-    last = load_recogniser(experiment, load_resolved(experiment / "config.yaml")).model.state_dict()
+    last = load_recogniser(experiment).model.state_dict()
     for name in ("phones.output.weight", "output.weight"):
         assert not torch.equal(last[name], first[name])
     assert sum(line.startswith("%WER") for line in scored(experiment)) == 1
     heard: list[str] = []
-    transcribe(experiment, [songs.parent / "24.flac"], heard.append)
+    transcribe_files(experiment, [songs.parent / "24.flac"], heard.append)
     assert len(heard) == 1

@@ -19,7 +19,7 @@ from starling.recipe.run import dump_recipe
 from starling.speech import features as ours
 from starling.speech.exporting import export as exporting
 from starling.speech.exporting.onnx import write_onnx
-from starling.speech.exporting.transcribe import Transcriber, resample
+from starling.speech.exporting.standalone import Transcriber, resample
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig
 from starling.speech.recipe import check_recipe

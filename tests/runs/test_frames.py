@@ -19,16 +19,15 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.simulate import simulate
 from starling.recipe.run import dump_recipe
 from starling.speech.commands.evaluate import evaluate
-from starling.speech.commands.recognisers import load_recogniser
-from starling.speech.commands.transcribe import transcribe
 from starling.speech.comparison import check_comparison
-from starling.speech.hybrid.losses import PADDING
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.task import SPEECH
+from starling.speech.trained import load_recogniser
 from starling.speech.training import frames
-from starling.speech.training.frames import FrameWorkload
 from starling.speech.training.set_up import load_workload, set_up
+from starling.speech.training.workload import PADDING, FrameWorkload
+from starling.speech.transcribing.files import transcribe_files
 from starling.strategies import STRATEGIES
 from starling.training.loading import Loader
 from starling.workload import Ticket
@@ -104,9 +103,9 @@ def test_the_whole_chain_recognises_songs_that_it_never_heard(trained: Path, tmp
     assert lines[0] == "test"
     assert float(lines[1].split()[1]) <= 5.0
     soundfile.write(tmp_path / "a.wav", sing(["DO", "FA", "MI"], np.random.default_rng(9)), RATE)
-    transcribe(trained, [tmp_path / "a.wav"], lines.append)
+    transcribe_files(trained, [tmp_path / "a.wav"], lines.append)
     with pytest.raises(ConfigError, match="the beam search is for CTC, but it was trained with frames"):
-        transcribe(trained, [tmp_path / "a.wav"], lines.append, with_beam=True)
+        transcribe_files(trained, [tmp_path / "a.wav"], lines.append, with_beam=True)
     assert lines[-1] == f"{tmp_path / 'a.wav'}\tDO FA MI"
 
 
@@ -192,7 +191,7 @@ def test_every_strategy_trains_frames(tree: Tree, name: str) -> None:
     given = {"learners": 4, "budget": {"steps": 4}, "data": tree["data"] | {"test": []}}
     experiment, lines = simulated(tree | given | {"strategy": {"name": name, **OPTIONS.get(name, {})}})
     assert lines[-1].startswith("event hash")
-    trained = load_recogniser(experiment, check_recipe(tree, "r.yaml")).model.state_dict()
+    trained = load_recogniser(experiment).model.state_dict()
     initial = Recogniser.load(experiment / "initial").model.state_dict()
     assert any(not torch.equal(trained[each], initial[each]) for each in initial)
 
@@ -327,7 +326,7 @@ def test_other_words_can_be_recognised_than_were_trained(tree: Tree, tmp_path: P
     (tmp_path / "words.txt").write_text("DO\nREDO\nMIFA\n", encoding="utf-8")
     decoding = {"word_list": str(tmp_path / "words.txt"), "words": "one"}
     experiment, _ = simulated(tree | {"budget": {"steps": 2}, "decoding": decoding})
-    recogniser = load_recogniser(experiment, check_recipe(tree, "r.yaml"))
+    recogniser = load_recogniser(experiment)
     assert recogniser.states is not None and recogniser.states.words == ("DO", "REDO", "MIFA")
     text = recogniser.transcribe(sing(["DO"], np.random.default_rng(1)), RATE)
     assert text in ("DO", "REDO", "MIFA")

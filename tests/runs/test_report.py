@@ -22,9 +22,9 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.report import MAX_EVENTS, PAGE, collect, read_events, report
 from starling.experiment.simulate import simulate
 from starling.reporting.evidence import Evidence
-from starling.speech.commands.scored import chosen, encoded, read_texts
 from starling.speech.recipe import check_recipe
-from starling.speech.scoring.score import align, score
+from starling.speech.scoring.error_rates import align_words, error_rates, read_texts
+from starling.speech.scoring.evidence import chosen, encoded
 from starling.speech.task import SPEECH
 from tests.runs.compare_results import made_up
 from tests.runs.conftest import Tree, data_of
@@ -231,7 +231,7 @@ def test_scored_texts_come_back_as_they_were_written(flock: Path) -> None:
     """Scored again they give what the summary says; a damaged file names its line."""
     references, hypotheses = read_texts(flock / "decode" / "recogs-test.txt")
     assert len(references) == 6
-    first = score(references, hypotheses).lines()[0]
+    first = error_rates(references, hypotheses).lines()[0]
     assert first in (flock / "decode" / "wer-summary-test.txt").read_text(encoding="utf-8")
 
 
@@ -258,7 +258,7 @@ def test_best_median_and_worst_are_by_errors_per_word() -> None:
     """Each utterance once; the longest of those without error is best, the most errors of those all wrong are worst."""
     references = {f"u{number}": " ".join("ABCDEFGHIJ"[: number + 1]) for number in range(10)}
     wrong = {"u0": "X", "u9": "X X X X X X X X X X", "u5": "X B C D E F", "u4": "X X C D E"}
-    alignments = align(references, references | wrong)
+    alignments = align_words(references, references | wrong)
     shown = chosen(references, alignments)
     assert [each.rank for each in shown] == ["best"] * 3 + ["median"] * 3 + ["worst"] * 3
     assert [each.name for each in shown] == ["u8", "u7", "u6", "u3", "u2", "u1", "u4", "u0", "u9"]

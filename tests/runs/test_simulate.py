@@ -16,9 +16,9 @@ from starling.errors import ConfigError, DataError, PeerLost
 from starling.experiment.audit import audit
 from starling.experiment.simulate import simulate
 from starling.speech.commands.evaluate import evaluate
-from starling.speech.commands.transcribe import transcribe
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
+from starling.speech.transcribing.files import transcribe_files
 
 Tree = dict[str, Any]
 
@@ -72,7 +72,7 @@ def test_a_simulation_can_be_evaluated_and_used(tree: Tree, songs: Path, tmp_pat
     samples, rate = soundfile.read(songs.parent / "0.flac", dtype="float32")
     soundfile.write(tmp_path / "stereo.wav", samples[:, None].repeat(2, axis=1), rate)
     texts: list[str] = []
-    transcribe(experiment, [songs.parent / "0.flac", tmp_path / "stereo.wav"], texts.append)
+    transcribe_files(experiment, [songs.parent / "0.flac", tmp_path / "stereo.wav"], texts.append)
     (first, spoken), (second, also) = (line.split("\t") for line in texts)
     assert (first, second) == (str(songs.parent / "0.flac"), str(tmp_path / "stereo.wav"))
     assert spoken == also
@@ -82,10 +82,10 @@ def test_a_simulation_can_be_evaluated_and_used(tree: Tree, songs: Path, tmp_pat
         evaluate(experiment, ["tset"], texts.append, Console(file=io.StringIO()))
     (tmp_path / "noise.wav").write_bytes(b"RIFF of nothing")
     with pytest.raises(DataError, match=r"noise\.wav"):
-        transcribe(experiment, [tmp_path / "noise.wav"], texts.append)
+        transcribe_files(experiment, [tmp_path / "noise.wav"], texts.append)
     soundfile.write(tmp_path / "nan.wav", [float("nan")] * 8000, 8000, subtype="FLOAT")
     with pytest.raises(DataError, match=r"nan\.wav: .*not finite"):
-        transcribe(experiment, [tmp_path / "nan.wav"], texts.append)
+        transcribe_files(experiment, [tmp_path / "nan.wav"], texts.append)
 
 
 def test_an_asynchronous_simulation_reports_rounds_staleness_and_distance(tree: Tree, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_straggler_of_the_recipe_delays_a_synchronous_simulation(tree: Tree) -
 def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:
     """With an example of one."""
     with pytest.raises(ConfigError, match=r"no config\.yaml here"):
-        transcribe(tmp_path, [], print)
+        transcribe_files(tmp_path, [], print)
 
 
 def test_a_simulation_survives_a_dead_learner_and_the_audit_agrees(tree: Tree, tmp_path: Path) -> None:

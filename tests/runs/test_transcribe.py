@@ -129,7 +129,7 @@ def test_contradictions_are_refused(
 
 def test_files_are_decoded_together_and_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one of them is longer than what is decoded at once."""
-    monkeypatch.setattr("starling.speech.commands.transcribe.TOGETHER", 3.0)
+    monkeypatch.setattr("starling.speech.transcribing.files.TOGETHER", 3.0)
     texts = [["DO"], ["RE", "MI", "FA", "DO", "RE", "MI", "FA"], ["MI"], ["FA", "FA"]]
     for number, words in enumerate(texts):
         sung(tmp_path / f"{number}.wav", words, seed=number)

@@ -15,11 +15,11 @@ from starling.experiment.claim import set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import model_writer, save_choice
 from starling.reporting.epochs import Score
-from starling.speech.commands.recognisers import load_recogniser
 from starling.speech.models import count_parameters
 from starling.speech.recipe import Recipe, check_recipe, fingerprints
 from starling.speech.recogniser import Recogniser
 from starling.speech.task import SPEECH
+from starling.speech.trained import load_recogniser
 from starling.speech.training import validate
 from starling.speech.training.job import ModelWriter
 from starling.speech.training.validate import Validation, best_model
@@ -87,7 +87,7 @@ def test_the_best_model_is_kept_also_across_a_resume(tree: Tree, monkeypatch: py
     """A recogniser with its score, ready for use; one that is no better does not take its place."""
     recipe, folder = ready(tree)
     rates: Iterator[float] = iter([50.0, 40.0, 60.0, 45.0])
-    monkeypatch.setattr(validate, "score", lambda references, hypotheses: Scored(next(rates)))
+    monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: Scored(next(rates)))
     for epoch, best in ((1, "step-00000004"), (2, "step-00000008"), (3, "step-00000008"), (4, "step-00000008")):
         with Validation(recipe, folder, lambda line: None, lambda score: None) as validation:
             validation.saved(write(folder, epoch))
@@ -106,7 +106,7 @@ def test_training_ends_when_the_error_has_not_fallen_for_as_long_as_patience_all
     recipe, folder = ready({**tree, "patience": 3})
     rates = {1: 100.0, 5: 100.0, 6: 50.0, 8: 50.0, 9: 40.0, 11: 45.0, 12: 41.0}
     of_score = iter(rates.values())
-    monkeypatch.setattr(validate, "score", lambda references, hypotheses: Scored(next(of_score)))
+    monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: Scored(next(of_score)))
     enough = {}
     for epoch in rates:
         with Validation(recipe, folder, lambda line: None, lambda score: None) as validation:
@@ -119,7 +119,7 @@ def test_training_ends_when_the_error_has_not_fallen_for_as_long_as_patience_all
 def test_without_patience_only_the_budget_ends_a_run(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the error has not fallen."""
     recipe, folder = ready(tree)
-    monkeypatch.setattr(validate, "score", lambda references, hypotheses: Scored(50.0))
+    monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: Scored(50.0))
     for epoch in (1, 1000):
         with Validation(recipe, folder, lambda line: None, lambda score: None) as validation:
             validation.saved(write(folder, epoch))
@@ -137,7 +137,7 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(tree: Tree, number: int | 
     for step, weight in enumerate((1.0, 3.0, 5.0, 7.0), 1):
         weights = torch.full((count_parameters(model),), weight)
         writer.save(LearnerState(0, 1, Position(Ticket(step, 0, 4 * step)), 0.0, weights, {}, {}, epochs_ended=step))
-    found = load_recogniser(folder.path, recipe, average=number)
+    found = load_recogniser(folder.path, average=number)
     assert {float(each) for each in torch.cat([each.detach().flatten() for each in found.model.parameters()])} == {mean}
 
 

@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from starling.errors import ConfigError
-from starling.speech.serving.serve import serve
+from starling.speech.serving.app import serve
 from tests.serve.conftest import STALL, TONES, file_of, sung, words_of
 from tests.speech.tones import RATE
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from starling.speech.decoding import attention as decoding
+from starling.speech.decoding import decoders as decoding
 from starling.speech.models import AttentionConfig, ModelConfig, TransducerConfig, build_model
 from starling.speech.models.attention import END, AttentionDecoder, DecoderBlock
 
@@ -111,7 +111,7 @@ def test_a_wide_beam_finds_the_likeliest_texts_of_all():
     made, frames = decoder(vocab_size=4), FRAMES[0]
     texts = all_texts(4, 4)
     with torch.inference_mode():
-        found = decoding.beam_search(made, frames, beam=400, num_best=5, most_tokens=4)
+        found = decoding.attention_beam(made, frames, beam=400, num_best=5, most_tokens=4)
         scores = decoding.scores(made, frames, texts)
     expected = sorted(zip(texts, scores, strict=True), key=lambda each: -each[1])[:5]
     assert [text for text, _ in found] == [text for text, _ in expected]

@@ -14,7 +14,7 @@ from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import speech_loss
 from starling.speech.models import ModelConfig
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.score import score
+from starling.speech.scoring.error_rates import error_rates
 from starling.speech.tokens import TokenConfig, make_tokenizer
 
 
@@ -47,11 +47,11 @@ def test_a_decoder_learns_a_language(decoder: dict[str, object], rate: float, tm
             optimizer.step()
     references = {songs.id(index): songs.text(index) for index in range(60)}
     greedy = recogniser.recognise(songs)
-    assert score(references, greedy).wer <= 15
+    assert error_rates(references, greedy).wer <= 15
     searched: dict[str, str] = {}
     for names, heard in recogniser.heard(songs):
         searched.update(zip(names, recogniser.searched(heard, beam=4), strict=True))
-    assert score(references, searched).wer <= 15
+    assert error_rates(references, searched).wer <= 15
     recogniser.save(tmp_path / "saved")
     again = Recogniser.load(tmp_path / "saved")
     assert again.model_config == config

@@ -16,22 +16,22 @@ from starling.speech.features import spliced
 from starling.speech.hybrid.alignment import (
     SPLICE,
     Gaussians,
-    Transcripts,
+    StateSequences,
     align_with_gaussians,
-    ctc_row,
     flat_start,
     from_ctc,
     tie_states,
 )
 from starling.speech.hybrid.config import SequencesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, load_states, read_words
-from starling.speech.hybrid.losses import PADDING, FrameBatch, frame_loss
-from starling.speech.hybrid.sequences import SequencePlanner
 from starling.speech.hybrid.store import AlignedFrames, Frames, FrameWriter, save_states
 from starling.speech.hybrid.tying import Statistics, grow_tree
-from starling.speech.hybrid.units import Transcriber
+from starling.speech.hybrid.units import StateSpeller
+from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.models import ModelConfig, build_model, count_parameters
 from starling.speech.tokens import CharacterTokenizer
+from starling.speech.training.plan import SequencePlanner
+from starling.speech.training.workload import PADDING, FrameBatch, frame_loss
 
 
 @settings(max_examples=40, deadline=None)
@@ -194,8 +194,8 @@ def test_the_published_network_has_the_published_number_of_parameters() -> None:
 
 def test_a_text_becomes_states_in_context_with_silences_that_may_be_skipped() -> None:
     """Contexts end with the word."""
-    transcriber = Transcriber(CharacterTokenizer(" ab"), per_unit=2, context=1)
-    states, optional = transcriber.text("ab a", "u")
+    speller = StateSpeller(CharacterTokenizer(" ab"), per_unit=2, context=1)
+    states, optional = speller.text("ab a", "u")
     a, b, silence = 2, 3, (0, 0, 0, 0)
     assert states == [
         silence,
@@ -206,11 +206,11 @@ def test_a_text_becomes_states_in_context_with_silences_that_may_be_skipped() ->
     ]
     assert [place for place, each in enumerate(optional) if each] == [0, 5, 8]
     with pytest.raises(DataError, match="'u' is empty"):
-        transcriber.text(" ", "u")
+        speller.text(" ", "u")
 
 
 def speech(
-    transcripts: Transcripts, means: np.ndarray, generator: np.random.Generator
+    transcripts: StateSequences, means: np.ndarray, generator: np.random.Generator
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Features of each utterance, 2 to 8 frames a state with noise around the state's mean; and the true positions."""
     matrices, truth = [], []
@@ -224,13 +224,13 @@ def speech(
 
 
 @pytest.fixture
-def spoken(tmp_path: Path) -> tuple[Frames, Transcripts, list[np.ndarray]]:
+def spoken(tmp_path: Path) -> tuple[Frames, StateSequences, list[np.ndarray]]:
     """Made-up speech of a known alignment: 60 utterances of the words ab, ba and cab."""
     generator = np.random.default_rng(1)
-    transcriber = Transcriber(CharacterTokenizer(" abc"), per_unit=2, context=1)
+    speller = StateSpeller(CharacterTokenizer(" abc"), per_unit=2, context=1)
     words = ["ab", "ba", "cab"]
     texts = [(str(n), " ".join(generator.choice(words, generator.integers(1, 4)))) for n in range(60)]
-    transcripts = Transcripts.of(texts, transcriber)
+    transcripts = StateSequences.of(texts, speller)
     keys = sorted({state[:2] for state in transcripts.states})
     means = 2.0 * generator.standard_normal((len(keys), 6))
     of_state = np.stack([means[keys.index(state[:2])] for state in transcripts.states])
@@ -273,7 +273,7 @@ def test_no_round_lowers_the_likelihood(spoken) -> None:
 
 def test_a_flat_start_of_few_frames_leaves_silences_out() -> None:
     """They may be skipped; states of characters may not."""
-    transcripts = Transcripts.of([("u", "ab")], Transcriber(CharacterTokenizer("ab"), 1, 0))
+    transcripts = StateSequences.of([("u", "ab")], StateSpeller(CharacterTokenizer("ab"), 1, 0))
     assert flat_start(transcripts, np.asarray([3]))[0].tolist() == [1, 1, 2]
     assert flat_start(transcripts, np.asarray([8]))[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 

@@ -19,7 +19,7 @@ from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import ctc_loss
 from starling.speech.models import ModelConfig
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.score import score
+from starling.speech.scoring.error_rates import error_rates
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer
 
@@ -61,7 +61,7 @@ def test_the_whole_chain_learns_a_language(trained, tmp_path):
     unseen = song_set(tmp_path / "test", 40, seed=99)
     done = []
     hypotheses = trained.recognise(unseen, max_duration=10, progress=lambda *counts: done.append(counts))
-    result = score({unseen.id(index): unseen.text(index) for index in range(40)}, hypotheses)
+    result = error_rates({unseen.id(index): unseen.text(index) for index in range(40)}, hypotheses)
     assert result.missing == ()
     assert result.wer <= 5
     assert done[-1] == (40, 40)

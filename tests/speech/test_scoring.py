@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.errors import DataError
-from starling.speech.scoring.score import score, write_score_files
+from starling.speech.scoring.error_rates import error_rates, write_score_files
 
 WORD = st.sampled_from(["ONE", "TWO", "THREE", "TEN", "ÉTÉ"])
 REFERENCE = st.lists(WORD, min_size=1, max_size=6).map(" ".join)
@@ -18,7 +18,7 @@ HYPOTHESIS = st.lists(WORD, max_size=6).map(" ".join)
 def test_rates_are_those_of_jiwer(pairs):
     """WER and CER, summed over the set, agree with jiwer for any texts."""
     references, hypotheses = ([pair[side] for pair in pairs] for side in (0, 1))
-    result = score(
+    result = error_rates(
         {str(number): text for number, text in enumerate(references)},
         {str(number): text for number, text in enumerate(hypotheses)},
     )
@@ -45,7 +45,7 @@ def counted(reference: list[str], hypothesis: list[str], substitution: int, othe
 @given(REFERENCE, HYPOTHESIS)
 def test_errors_are_counted_as_by_sclite(reference, hypothesis):
     """With weights of 1, the number is the same; sclite's weights (4, 3 and 3) never find fewer. Words add up."""
-    counts = score({"a": reference}, {"a": hypothesis}).words
+    counts = error_rates({"a": reference}, {"a": hypothesis}).words
     words = reference.split(), hypothesis.split()
     errors, surplus = counted(*words, substitution=1, other=1)
     assert (counts.errors, counts.insertions - counts.deletions) == (errors, surplus)
@@ -57,7 +57,7 @@ def test_errors_are_counted_as_by_sclite(reference, hypothesis):
 def test_the_lines_are_those_of_kaldi():
     """`%WER rate [ errors / words, ins, del, sub ]`, then %SER and %CER."""
     references = {"a": "ONE TWO", "b": "THREE"}
-    lines = score(references, {"a": "ONE", "b": "TREE FOUR"}).lines()
+    lines = error_rates(references, {"a": "ONE", "b": "TREE FOUR"}).lines()
     assert lines[0].startswith("%WER 100.00 [ 3 / 3, 1 ins, 1 del, 1 sub ] 95% interval ")
     assert lines[1] == "%SER 100.00 [ 2 / 2 ]"
     assert lines[2] == "%CER 83.33 [ 10 / 12, 5 ins, 5 del, 0 sub ]"
@@ -66,7 +66,7 @@ def test_the_lines_are_those_of_kaldi():
 
 def test_a_missing_utterance_is_all_deletions_and_is_named():
     """What has no hypothesis counts against the result, and the lines say so."""
-    result = score({"a": "ONE TWO", "b": "THREE"}, {"a": "ONE TWO"})
+    result = error_rates({"a": "ONE TWO", "b": "THREE"}, {"a": "ONE TWO"})
     assert (result.words.deletions, result.missing) == (1, ("b",))
     assert result.lines()[-1] == "1 utterances without a hypothesis are counted as deletions: b"
 
@@ -74,13 +74,13 @@ def test_a_missing_utterance_is_all_deletions_and_is_named():
 def test_a_hypothesis_without_reference_is_refused():
     """Results of another set are never scored as if they belonged to this one."""
     with pytest.raises(DataError, match="'x'"):
-        score({"a": "ONE"}, {"a": "ONE", "x": "TWO"})
+        error_rates({"a": "ONE"}, {"a": "ONE", "x": "TWO"})
 
 
 def test_an_empty_set_is_refused():
     """There is no error rate of nothing."""
     with pytest.raises(DataError, match="empty"):
-        score({}, {})
+        error_rates({}, {})
 
 
 def test_the_interval_covers_the_rate_it_belongs_to():
@@ -93,16 +93,16 @@ def test_the_interval_covers_the_rate_it_belongs_to():
         hypotheses = {
             str(n): " ".join("X" if bad else w for bad, w in zip(wrong[n], "ABCDE", strict=True)) for n in range(100)
         }
-        low, high = score(references, hypotheses).interval
+        low, high = error_rates(references, hypotheses).interval
         covered += low <= 10 <= high
     assert 180 <= covered <= 199
 
 
 def test_without_words_there_is_no_interval_and_no_division_by_zero():
     """References without words give an infinite rate, or zero when nothing was recognised either."""
-    assert score({"a": ""}, {"a": "ONE"}).wer == float("inf")
-    assert score({"a": ""}, {"a": ""}).wer == 0
-    assert score({"a": "ONE", "b": ""}, {"a": "ONE", "b": ""}).interval is None
+    assert error_rates({"a": ""}, {"a": "ONE"}).wer == float("inf")
+    assert error_rates({"a": ""}, {"a": ""}).wer == 0
+    assert error_rates({"a": "ONE", "b": ""}, {"a": "ONE", "b": ""}).interval is None
 
 
 def test_the_files_show_every_error(tmp_path):

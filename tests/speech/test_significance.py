@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from starling.speech.scoring.score import NOTHING, Alignment, align
-from starling.speech.scoring.significance import error_segments, in_words, matched_pairs, paired_bootstrap
+from starling.speech.scoring.error_rates import NOTHING, Alignment, align_words
+from starling.speech.scoring.significance import error_segments, matched_pairs, paired_bootstrap, verdict_of
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=12).map(" ".join)
 
 
 def aligned(reference: str, hypothesis: str) -> Alignment:
-    return align({"u": reference}, {"u": hypothesis})["u"]
+    return align_words({"u": reference}, {"u": hypothesis})["u"]
 
 
 def test_the_segments_of_nists_example() -> None:
@@ -79,7 +79,7 @@ def test_the_statistic_is_the_formula_of_the_paper() -> None:
     """W = mean / (deviation / sqrt(n)), close to the normal distribution where segments are many."""
     references, first = texts_with_errors(1, 0.15)
     second = with_rate(references, 7, 0.12)
-    ours, theirs = align(references, first), align(references, second)
+    ours, theirs = align_words(references, first), align_words(references, second)
     pairs = [pair for name in references for pair in error_segments(ours[name], theirs[name])]
     z = np.array([one - two for one, two in pairs])
     w = z.mean() / (z.std(ddof=1) / math.sqrt(len(z)))
@@ -130,7 +130,7 @@ def test_without_differences_there_is_no_test() -> None:
     references = {"a": "one two", "b": "three"}
     result = matched_pairs(references, references, references)
     assert (result.segments, result.t, result.p) == (0, None, None)
-    assert in_words(result).endswith("there is no test")
+    assert verdict_of(result).endswith("there is no test")
     same = paired_bootstrap(references, references, references)
     assert same is not None and (same.difference, same.interval, same.second_better) == (0.0, (0.0, 0.0), 0.0)
     assert paired_bootstrap({"a": "one"}, {"a": "two"}, {"a": "one"}) is None

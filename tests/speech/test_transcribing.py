@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from starling.errors import DataError
+from starling.speech.decoding.greedy import emissions_of
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import AttentionConfig, ChunkConfig, ModelConfig, TransducerConfig
 from starling.speech.models.streaming import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled
 from starling.speech.tokens import CharacterTokenizer
-from starling.speech.transcribing.timing import aligned, beginnings, greedy_path
-from starling.speech.transcribing.transcriber import Transcriber
+from starling.speech.transcribing.transcriber import Transcriber, aligned, beginnings
 from starling.speech.transcribing.transcript import Segment, Transcript
 from tests.speech.tones import RATE, WORDS, performance
 
@@ -217,10 +217,10 @@ def test_an_alignment_is_the_best_of_all_paths() -> None:
             (
                 (sum(log_probs[frame, token] for frame, token in enumerate(path)), path)
                 for path in product(range(3), repeat=5)
-                if [each.token for each in greedy_path(np.eye(3, dtype=np.float32)[list(path)])] == tokens
+                if [each.token for each in emissions_of(np.asarray(path))] == tokens
             ),
         )[1]
-        expected = greedy_path(np.eye(3, dtype=np.float32)[list(best)])
+        expected = emissions_of(np.asarray(best))
         found = aligned(log_probs, tokens)
         assert found is not None
         assert [(each.token, each.first, each.last) for each in found] == [

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from starling.speech.decoding import transducer as decoding
+from starling.speech.decoding import decoders as decoding
 from starling.speech.models import ModelConfig, TransducerConfig, build_model
 from starling.speech.models.transducer import Transducer, lattice_loss, transducer_loss
 
@@ -136,7 +136,7 @@ def test_a_wide_beam_finds_the_likeliest_text_with_its_probability():
     made, frames = decoder(vocab_size=3), FRAMES[0, :3]
     with torch.inference_mode():
         made.output.bias[0] += 3.0  # so that long texts are unlikely
-        found = decoding.beam_search(made, frames, beam=200, num_best=6, most_in_a_frame=4)
+        found = decoding.transducer_beam(made, frames, beam=200, num_best=6, most_in_a_frame=4)
     texts = [list(text) for length in range(5) for text in itertools.product((1, 2), repeat=length)]
     likeliest = sorted(texts, key=lambda text: -log_probability(made, frames, text))[:6]
     assert [text for text, _ in found] == likeliest
@@ -148,7 +148,7 @@ def test_a_narrow_beam_is_no_better_and_greedy_search_keeps_to_the_lengths():
     """A beam of 1 has a score of at most that of 8; padding and neighbours change no greedy text."""
     made = decoder()
     with torch.inference_mode():
-        best = [decoding.beam_search(made, FRAMES[0], beam)[0][1] for beam in (1, 8)]
+        best = [decoding.transducer_beam(made, FRAMES[0], beam)[0][1] for beam in (1, 8)]
         assert best[0] <= best[1] + 1e-6
         made.output.bias[0] += 1.0
         together = decoding.greedy(made, FRAMES, torch.tensor([7, 4]))

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from starling.speech.decoding.config import DecodingConfig
-from starling.speech.hybrid.decoder import WordDecoder
 from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.hybrid.tying import Node, StateTree
-from starling.speech.hybrid.viterbi import best_path
+from starling.speech.hybrid.viterbi import WordDecoder, best_path
 from starling.speech.tokens import CharacterTokenizer
 
 Scored = tuple[float, tuple[int, ...]]

@@ -16,7 +16,7 @@ from starling.strategies import STRATEGIES, find_strategy
 from starling.strategies.islands import Island, IslandStrategy, between_islands
 from starling.training.checks import ELEMENTWISE, check_elementwise
 from starling.training.job import Job
-from starling.training.succession import Past, Plan, plan_after
+from starling.training.succession import MembershipStart, Past, plan_after
 from starling.training.tensor_plan import modules_of, tensor_plan
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position
@@ -120,8 +120,8 @@ def test_a_model_is_whole_again(last: bool, size: int, shapes: list[list[int]]) 
         assert found[number]["step"] == 3.0
 
 
-def plan(pasts: list[Past], strategy: str, island: Island = TWO) -> Plan:
-    before = Plan(len(pasts) + 2, Position(), 0.0)
+def plan(pasts: list[Past], strategy: str, island: Island = TWO) -> MembershipStart:
+    before = MembershipStart(len(pasts) + 2, Position(), 0.0)
     return plan_after(before, pasts, job(strategy, island), all_done=lambda: {0, 1, 2})
 
 

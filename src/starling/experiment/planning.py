@@ -18,7 +18,7 @@ from starling.predict.costs import Profile, dump
 from starling.predict.deciding import TIE
 from starling.predict.facts import facts_of
 from starling.predict.memory import memory_of
-from starling.predict.plan import NOT_PLANNED, Plan, Row, plan
+from starling.predict.plan import NOT_PLANNED, Plan, Forecast, plan
 from starling.recipe.run import RecipeConfig
 from starling.reporting.progress import Say, say_on
 from starling.strategies import STRATEGIES
@@ -133,7 +133,7 @@ def _job_of(task: Task[RecipeT], recipe: RecipeT, say: Say) -> Iterator[Job]:
         yield task.make_job(recipe, folder)
 
 
-_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+_COLUMNS: Mapping[str, Callable[[Forecast], str]] = {
     "strategy": str,
     "learners": lambda row: str(row.learners),
     "h/epoch": lambda row: f"{row.hours_per_epoch:.3g}",

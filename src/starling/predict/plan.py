@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class Forecast:
     """The prediction for a strategy and a number of learners."""
 
     strategy: str
@@ -117,9 +117,9 @@ class Crossing:
 class Plan:
     """What `starling.plan` finds. `pandas.DataFrame(plan.rows)` is its table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Forecast, ...]
     """The predictions, one for each strategy and number of learners."""
-    recommended: Row
+    recommended: Forecast
     """The row to choose."""
     reason: tuple[str, ...]
     """Three lines: what and why, how far the second choice is behind, and how far to trust it."""
@@ -136,7 +136,7 @@ class Plan:
         """Write the rows as a table that spreadsheets and `pandas.read_csv` read. ConfigError if that is impossible."""
         try:
             with path.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+                writer = csv.DictWriter(file, [field.name for field in fields(Forecast)])
                 writer.writeheader()
                 writer.writerows(self.records())
         except OSError as error:
@@ -210,7 +210,7 @@ def _usual(own: Job | None) -> list[str]:
     ]
 
 
-def recommend(rows: Sequence[Row]) -> tuple[Row, Row | None]:
+def recommend(rows: Sequence[Forecast]) -> tuple[Forecast, Forecast | None]:
     """The row to choose, and the next."""
     order = ranked(rows)
     return order[0], next(iter(order[1:]), None)
@@ -245,7 +245,7 @@ class _Planner:
         self, learners: Sequence[int], chosen: Sequence[str | Mapping[str, Any]], own: Job | None, crossings: bool
     ) -> Plan:
         """The rows of all strategies and numbers of learners, and what follows from those of the largest number."""
-        found: dict[int, list[tuple[Arm, Row]]] = {}
+        found: dict[int, list[tuple[Arm, Forecast]]] = {}
         for world in dict.fromkeys(learners):
             found[world] = [(arm, self.row(arm, world)) for arm in self.arms(chosen, world, own)]
         rows = [row for pairs in found.values() for _, row in pairs]
@@ -307,7 +307,7 @@ class _Planner:
         stragglers = self._stragglers.model_copy(update={"slow": slow, "pauses": pauses})
         return Machines(self._costs, stragglers, self._given, island=self._island, traffic=self._traffic)
 
-    def row(self, arm: Arm, world: int) -> Row:
+    def row(self, arm: Arm, world: int) -> Forecast:
         """The prediction for one strategy and number of learners."""
         self._say(f"{arm.name} with {world} learners")
         machines = self.machines(world)
@@ -321,7 +321,7 @@ class _Planner:
         staleness = sum((speed.staleness for speed in speeds), Counter[int]())
         mean = mean_staleness(staleness)
         bytes_sent = speeds[0].bytes_sent
-        return Row(
+        return Forecast(
             strategy=arm.name,
             learners=world,
             hours_per_epoch=per_epoch,
@@ -454,7 +454,7 @@ def _costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, pre
     return measured.costs
 
 
-def _reason(chosen: Row, second: Row | None, costs: Costs) -> tuple[str, ...]:
+def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[str, ...]:
     """Why, in three lines."""
     first = (
         f"{chosen} with {chosen.learners} learners: {chosen.hours:.3g} h ({chosen.hours_low:.3g} to "

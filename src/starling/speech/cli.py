@@ -123,13 +123,12 @@ def score(
     require("speech", "starling score")
     from rich.console import Console
 
-    from starling.speech.commands.score import Grouping, score_texts
+    from starling.speech.commands.score import score as score_texts
 
     if table is not None and by is None:
         raise ConfigError("score: --table needs --by, the column to group by")
-    grouping = None if by is None else Grouping(by, table)
     experiments = [each for each in (experiment, other) if each is not None]
-    score_texts(experiments, typer.echo, Console(), sets or (), grouping, normalise or (), language)
+    score_texts(experiments, typer.echo, Console(), sets or (), by, table, normalise or (), language)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling transcribe exp/demo talk.flac --format srt --output talk.srt[/bold]")
@@ -162,10 +161,9 @@ def transcribe(
     Files that cannot be transcribed are named at the end, and the exit code is then 5.
     """
     require("speech", "starling transcribe")
-    from starling.speech.commands.transcribe import checked_format
-    from starling.speech.commands.transcribe import transcribe as transcribe_paths
+    from starling.speech.transcribing.files import checked_format, transcribe_files
 
-    transcribe_paths(
+    transcribe_files(
         experiment, paths, typer.echo, best, beam, progress_console(), checked_format(form), output, raw_pcm
     )
 
@@ -187,8 +185,8 @@ def serve(
 ) -> None:
     """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket."""
     require("serve", "starling serve")
+    from starling.speech.serving.app import serve as serve_model
     from starling.speech.serving.guard import Limits
-    from starling.speech.serving.serve import serve as serve_model
 
     limits = Limits(round(1e6 * max_megabytes), 60 * max_minutes, stall_seconds)
     serve_model(experiment, typer.echo, host, port, best, beam, limits)

@@ -20,8 +20,7 @@ from starling.reporting.progress import Bars, Say
 from starling.speech.batches import Batch
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.score import score
-from starling.speech.store import SpeechSet
+from starling.speech.trained import recognised
 from starling.speech.training.job import make_job
 from starling.speech.training.set_up import set_up, set_up_like
 from starling.speech.training.workload import SpeechWorkload
@@ -176,9 +175,7 @@ class SpeechComparison:
         recogniser.model.load_state_dict(model.state_dict())
 
         def count(name: str) -> tuple[int, int]:
-            speech_set = SpeechSet.open(recipe.data.set_folder(name))
-            references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
-            words = score(references, recogniser.recognise(speech_set)).words
+            words = recognised(recogniser, recipe.data.set_folder(name)).words
             return words.errors, words.reference
 
         found: dict[str, Any] = {}

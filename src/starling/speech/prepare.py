@@ -12,7 +12,7 @@ from typing import Any
 from starling.errors import ConfigError, DataError
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences, source_of
 from starling.speech.preparing.executors import Executor
-from starling.speech.preparing.making import SETTINGS, Progress, make_set
+from starling.speech.preparing.making import SETTINGS, OnProgress, make_set
 from starling.speech.remote import fetch_sets
 from starling.speech.set_summary import SetSummary, read_summary
 from starling.speech.shards import REMOTE
@@ -36,7 +36,7 @@ class Summary:
 
 def prepare(
     config: DataConfig,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     executor: Executor | None = None,
     overwrite: bool = False,
 ) -> Summary:
@@ -168,7 +168,7 @@ def _recorded_settings(folder: Path) -> Any:
         return None
 
 
-def _prepare_set(config: DataConfig, name: str, executor: Executor, report: Progress) -> None:
+def _prepare_set(config: DataConfig, name: str, executor: Executor, report: OnProgress) -> None:
     make_set(source_of(config, name), config.set_folder(name), _partial_folder(config, name), executor, report)
 
 

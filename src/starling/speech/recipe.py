@@ -32,8 +32,6 @@ from starling.speech.tokens import TokenConfig
 from starling.strategies.islands import Island, between_islands
 from starling.training.freezing import Freeze
 
-_WHOLE_UTTERANCES = ("max_duration", "num_buckets", "window", "similar")
-"""Keys of `batches` that say how whole utterances are grouped."""
 _LATER_SIZES = (
     "span",
     "kernel",
@@ -50,6 +48,11 @@ _LATER_SIZES = (
 """Keys of `model` that fingerprints leave out where they are not set: earlier runs have none of them."""
 _OF_FRAMES = ("sequences", "states", "alignment")
 """Sections that only `loss: frames` has."""
+_ONLY_FOR = {
+    "frames": (*_OF_FRAMES, "features.splice", *(f"decoding.{key}" for key in OF_FRAMES)),
+    "ctc": ("model.decoder", *(f"decoding.{key}" for key in OF_CTC)),
+}
+"""Keys, SECTION or SECTION.KEY, that have a meaning for one loss alone."""
 
 FORMAT = 2
 """The format of recipes of Starling 0.2, which later versions will read."""
@@ -144,49 +147,45 @@ class Recipe(RecipeConfig):
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:
-        problems = self._frames_problems() if self.loss == "frames" else self._ctc_problems()
-        if problems:
+        problems = [
+            f"{key}: only for loss: {loss}; leave it out"
+            for loss, keys in _ONLY_FOR.items()
+            for key in keys
+            if loss != self.loss and self._is_set(key)
+        ]
+        if problems := problems + (self._frames_problems() if self.loss == "frames" else self._ctc_problems()):
             raise ValueError("; ".join(problems))
         return self
 
-    def _ctc_problems(self) -> list[str]:
-        given = [f"{section}: only for loss: frames; leave it out" for section in _OF_FRAMES if getattr(self, section)]
-        if self.features.splice:
-            given.append("features.splice: only for loss: frames; leave it out")
-        if (self.features.kind == "raw") != (self.model.encoder is not None):
-            given.append("features.kind: model.name: wav2vec2, or whisper, needs raw, and any other model log-mel")
-        if self.model.name == "whisper" and self.features.normalise != "none":
-            given.append("features.normalise: model.name: whisper scales its features itself; set it to none")
-        if self.features.kind == "raw":
-            if self.features.normalise == "speech":
-                given.append("features.normalise: speech needs log-mel features; take utterance, global or none")
-            given += [
-                f"augment.{key}: needs log-mel features; set it to null"
-                for key in ("spec_augment", "tempo", "vocal_tract")
-                if getattr(self.augment, key) is not None
-            ]
-        if self.model.chunk is not None and self.features.normalise in WHOLE:
-            given.append(
-                f"features.normalise: {self.features.normalise} needs whole recordings; model.chunk needs global, or "
-                "none"
-            )
-        given += self._decoding_problems(OF_FRAMES, "frames")
-        if self.decoding is not None and self.decoding.vocabulary == "open":
-            given += [
-                f"decoding.{key}: known words, for vocabulary: closed; leave one of them out"
-                for key in ("word_list", "lm")
-                if getattr(self.decoding, key) is not None
-            ]
-        return given
+    def _is_set(self, key: str) -> bool:
+        """Whether a key, SECTION or SECTION.KEY, has another value than its default."""
+        name, _, inner = key.partition(".")
+        section = getattr(self, name)
+        if not inner or section is None:
+            return bool(section)
+        return bool(getattr(section, inner) != type(section).model_fields[inner].get_default())
 
-    def _decoding_problems(self, keys: Sequence[str], loss: str) -> list[str]:
-        """A problem for each of `keys`, which are for another loss, that is set."""
-        usual = DecodingConfig()
-        return [
-            f"decoding.{key}: only for loss: {loss}; leave it out"
-            for key in keys
-            if self.decoding is not None and getattr(self.decoding, key) != getattr(usual, key)
+    def _ctc_problems(self) -> list[str]:
+        given, normalise, is_raw = [], self.features.normalise, self.features.kind == "raw"
+        if is_raw != (self.model.encoder is not None):
+            given.append("features.kind: model.name: wav2vec2, or whisper, needs raw, and any other model log-mel")
+        if self.model.name == "whisper" and normalise != "none":
+            given.append("features.normalise: model.name: whisper scales its features itself; set it to none")
+        if is_raw and normalise == "speech":
+            given.append("features.normalise: speech needs log-mel features; take utterance, global or none")
+        given += [
+            f"augment.{key}: needs log-mel features; set it to null"
+            for key in ("spec_augment", "tempo", "vocal_tract")
+            if is_raw and getattr(self.augment, key) is not None
         ]
+        if self.model.chunk is not None and normalise in WHOLE:
+            given.append(f"features.normalise: {normalise} needs whole recordings; model.chunk needs global, or none")
+        given += [
+            f"decoding.{key}: known words, for vocabulary: closed; leave one of them out"
+            for key in ("word_list", "lm")
+            if self.decoding is not None and self.decoding.vocabulary == "open" and self._is_set(f"decoding.{key}")
+        ]
+        return given
 
     def _frames_problems(self) -> list[str]:
         problems = []
@@ -196,8 +195,6 @@ class Recipe(RecipeConfig):
             problems.append(
                 f"model.subsampling: loss: frames has an output for each frame, so it is 1, not {subsampling}"
             )
-        if self.model.decoder is not None:
-            problems.append("model.decoder: only for loss: ctc; leave it out")
         if self.augment != AugmentConfig.none().model_copy(update={"speed": self.augment.speed}):
             problems.append(
                 "augment: loss: frames trains on features that are stored once for each of augment.speed; leave its "
@@ -205,12 +202,10 @@ class Recipe(RecipeConfig):
             )
         if self.mixture is not None:
             problems.append("mixture: only for loss: ctc; name one set in data.train")
-        problems += self._decoding_problems(OF_CTC, "ctc")
-        usual = BatchConfig()
         problems += [
             f"batches.{key}: groups whole utterances, for loss: ctc; loss: frames has sequences.batch"
-            for key in _WHOLE_UTTERANCES
-            if getattr(self.batches, key) != getattr(usual, key)
+            for key in ("max_duration", "num_buckets", "window", "similar")
+            if self._is_set(f"batches.{key}")
         ]
         return problems
 

@@ -18,15 +18,14 @@ from starling.configuration import Config
 from starling.errors import CheckpointError, DataError
 from starling.files import sha256
 from starling.speech.codecs import Codec, transmitted
-from starling.speech.decoding import attention, transducer
+from starling.speech.decoding import decoders
 from starling.speech.decoding.greedy import greedy_decode
 from starling.speech.features import FeatureConfig, LogMel, UtteranceSource
-from starling.speech.hybrid.decoder import WordDecoder
 from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
+from starling.speech.hybrid.viterbi import WordDecoder
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.models.network import Decoder, Network
-from starling.speech.models.transducer import Transducer
 from starling.speech.phones import PHONES_FILE, Phones, load_phones
 from starling.speech.resampling import resampled
 from starling.speech.tokens import Tokenizer, load_tokenizer
@@ -237,25 +236,17 @@ class Recogniser:
         if self.decoder is None or frames is None:
             return greedy_decode(log_probs, lengths, self.tokenizer)
         with self.evaluating():
-            if isinstance(self.decoder, AttentionDecoder):
-                found = attention.greedy(self.decoder, frames, lengths)
-            else:
-                found = transducer.greedy(cast(Transducer, self.decoder), frames, lengths)
+            found = decoders.greedy(self.decoder, frames, lengths)
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def searched(self, heard: Heard, beam: int) -> list[str]:
         """The text of each utterance by the decoder's beam search. Raises ValueError without a decoder."""
         if self.decoder is None or heard.frames is None:
             raise ValueError("a recogniser without a decoder has no beam search of its own")
-        found = []
         with self.evaluating():
-            for row, length in zip(heard.frames, heard.lengths.tolist(), strict=True):
-                if isinstance(self.decoder, AttentionDecoder):
-                    best = attention.beam_search(self.decoder, row[:length], beam)
-                else:
-                    best = transducer.beam_search(cast(Transducer, self.decoder), row[:length], beam)
-                found.append(self.tokenizer.decode(best[0][0]))
-        return found
+            rows = zip(heard.frames, heard.lengths.tolist(), strict=True)
+            found = [decoders.best_text(self.decoder, row[:length], beam) for row, length in rows]
+        return [self.tokenizer.decode(tokens) for tokens in found]
 
     def attention_scores(self, heard: Heard, texts: Sequence[Sequence[str]]) -> list[list[float]]:
         """log p(text | audio) by the attention decoder, of some texts of each utterance. ValueError without one."""
@@ -263,7 +254,7 @@ class Recogniser:
             raise ValueError("a recogniser without an attention decoder cannot score texts by it")
         with self.evaluating():
             return [
-                attention.scores(
+                decoders.scores(
                     self.decoder, row[:length], [self.tokenizer.encode(text) if text else [] for text in each]
                 )
                 for row, length, each in zip(heard.frames, heard.lengths.tolist(), texts, strict=True)

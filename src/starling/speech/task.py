@@ -91,13 +91,12 @@ class Speech(Task["Recipe"]):
         evaluate(folder.path, None, tell, console, is_best)
 
     def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
-        from starling.speech.commands.scored import read_set
+        from starling.speech.scoring.evidence import scored_set
 
-        return read_set(folder, file)
+        return scored_set(folder, file)
 
     def mini_batches(self, recipe: Recipe, folder: ExperimentFolder) -> MiniBatches:
-        from starling.speech.training.frame_plan import load_frame_plan
-        from starling.speech.training.plan import load_plan
+        from starling.speech.training.plan import load_frame_plan, load_plan
 
         if recipe.loss == "frames":
             return load_frame_plan(recipe, folder.frames)

@@ -58,7 +58,7 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MembershipStart:
     """Where a membership begins, and which learners copy another's state."""
 
     world: int
@@ -75,7 +75,7 @@ class Plan:
     measured: tuple[tuple[int, int], ...] = ()
     """The name and the batch share of each learner whose speed was measured when the run began."""
 
-    def with_shares(self, job: Job, names: Sequence[int], seconds: Sequence[float] | None = None) -> "Plan":
+    def with_shares(self, job: Job, names: Sequence[int], seconds: Sequence[float] | None = None) -> "MembershipStart":
         """The plan with the batch shares of the learners with these names, by rank. `seconds` are what a mini-batch of
         each takes, where they have been measured."""
         measured = self.measured if seconds is None else tuple(zip(names, shares_for(seconds), strict=True))
@@ -88,7 +88,7 @@ class Plan:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str | bytes) -> "Plan":
+    def decode(cls, text: str | bytes) -> "MembershipStart":
         """The inverse of `encode`."""
         read: dict[str, Any] = json.loads(text)
         position = read.pop("position")
@@ -135,12 +135,12 @@ def next_membership(job: Job, before: Membership, change: Membership, is_ordered
 
 
 def plan_after(
-    before: Plan,
+    before: MembershipStart,
     members: Sequence[Past],
     job: Job,
     all_done: Callable[[], Collection[int]],
     names: Sequence[int] = (),
-) -> Plan:
+) -> MembershipStart:
     """The plan of a membership from its members' pasts, by rank. `before` is the plan of the last membership in which
     any of them trained; `all_done` returns the tickets that were done in it. The members' `names` say which batch
     shares they have."""
@@ -166,7 +166,7 @@ def plan_after(
         newest = first_with_a_state(models)
         current = [each.membership is not None for each in models]
     takers = tuple(rank for rank in range(len(members)) if not current[rank // size])
-    plan = Plan(
+    plan = MembershipStart(
         world=len(members),
         position=position,
         minutes=max(each.minutes for each in members),

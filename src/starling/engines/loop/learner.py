@@ -26,7 +26,7 @@ from starling.checkpoint.state import name_of_state
 from starling.configuration import Config
 from starling.engines.loop.announcements import UNEQUAL, AnnouncementListener
 from starling.engines.loop.optimizers import StepGuard, members_of
-from starling.engines.loop.progress import Consensus, LoopPlan, Progress
+from starling.engines.loop.progress import Consensus, LoopPlan, LoopProgress
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.collectives import OrderedMean
@@ -80,7 +80,7 @@ class LoopLearner(Learner):
         timeout_seconds: float,
         most_not_finite: int,
         waits: Waits,
-        progress: Progress,
+        progress: LoopProgress,
         entry: Entry | None = None,
     ) -> None:
         self.replica = replica

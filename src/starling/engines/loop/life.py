@@ -23,7 +23,7 @@ from starling.configuration import Config
 from starling.engines.loop.announcements import UNEQUAL
 from starling.engines.loop.hooks import MakeStep, StepHook
 from starling.engines.loop.learner import Entry, LoopLearner
-from starling.engines.loop.progress import Past, Progress, plan
+from starling.engines.loop.progress import LoopProgress, Past, plan
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.processes.backend import ConnectionFailed
 from starling.engines.processes.handshake import (
@@ -92,7 +92,7 @@ class LoopLife:
         """Enter the first membership. `handshake` makes this learner's for a number of learners."""
         self.place = place
         self.membership = Membership(0, tuple(range(place.world)))
-        self.progress = Progress()
+        self.progress = LoopProgress()
         self._root, self._strategy, self._options, self._replica = place, strategy, options, replica
         self._seed, self._timeout_seconds, self._most_not_finite = seed, timeout_seconds, most_not_finite
         self._handshake, self._coordination = handshake, coordination

@@ -21,7 +21,7 @@ class Consensus:
 
 
 @dataclass
-class Progress:
+class LoopProgress:
     """One loop's progress, across memberships."""
 
     statistics: Statistics = field(default_factory=Statistics)

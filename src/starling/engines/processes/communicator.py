@@ -27,7 +27,7 @@ from starling.engines.processes.backend import (
 )
 from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, await_keys, do_nothing, silent_learners
-from starling.engines.processes.links import LinkBoard, Links, SharedMean
+from starling.engines.processes.links import LinkBoard, MemoryLinks, SharedMean
 from starling.engines.processes.place import Place
 from starling.engines.processes.rounds import Board, Rounds, StoreBoard, StoreCuts
 from starling.engines.processes.shared_memory import share_memory
@@ -148,8 +148,8 @@ class Background(threading.Thread):
 class Communicator:
     """Connects this learner process with its peers. The default process group must exist.
 
-    Learners on one machine use shared memory (`Links`) on the CPU; all others use gloo through host memory. If each
-    learner has its own device (`by_nccl`), means use NCCL.
+    Learners on one machine use shared memory (`MemoryLinks`) on the CPU; all others use gloo through host memory. If
+    each learner has its own device (`by_nccl`), means use NCCL.
 
     Waiting time on `clock`, bytes and rounds are counted in `statistics`; waits are recorded in `waits`. Errors name
     the lost peers with `name_lost`, which takes a suspected rank or None, and the learner's progress with `where`.
@@ -323,7 +323,7 @@ class Communicator:
 
         return ProcessHandle(result, patient_result)
 
-    def _receive_by_link(self, links: Links, peer: int, like: Tensor, tag: int, what: str) -> Handle[Tensor]:
+    def _receive_by_link(self, links: MemoryLinks, peer: int, like: Tensor, tag: int, what: str) -> Handle[Tensor]:
         def take(timeout_seconds: float | None) -> Tensor:
             received = links.receive(peer, tag, timeout_seconds)
             if isinstance(received, Tensor):
@@ -563,11 +563,11 @@ class Communicator:
         """Whether another thread may end a wait of the background or, if `is_behind` is false, of the foreground."""
         return self._has_other_threads or (self._background is not None and not is_behind)
 
-    def _make_links(self, look_around: Callable[[], None]) -> Links:
+    def _make_links(self, look_around: Callable[[], None]) -> MemoryLinks:
         with self.naming_the_lost("linking the learners of this machine"):
             store, num_bytes = self._place.store, self._weights.nbytes
             waits = self._waits if self._place.num_rows == 1 else None  # they would name ranks of the row
-            return Links(store, self._rank, self._world, num_bytes, self._timeout_seconds, look_around, waits)
+            return MemoryLinks(store, self._rank, self._world, num_bytes, self._timeout_seconds, look_around, waits)
 
     def _make_board(self) -> Board:
         if self._links is not None and self._links.join(range(self._world)):

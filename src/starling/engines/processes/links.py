@@ -105,7 +105,7 @@ class _Arena:
         return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=self._slot_bytes)
 
 
-class Links:
+class MemoryLinks:
     """A learner's links to its `peers`: all other learners on this machine that run as the same user.
 
     `num_bytes` is the maximum size of a message or a mean. All learners create their links together, through the store.
@@ -374,7 +374,7 @@ class Links:
 class LinkBoard(Board):
     """A board for learners that are all linked: words in their arenas, and an event per learner to wake it."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: MemoryLinks) -> None:
         self._links = links
         self._words = links.words()
         self._has_left = False
@@ -417,7 +417,7 @@ class SharedMean:
     learners have begun the mean in between, and therefore no longer read it.
     """
 
-    def __init__(self, links: Links, rank: int, sync_group: range, lane: int, timeout_seconds: float) -> None:
+    def __init__(self, links: MemoryLinks, rank: int, sync_group: range, lane: int, timeout_seconds: float) -> None:
         self._links = links
         self._rank, self._sync_group, self._lane = rank, sync_group, lane
         self._timeout_seconds = timeout_seconds

@@ -57,8 +57,8 @@ from starling.training.speed import measured_seconds
 from starling.training.succession import (
     LOST_BEFORE_TRAINING,
     Life,
+    MembershipStart,
     Past,
-    Plan,
     first_with_a_state,
     next_membership,
     plan_after,
@@ -249,19 +249,19 @@ class _Member:
                 connections.cut()  # so that no thread keeps waiting for the remaining learners
                 raise
 
-    def _plan(self, membership: Membership, rank: int, store: Store, look_around: LookAround) -> Plan:
+    def _plan(self, membership: Membership, rank: int, store: Store, look_around: LookAround) -> MembershipStart:
         """The plan of a membership, which is passed on to the observer of changes."""
         if membership.number == 0:
             state = self.life.state
             position = state.position if state else Position()
-            plan = Plan(len(membership.members), position, state.minutes if state else 0.0)
+            plan = MembershipStart(len(membership.members), position, state.minutes if state else 0.0)
             plan = plan.with_shares(self.job, membership.members, self._speeds(membership, rank, store, look_around))
             write_first_plan(store, rank, plan)
             self.changes.begin(membership, position, rank == 0)
             return plan
-        told: list[Plan] = []
+        told: list[MembershipStart] = []
 
-        def tell(plan: Plan) -> None:
+        def tell(plan: MembershipStart) -> None:
             self.changes.begin(membership, plan.position, True)
             told.append(plan)
 
@@ -295,7 +295,7 @@ class _Member:
         )
         return [float(each) for each in json.loads(found)]
 
-    def _start(self, rank: int, plan: Plan) -> LearnerState:
+    def _start(self, rank: int, plan: MembershipStart) -> LearnerState:
         """The state with which this learner begins a later membership."""
         state = plan.state(rank, self.life.state)
         if plan.source is None:
@@ -389,7 +389,7 @@ class _Member:
         )
 
 
-def write_first_plan(store: Store, rank: int, plan: Plan) -> None:
+def write_first_plan(store: Store, rank: int, plan: MembershipStart) -> None:
     """Write the plan of the first membership to `store`, that membership's store."""
     if rank == 0:
         store.set(_PLAN, plan.encode())
@@ -403,9 +403,9 @@ def agree_on_plan(
     job: Job,
     timeout_seconds: float,
     look_around: LookAround,
-    on_plan: Callable[[Plan], None],
+    on_plan: Callable[[MembershipStart], None],
     waits: Waits | None = None,
-) -> Plan:
+) -> MembershipStart:
     """The plan of a later membership. The learner that makes it calls `on_plan` before it is visible to the others."""
     store, world = PrefixStore(membership.key, root), len(membership.members)
     own, what = json.dumps(asdict(past)), "entering the next membership"
@@ -420,7 +420,7 @@ def agree_on_plan(
         return plan
     what = "planning the next membership"
     await_keys(store, [_PLAN], timeout_seconds, look_around, what, [int(planner)], waits, num_waiting=world)
-    return Plan.decode(store.get(_PLAN))
+    return MembershipStart.decode(store.get(_PLAN))
 
 
 def _pasts(texts: Sequence[bytes]) -> list[Past]:
@@ -435,10 +435,10 @@ def _planner(pasts: list[bytes]) -> str:
         return ""
 
 
-def _plan_after(root: Store, membership: Membership, members: Sequence[Past], job: Job) -> Plan:
+def _plan_after(root: Store, membership: Membership, members: Sequence[Past], job: Job) -> MembershipStart:
     last = max(each.membership for each in members if each.membership is not None)
     store = PrefixStore(Membership(last, ()).key, root)
-    before = Plan.decode(store.get(_PLAN))
+    before = MembershipStart.decode(store.get(_PLAN))
     return plan_after(before, members, job, lambda: noted(store, before.world, before.position), membership.members)
 
 

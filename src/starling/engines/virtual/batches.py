@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from starling.training.job import Job
 from starling.training.loading import Loaded, Loader
-from starling.training.succession import Plan
+from starling.training.succession import MembershipStart
 from starling.training.tickets import DoneTickets, SyncGroupTickets
 from starling.workload import Ticket
 
@@ -37,7 +37,7 @@ class SyncGroupWords(Generic[T]):
 class MembershipBatches:
     """The tickets of a membership and their mini-batches, for all its learners; `done` are the tickets done in it."""
 
-    def __init__(self, job: Job, world: int, plan: Plan, loader: Loader, clock: Callable[[], float]) -> None:
+    def __init__(self, job: Job, world: int, plan: MembershipStart, loader: Loader, clock: Callable[[], float]) -> None:
         size = job.sync_group_size(world)
         self.done = DoneTickets(plan.position)
         self.draws: SyncGroupWords[int] = SyncGroupWords(size)

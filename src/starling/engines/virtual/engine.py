@@ -32,7 +32,7 @@ from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job, Observer, Silence
 from starling.training.loading import Loader
 from starling.training.membership import IgnoreMembership, Membership, MembershipObserver
-from starling.training.succession import Plan, next_membership, plan_after
+from starling.training.succession import MembershipStart, next_membership, plan_after
 from starling.workload import Position
 
 __all__ = ["Outcome", "VirtualEngine", "VirtualLoss"]
@@ -108,7 +108,7 @@ class VirtualEngine:
         for rank in range(world):
             self._lives.begin(rank).state = start[rank] if start else None
         position, minutes = (start[0].position, start[0].minutes) if start else (Position(), 0.0)
-        first, plan = Membership(0, tuple(range(world))), Plan(world, position, minutes)
+        first, plan = Membership(0, tuple(range(world))), MembershipStart(world, position, minutes)
         seconds = [cluster.compute.seconds * job.stragglers.slow.get(name, 1.0) for name in first.members]
         plan = plan.with_shares(job, first.members, seconds if job.batch_shares == "auto" else None)
         self._current = self._begin(first, plan, list(start) if start else [None] * world)
@@ -149,7 +149,9 @@ class VirtualEngine:
         if self._faults.are_placed_at_events:
             self._faults.after_event(self._num_events)
 
-    def _begin(self, membership: Membership, plan: Plan, starts: Sequence[LearnerState | None]) -> VirtualMembership:
+    def _begin(
+        self, membership: Membership, plan: MembershipStart, starts: Sequence[LearnerState | None]
+    ) -> VirtualMembership:
         lives = [self._lives.by_name[name] for name in membership.members]
         begun = VirtualMembership(self._simulation, membership, plan, lives, starts, self._observer)
         self._faults.present = begun
@@ -183,7 +185,7 @@ class VirtualEngine:
         self._current = self._begin(following, plan, self._starts(following, plan))
         self._changes.begin(following, plan.position, True)
 
-    def _starts(self, membership: Membership, plan: Plan) -> list[LearnerState]:
+    def _starts(self, membership: Membership, plan: MembershipStart) -> list[LearnerState]:
         """The states with which the members begin; the takers have that of another member, whose strategy state all
         have."""
         lives = [self._lives.by_name[name] for name in membership.members]

@@ -28,7 +28,7 @@ from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import Membership, MembershipChanged
 from starling.training.shards import HeldShard, host_copy
-from starling.training.succession import Plan
+from starling.training.succession import MembershipStart
 
 
 class Failed(Exception):  # noqa: N818 - carries what a strategy raised
@@ -75,7 +75,7 @@ class VirtualMembership:
         self,
         simulation: Simulation,
         membership: Membership,
-        plan: Plan,
+        plan: MembershipStart,
         lives: Sequence[VirtualLife],
         starts: Sequence[LearnerState | None],
         observer: Observer,

@@ -10,7 +10,7 @@ from starling.speech.chance import one_thread
 from starling.speech.check.findings import CheckConfig, Finding
 from starling.speech.check.likeness import Sound, measure
 from starling.speech.corpora import Audio, Utterance
-from starling.speech.preparing.making import Meter, Progress
+from starling.speech.preparing.making import Meter, OnProgress
 from starling.speech.store import SpeechSet
 from starling.speech.strings import plan_strings
 from starling.speech.usable import Checker, Checking, Dropped, FilterConfig, Source
@@ -62,7 +62,7 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
     ]
 
 
-def collect(source: Source, config: CheckConfig, report: Progress) -> tuple[list[Record], list[Finding]]:
+def collect(source: Source, config: CheckConfig, report: OnProgress) -> tuple[list[Record], list[Finding]]:
     """The usable utterances of a set, in order, and findings about single utterances; reads all audio once.
 
     Memory use depends on the number of utterances, not on their length.

@@ -16,7 +16,7 @@ from starling.speech.corpora import Audio
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import check_ctc_fits
 from starling.speech.models import ModelConfig
-from starling.speech.preparing.making import Progress
+from starling.speech.preparing.making import OnProgress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import TokenConfig, make_tokenizer
 from starling.speech.usable import Source
@@ -201,7 +201,7 @@ def check_corpus(
     train: str,
     config: CheckConfig,
     training: Training,
-    progress: Progress,
+    progress: OnProgress,
     recogniser: Recogniser | None = None,
 ) -> Report:
     """Check sets for everything in `config`; `train` names the training set, the others are held out.

@@ -1,4 +1,4 @@
-"""The best decoding of an experiment: its language models, and a beam search with weights tuned on the validation set.
+"""The best beam search of an experiment: its language models, and weights tuned on the validation set.
 
 exp/<name>/decode/beam/words.arpa, tokens.arpa    n-grams of the training texts
 exp/<name>/decode/beam/search.json                the tuned weights, and all that were tried
@@ -8,17 +8,17 @@ exp/<name>/decode/beam/nbest-<set>.jsonl          the best texts of each utteran
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from statistics import median_low
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
-from torch import Tensor
 
 from starling.checkpoint.files import write_json
 from starling.configuration import Config, digest
@@ -29,14 +29,19 @@ from starling.speech.data import set_digest
 from starling.speech.decoding.beam import BeamSearch, Hypothesis, SearchPool, Weights
 from starling.speech.decoding.config import DecodingConfig, Vocabulary
 from starling.speech.decoding.ngram import NgramModel, estimate
-from starling.speech.decoding.tuning import Trial, given, tune
 from starling.speech.hybrid.lexicon import read_words, words_of
 from starling.speech.recipe import Recipe
-from starling.speech.recogniser import Recogniser
+from starling.speech.recogniser import Heard, Recogniser
+from starling.speech.scoring.error_rates import count_errors, references_of
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import Tokenizer
 from starling.speech.training.plan import open_training_set
 
+LM_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+WORD_PENALTIES = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
+BEAMS = (8, 16, 32, 64, 128)
+USUAL = Weights(lm_weight=0.5, word_penalty=0.0, beam=64)
+"""Where there is nothing to tune on; of these, `beam` is also that of the search for the other weights."""
 MOST_TUNED = 500
 """Utterances of the validation set to tune on, spread evenly over it."""
 RARE = 0.01
@@ -44,6 +49,20 @@ RARE = 0.01
 _ORDERS: dict[Vocabulary, int] = {"closed": 3, "open": 6}
 LANGUAGE_FILES: dict[Vocabulary, str] = {"closed": "words.arpa", "open": "tokens.arpa"}
 SEARCH = "search.json"
+
+
+class Trial(Config):
+    """Weights, and the errors that a search with them made."""
+
+    vocabulary: Vocabulary
+    weights: Weights
+    word_errors: int
+    character_errors: int
+
+    @property
+    def errors(self) -> tuple[int, int]:
+        """The smaller, the better."""
+        return self.word_errors, self.character_errors
 
 
 class TunedSearch(Config):
@@ -81,6 +100,36 @@ class Language:
     words: list[str] | None
 
 
+@dataclass(frozen=True)
+class TuningSample:
+    """Utterances of the validation set to tune on."""
+
+    name: str
+    """The set."""
+    speech_set: SpeechSet
+    among: list[int]
+    """Their numbers in the set."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Self | None:
+        """At most `MOST_TUNED` utterances of a recipe's validation set; None if it has none."""
+        if recipe.data.valid is None:
+            return None
+        speech_set = SpeechSet.open(recipe.data.set_folder(recipe.data.valid))
+        count = min(len(speech_set), MOST_TUNED)
+        among: list[int] = np.linspace(0, len(speech_set) - 1, count).round().astype(int).tolist()
+        return cls(recipe.data.valid, speech_set, among)
+
+    @property
+    def references(self) -> dict[str, str]:
+        """The texts by utterance."""
+        return references_of(self.speech_set, self.among)
+
+    def heard(self, recogniser: Recogniser, progress: Callable[[int, int], None]) -> Iterator[tuple[list[str], Heard]]:
+        """What a recogniser makes of them, batch by batch."""
+        return recogniser.heard(self.speech_set, progress=progress, among=self.among)
+
+
 class BestSearch:
     """Searches utterances with the tuned weights, and collects the results."""
 
@@ -90,20 +139,16 @@ class BestSearch:
         self._pool = pool
         self._num_best = num_best
 
-    def take(self, names: Sequence[str], log_probs: Tensor, frames: Tensor) -> None:
-        """Search a batch of log-probabilities `[B, T, V]` with lengths `[B]`."""
-        results = self._pool(_rows(log_probs, frames), self.tuned.weights, self._num_best)
+    def texts(self, names: Sequence[str], heard: Heard) -> list[str]:
+        """The best text of each utterance of a batch, whose hypotheses are collected; empty if no word fits."""
+        results = self._pool(_rows(heard), self.tuned.weights, self._num_best)
         self.found.update(zip(names, results, strict=True))
+        return [each[0].text if each else "" for each in results]
 
     def text(self, log_probs: NDArray[np.float32]) -> str:
         """The best text of one utterance's log-probabilities `[T, V]`; empty if no word fits."""
         (found,) = self._pool([log_probs], self.tuned.weights)
         return found[0].text if found else ""
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """The best text of each utterance; empty if no word fits."""
-        return {name: each[0].text if each else "" for name, each in self.found.items()}
 
     def write(self, path: Path) -> None:
         """Write all hypotheses as JSON lines: id, rank from 1, text, score, lm, and the words with times in seconds."""
@@ -128,7 +173,8 @@ def best_search(
     """
     config = recipe.decoding or DecodingConfig()
     home = folder.decode / "beam"
-    texts = _training_texts(recipe)
+    train = open_training_set(recipe)
+    texts = [train.text(index) for index in range(len(train))]
     languages = _languages(config, texts, recogniser.tokenizer, home)
     of = _digest(recipe, config, recogniser, texts)
     with ExitStack() as stack:
@@ -140,48 +186,97 @@ def best_search(
         }
         tuned = _stored(home / SEARCH, of)
         if tuned is None:
-            tuned = _tuned(recipe, config, recogniser, languages, pools, of, texts, bars)
+            sample, trials = TuningSample.of(recipe), list[Trial]()
+            if sample is None:
+                vocabulary, weights = _likely(languages, texts), given(config)
+            else:
+                outputs: dict[str, NDArray[np.float32]] = {}
+                for names, heard in sample.heard(recogniser, partial(bars, f"hearing {sample.name}")):
+                    outputs.update(zip(names, _rows(heard), strict=True))
+                best, trials = tune(pools, outputs, sample.references, config)
+                vocabulary, weights = best.vocabulary, best.weights
+            tuned = TunedSearch(
+                of=of,
+                vocabulary=vocabulary,
+                num_words=len(languages[vocabulary].words or ()),
+                order=languages[vocabulary].order,
+                weights=weights,
+                tuned_on=None if sample is None else sample.name,
+                num_utterances=0 if sample is None else len(sample.among),
+                trials=tuple(trials),
+            )
             home.mkdir(parents=True, exist_ok=True)
             write_json(home / SEARCH, tuned.model_dump(mode="json"))
         yield BestSearch(tuned, pools[tuned.vocabulary], config.num_best)
 
 
-def _tuned(
-    recipe: Recipe,
+def given(config: DecodingConfig) -> Weights:
+    """The usual weights, but those that a recipe sets."""
+    fixed = {"lm_weight": config.lm_weight, "word_penalty": config.word_penalty, "beam": config.beam}
+    return USUAL.model_copy(update={key: value for key, value in fixed.items() if value is not None})
+
+
+def tune(
+    pools: Mapping[Vocabulary, SearchPool],
+    utterances: Mapping[str, NDArray[np.float32]],
+    references: Mapping[str, str],
     config: DecodingConfig,
-    recogniser: Recogniser,
-    languages: dict[Vocabulary, Language],
-    pools: dict[Vocabulary, SearchPool],
-    of: str,
-    texts: Sequence[str],
-    bars: Bars,
-) -> TunedSearch:
-    name, trials = recipe.data.valid, list[Trial]()
-    if name is None:
-        vocabulary = _likely(languages, texts)
-        weights, count = given(config), 0
-    else:
-        speech_set = SpeechSet.open(recipe.data.set_folder(name))
-        count = min(len(speech_set), MOST_TUNED)
-        among = np.linspace(0, len(speech_set) - 1, count).round().astype(int).tolist()
-        utterances: dict[str, NDArray[np.float32]] = {}
-        for names, heard in recogniser.heard(speech_set, 120.0, partial(bars, f"hearing {name}"), among):
-            utterances.update(zip(names, _rows(heard.log_probs, heard.lengths), strict=True))
-        references = {speech_set.id(index): speech_set.text(index) for index in among}
-        ordered = {each: utterances[each] for each in references}
-        best, trials = tune(pools, ordered, references, config)
-        vocabulary, weights = best.vocabulary, best.weights
-    language = languages[vocabulary]
-    return TunedSearch(
-        of=of,
-        vocabulary=vocabulary,
-        num_words=len(language.words or ()),
-        order=language.order,
-        weights=weights,
-        tuned_on=name,
-        num_utterances=count,
-        trials=tuple(trials),
-    )
+) -> tuple[Trial, list[Trial]]:
+    """The best trial, and all of them, of the searches in `pools`, by vocabulary.
+
+    One weight after another is varied, for each vocabulary: the language model's, the word penalty, and again the
+    language model's, in finer steps. At the end comes the beam: the narrowest one that makes as few errors as any.
+    Among equally good values, the one in the middle is taken. What the recipe sets is not varied.
+    """
+    trials: list[Trial] = []
+
+    def attempt(vocabulary: Vocabulary, weights: Weights) -> Trial:
+        known = (each for each in trials if (each.vocabulary, each.weights) == (vocabulary, weights))
+        if (found := next(known, None)) is not None:
+            return found
+        results = pools[vocabulary](list(utterances.values()), weights)
+        texts = {name: each[0].text if each else "" for name, each in zip(utterances, results, strict=True)}
+        words, characters = count_errors(references, texts)
+        trials.append(
+            Trial(
+                vocabulary=vocabulary,
+                weights=weights,
+                word_errors=words.errors,
+                character_errors=characters.errors,
+            )
+        )
+        return trials[-1]
+
+    def vary(start: Trial, key: str, values: Iterable[float]) -> Trial:
+        if getattr(config, key) is not None:
+            return start
+        tried = [attempt(start.vocabulary, start.weights.model_copy(update={key: value})) for value in values]
+        return _middle_of_best([start, *tried], key)
+
+    bests = []
+    for vocabulary in pools:
+        best = vary(attempt(vocabulary, given(config)), "lm_weight", LM_WEIGHTS)
+        if vocabulary == "closed":
+            best = vary(best, "word_penalty", WORD_PENALTIES)
+        bests.append(vary(best, "lm_weight", _between(best.weights.lm_weight)))
+    best = min(bests, key=lambda trial: trial.errors)
+    if config.beam is None:
+        tried = [attempt(best.vocabulary, best.weights.model_copy(update={"beam": beam})) for beam in BEAMS]
+        best = min(tried, key=lambda trial: (trial.errors, trial.weights.beam))
+    return best, trials
+
+
+def _between(weight: float) -> list[float]:
+    """Half-way to the neighbours of a weight."""
+    lower = max((each for each in LM_WEIGHTS if each < weight), default=weight)
+    upper = min((each for each in LM_WEIGHTS if each > weight), default=weight)
+    return [(lower + weight) / 2, (weight + upper) / 2]
+
+
+def _middle_of_best(trials: Sequence[Trial], key: str) -> Trial:
+    fewest = min(trial.errors for trial in trials)
+    best = {getattr(trial.weights, key): trial for trial in trials if trial.errors == fewest}
+    return best[median_low(best)]
 
 
 def _languages(
@@ -191,12 +286,11 @@ def _languages(
     found: dict[Vocabulary, Language] = {}
     is_limited = config.word_list is not None or config.lm is not None
     if config.vocabulary != "open":
-        file, model = config.lm, None if config.lm is None else NgramModel.read(config.lm)
-        if file is None or model is None:
-            file, model = (
-                home / LANGUAGE_FILES["closed"],
-                estimate([each.split() for each in texts], _order(config, "closed")),
-            )
+        if config.lm is not None:
+            file, model = config.lm, NgramModel.read(config.lm)
+        else:
+            file = home / LANGUAGE_FILES["closed"]
+            model = estimate([each.split() for each in texts], config.order or _ORDERS["closed"])
             model.write(file)
         if config.word_list is not None:
             words = read_words(config.word_list)
@@ -205,14 +299,12 @@ def _languages(
         found["closed"] = Language(file, model.order, _spelled(words, tokenizer, config))
     if config.vocabulary == "open" or (config.vocabulary is None and not is_limited):
         names = tokenizer.names
-        model = estimate([[names[token] for token in tokenizer.encode(each)] for each in texts], _order(config, "open"))
+        model = estimate(
+            [[names[token] for token in tokenizer.encode(each)] for each in texts], config.order or _ORDERS["open"]
+        )
         model.write(home / LANGUAGE_FILES["open"])
         found["open"] = Language(home / LANGUAGE_FILES["open"], model.order, None)
     return found
-
-
-def _order(config: DecodingConfig, vocabulary: Vocabulary) -> int:
-    return config.order or _ORDERS[vocabulary]
 
 
 def _spelled(words: Iterable[str], tokenizer: Tokenizer, config: DecodingConfig) -> list[str]:
@@ -243,11 +335,6 @@ def _likely(languages: dict[Vocabulary, Language], texts: Sequence[str]) -> Voca
     return "open" if once > RARE * counts.total() else "closed"
 
 
-def _training_texts(recipe: Recipe) -> list[str]:
-    train = open_training_set(recipe)
-    return [train.text(index) for index in range(len(train))]
-
-
 def _digest(recipe: Recipe, config: DecodingConfig, recogniser: Recogniser, texts: Sequence[str]) -> str:
     """Of all that the tuned weights depend on."""
     model = sha256()
@@ -274,12 +361,12 @@ def _stored(path: Path, of: str) -> TunedSearch | None:
     """The tuned search in a file; None if it is missing, damaged or of something else."""
     try:
         tuned = TunedSearch.model_validate_json(path.read_bytes())
-    except (OSError, ValueError, ValidationError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
     return tuned if tuned.of == of else None
 
 
-def _rows(log_probs: Tensor, frames: Tensor) -> list[NDArray[np.float32]]:
+def _rows(heard: Heard) -> list[NDArray[np.float32]]:
     """The log-probabilities `[T, V]` of each utterance of a batch, without padding."""
-    rows = log_probs.float().cpu().numpy()
-    return [np.ascontiguousarray(row[:length]) for row, length in zip(rows, frames.tolist(), strict=True)]
+    rows = heard.log_probs.float().cpu().numpy()
+    return [np.ascontiguousarray(row[:length]) for row, length in zip(rows, heard.lengths.tolist(), strict=True)]

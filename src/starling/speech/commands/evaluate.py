@@ -1,7 +1,15 @@
-"""Scores sets with the newest or the best model of an experiment."""
+"""Scores sets with the newest or the best model of an experiment.
 
-from collections.abc import Mapping, Sequence
+exp/<name>/decode/             greedy texts; with a decoder, its own; with `loss: frames`, the words of tied states
+exp/<name>/decode/beam/        texts of the beam search with a language model, and its best hypotheses
+exp/<name>/decode/ctc/         greedy texts of CTC, of a model with a decoder beside it
+exp/<name>/decode/decoder/     texts of that decoder's beam search
+exp/<name>/decode/rescored/    of the beam search over CTC, the text that an attention decoder finds best, too
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,16 +22,41 @@ from starling.extras import require
 from starling.reporting.progress import Bars, Say
 from starling.speech.check.findings import seen_in_training
 from starling.speech.codecs import check_codec, label_of
-from starling.speech.commands.beam_search import BestSearch, best_search
-from starling.speech.commands.decoder_search import DecoderSearch, decoder_search
-from starling.speech.commands.recognisers import load_recogniser, open_experiment
+from starling.speech.commands.beam_search import BestSearch, TuningSample, best_search
 from starling.speech.data import DataConfig, set_digest
+from starling.speech.decoding.beam import Hypothesis
+from starling.speech.decoding.config import DecodingConfig
+from starling.speech.decoding.greedy import greedy_decode
+from starling.speech.models.attention import AttentionDecoder
 from starling.speech.prepare import prepare
 from starling.speech.recipe import Recipe
-from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.score import line_of_unseen, without_tags, write_score_files
-from starling.speech.scoring.significance import in_words, matched_pairs
+from starling.speech.recogniser import Heard, Recogniser
+from starling.speech.scoring.error_rates import (
+    count_errors,
+    line_of_unseen,
+    references_of,
+    without_tags,
+    write_score_files,
+)
+from starling.speech.scoring.significance import matched_pairs, verdict_of
 from starling.speech.store import SpeechSet
+from starling.speech.trained import load_recogniser, open_experiment
+
+ATTENTION_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+USUAL_ATTENTION = 1.0
+"""The weight where there is nothing to tune on."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of decoding."""
+
+    folder: str
+    """In `decode/`; empty for that folder itself."""
+    title: str
+    """What is told of it; empty for the first way."""
+    texts: Callable[[Sequence[str], Heard], list[str]]
+    """The texts of a batch of utterances. Of one batch, the ways are asked in their order."""
 
 
 def evaluate(
@@ -47,15 +80,17 @@ def evaluate(
     ConfigError for a set that the recipe does not define.
     """
     folder, recipe = open_experiment(experiment)
-    names = list(sets or recipe.data.test)
+    names, known = list(sets or recipe.data.test), recipe.data.sets
     for name in names:
-        _check_set(recipe, name)
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}its sets: {', '.join(known)}")
     for codec in conditions:
         try:
             check_codec(codec)
         except ValueError as error:
             raise ConfigError(f"--condition: {error}") from error
-    recogniser = load_recogniser(experiment, recipe, is_best, average)
+    recogniser = load_recogniser(experiment, is_best, average)
     if with_beam is None:
         with_beam = recipe.decoding is not None
     with ExitStack() as stack:
@@ -69,12 +104,14 @@ def evaluate(
                 if recipe.decoding is not None and isinstance(error, DataError):
                     raise
                 tell(f"only greedy decoding: {error}" if recogniser.decoder is None else f"no language model: {error}")
-        beside: DecoderSearch | None = None
+        ways = [Way("", "", lambda names, heard: recogniser.texts(*heard))]
+        if search is not None:
+            ways.append(Way("beam", search.tuned.line, search.texts))
         if with_beam and recogniser.decoder is not None:
             with Bars(console) as bars:
-                beside = decoder_search(recipe, recogniser, search, bars)
+                ways += _of_decoder(recipe, recogniser, search, bars)
         for name, condition in product(names, conditions or (None,)):
-            _score_set(recipe, folder, recogniser, name, condition, search, beside, tell, console)
+            _score_set(recipe, folder, recogniser, name, condition, ways, search, tell, console)
 
 
 def _score_set(
@@ -83,65 +120,40 @@ def _score_set(
     recogniser: Recogniser,
     name: str,
     codec: str | None,
+    ways: Sequence[Way],
     search: BestSearch | None,
-    beside: DecoderSearch | None,
     tell: Say,
     console: Console,
 ) -> None:
-    """Score one set, through a codec if that is given, by greedy decoding or the words of tied states, by `search` if
-    there is one, and in the ways of a decoder if there is one (`beside`)."""
+    """Score one set, through a codec if that is given, in all `ways`; `search` is what one of them searches with."""
     label = label_of(name, codec)
+    texts: dict[str, dict[str, str]] = {way.folder: {} for way in ways}
     with Bars(console) as bars:
-        data = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
-        prepare(data, bars)
+        prepare(recipe.data.model_copy(update={"train": name, "valid": None, "test": ()}), bars)
         speech_set = SpeechSet.open(recipe.data.set_folder(name))
-        progress = partial(bars, f"decoding {label}")
-        hypotheses: dict[str, str] = {}
         if search is not None:
             search.found.clear()
-        if beside is not None:
-            beside.clear()
-        for ids, heard in recogniser.heard(speech_set, progress=progress, codec=codec):
-            hypotheses.update(zip(ids, recogniser.texts(*heard), strict=True))
-            if search is not None:
-                search.take(ids, heard.log_probs, heard.lengths)
-            if beside is not None:
-                beside.take(ids, heard)
-    references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
-    dropped = _dropped(speech_set)
-    searched = {} if search is None else search.texts
-    by_decoder = {} if beside is None else beside.texts
-    tagged: list[str] = []
-    if tags := recipe.data.tags:
-        _, searched, _ = without_tags(references, searched, tags)
-        by_decoder = {way: without_tags(references, texts, tags)[1] for way, texts in by_decoder.items()}
-        references, hypotheses, line = without_tags(references, hypotheses, tags)
-        tagged = [line]
-    remarks = [*dropped, *tagged, *_unseen(recipe.data, name, references, hypotheses)]
-    score = write_score_files(folder.decode, label, references, hypotheses, recipe.data.text, remarks)
-    for line in (label, *score.lines(), *remarks):
-        tell(line)
+        for ids, heard in recogniser.heard(speech_set, progress=partial(bars, f"decoding {label}"), codec=codec):
+            for way in ways:
+                texts[way.folder].update(zip(ids, way.texts(ids, heard), strict=True))
     if search is not None:
-        beam = folder.decode / "beam"
-        search.write(beam / f"nbest-{label}.jsonl")
-        difference = f"greedy decoding - beam search: {in_words(matched_pairs(references, hypotheses, searched))}"
-        remarks = [search.tuned.line, *dropped, *_unseen(recipe.data, name, references, searched), difference]
-        score = write_score_files(beam, label, references, searched, recipe.data.text, remarks)
-        for line in (f"{label}, {remarks[0]}", *score.lines(), *remarks[1:]):
+        search.write(folder.decode / "beam" / f"nbest-{label}.jsonl")
+    dropped, greedy = _dropped(speech_set), dict[str, str]()
+    for way in ways:
+        references, hypotheses, tagged = references_of(speech_set), texts[way.folder], list[str]()
+        if tags := recipe.data.tags:
+            references, hypotheses, line = without_tags(references, hypotheses, tags)
+            tagged = [line] * (not way.folder)
+        remarks = [*dropped, *tagged, *_unseen(recipe.data, name, references, hypotheses)]
+        if way.folder == "beam":
+            remarks.append(
+                f"greedy decoding - beam search: {verdict_of(matched_pairs(references, greedy, hypotheses))}"
+            )
+        greedy = greedy or hypotheses
+        written = [way.title, *remarks] if way.title else remarks
+        score = write_score_files(folder.decode / way.folder, label, references, hypotheses, recipe.data.text, written)
+        for line in (", ".join([label, *written[: bool(way.title)]]), *score.lines(), *remarks):
             tell(line)
-    for way, texts in by_decoder.items():
-        title = "" if beside is None else beside.titles[way]
-        remarks = [title, *dropped, *_unseen(recipe.data, name, references, texts)]
-        score = write_score_files(folder.decode / way, label, references, texts, recipe.data.text, remarks)
-        for line in (f"{label}, {remarks[0]}", *score.lines(), *remarks[1:]):
-            tell(line)
-
-
-def _check_set(recipe: Recipe, name: str) -> None:
-    known = recipe.data.sets
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise ConfigError(f"set {name!r} is not in data.corpus.sets; {hint}its sets: {', '.join(known)}")
 
 
 def _dropped(speech_set: SpeechSet) -> list[str]:
@@ -162,3 +174,62 @@ def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypothes
         return [f"no score without near-duplicates of training: {error}"]
     line = line_of_unseen(references, hypotheses, seen or ())
     return [] if line is None else [line]
+
+
+def _of_decoder(recipe: Recipe, recogniser: Recogniser, search: BestSearch | None, bars: Bars) -> Iterator[Way]:
+    """The ways that a decoder beside CTC offers, apart from its greedy texts, which are those of the recogniser."""
+    config, tokenizer = recipe.decoding or DecodingConfig(), recogniser.tokenizer
+    has_attention = isinstance(recogniser.decoder, AttentionDecoder)
+    yield Way("ctc", "greedy CTC", lambda names, heard: greedy_decode(heard.log_probs, heard.lengths, tokenizer))
+    yield Way(
+        "decoder",
+        f"beam search of the {'attention' if has_attention else 'transducer'} decoder, beam {config.decoder_beam}",
+        lambda names, heard: recogniser.searched(heard, config.decoder_beam),
+    )
+    if search is not None and has_attention:
+        weight, how = _attention_weight(recipe, config, recogniser, search, bars)
+        yield Way(
+            "rescored",
+            f"N-best of the beam search, rescored by attention with weight {weight:g}; {how}",
+            lambda names, heard: [_chosen(*each, weight) for each in _rated(recogniser, search, names, heard)],
+        )
+
+
+def _attention_weight(
+    recipe: Recipe, config: DecodingConfig, recogniser: Recogniser, search: BestSearch, bars: Bars
+) -> tuple[float, str]:
+    """The weight of an attention decoder's log probability beside a search's score, and how it was found: it is tuned
+    on the validation set unless the recipe has it, to the least one with the fewest word errors, then character
+    errors."""
+    if config.attention_weight is not None:
+        return config.attention_weight, "given"
+    if (sample := TuningSample.of(recipe)) is None:
+        return USUAL_ATTENTION, "not tuned"
+    texts: dict[float, dict[str, str]] = {weight: {} for weight in ATTENTION_WEIGHTS}
+    for names, heard in sample.heard(recogniser, partial(bars, f"rescoring {sample.name}")):
+        search.texts(names, heard)
+        for utterance, each in zip(names, _rated(recogniser, search, names, heard), strict=True):
+            for weight, found in texts.items():
+                found[utterance] = _chosen(*each, weight)
+
+    def errors(weight: float) -> tuple[int, int, float]:
+        words, characters = count_errors(sample.references, texts[weight])
+        return words.errors, characters.errors, weight
+
+    return min(ATTENTION_WEIGHTS, key=errors), f"tuned on {len(sample.references)} utterances of {sample.name}"
+
+
+def _rated(
+    recogniser: Recogniser, search: BestSearch, names: Sequence[str], heard: Heard
+) -> list[tuple[list[Hypothesis], list[float]]]:
+    """What a search has found of each utterance of a batch, and the attention decoder's log probabilities of that."""
+    lists = [search.found[name] for name in names]
+    scores = recogniser.attention_scores(heard, [[each.text for each in found] for found in lists])
+    return list(zip(lists, scores, strict=True))
+
+
+def _chosen(hypotheses: Sequence[Hypothesis], scores: Sequence[float], weight: float) -> str:
+    """The text with the largest sum of the search's score and `weight` times the attention decoder's; empty if there is
+    no hypothesis."""
+    totals = [each.score + weight * score for each, score in zip(hypotheses, scores, strict=True)]
+    return hypotheses[totals.index(max(totals))].text if totals else ""

@@ -1,7 +1,8 @@
 """Scores the texts of `starling evaluate` again: by speaker or column, normalised, of one experiment or two."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,53 +10,45 @@ from rich.table import Table
 
 from starling.errors import ConfigError, DataError, did_you_mean
 from starling.experiment.folder import ExperimentFolder
+from starling.extras import require
 from starling.reporting.progress import Say
 from starling.speech.codecs import set_of
-from starling.speech.commands.scored import read_texts
 from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.manifests import TsvCorpus
 from starling.speech.recipe import Recipe, load_resolved
-from starling.speech.scoring.normalising import Normaliser
-from starling.speech.scoring.score import Score, score
-from starling.speech.scoring.significance import in_words, matched_pairs, paired_bootstrap
+from starling.speech.scoring.error_rates import ErrorRates, error_rates, read_texts
+from starling.speech.scoring.significance import matched_pairs, paired_bootstrap, verdict_of
 from starling.speech.store import SpeechSet
 
 Texts = dict[str, str]
+KINDS = ("numbers", "punctuation", "case")
+"""Of normalisers."""
+_NUMBER = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(st|nd|rd|th)?(?!\w)", re.IGNORECASE)
+_APOSTROPHES = "'’ʼ"
+_MAX_DIGITS = 30
 _NO_GROUP = "(none)"
 _SET = "set"
 """What utterances of several sets are grouped by."""
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """What to group utterances by.
-
-    Args:
-        by: `speaker`, or a column.
-        table: A tab-separated file with a header, whose first column has the ids; None: the prepared set for speakers,
-            the corpus for columns.
-    """
-
-    by: str
-    table: Path | None = None
-
-
-def score_texts(
+def score(
     experiments: Sequence[Path],
     tell: Say,
     console: Console,
     sets: Sequence[str] = (),
-    grouping: Grouping | None = None,
+    by: str | None = None,
+    table: Path | None = None,
     normalise: Sequence[str] = (),
     language: str = "en",
 ) -> None:
     """Score one experiment, or two and their difference, and pass the lines to `tell`; tables go to `console`.
 
-    An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are those to
-    score (default: all that the experiments have in common), `normalise` kinds of normalisers. Raises ConfigError and
-    DataError for a folder, set or column that is not there, and for experiments that were scored on different
-    utterances.
+    An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are those
+    to score (default: all that the experiments have in common), `normalise` kinds of normalisers. Utterances are
+    also scored in groups `by` speaker, or by a column: of `table`, a tab-separated file with a header whose first
+    column has the ids, or of the corpus if that is None. Raises ConfigError and DataError for a folder, set or
+    column that is not there, and for experiments that were scored on different utterances.
     """
     folders = [_decoded(path) for path in experiments]
     names = list(sets) or _common_sets(folders)
@@ -65,9 +58,8 @@ def score_texts(
         read = _normalised([_read(folder, name) for folder in folders], normalise, language)
         _check_same(name, experiments, [references for references, _ in read])
         _tell_scores(name, experiments, read, tell)
-        if grouping is not None:
-            groups = _groups(experiments[0], folders[0], name, grouping)
-            _show_groups(name, grouping.by, read, groups, console)
+        if by is not None:
+            _show_groups(name, by, read, _groups(experiments[0], folders[0], name, by, table), console)
         for (references, hypotheses), (all_references, all_hypotheses) in zip(read, everything, strict=True):
             all_references |= {f"{name}/{each}": text for each, text in references.items()}
             all_hypotheses |= {f"{name}/{each}": text for each, text in hypotheses.items()}
@@ -133,7 +125,7 @@ def _tell_scores(title: str, experiments: Sequence[Path], read: Sequence[tuple[T
     tell(title)
     for path, (references, hypotheses) in zip(experiments, read, strict=True):
         prefix = f"{path}: " if len(experiments) > 1 else ""
-        for line in score(references, hypotheses).lines():
+        for line in error_rates(references, hypotheses).lines():
             tell(f"{prefix}{line}")
     if len(experiments) < 2:
         return
@@ -144,7 +136,7 @@ def _tell_scores(title: str, experiments: Sequence[Path], read: Sequence[tuple[T
             f"difference in WER, first - second: {found.difference:+.2f} % absolute, 95% interval {low:+.2f} to "
             f"{high:+.2f}; the second is better in {found.second_better:.1%} of bootstrap samples"
         )
-    tell(in_words(matched_pairs(references, first, second)))
+    tell(verdict_of(matched_pairs(references, first, second)))
 
 
 def _show_groups(
@@ -165,7 +157,7 @@ def _show_groups(
             table.add_column(f"{column}{suffix}", justify="right")
     for group in sorted(members):
         scores = [
-            score({name: texts[name] for name in members[group]}, {name: found[name] for name in members[group]})
+            error_rates({name: texts[name] for name in members[group]}, {name: found[name] for name in members[group]})
             for texts, found in read
         ]
         cells = [str(scores[0].sentences), str(scores[0].words.reference)]
@@ -173,17 +165,17 @@ def _show_groups(
     console.print(table)
 
 
-def _cells(result: Score) -> tuple[str, str, str]:
+def _cells(result: ErrorRates) -> tuple[str, str, str]:
     interval = "" if result.interval is None else f"{result.interval[0]:.2f} - {result.interval[1]:.2f}"
     return f"{result.wer:.2f}", interval, f"{result.cer:.2f}"
 
 
-def _groups(experiment: Path, folder: Path, name: str, grouping: Grouping) -> dict[str, str]:
+def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | None) -> dict[str, str]:
     """The group of each utterance of a set."""
-    if grouping.table is not None:
-        return _column(grouping.table, None, grouping.by)
+    if table is not None:
+        return _column(table, None, by)
     recipe = _recipe(experiment, folder)
-    if grouping.by == "speaker":
+    if by == "speaker":
         speech_set = SpeechSet.open(recipe.set_folder(set_of(name)))
         return {speech_set.id(index): speech_set.speaker(index) for index in range(len(speech_set))}
     corpus = recipe.data.corpus
@@ -191,9 +183,9 @@ def _groups(experiment: Path, folder: Path, name: str, grouping: Grouping) -> di
         _, corpus, _ = corpus.member(recipe.data.source(set_of(name)))
     if not isinstance(corpus, TsvCorpus):
         raise ConfigError(
-            f"the corpus of {experiment} is not a table, so it has no column {grouping.by!r}; name a table with --table"
+            f"the corpus of {experiment} is not a table, so it has no column {by!r}; name a table with --table"
         )
-    return _column(corpus.located(), corpus.id, grouping.by)
+    return _column(corpus.located(), corpus.id, by)
 
 
 def _recipe(experiment: Path, folder: Path) -> Recipe:
@@ -214,3 +206,64 @@ def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:
             )
     key, value = 0 if ids is None else header.index(ids), header.index(column)
     return {row[key]: row[value] for row in rows if len(row) > max(key, value)}
+
+
+class Normaliser:
+    """Writes numbers in words, removes punctuation, and ignores case, as far as `kinds` says; in this order.
+
+    * numbers: `42` becomes `forty two`, `3.5` `three point five`, `2nd` `second`; in capitals if `texts`, those to be
+      compared, have no small letters.
+    * punctuation: an apostrophe inside a word stays; a dash or a slash becomes a space; the rest is removed.
+    * case: all letters become small.
+
+    Raises ConfigError for an unknown kind, or a language in which numbers cannot be written.
+    """
+
+    def __init__(self, kinds: Collection[str], texts: Iterable[str] = (), language: str = "en") -> None:
+        if unknown := sorted(set(kinds) - set(KINDS)):
+            raise ConfigError(f"there is no normaliser {unknown[0]!r}; there are {', '.join(KINDS)}")
+        self._kinds = set(kinds)
+        self._language = language
+        self._is_upper = not any(character.islower() for text in texts for character in text)
+        if "numbers" in self._kinds:
+            require("decoding", "the normaliser `numbers`", ("num2words",))
+            self._in_words("1", is_ordinal=False)
+
+    def __call__(self, text: str) -> str:
+        if "numbers" in self._kinds:
+            text = _NUMBER.sub(self._written, text)
+        if "punctuation" in self._kinds:
+            text = _without_punctuation(text)
+        if "case" in self._kinds:
+            text = text.lower()
+        return " ".join(text.split())
+
+    def _written(self, match: re.Match[str]) -> str:
+        whole, fraction, ordinal = match.groups()
+        number = whole.replace(",", "") + (fraction or "")
+        if len(number) > _MAX_DIGITS or (fraction and ordinal):
+            return match[0]
+        words = re.sub(r"[-,]", " ", self._in_words(number, is_ordinal=bool(ordinal)))
+        return words.upper() if self._is_upper else words
+
+    def _in_words(self, number: str, is_ordinal: bool) -> str:
+        from num2words import num2words
+
+        try:
+            return str(num2words(number, lang=self._language, to="ordinal" if is_ordinal else "cardinal"))
+        except NotImplementedError:
+            raise ConfigError(f"numbers cannot be written in the language {self._language!r}") from None
+
+
+def _without_punctuation(text: str) -> str:
+    found = []
+    for place, character in enumerate(text):
+        kind = unicodedata.category(character)
+        if character in _APOSTROPHES:
+            inside = text[max(0, place - 1) : place] + text[place + 1 : place + 2]
+            found.append("'" if len(inside) == 2 and inside.isalnum() else "")
+        elif kind == "Pd" or character in "/\\_":
+            found.append(" ")
+        elif kind[0] != "P":
+            found.append(character)
+    return "".join(found)

@@ -9,7 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from starling.configuration import Config
 from starling.errors import DataError
+from starling.speech.decoding.greedy import emissions_of, words_in
 from starling.speech.decoding.ngram import END, UNKNOWN
 from starling.speech.tokens import BLANK, WORD_START, Tokenizer
 
@@ -112,28 +112,14 @@ class BeamSearch:
 
     def _hypothesis(self, result: Any, num_frames: int) -> Hypothesis:
         """Flashlight's result begins and ends with a frame of its own."""
-        path = result.tokens[1 : num_frames + 1]
-        spans: list[tuple[list[int], int, int]] = []  # the tokens of a word, its first and its last frame
-        before, is_open = BLANK, False
-        for frame, token in enumerate(path):
-            name = self._names[token]
-            if token not in (before, BLANK):
-                is_open = is_open and not name.startswith(WORD_START)
-                if name != WORD_START:
-                    if not is_open:
-                        spans.append(([], frame, frame))
-                        is_open = True
-                    spans[-1][0].append(token)
-            if token != BLANK and is_open:
-                spans[-1] = (*spans[-1][:2], frame)
-            before = token
+        path = np.asarray(result.tokens[1 : num_frames + 1], np.int64)
         timed = tuple(
             TimedWord(
-                self.tokenizer.decode(tokens).strip(),
-                round(first * self.frame_seconds, 4),
-                round((last + 1) * self.frame_seconds, 4),
+                self.tokenizer.decode([each.token for each in word]).strip(),
+                round(word[0].first * self.frame_seconds, 4),
+                round((word[-1].last + 1) * self.frame_seconds, 4),
             )
-            for tokens, first, last in spans
+            for word in words_in(emissions_of(path), self._names)
         )
         return Hypothesis(" ".join(each.word for each in timed), result.score, result.lmScore * _LN10, timed)
 
@@ -198,9 +184,7 @@ class SearchPool:
             self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (self._search,))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 

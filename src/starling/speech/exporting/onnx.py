@@ -67,8 +67,8 @@ def check_exportable(recogniser: Recogniser) -> None:
         )
 
 
-def write_onnx(recogniser: Recogniser, folder: Path) -> list[str]:
-    """Write the files above, compare them with torch, and return their names. Raises ConfigError for a network that
+def write_onnx(recogniser: Recogniser, folder: Path) -> None:
+    """Write the files above, and compare them with torch. Raises ConfigError for a network that
     cannot be exported, or whose outputs differ."""
     check_exportable(recogniser)
     network, num_features = recogniser.model, recogniser.features.num_features
@@ -82,10 +82,7 @@ def write_onnx(recogniser: Recogniser, folder: Path) -> list[str]:
         if isinstance(network, StreamingNetwork) and network.chunks is not None:
             streaming = _write_step(network, num_features, folder / STREAMING)
     _write_frontend(recogniser, streaming, folder)
-    source = Path(__file__).with_name("transcribe.py")
-    shutil.copyfile(source, folder / source.name)
-    step = [] if streaming is None else [STREAMING]
-    return [MODEL, *step, "onnx.json", "frontend.npz", source.name]
+    shutil.copyfile(Path(__file__).with_name("standalone.py"), folder / "transcribe.py")
 
 
 def _write_step(network: StreamingNetwork, num_features: int, path: Path) -> dict[str, Any]:

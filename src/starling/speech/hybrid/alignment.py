@@ -10,9 +10,8 @@ from torch import Tensor
 
 from starling.speech.hybrid.store import Frames
 from starling.speech.hybrid.tying import StateTree, Statistics, grow_tree
-from starling.speech.hybrid.units import ContextState, Transcriber
-from starling.speech.hybrid.viterbi import best_path
-from starling.speech.tokens import BLANK
+from starling.speech.hybrid.units import ContextState, StateSpeller
+from starling.speech.hybrid.viterbi import best_path, ctc_spans
 
 SPLICE = 2
 """Neighbours on either side that the Gaussians hear with a frame."""
@@ -28,7 +27,7 @@ Scorer = Callable[[Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
-class Transcripts:
+class StateSequences:
     """The states that the frames of each utterance go through, in order: its positions."""
 
     states: list[ContextState]
@@ -39,12 +38,12 @@ class Transcripts:
     """Whether a position may be skipped."""
 
     @classmethod
-    def of(cls, texts: Sequence[tuple[str, str]], transcriber: Transcriber) -> "Transcripts":
-        """Those of (id, text) pairs. Raises DataError as `Transcriber.text`."""
+    def of(cls, texts: Sequence[tuple[str, str]], speller: StateSpeller) -> "StateSequences":
+        """Those of (id, text) pairs. Raises DataError as `StateSpeller.text`."""
         known: dict[ContextState, int] = {}
         rows, optional = [], []
         for name, text in texts:
-            states, skippable = transcriber.text(text, name)
+            states, skippable = speller.text(text, name)
             rows.append(np.asarray([known.setdefault(state, len(known)) for state in states], np.int32))
             optional.append(np.asarray(skippable))
         return cls(list(known), rows, optional)
@@ -55,7 +54,7 @@ class Transcripts:
         return [table[row] for row in self.rows]
 
 
-def flat_start(transcripts: Transcripts, lengths: NDArray[np.int64]) -> Labels:
+def flat_start(transcripts: StateSequences, lengths: NDArray[np.int64]) -> Labels:
     """The position of each frame when an utterance's frames are divided equally among its positions; among those that
     may not be skipped where there are fewer frames."""
     positions = []
@@ -131,21 +130,16 @@ class Gaussians:
 
 
 def align_with_gaussians(
-    frames: Frames, transcripts: Transcripts, positions: Labels, rounds: int
+    frames: Frames, transcripts: StateSequences, positions: Labels, rounds: int
 ) -> tuple[Labels, float]:
     """Positions after so many rounds of estimating a Gaussian for each state of a unit, whatever its context, and
     aligning with them (Viterbi training); and the share of the frames that the last round moved to another state."""
     keys: dict[tuple[int, int], int] = {}
     table = [keys.setdefault((state[0], state[1]), len(keys)) for state in transcripts.states]
     labels = transcripts.labelled(table)
-    size = frames.num_bands * (2 * SPLICE + 1)
     changed = 0.0
     for _ in range(rounds):
-        gaussians = Gaussians(len(keys), size)
-        for chosen, matrices in _batches(frames):
-            own = np.concatenate([labels[each][positions[each]] for each in chosen]).astype(np.int64)
-            gaussians.add(torch.cat(matrices), torch.from_numpy(own))
-        weights, biases = gaussians.linear()
+        weights, biases = _estimated(frames, labels, positions, len(keys)).linear()
 
         def scores(chosen: Sequence[int], weights: Tensor = weights, biases: Tensor = biases) -> Tensor:
             return torch.addmm(biases, _padded(frames, chosen).flatten(0, 1), weights).view(
@@ -164,13 +158,10 @@ def align_with_gaussians(
 
 
 def tie_states(
-    frames: Frames, transcripts: Transcripts, positions: Labels, number: int, min_frames: int
+    frames: Frames, transcripts: StateSequences, positions: Labels, number: int, min_frames: int
 ) -> tuple[StateTree, Labels]:
     """At most `number` tied states for aligned frames, and that of each frame. Raises DataError as `grow_tree`."""
-    gaussians = Gaussians(len(transcripts.states), frames.num_bands * (2 * SPLICE + 1))
-    for chosen, matrices in _batches(frames):
-        own = np.concatenate([transcripts.rows[each][positions[each]] for each in chosen]).astype(np.int64)
-        gaussians.add(torch.cat(matrices), torch.from_numpy(own))
+    gaussians = _estimated(frames, transcripts.rows, positions, len(transcripts.states))
     counts = gaussians.counts.numpy()
     seen = np.flatnonzero(counts)
     statistics = Statistics([transcripts.states[each] for each in seen], counts[seen], gaussians.sums.numpy()[seen])
@@ -179,26 +170,14 @@ def tie_states(
     return tree, [row[path] for row, path in zip(tied, positions, strict=True)]
 
 
-def ctc_row(tokens: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """What CTC emits for `tokens`: blanks around each, which may be left out but between equal neighbours."""
-    labels = np.full(2 * len(tokens) + 1, BLANK, np.int32)
-    labels[1::2] = tokens
-    optional = np.zeros(len(labels), np.bool_)
-    optional[0::2] = True
-    optional[2:-1:2] = labels[1:-2:2] != labels[3::2]
-    return labels, optional
-
-
 def from_ctc(path: NDArray[np.int32], subsampling: int, num_frames: int, text: str, per_unit: int) -> NDArray[np.int32]:
     """The position of each feature frame, from the path of a CTC model through `ctc_row` of a text's characters.
 
     A boundary lies halfway between the frames in which two neighbours are emitted, as do those of silence at the ends;
     the token of a space is silence. A character's frames are divided equally among its states.
     """
-    num_tokens = len(text)
-    first = np.asarray([np.flatnonzero(path == 2 * token + 1)[0] for token in range(num_tokens)]) * subsampling
-    last = np.asarray([np.flatnonzero(path == 2 * token + 1)[-1] + 1 for token in range(num_tokens)]) * subsampling
-    last = np.minimum(last, num_frames)
+    first, behind = (each * subsampling for each in ctc_spans(path, len(text)))
+    last = np.minimum(behind, num_frames)
     cuts = [first[0] // 2, *((last[:-1] + first[1:]) // 2), (last[-1] + num_frames) // 2, num_frames]
     positions = np.zeros(num_frames, np.int32)
     position = 1
@@ -226,11 +205,15 @@ def _together(lengths: NDArray[np.int64], widths: Sequence[int]) -> Iterator[lis
         yield chosen
 
 
-def _batches(frames: Frames) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """All utterances in portions, and their spliced features `[T, D]`."""
+def _estimated(frames: Frames, labels: Labels, positions: Labels, num_labels: int) -> Gaussians:
+    """The Gaussians of all frames, from the label of each position and the position of each frame."""
+    gaussians = Gaussians(num_labels, frames.num_bands * (2 * SPLICE + 1))
     for first in range(0, len(frames), 64):
-        chosen = list(range(first, min(first + 64, len(frames))))
-        yield chosen, [torch.from_numpy(frames.features(each, SPLICE)) for each in chosen]
+        chosen = range(first, min(first + 64, len(frames)))
+        own = np.concatenate([labels[each][positions[each]] for each in chosen]).astype(np.int64)
+        features = [torch.from_numpy(frames.features(each, SPLICE)) for each in chosen]
+        gaussians.add(torch.cat(features), torch.from_numpy(own))
+    return gaussians
 
 
 def _padded(frames: Frames, chosen: Sequence[int]) -> Tensor:

@@ -15,18 +15,10 @@ from starling.configuration import Config, read_saved
 from starling.errors import ConfigError, DataError
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.hybrid.tying import Node, StateTree
-from starling.speech.hybrid.units import Transcriber
+from starling.speech.hybrid.units import StateSpeller
 from starling.speech.tokens import Tokenizer
 
 STATES_FILE = "states.json"
-
-
-class _SavedNode(Config):
-    place: int = 0
-    units: tuple[int, ...] = ()
-    yes: int = -1
-    no: int = -1
-    state: int | None = None
 
 
 class _SavedStates(Config):
@@ -36,7 +28,7 @@ class _SavedStates(Config):
     per_unit: int = Field(ge=1)
     context: int = Field(ge=0)
     roots: tuple[tuple[int, int, int], ...]
-    nodes: tuple[_SavedNode, ...]
+    nodes: tuple[Node, ...]
     log_priors: tuple[float, ...]
     words: tuple[str, ...] = Field(min_length=1)
     decoding: DecodingConfig
@@ -81,9 +73,9 @@ class TiedStates:
     def num_states(self) -> int:
         return len(self.log_priors)
 
-    def transcriber(self, tokenizer: Tokenizer) -> Transcriber:
+    def speller(self, tokenizer: Tokenizer) -> StateSpeller:
         """What makes states of texts."""
-        return Transcriber(tokenizer, self.per_unit, self.context)
+        return StateSpeller(tokenizer, self.per_unit, self.context)
 
     def scaled(self, log_posteriors: Tensor, scale: float = 1.0) -> Tensor:
         """Log-likelihoods of frames `[..., S]`, up to a constant each: log posteriors without `scale` log priors."""
@@ -103,7 +95,7 @@ class TiedStates:
             per_unit=self.per_unit,
             context=self.context,
             roots=tuple((*key, node) for key, node in self.tree.roots.items()),
-            nodes=tuple(_SavedNode(**vars(node)) for node in self.tree.nodes),
+            nodes=self.tree.nodes,
             log_priors=tuple(self.log_priors.tolist()),
             words=self.words,
             decoding=self.decoding,
@@ -116,9 +108,7 @@ class TiedStates:
 def load_states(folder: Path) -> TiedStates:
     """What `save` wrote. Raises CheckpointError naming the file."""
     saved = read_saved(_SavedStates, folder / STATES_FILE)
-    tree = StateTree(
-        tuple(Node(**dict(node)) for node in saved.nodes), {(part, unit): node for part, unit, node in saved.roots}
-    )
+    tree = StateTree(saved.nodes, {(part, unit): node for part, unit, node in saved.roots})
     priors = np.asarray(saved.log_priors)
     return TiedStates(tree, saved.per_unit, saved.context, priors, saved.words, saved.decoding)
 
@@ -139,10 +129,10 @@ def read_words(path: Path) -> list[str]:
 
 def check_words(states: TiedStates, tokenizer: Tokenizer) -> None:
     """Raise DataError, naming the word, unless every word can be recognised."""
-    transcriber = states.transcriber(tokenizer)
+    speller = states.speller(tokenizer)
     for word in states.words:
         try:
-            for state in transcriber.word(word, word):
+            for state in speller.word(word, word):
                 states.tree.tied(state)
         except DataError as error:
             raise DataError(f"the word {word!r} cannot be recognised: {error}") from error

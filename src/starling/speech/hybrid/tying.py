@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.hybrid.units import ContextState
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(Config):
     """A question and where its answers lead, or a tied state."""
 
     place: int = 0
@@ -101,7 +101,7 @@ def grow_tree(statistics: Statistics, number: int, min_frames: int) -> StateTree
     while open_splits and num_leaves < number:
         split = heapq.heappop(open_splits)
         place, units = split.question
-        nodes[split.number] = Node(place, units, yes=len(nodes), no=len(nodes) + 1)
+        nodes[split.number] = Node(place=place, units=units, yes=len(nodes), no=len(nodes) + 1)
         for own in (split.members[split.is_yes], split.members[~split.is_yes]):
             nodes.append(None)
             if (following := questions.best(len(nodes) - 1, own, min_frames)) is not None:

@@ -12,7 +12,7 @@ ContextState = tuple[int, ...]
 """A state of a unit in its context: its number in the unit, the unit, the units before it, the units after it."""
 
 
-class Transcriber:
+class StateSpeller:
     """States of words and texts: each character of a word has `per_unit` states, which depend on `context` characters
     on either side within the word. Silence, of one state, may be before, between and behind words."""
 

@@ -1,9 +1,18 @@
-"""The best path through states in a row, for many utterances at once."""
+"""Viterbi search: the best path through states in a row, of CTC too, and the best words of tied states."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from starling.speech.hybrid.lexicon import TiedStates
+from starling.speech.tokens import BLANK, Tokenizer
+
 NEVER = -torch.inf
+_MOST_STEPS = 1 << 27
+"""Bytes of memory for what a search remembers of the utterances that it looks at together."""
 
 
 def best_path(scores: Tensor, lengths: Tensor, optional: Tensor, num_positions: Tensor) -> Tensor:
@@ -47,3 +56,128 @@ def best_path(scores: Tensor, lengths: Tensor, optional: Tensor, num_positions: 
         path[:, frame] = place
         place = place - steps[frame, rows, place]
     return path
+
+
+def path_of(scores: NDArray[np.float32], optional: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The best path of one utterance `[T]`, of scores `[T, P]` and which positions are optional `[P]`."""
+    lengths, sizes = (torch.tensor([size]) for size in scores.shape)
+    path = best_path(torch.from_numpy(scores)[None].double(), lengths, torch.from_numpy(optional)[None], sizes)
+    return np.asarray(path[0].numpy())
+
+
+def ctc_row(tokens: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """What CTC emits for `tokens`: blanks around each, which may be left out but between equal neighbours."""
+    labels = np.full(2 * len(tokens) + 1, BLANK, np.int32)
+    labels[1::2] = tokens
+    optional = np.zeros(len(labels), np.bool_)
+    optional[0::2] = True
+    optional[2:-1:2] = labels[1:-2:2] != labels[3::2]
+    return labels, optional
+
+
+def ctc_spans(
+    path: NDArray[np.int32] | NDArray[np.int64], num_tokens: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first frame of each token, and the one behind its last, on a path through the positions of `ctc_row`."""
+    places = 2 * np.arange(num_tokens) + 1
+    return np.searchsorted(path, places), np.searchsorted(path, places, side="right")
+
+
+class WordDecoder:
+    """Scaled likelihoods of tied states in, texts out.
+
+    Words are chains of states. In a `loop`, an utterance is any number of words, with silence anywhere between them; of
+    `one`, it is a word between two silences, which may be empty. Every word is as probable as any other, and costs
+    `decoding.word_penalty`.
+    """
+
+    def __init__(self, states: TiedStates, tokenizer: Tokenizer) -> None:
+        self._states = states
+        self._words = states.words
+        speller = states.speller(tokenizer)
+        silence = states.tree.tied(speller.silence)
+        is_loop = states.decoding.words == "loop"
+        chains = [[silence], *([] if is_loop else [[silence]])]
+        num_silences = len(chains)
+        chains += [[states.tree.tied(each) for each in speller.word(word)] for word in self._words]
+        sizes = [len(chain) for chain in chains]
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
+        word_starts = torch.from_numpy(starts[num_silences:])
+        word_ends = torch.from_numpy(ends[num_silences:] - 1)
+        self._emitted = torch.tensor([state for chain in chains for state in chain])
+        self._is_start = torch.zeros(int(ends[-1]), dtype=torch.bool)
+        self._is_start[torch.from_numpy(starts)] = True
+        self._word_at: NDArray[np.int64] = np.full(int(ends[-1]), -1)
+        self._word_at[starts[num_silences:]] = np.arange(len(self._words))
+        first = torch.tensor([0])
+        if is_loop:  # what leads to which starts
+            every_start, every_end = torch.cat([first, word_starts]), torch.cat([first, word_ends])
+            self._junctions = [(every_end, every_start)]
+            self._finals = every_end
+        else:
+            self._junctions = [(first, word_starts), (word_ends, first + 1)]
+            self._finals = torch.cat([word_ends, first + 1])
+        self._begin = torch.full((int(ends[-1]),), NEVER)
+        self._begin[first] = 0.0
+        self._cost = torch.zeros(int(ends[-1]))
+        self._cost[word_starts] = states.decoding.word_penalty or 0.0
+        self._begin[word_starts] = -self._cost[word_starts]
+
+    def __call__(self, log_posteriors: Tensor, lengths: Tensor) -> list[str]:
+        """The text of each utterance, of log posteriors `[B, T, S]` and lengths `[B]`; empty where no word fits."""
+        scores = self._states.scaled(log_posteriors.float().cpu(), self._states.decoding.prior_scale)
+        lengths = lengths.cpu()
+        together = max(1, _MOST_STEPS // (scores.shape[1] * len(self._emitted)))
+        texts: list[str] = []
+        for first in range(0, len(scores), together):
+            some = slice(first, first + together)
+            texts += [
+                " ".join(self._words[word] for word in words) for words in self._search(scores[some], lengths[some])
+            ]
+        return texts
+
+    def _search(self, scores: Tensor, lengths: Tensor) -> list[list[int]]:
+        """The words of each utterance, by number."""
+        count, num_frames, _ = scores.shape
+        size = len(self._emitted)
+        never = scores.new_full((count, 1), NEVER)
+        steps = torch.zeros(num_frames, count, size, dtype=torch.int8)  # 0: stay, 1: next in the chain, 2 + j: junction
+        entered_from = torch.zeros(num_frames, count, len(self._junctions), dtype=torch.int64)
+        best = self._begin + scores[:, 0, self._emitted]
+        for frame in range(1, num_frames):
+            moved = torch.cat([never, best[:, :-1]], dim=1).masked_fill(self._is_start, NEVER)
+            is_moved = moved > best
+            following, step = torch.where(is_moved, moved, best), is_moved.to(torch.int8)
+            for number, (leave, enter) in enumerate(self._junctions):
+                value, place = best[:, leave].max(dim=1)
+                entered_from[frame, :, number] = leave[place]
+                entering = value[:, None] - self._cost[enter]
+                is_entered = entering > following[:, enter]
+                following[:, enter] = torch.where(is_entered, entering, following[:, enter])
+                step[:, enter] = torch.where(is_entered, 2 + number, step[:, enter])
+            following += scores[:, frame, self._emitted]
+            inside = (frame < lengths)[:, None]
+            best = torch.where(inside, following, best)
+            steps[frame] = step * inside
+        values, places = best[:, self._finals].max(dim=1)
+        ends = self._finals[places]
+        return [
+            self._trace(int(ends[row]), steps[:last, row].numpy(), entered_from[:last, row].numpy())
+            if torch.isfinite(values[row])
+            else []
+            for row, last in enumerate(lengths.tolist())
+        ]
+
+    def _trace(self, state: int, steps: NDArray[np.int8], entered_from: NDArray[np.int64]) -> list[int]:
+        """The words on the path that ends in a state, first to last."""
+        words = []
+        for frame in range(len(steps) - 1, 0, -1):
+            step = int(steps[frame, state])
+            if step == 1:
+                state -= 1
+            elif step >= 2:
+                words.append(int(self._word_at[state]))
+                state = int(entered_from[frame, step - 2])
+        words.append(int(self._word_at[state]))
+        return [word for word in reversed(words) if word >= 0]

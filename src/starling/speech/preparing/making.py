@@ -17,14 +17,14 @@ from starling.speech.shard_writer import ShardIndex, write_index
 from starling.speech.strings import join_strings, plan_strings
 from starling.speech.usable import Checker, Source
 
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """Called with the name of a set, the number of utterances done, and their total (0: unknown)."""
 REPORT_EVERY = 25
 SETTINGS = "settings.json"
 """The file with the settings from which a set was made."""
 
 
-def make_set(source: Source, final: Path, partial: Path, executor: Executor, report: Progress) -> None:
+def make_set(source: Source, final: Path, partial: Path, executor: Executor, report: OnProgress) -> None:
     """Make the set in the folder `partial`, then rename it to `final`.
 
     Stages that an earlier call finished, with the same settings and list of utterances, are not repeated. If this call
@@ -64,7 +64,7 @@ def _begin(partial: Path, work: Path) -> None:
     remove_asides(work)
 
 
-def _make(source: Source, work: Path, executor: Executor, report: Progress) -> None:
+def _make(source: Source, work: Path, executor: Executor, report: OnProgress) -> None:
     whole = Checker(source.checking)
     utterances = source.utterances()
     stages = _Stages(source, work, executor, whole, report)
@@ -104,7 +104,7 @@ class _Stages:
     work: Path
     executor: Executor
     whole: Checker
-    report: Progress
+    report: OnProgress
 
     def results(self, utterances: Iterable[Utterance], label: str, writes: bool) -> Iterator[tuple[Stage, Result]]:
         """Each chunk's stage with its result, in order.
@@ -148,7 +148,7 @@ class _Stages:
 class Meter:
     """Counts the utterances that are done, and reports every `REPORT_EVERY`."""
 
-    def __init__(self, label: str, utterances: Iterable[Utterance], report: Progress) -> None:
+    def __init__(self, label: str, utterances: Iterable[Utterance], report: OnProgress) -> None:
         self._label, self._report, self._done = label, report, 0
         self._total = len(utterances) if isinstance(utterances, Sequence) else 0
 

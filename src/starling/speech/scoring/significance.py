@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from starling.speech.scoring.score import NOTHING, Alignment, align
+from starling.speech.scoring.error_rates import NOTHING, Alignment, align_words, num_errors
 
 _BUFFER = 2
 """Consecutive words that both recognise, which end a segment."""
@@ -47,7 +46,7 @@ def matched_pairs(references: Mapping[str, str], first: Mapping[str, str], secon
     """
     from scipy.stats import ttest_1samp
 
-    ours, theirs = align(references, first), align(references, second)
+    ours, theirs = align_words(references, first), align_words(references, second)
     pairs = [pair for name in references for pair in error_segments(ours[name], theirs[name])]
     differences = np.array([one - two for one, two in pairs], dtype=np.float64)
     mean = float(differences.mean()) if pairs else 0.0
@@ -110,7 +109,10 @@ def paired_bootstrap(
     words = np.array([len(text.split()) for text in references.values()], dtype=np.int64)
     if len(words) < 2 or not words.all():
         return None
-    errors = _errors(align(references, first)) - _errors(align(references, second))
+    first_errors, second_errors = (
+        np.array([num_errors(each) for each in align_words(references, texts).values()]) for texts in (first, second)
+    )
+    errors = first_errors - second_errors
     generator = np.random.default_rng(seed)
     sums = []
     for _ in range(_REPLICATIONS // _AT_A_TIME):
@@ -125,12 +127,7 @@ def paired_bootstrap(
     )
 
 
-def _errors(alignments: Mapping[str, Alignment]) -> NDArray[np.int64]:
-    """The number of errors of each utterance."""
-    return np.array([sum(one != two for one, two in each) for each in alignments.values()], dtype=np.int64)
-
-
-def in_words(pairs: MatchedPairs, level: float = 0.05) -> str:
+def verdict_of(pairs: MatchedPairs, level: float = 0.05) -> str:
     """The result of the test as a sentence."""
     told = f"matched pairs (MAPSSWE): {pairs.segments} segments, mean difference {pairs.difference:+.3f} errors"
     if pairs.p is None or pairs.t is None:

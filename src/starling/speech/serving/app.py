@@ -1,4 +1,4 @@
-"""The server's routes.
+"""The server, which runs until it is stopped.
 
 GET  /               a page to drop files on and to speak to
 GET  /health         whether the server answers, and how many clients wait
@@ -7,16 +7,23 @@ WS   /live?rate=R    raw PCM in binary messages; JSON with final segments and th
 """
 
 import asyncio
+import errno
 import json
+import logging
+import signal
+import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from importlib.resources import files
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from types import FrameType
 from typing import IO, TypeVar
 
 import numpy as np
+import uvicorn
 from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,15 +32,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from starling.errors import DataError, StarlingError
-from starling.speech.serving.guard import App, Guard, Limits
+from starling.errors import ConfigError, DataError, StarlingError
+from starling.reporting.progress import Say
+from starling.speech.serving.guard import LOOPBACK, App, Guard, Limits
+from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.formats import FORMATS, MEDIA_TYPES, Format, as_json, formatted, segment_as_json
-from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm, pcm_blocks
-from starling.speech.transcribing.transcriber import Live, Transcriber
+from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm
+from starling.speech.transcribing.transcriber import Transcriber
 from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update
+from starling.timeouts import ANSWERS_END
 
 _Result = TypeVar("_Result")
 
+_LARGEST_MESSAGE = 1 << 20  # bytes of a WebSocket's message: half a minute of audio at 16 kHz
+_WAITING_MESSAGES = 32
+_BACKLOG = 1024
 _TOGETHER: Seconds = 30.0
 """Audio of one client that is decoded before it is the next client's turn."""
 _BUSY = 8
@@ -48,6 +61,68 @@ _PAGE_HEADERS = {
     "img-src data:",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+def serve(
+    experiment: Path,
+    tell: Say,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    is_best: bool = False,
+    with_beam: bool = False,
+    limits: Limits | None = None,
+) -> None:
+    """Answer requests with a model, as `load_model` takes it, until SIGINT or SIGTERM.
+
+    The address is passed to `tell` as soon as the server answers. Raises ConfigError for a port that is taken.
+    """
+    with _bound(host, port) as listener:
+        transcriber = load_model(experiment, is_best, with_beam)
+        silence = np.random.default_rng(0).normal(0.0, 0.1, transcriber.rate).astype(np.float32)
+        transcriber.transcribe(silence, transcriber.rate)  # the first request is then as fast as later ones
+        service = Service(transcriber, str(experiment), limits)
+        config = uvicorn.Config(
+            service.app(host in LOOPBACK),
+            ws="websockets-sansio",
+            ws_max_size=_LARGEST_MESSAGE,
+            ws_max_queue=_WAITING_MESSAGES,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=round(ANSWERS_END),
+        )
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the client is told what is wrong
+        server = uvicorn.Server(config)
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            server.should_exit = True
+
+        # before uvicorn has its own handlers, and when it sends itself the signal again after it has stopped
+        handlers = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            listener.listen(_BACKLOG)
+            where, chosen = listener.getsockname()[:2]
+            tell(f"serving {experiment} at http://{f'[{where}]' if ':' in where else where}:{chosen}/; Ctrl-C stops it")
+            asyncio.run(server.serve([listener]))
+        finally:
+            service.turns.close()
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
+    tell("stopped")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound, but does not listen yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = "the port is taken; choose another one with --port, or 0 for a free one" if taken else str(error)
+        raise ConfigError(f"cannot serve at {host}, port {port}: {reason}") from error
+    return listener
 
 
 class Turns:
@@ -114,10 +189,12 @@ class Service:
         rate = request.query_params.get("raw_pcm")
         if rate is not None and not rate.isdecimal():
             raise HTTPException(400, f"raw_pcm {rate[:100]!r} is not a sampling rate in Hz")
+        if rate is not None:
+            check_rate(int(rate), "raw_pcm")
         async with AsyncExitStack() as stack:
             audio, name = await _upload(request, stack)
             recording = _Recording(self._transcriber, audio, name, None if rate is None else int(rate), self._limits)
-            stack.push_async_callback(self.turns.take, recording.close)
+            stack.push_async_callback(self.turns.take, recording.parts.close)
             first = await self.turns.take(recording.some)  # an error in the first part is answered with its own status
             if form is None:
                 kept = stack.pop_all()
@@ -178,7 +255,7 @@ class Service:
                 return
             if message.get("bytes") is not None:
                 samples, rest = pcm(rest + message["bytes"])
-                update = await self.turns.take(_Feeding(live, samples, self.turns.waiting < _BUSY))
+                update = await self.turns.take(partial(live.feed, samples, self.turns.waiting < _BUSY))
                 if update.final or update.partial != shown.partial:
                     await socket.send_json(_as_json(update))
                 shown = update
@@ -191,16 +268,6 @@ class Service:
                 raise HTTPException(400, 'send binary messages with PCM of 16 bits, and the text "end" after the last')
 
 
-class _Feeding:
-    """Some audio for a live transcription."""
-
-    def __init__(self, live: Live, samples: NDArray[np.float32], has_time: bool) -> None:
-        self._live, self._samples, self._has_time = live, samples, has_time
-
-    def __call__(self) -> Update:
-        return self._live.feed(self._samples, self._has_time)
-
-
 class _Recording:
     """An upload that is being transcribed, part by part, in the thread that decodes."""
 
@@ -209,30 +276,18 @@ class _Recording:
     ) -> None:
         self.name = name
         self.seconds: Seconds = 0.0
-        self._transcriber = transcriber
-        self._audio = audio
-        self._raw_rate = raw_rate
         self._limits = limits
-        self._parts: Iterator[list[Segment]] | None = None
+        self.parts = self._all(transcriber, audio, raw_rate)
 
     def some(self) -> list[Segment] | None:
         """The next segments; None at the end. Raises DataError for what is no audio."""
-        if self._parts is None:
-            self._parts = self._all()
-        return next(self._parts, None)
+        return next(self.parts, None)
 
-    def close(self) -> None:
-        """Stop reading."""
-        self._parts = None
-
-    def _all(self) -> Iterator[list[Segment]]:
-        if self._raw_rate is not None:
-            check_rate(self._raw_rate, "raw_pcm")
-            sound = Sound(self._raw_rate, None, pcm_blocks(self._audio, self.name))
-            yield from self._transcriber.stream(self._counted(sound), sound.rate, _TOGETHER)
-            return
-        with opened(self._audio, self.name) as sound:
-            yield from self._transcriber.stream(self._counted(sound), sound.rate, _TOGETHER)
+    def _all(
+        self, transcriber: Transcriber, audio: IO[bytes], raw_rate: int | None
+    ) -> Generator[list[Segment], None, None]:
+        with opened(audio, self.name, raw_rate) as sound:
+            yield from transcriber.stream(self._counted(sound), sound.rate, _TOGETHER)
 
     def _counted(self, sound: Sound) -> Iterator[NDArray[np.float32]]:
         samples = 0

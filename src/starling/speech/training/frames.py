@@ -1,16 +1,15 @@
-"""Frame-level training of a recipe: its set-up, which aligns the training set, and its workload."""
+"""The set-up of frame-level training, which aligns the training set."""
 
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, DataError
 from starling.experiment.claim import unwritable
 from starling.experiment.folder import ExperimentFolder
@@ -19,90 +18,39 @@ from starling.speech.decoding.config import DecodingConfig
 from starling.speech.features import LogMel
 from starling.speech.hybrid.alignment import (
     Labels,
-    Transcripts,
+    Scorer,
+    StateSequences,
     align,
     align_with_gaussians,
-    ctc_row,
     flat_start,
     from_ctc,
     tie_states,
 )
 from starling.speech.hybrid.config import AlignmentConfig, StatesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, words_of
-from starling.speech.hybrid.losses import PADDING, FrameBatch, frame_loss
 from starling.speech.hybrid.store import Frames, FrameWriter, save_states
-from starling.speech.hybrid.units import Transcriber
+from starling.speech.hybrid.units import StateSpeller
+from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.losses import TooShort, frames_needed
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
-from starling.speech.training.frame_plan import FramePlan
+from starling.speech.trained import load_newest
 from starling.speech.training.plan import kept_utterances
 from starling.speech.union import SpeechSets
-from starling.training.freezing import freeze
-from starling.workload import Ticket, Unit, Workload
 
 _READ_TOGETHER = 32
 """Utterances whose features are made together."""
 _ROUNDS_AFTER_FLAT_START, _ROUNDS_AFTER_CTC = 20, 5
 
 
-class FrameWorkload(Workload[FrameBatch]):
-    """The training set of a recipe in sub-sequences; mini-batches are a pure function of the recipe's seed and the
-    ticket.
-
-    `initial` is the folder of the recogniser to begin with.
-    """
-
-    def __init__(self, plan: FramePlan, initial: Path) -> None:
-        self.plan = plan
-        self.initial = initial
-        self.num_parts = plan.num_parts
-
-    def make_model(self) -> nn.Module:
-        model = Recogniser.load(self.initial).model
-        freeze(model, self.plan.recipe.freeze)
-        return model
-
-    def num_batches(self, epoch: int) -> int:
-        return self.plan.num_batches(epoch)
-
-    def load(self, ticket: Ticket) -> Sequence[FrameBatch]:
-        config, frames = self.plan.recipe.features, self.plan.frames
-        batches = []
-        for pieces in self.plan.of(ticket):
-            lengths = pieces[:, 2] - pieces[:, 1]
-            batches.append(
-                FrameBatch(
-                    features=torch.from_numpy(frames.cut(pieces, config.splice)),
-                    lengths=torch.from_numpy(lengths),
-                    states=torch.from_numpy(frames.states(pieces, PADDING)),
-                    seconds=float(lengths.sum()) * config.frame_shift,
-                    ids=self.plan.names(pieces),
-                )
-            )
-        return batches
-
-    def loss(self, model: nn.Module, examples: FrameBatch) -> Tensor:
-        return frame_loss(model, examples)
-
-    def weight(self, examples: FrameBatch) -> float:
-        """Frames: `frame_loss` is a mean over them."""
-        return float(examples.num_frames)
-
-    def planned_size(self, ticket: Ticket, unit: Unit) -> float:
-        """Its sub-sequences, or their frames."""
-        pieces = np.concatenate(self.plan.of(ticket))
-        return float(len(pieces) if unit == "utterances" else (pieces[:, 2] - pieces[:, 1]).sum())
-
-
 def too_few_frames(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel) -> list[TooShort]:
     """The utterances with fewer frames than states that cannot be skipped."""
-    transcriber = _transcriber(recipe, tokenizer)
+    speller = _speller(recipe, tokenizer)
     found = []
     for index, seconds in enumerate(train.durations.tolist()):
-        _, optional = transcriber.text(train.text(index), train.id(index))
+        _, optional = speller.text(train.text(index), train.id(index))
         num_frames = features.num_frames(round(seconds * train.sampling_rate / max(recipe.augment.speed)))
         if num_frames < (needed := optional.count(False)):
             found.append(TooShort(train.id(index), num_frames, needed))
@@ -131,14 +79,14 @@ def make_frames(
         words = read_words(decoding.word_list)
     else:
         words = words_of([train.text(index) for index in range(len(train))])
-    states = TiedStates(states.tree, states.per_unit, states.context, states.log_priors, tuple(words), decoding)
+    states = replace(states, words=tuple(words), decoding=decoding)
     check_words(states, tokenizer)
     return states
 
 
-def _transcriber(recipe: Recipe, tokenizer: Tokenizer) -> Transcriber:
+def _speller(recipe: Recipe, tokenizer: Tokenizer) -> StateSpeller:
     config = recipe.states or StatesConfig()
-    return Transcriber(tokenizer, config.per_unit, config.context)
+    return StateSpeller(tokenizer, config.per_unit, config.context)
 
 
 def _taken_over(before: ExperimentFolder, now: ExperimentFolder, decoding: DecodingConfig) -> TiedStates:
@@ -211,7 +159,7 @@ def _align(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Fram
     """Align all frames, tie their states, and store these."""
     wanted, config = recipe.states or StatesConfig(), recipe.alignment or AlignmentConfig()
     texts = [(train.id(number), train.text(number)) for number in frames.utterances.tolist()]
-    transcripts = Transcripts.of(texts, _transcriber(recipe, tokenizer))
+    transcripts = StateSequences.of(texts, _speller(recipe, tokenizer))
     how, rounds = "a flat start", _ROUNDS_AFTER_FLAT_START
     if config.experiment is None:
         positions = flat_start(transcripts, frames.lengths)
@@ -244,7 +192,7 @@ def _align(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Fram
 
 def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
     """The model that aligns; ConfigError where its frames or characters are others than those of the recipe."""
-    model = Recogniser.load(source if (source / "config.json").is_file() else load(latest(source)).model_folder)
+    model = load_newest(source)
     if model.features.sampling_rate != recipe.data.sampling_rate:
         raise ConfigError(
             f"alignment.experiment: {source} hears {model.features.sampling_rate} Hz, and data.sampling_rate is "
@@ -260,32 +208,27 @@ def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
     return model
 
 
-class _Scores:
-    """Log-probabilities of a model for what is stored of the training set; of `chosen` alone, if that is given."""
+def _scorer(model: Recogniser, train: SpeechSets, frames: Frames, chosen: Sequence[int]) -> Scorer:
+    """Log-probabilities of a model for what is stored of the training set, of `chosen` utterances."""
 
-    def __init__(
-        self, model: Recogniser, train: SpeechSets, frames: Frames, chosen: Sequence[int] | None = None
-    ) -> None:
-        self._model, self._train, self._frames = model, train, frames
-        self._chosen = range(len(frames)) if chosen is None else chosen
-
-    def __call__(self, places: Sequence[int]) -> Tensor:
-        stored = [self._chosen[place] for place in places]
-        numbers, speeds = self._frames.utterances[stored].tolist(), self._frames.speeds[stored].tolist()
-        features = self._model.features
+    def scores(places: Sequence[int]) -> Tensor:
+        stored = [chosen[place] for place in places]
+        numbers, speeds = frames.utterances[stored].tolist(), frames.speeds[stored].tolist()
         waveforms = [
-            _at_speed(audio, speed, features, self._train.id(number))
-            for audio, number, speed in zip(self._train.audios(numbers), numbers, speeds, strict=True)
+            _at_speed(audio, speed, model.features, train.id(number))
+            for audio, number, speed in zip(train.audios(numbers), numbers, speeds, strict=True)
         ]
-        log_probs = self._model.hear(features.batch(waveforms)).log_probs
-        return log_probs if self._model.states is None else self._model.states.scaled(log_probs)
+        log_probs = model.hear(model.features.batch(waveforms)).log_probs
+        return log_probs if model.states is None else model.states.scaled(log_probs)
+
+    return scores
 
 
 def _by_states(
     model: Recogniser,
     train: SpeechSets,
     texts: list[tuple[str, str]],
-    transcripts: Transcripts,
+    transcripts: StateSequences,
     frames: Frames,
     per_unit: int,
 ) -> Labels:
@@ -297,10 +240,12 @@ def _by_states(
             f"alignment.experiment: its model has {has} states a character, and states.per_unit is {per_unit}; choose "
             "the same"
         )
-    own = Transcripts.of(texts, states.transcriber(model.tokenizer))
+    own = StateSequences.of(texts, states.speller(model.tokenizer))
     labels = own.labelled([states.tree.tied(state) for state in own.states])
     positions: Labels = [np.zeros(0, np.int32)] * len(frames)
-    for each, path in align(frames.lengths, labels, transcripts.optional, _Scores(model, train, frames)):
+    for each, path in align(
+        frames.lengths, labels, transcripts.optional, _scorer(model, train, frames, range(len(frames)))
+    ):
         positions[each] = path
     return positions
 
@@ -308,7 +253,7 @@ def _by_states(
 def _by_ctc(
     model: Recogniser,
     train: SpeechSets,
-    transcripts: Transcripts,
+    transcripts: StateSequences,
     frames: Frames,
     per_unit: int,
 ) -> Labels:
@@ -321,7 +266,7 @@ def _by_ctc(
     positions = flat_start(transcripts, frames.lengths)
     fits = [each for each in range(len(frames)) if emitted[each] >= frames_needed(tokens[each])]
     rows = [ctc_row(tokens[each]) for each in fits]
-    score = _Scores(model, train, frames, fits)
+    score = _scorer(model, train, frames, fits)
     for place, path in align(emitted[fits], [labels for labels, _ in rows], [skips for _, skips in rows], score):
         each = fits[place]
         positions[each] = from_ctc(path, subsampling, int(frames.lengths[each]), texts[each], per_unit)

@@ -13,9 +13,8 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import job_of
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.training.frames import FrameWorkload
 from starling.speech.training.set_up import load_workload
-from starling.speech.training.workload import SpeechWorkload
+from starling.speech.training.workload import FrameWorkload, SpeechWorkload
 from starling.training.flat import split, trainable
 from starling.training.freezing import Freeze, freeze
 from starling.training.job import Job

@@ -17,23 +17,22 @@ from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.losses import TooShort, check_ctc_fits, transcripts
 from starling.speech.models import count_parameters
 from starling.speech.phones import Phones, make_phones
-from starling.speech.preparing.making import Progress
+from starling.speech.preparing.making import OnProgress
 from starling.speech.recipe import Recipe, earlier_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer, make_tokenizer
-from starling.speech.training.frame_plan import load_frame_plan
-from starling.speech.training.frames import FrameWorkload, make_frames, too_few_frames
-from starling.speech.training.plan import load_plan, open_training_set
-from starling.speech.training.training_set import describe_shares, list_too_short, prepare_all
+from starling.speech.training.frames import make_frames, too_few_frames
+from starling.speech.training.plan import list_too_short, load_frame_plan, load_plan, open_training_set
+from starling.speech.training.training_set import describe_shares, prepare_all
 from starling.speech.training.warm_start import warm_start
-from starling.speech.training.workload import SpeechWorkload
+from starling.speech.training.workload import FrameWorkload, SpeechWorkload
 from starling.speech.union import SpeechSets
 from starling.training.freezing import freeze, in_words
 from starling.training.tensor_plan import tensor_plan
 from starling.training.tickets import TicketSequence
 
 
-def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: Progress | None = None) -> None:
+def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgress | None = None) -> None:
     """Prepare the data, make the tokens, write the untrained recogniser to `folder.initial`, and list utterances that
     are too short for CTC in `folder.too_short`.
 

@@ -1,27 +1,19 @@
 """Prepares and describes a recipe's training data: one set or a mixture, without utterances that CTC cannot align."""
 
-import csv
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from starling.speech.partition import describe_parts, labels_are_domains
 from starling.speech.prepare import describe, prepare
 from starling.speech.preparing.executors import Executor
-from starling.speech.preparing.making import Progress
+from starling.speech.preparing.making import OnProgress
 from starling.speech.recipe import Recipe
 from starling.speech.training.plan import divide_utterances, make_mixture, part_labels
 from starling.speech.union import SpeechSets
 
-if TYPE_CHECKING:
-    from starling.speech.losses import TooShort
-
 
 def prepare_all(
-    recipe: Recipe, progress: Progress | None = None, executor: Executor | None = None, overwrite: bool = False
+    recipe: Recipe, progress: OnProgress | None = None, executor: Executor | None = None, overwrite: bool = False
 ) -> str:
     """Prepare the sets of `data` and the further ones of the mixture; return a description. Raises ConfigError and
     DataError as `prepare` does."""
@@ -47,14 +39,3 @@ def describe_shares(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.in
         described = describe_parts(parts, train.durations[utterances], labels)
         lines.append(f"each learner draws at random from its own part of the data: {described} {kind}")
     return lines
-
-
-def list_too_short(found: "Iterable[TooShort]", train: SpeechSets, path: Path) -> None:
-    """Write the utterances that CTC cannot align to a table, which `kept_utterances` reads."""
-    rows = {each.id: each for each in found}
-    with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file, dialect="excel-tab")
-        table.writerow(["id", "frames", "needed", "number"])
-        for number in range(len(train)):
-            if (each := rows.get(train.id(number))) is not None:
-                table.writerow([each.id, each.frames, each.needed, number])

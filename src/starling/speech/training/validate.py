@@ -30,8 +30,7 @@ from starling.reporting.epochs import Score
 from starling.reporting.progress import Say
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.score import score
-from starling.speech.store import SpeechSet
+from starling.speech.trained import recognised
 
 _REST = 19.0
 """The pause after each scoring, as a multiple of its duration: scoring takes at most a twentieth of the time."""
@@ -122,10 +121,7 @@ class Validation:
         epochs, steps = checkpoint.manifest.epochs_ended, checkpoint.manifest.position.num_done
         if epochs is not None and epochs % every != 0:  # None: the budget was spent inside an epoch
             return
-        recogniser = Recogniser.load(checkpoint.model_folder)
-        speech_set = SpeechSet.open(self._recipe.data.set_folder(name))
-        references = {speech_set.id(index): speech_set.text(index) for index in range(len(speech_set))}
-        result = score(references, recogniser.recognise(speech_set))
+        result = recognised(Recogniser.load(checkpoint.model_folder), self._recipe.data.set_folder(name))
         self._on_score(Score(name, result.wer, epochs, steps, result.lines()[0]))
         curves = Curves(self._folder.tensorboard / "valid")
         curves.word_error_rate(result.wer, steps)

@@ -1,5 +1,6 @@
 """Transcripts as text, JSON, subtitles and CTM."""
 
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -36,12 +37,8 @@ def formatted(transcript: Transcript, form: Format, name: str) -> str:
     cues = [cue for segment in transcript.segments for cue in _cues(segment)]
     if form == "srt":
         return "\n".join(f"{number}\n{_time(cue, ',')}\n{cue.text}\n" for number, cue in enumerate(cues, 1))
-    escaped = (re.sub("[&<>]", lambda found: _ESCAPES[found[0]], cue.text) for cue in cues)
-    body = "".join(f"\n{_time(cue, '.')}\n{text}\n" for cue, text in zip(cues, escaped, strict=True))
+    body = "".join(f"\n{_time(cue, '.')}\n{html.escape(cue.text, quote=False)}\n" for cue in cues)
     return f"WEBVTT\n{body}"
-
-
-_ESCAPES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def as_json(transcript: Transcript, name: str) -> dict[str, object]:

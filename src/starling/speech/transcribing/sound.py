@@ -33,8 +33,12 @@ class Sound:
 
 
 @contextmanager
-def opened(audio: Path | IO[bytes], name: str) -> Iterator[Sound]:
-    """A file, or a stream that can be sought. Raises DataError that begins with `name`."""
+def opened(audio: Path | IO[bytes], name: str, raw_rate: int | None = None) -> Iterator[Sound]:
+    """A file, or a stream that can be sought; or, if `raw_rate` is given, a stream of raw PCM of that rate. Raises
+    DataError that begins with `name`."""
+    if raw_rate is not None and not isinstance(audio, Path):
+        yield Sound(raw_rate, None, _pcm_blocks(audio, name))
+        return
     if isinstance(audio, Path):
         check_regular(audio)
     try:
@@ -77,7 +81,7 @@ def _blocks(file: soundfile.SoundFile, name: str) -> Iterator[NDArray[np.float32
         raise DataError(f"{name}: truncated: only {read} of {file.frames} samples")
 
 
-def pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:
+def _pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:
     """Raw PCM of one channel, 16 bits, little-endian, as soon as it arrives."""
     rest = b""
     read1 = getattr(stream, "read1", stream.read)

@@ -1,13 +1,18 @@
 """Error rates in the usual formats, and files that list all errors."""
 
+import ast
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import kaldialign
 
 from starling.errors import DataError
+
+if TYPE_CHECKING:
+    from starling.speech.store import SpeechSet
 
 NOTHING = " "  # stands for a missing word in an alignment; no word is a single space
 _REPLICATIONS = 2000
@@ -38,7 +43,7 @@ class ErrorCounts:
 
 
 @dataclass(frozen=True)
-class Score:
+class ErrorRates:
     """The result of one test set."""
 
     words: ErrorCounts
@@ -77,33 +82,41 @@ class Score:
         return lines
 
 
-def score(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> Score:
+def error_rates(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> ErrorRates:
     """Compare texts by utterance id. Errors are summed over the set, not averaged over utterances.
 
     Raises DataError if there are no references, or a hypothesis has no reference.
     """
-    missing = _check(references, hypotheses)
-    references_words = [text.split() for text in references.values()]
-    hypotheses_words = [hypotheses.get(name, "").split() for name in references]
-    wrong = sum(first != second for first, second in zip(references_words, hypotheses_words, strict=True))
+    if not references:
+        raise DataError("there is no reference to score against: the set is empty")
+    if unknown := sorted(hypotheses.keys() - references.keys()):
+        raise DataError(
+            f"{len(unknown)} hypotheses, such as {unknown[0]!r}, do not belong to an utterance of the set: they were "
+            "made for another set"
+        )
+    spoken, heard = _words(references, hypotheses)
     words, characters = count_errors(references, hypotheses)
-    return Score(
+    return ErrorRates(
         words=words,
         characters=characters,
         sentences=len(references),
-        wrong_sentences=wrong,
-        interval=_interval(references_words, hypotheses_words),
-        missing=missing,
+        wrong_sentences=sum(first != second for first, second in zip(spoken, heard, strict=True)),
+        interval=_interval(spoken, heard),
+        missing=tuple(name for name in references if name not in hypotheses),
     )
+
+
+def references_of(speech_set: "SpeechSet", among: Iterable[int] | None = None) -> dict[str, str]:
+    """The texts of a set by utterance; of those numbered in `among`, if that is given."""
+    numbers = range(len(speech_set)) if among is None else among
+    return {speech_set.id(number): speech_set.text(number) for number in numbers}
 
 
 def count_errors(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> tuple[ErrorCounts, ErrorCounts]:
-    """Errors in words and in characters; a missing hypothesis counts as deletions. Quicker than `score`."""
-    references_words = [text.split() for text in references.values()]
-    hypotheses_words = [hypotheses.get(name, "").split() for name in references]
-    return _count(references_words, hypotheses_words), _count(
-        [list(" ".join(words)) for words in references_words], [list(" ".join(words)) for words in hypotheses_words]
-    )
+    """Errors in words and in characters; a missing hypothesis counts as deletions. Quicker than `error_rates`."""
+    in_words = _words(references, hypotheses)
+    spoken, heard = ([list(" ".join(words)) for words in texts] for texts in in_words)
+    return _count(*in_words), _count(spoken, heard)
 
 
 def without_tags(
@@ -128,16 +141,39 @@ def line_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str],
         return None
     if not unseen:
         return f"all {without} utterances have a near-duplicate in training, so there is no score without these"
-    result = score(unseen, {name: text for name, text in hypotheses.items() if name in unseen})
+    result = error_rates(unseen, {name: text for name, text in hypotheses.items() if name in unseen})
     return f"{result.lines()[0]}, without {without} utterances that have a near-duplicate in training"
 
 
-def align(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
+def align_words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
     """The word alignment of each utterance; without a hypothesis, all its words are deletions."""
     return {
         name: kaldialign.align(text.split(), hypotheses.get(name, "").split(), NOTHING)
         for name, text in references.items()
     }
+
+
+def read_texts(recogs: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """References and hypotheses by utterance, as `write_score_files` wrote them. Raises DataError."""
+    texts: dict[str, dict[str, str]] = {"ref": {}, "hyp": {}}
+    for number, line in enumerate(recogs.read_text(encoding="utf-8", errors="replace").splitlines()):
+        kind = "ref" if number % 2 == 0 else "hyp"
+        name, mark, words = line.partition(f":\t{kind}=")
+        try:
+            value = ast.literal_eval(words)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = None
+        if not mark or not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise DataError(f"{recogs}:{number + 1}: {line[:80]!r} is not {kind!r} of an utterance")
+        texts[kind][name] = " ".join(value)
+    if not texts["ref"] or texts["ref"].keys() != texts["hyp"].keys():
+        raise DataError(f"{recogs}: it ends in the middle of an utterance; score the set again")
+    return texts["ref"], texts["hyp"]
+
+
+def num_errors(alignment: Alignment) -> int:
+    """The errors in an alignment."""
+    return sum(reference != hypothesis for reference, hypothesis in alignment)
 
 
 def write_score_files(
@@ -147,36 +183,29 @@ def write_score_files(
     hypotheses: Mapping[str, str],
     normaliser: str,
     remarks: Sequence[str] = (),
-) -> Score:
+) -> ErrorRates:
     """Score a set and write `recogs-`, `errs-` and `wer-summary-<set_name>.txt` to `folder`.
 
     `normaliser` is the name of the text normaliser; `remarks` are written after the scores. Raises DataError for the
-    same reasons as `score`.
+    same reasons as `error_rates`.
     """
-    result = score(references, hypotheses)
+    result = error_rates(references, hypotheses)
     folder.mkdir(parents=True, exist_ok=True)
     recogs = "".join(
         f"{name}:\tref={text.split()}\n{name}:\thyp={hypotheses.get(name, '').split()}\n"
         for name, text in references.items()
     )
     summary = [f"set {set_name}, text normaliser: {normaliser}", *result.lines(), *remarks]
-    errors = [*summary, "", *_error_lines(align(references, hypotheses))]
+    errors = [*summary, "", *_error_lines(align_words(references, hypotheses))]
     (folder / f"recogs-{set_name}.txt").write_text(recogs, encoding="utf-8")
     (folder / f"errs-{set_name}.txt").write_text("\n".join(errors) + "\n", encoding="utf-8")
     (folder / f"wer-summary-{set_name}.txt").write_text("\n".join(summary) + "\n", encoding="utf-8")
     return result
 
 
-def _check(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> tuple[str, ...]:
-    if not references:
-        raise DataError("there is no reference to score against: the set is empty")
-    unknown = sorted(hypotheses.keys() - references.keys())
-    if unknown:
-        raise DataError(
-            f"{len(unknown)} hypotheses, such as {unknown[0]!r}, do not belong to an utterance of the set: they were "
-            "made for another set"
-        )
-    return tuple(name for name in references if name not in hypotheses)
+def _words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> tuple[list[list[str]], list[list[str]]]:
+    """The words of each reference, and of its hypothesis."""
+    return [text.split() for text in references.values()], [hypotheses.get(name, "").split() for name in references]
 
 
 def _count(references: Sequence[list[str]], hypotheses: Sequence[list[str]]) -> ErrorCounts:

@@ -1,12 +1,12 @@
 """A scored set, read again from an experiment's `decode` folder, with the audio of some utterances."""
 
-import ast
 import base64
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import soundfile
@@ -17,7 +17,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.reporting.evidence import Count, ScoredSet, Utterance
 from starling.speech.codecs import set_of
 from starling.speech.recipe import load_resolved
-from starling.speech.scoring.score import NOTHING, Alignment, align, score
+from starling.speech.scoring.error_rates import NOTHING, Alignment, align_words, error_rates, num_errors, read_texts
 from starling.speech.store import SpeechSet
 
 SHOWN = 3
@@ -28,13 +28,13 @@ MAX_SECONDS = 30.0
 _MP3_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 
 
-def read_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
+def scored_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
     """The set of a `recogs-` file, scored again, and a sentence if its audio is not there. Raises DataError for a file
     that is damaged."""
     name = recogs.stem.removeprefix("recogs-")
     references, hypotheses = read_texts(recogs)
-    result = score(references, hypotheses)
-    alignments = align(references, hypotheses)
+    rates = error_rates(references, hypotheses)
+    alignments = align_words(references, hypotheses)
     counts = Counter(pair for alignment in alignments.values() for pair in alignment if pair[0] != pair[1])
     frequent = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     utterances = chosen(references, alignments)
@@ -47,38 +47,20 @@ def read_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
     return ScoredSet(
         name=name,
         normaliser=_normaliser(folder.decode / f"wer-summary-{name}.txt"),
-        wer=result.wer,
-        interval=result.interval,
-        cer=result.cer,
-        ser=result.ser,
-        words=result.words.reference,
-        insertions=result.words.insertions,
-        deletions=result.words.deletions,
-        substitutions=result.words.substitutions,
-        num_utterances=result.sentences,
-        num_wrong=result.wrong_sentences,
+        wer=rates.wer,
+        interval=rates.interval,
+        cer=rates.cer,
+        ser=rates.ser,
+        words=rates.words.reference,
+        insertions=rates.words.insertions,
+        deletions=rates.words.deletions,
+        substitutions=rates.words.substitutions,
+        num_utterances=rates.sentences,
+        num_wrong=rates.wrong_sentences,
         utterances=utterances,
         confusions=tuple(Count(_word(pair[0]), _word(pair[1]), times) for pair, times in frequent[:NUM_CONFUSIONS]),
         num_confusions=len(frequent),
     ), problem
-
-
-def read_texts(recogs: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """References and hypotheses by utterance, as `write_score_files` wrote them. Raises DataError."""
-    texts: dict[str, dict[str, str]] = {"ref": {}, "hyp": {}}
-    for number, line in enumerate(recogs.read_text(encoding="utf-8", errors="replace").splitlines()):
-        kind = "ref" if number % 2 == 0 else "hyp"
-        name, mark, words = line.partition(f":\t{kind}=")
-        try:
-            value = ast.literal_eval(words)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            value = None
-        if not mark or not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise DataError(f"{recogs}:{number + 1}: {line[:80]!r} is not {kind!r} of an utterance")
-        texts[kind][name] = " ".join(value)
-    if not texts["ref"] or texts["ref"].keys() != texts["hyp"].keys():
-        raise DataError(f"{recogs}: it ends in the middle of an utterance; score the set again")
-    return texts["ref"], texts["hyp"]
 
 
 def chosen(references: Mapping[str, str], alignments: Mapping[str, Alignment]) -> tuple[Utterance, ...]:
@@ -86,31 +68,22 @@ def chosen(references: Mapping[str, str], alignments: Mapping[str, Alignment]) -
     words count as best, and those with most errors as worst."""
 
     def order(name: str) -> tuple[float, float, str]:
-        words, errors = len(references[name].split()), _errors(alignments[name])
+        words, errors = len(references[name].split()), num_errors(alignments[name])
         rate = errors / max(1, words)
         return rate, errors if errors else -words, name
 
     names = sorted(references, key=order)
     shown = min(SHOWN, max(1, len(names) // 3))
     begin = (len(names) - shown) // 2
-    places = dict.fromkeys(range(len(names) - shown, len(names)), "worst")
-    places |= dict.fromkeys(range(begin, begin + shown), "median")
-    places |= dict.fromkeys(range(shown), "best")
-    order_of = {"best": 0, "median": 1, "worst": 2}
-    return tuple(
-        Utterance(
-            rank=places[place],  # type: ignore[arg-type]
-            name=names[place],
-            errors=_errors(alignments[names[place]]),
-            words=len(references[names[place]].split()),
-            alignment=tuple(
-                (_word(reference), _word(hypothesis)) for reference, hypothesis in alignments[names[place]]
-            ),
-        )
-        for place in sorted(
-            (place for place in places if 0 <= place < len(names)), key=lambda place: (order_of[places[place]], place)
-        )
-    )
+    starts: dict[Literal["best", "median", "worst"], int] = {"best": 0, "median": begin, "worst": len(names) - shown}
+    found: dict[str, Utterance] = {}
+    for rank, first in starts.items():
+        for name in names[max(0, first) : first + shown]:
+            alignment = alignments[name]
+            words = tuple((_word(reference), _word(hypothesis)) for reference, hypothesis in alignment)
+            given = Utterance(rank, name, num_errors(alignment), len(references[name].split()), words)
+            found.setdefault(name, given)
+    return tuple(found.values())
 
 
 def encoded(samples: NDArray[np.float32], rate: int) -> str:
@@ -132,10 +105,6 @@ def _audio(folder: Path, names: Sequence[str]) -> dict[str, str]:
         for name, samples in zip(places, found, strict=True)
         if not isinstance(samples, DataError)
     }
-
-
-def _errors(alignment: Alignment) -> int:
-    return sum(reference != hypothesis for reference, hypothesis in alignment)
 
 
 def _word(word: str) -> str:

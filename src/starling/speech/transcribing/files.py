@@ -4,25 +4,22 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
-from starling.checkpoint.manifest import MANIFEST
-from starling.checkpoint.reader import load
 from starling.errors import ConfigError, DataError, did_you_mean
 from starling.extras import require
 from starling.files import replace_file
 from starling.reporting.progress import Bars, Say
-from starling.speech.commands.recognisers import Use, load_recogniser, open_experiment
-from starling.speech.recogniser import Recogniser
+from starling.speech.trained import is_model, load_newest, load_recogniser, open_experiment
 from starling.speech.transcribing.formats import FORMATS, Format, formatted
 from starling.speech.transcribing.segmenter import Piece
-from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm_blocks
+from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
 from starling.speech.transcribing.transcript import Seconds, Segment, Transcript
 
@@ -57,18 +54,16 @@ def load_model(
         'THREE SEVEN ONE'
     """
     path = Path(model)
-    is_model, is_checkpoint = (path / "config.json").is_file(), (path / MANIFEST).is_file()
-    if is_model or is_checkpoint:
+    if is_model(path):
         if best or beam:
             raise ConfigError(f"{path}: the best model and the beam search belong to an experiment; name its folder")
-        return Transcriber(Recogniser.load(path if is_model else load(path).model_folder))
-    use = Use.read(path)
-    if beam and use.loss != "ctc":
-        raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {use.loss}")
-    recogniser = load_recogniser(path, use, best)
+        return Transcriber(load_newest(path))
     if not beam:
-        return Transcriber(recogniser)
+        return Transcriber(load_recogniser(path, best))
     folder, recipe = open_experiment(path)
+    if recipe.loss != "ctc":
+        raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {recipe.loss}")
+    recogniser = load_recogniser(path, best)
     require("decoding", "the beam search", ("flashlight",))
     from starling.speech.commands.beam_search import best_search
 
@@ -76,7 +71,7 @@ def load_model(
         return Transcriber(recogniser, search.text)
 
 
-def transcribe(
+def transcribe_files(
     experiment: Path,
     inputs: Sequence[Path],
     tell: Say,
@@ -169,7 +164,7 @@ class _Output:
     def __init__(self, sources: Sequence[_Source], is_one: bool, form: Format, output: Path | None, tell: Say) -> None:
         self._form: Format = form
         self._output = output
-        self._tell = tell
+        self.tell = tell
         self._is_folder = output is not None and (not is_one or output.is_dir())
         if output is None and form in ("srt", "vtt") and len(sources) > 1:
             raise ConfigError(f"--format {form}: subtitles of {len(sources)} files need --output FOLDER")
@@ -188,23 +183,17 @@ class _Output:
         """Whether segments of standard input are told as soon as they are known."""
         return self._form == "txt" and self._output is None
 
-    def tell_at_once(self, segments: Iterable[Segment]) -> None:
-        """Pass the texts of segments on."""
-        for segment in segments:
-            if segment.text:
-                self._tell(segment.text)
-
     def write(self, source: _Source, transcript: Transcript) -> None:
         """Write a transcript, or pass it on."""
         plain = source.relative.with_suffix("")
         name = source.relative if plain in self._repeated else plain
         if self._output is None and self._form == "txt":
-            self._tell(f"{source.path}\t{transcript.text}")
+            self.tell(f"{source.path}\t{transcript.text}")
             return
         called = str(source.path) if self._form == "json" else str(name)
         text = formatted(transcript, self._form, called)
         if self._output is None:
-            self._tell(text.removesuffix("\n"))
+            self.tell(text.removesuffix("\n"))
             return
         path = self._output / f"{name}.{self._form}" if self._is_folder else self._output
         try:
@@ -247,7 +236,8 @@ class _Jobs:
                 self.flush()
                 with _opened(source, raw_rate) as sound:
                     for some in self._transcriber.stream(sound.blocks, sound.rate, 0.0 if is_raw else TOGETHER):
-                        self._into.tell_at_once(some)
+                        for text in (segment.text for segment in some if segment.text):
+                            self._into.tell(text)
                 self.num_done += 1
                 return
             with _opened(source, raw_rate) as sound:
@@ -296,14 +286,13 @@ class _Jobs:
 @contextmanager
 def _opened(source: _Source, raw_rate: int | None) -> Iterator[Sound]:
     """A file or standard input. That is copied to a temporary file first, unless it is raw PCM."""
-    if not source.is_standard_input:
-        with opened(source.path, str(source.path)) as sound:
-            yield sound
-    elif raw_rate is not None:
-        yield Sound(raw_rate, None, pcm_blocks(sys.stdin.buffer, "standard input"))
-    else:
-        with tempfile.TemporaryFile() as copy:
-            shutil.copyfileobj(sys.stdin.buffer, copy)
-            copy.seek(0)
-            with opened(copy, "standard input") as sound:
-                yield sound
+    with ExitStack() as stack:
+        audio: Path | IO[bytes] = source.path
+        if source.is_standard_input:
+            audio = sys.stdin.buffer
+            if raw_rate is None:
+                audio = stack.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(sys.stdin.buffer, audio)
+                audio.seek(0)
+        name = "standard input" if source.is_standard_input else str(source.path)
+        yield stack.enter_context(opened(audio, name, raw_rate))
