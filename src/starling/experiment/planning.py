@@ -18,7 +18,7 @@ from starling.predict.costs import Profile, dump
 from starling.predict.deciding import TIE
 from starling.predict.facts import facts_of
 from starling.predict.memory import memory_of
-from starling.predict.plan import NOT_PLANNED, Plan, Forecast, plan
+from starling.predict.plan import NOT_PLANNED, Forecast, Plan, plan
 from starling.recipe.run import RecipeConfig
 from starling.reporting.progress import Say, say_on
 from starling.strategies import STRATEGIES
