@@ -1,14 +1,12 @@
-"""The optimizers of a user's loop: several as one, what learners compare of them, and steps that bypass the learner."""
+"""The optimizers of a user's loop: several as one, and what learners compare of them."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from starling.errors import ConfigError
 
@@ -150,36 +148,3 @@ def optimizer_like(optimizer: Optimizer, parameters: dict[int, nn.Parameter], al
             f"optimizer: a server cannot create a {kind.__name__} with the options of yours ({error}); use an "
             "optimizer of torch.optim that takes parameters of any shape"
         ) from error
-
-
-class StepGuard:
-    """Calls `refuse` before each step of an optimizer that bypasses the learner, until it is removed: a step of one of
-    its own `optimizers`, unless it `may_step`, or of another one that has some of its `parameters`."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Sequence[Tensor],
-        may_step: Callable[[], bool],
-        refuse: Callable[[Optimizer, bool], None],
-    ) -> None:
-        self._own, self._may_step, self._refuse = members_of(optimizer), may_step, refuse
-        self._parameters = {id(parameter) for parameter in parameters}
-        self._harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with its number of parameters
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
-
-    def remove(self) -> None:
-        """Allow all steps again."""
-        self._handle.remove()
-
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if any(optimizer is own for own in self._own):
-            if not self._may_step():
-                self._refuse(optimizer, True)
-            return
-        number = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._harmless.get(optimizer) == number:
-            return
-        if any(id(parameter) in self._parameters for parameter in parameters_of(optimizer)):
-            self._refuse(optimizer, False)
-        self._harmless[optimizer] = number

@@ -27,8 +27,7 @@ from starling.averaging import rank_ordered_mean
 from starling.checkpoint.cut import Cut, ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating, local_group
-from starling.engines.processes.place import Place
-from starling.engines.processes.stalls import Waits
+from starling.engines.processes.handshake import Peers
 from starling.errors import CheckpointError, ConfigError
 from starling.strategies.islands import Island
 from starling.training.flat import load_buffers, split, trainable
@@ -44,17 +43,18 @@ SMALLEST_UNIT = 1 << 20
 class IslandGroup:
     """The communication within one island, of the foreground alone. All processes create theirs together."""
 
-    def __init__(self, place: Place, size: int, timeout_seconds: float, waits: Waits) -> None:
-        first = place.rank - place.rank % size
+    def __init__(self, peers: Peers, size: int) -> None:
+        first = peers.rank - peers.rank % size
         self.ranks = range(first, first + size)
-        self.member = place.rank - first
+        self.member = peers.rank - first
+        self.timeout = timedelta(seconds=peers.timeout_seconds)
         self.statistics = Statistics()
         self.seconds = 0.0
         """The time spent in communication so far."""
-        self._waits = waits
+        self._waits = peers.waits
         self._failure: ConnectionFailed | None = None
         with communicating():
-            self.group: ProcessGroup = local_group(list(self.ranks), timedelta(seconds=timeout_seconds))
+            self.group: ProcessGroup = local_group(list(self.ranks), self.timeout)
 
     @property
     def size(self) -> int:
@@ -124,7 +124,7 @@ class IslandModel:
     """
 
     def __init__(self, model: nn.Module, island: IslandGroup, whole: Mapping[str, Tensor], cut: Cut) -> None:
-        self.model, self.cut, self._island = model, cut, island
+        self.model, self.cut, self.island = model, cut, island
         self._named = list(whole)
         every = torch.cat([parameter.detach().reshape(-1) for parameter in whole.values()])
         self.weights = cut.part(every, island.member)
@@ -171,7 +171,7 @@ class IslandModel:
 
     def own_part(self, state: LearnerState, make_optimizer: MakeOptimizer) -> LearnerState:
         """This rank's part of the state of a whole model; a state that is a part is returned as it is."""
-        cut, member = self.cut, self._island.member
+        cut, member = self.cut, self.island.member
         if state.shard_of_island is not None:
             if state.shard_of_island.cut != cut:
                 raise CheckpointError(
@@ -185,7 +185,7 @@ class IslandModel:
 
     def shard_of_island(self, optimizer: torch.optim.Optimizer) -> ShardOfIsland:
         """Which part of the model this rank holds."""
-        return ShardOfIsland(self.cut, self._island.member, self._order(optimizer))
+        return ShardOfIsland(self.cut, self.island.member, self._order(optimizer))
 
     def _order(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
         """The numbers of the parameters in the order of an optimizer."""

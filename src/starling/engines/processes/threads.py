@@ -1,19 +1,21 @@
-"""Threads of a learner process that wait for other learners. They do not keep the process alive, and a failure of
-another thread ends their waits."""
+"""Threads of a learner process that wait for other learners, and handles of what they wait for. They do not keep the
+process alive, and a failure of another thread ends their waits."""
 
 import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
+
+from starling.engines.processes.stalls import BACKGROUND
+from starling.learner import Handle
 
 T = TypeVar("T")
-H = TypeVar("H")
 LOOK_AROUND_SECONDS = 1.0
 
 
@@ -126,15 +128,73 @@ class Release:
                 self._waits.discard(work)
 
 
-class FirstOf(Generic[H]):
+class ProcessHandle(Handle[T]):
+    """Work under way in this process. The first call of `result()` waits for it; later calls return the same result.
+
+    `finish` waits by `wait_long`, if given: in another thread than the strategy's, and without a time-out.
+    """
+
+    def __init__(self, wait: Callable[[], T], wait_long: Callable[[], T] | None = None) -> None:
+        self._wait = wait
+        self._wait_long = wait_long or wait
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self._results)
+
+    def finish(self) -> None:
+        """Wait without a time-out. An error is raised by `result`."""
+        try:
+            self._results.append(self._wait_long())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        if not self._results:
+            self._results.append(self._wait())
+        return self._results[0]
+
+
+class Background(threading.Thread):
+    """A thread that runs a learner's second coroutine, on CUDA with a stream of its own. It blocks in the results of
+    handles, without polling."""
+
+    def __init__(
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        rank: int,
+        on_error: Callable[[BaseException], None],
+        on_stream: AbstractContextManager[object],
+    ) -> None:
+        super().__init__(name=f"{BACKGROUND}-{rank}", daemon=True)  # it must not keep a failed learner alive
+        self._coroutine = coroutine
+        self._on_error = on_error
+        self._on_stream = on_stream
+
+    def run(self) -> None:
+        try:
+            with self._on_stream:
+                while True:
+                    self._coroutine.send(None)
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._on_error(error)
+
+
+class FirstOf:
     """Determines which of several handles finishes first; one thread per key waits for its handle."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, H] = {}
-        self._finished: SimpleQueue[tuple[int, H]] = SimpleQueue()
+        self._watched: dict[int, ProcessHandle[Any]] = {}
+        self._finished: SimpleQueue[tuple[int, ProcessHandle[Any]]] = SimpleQueue()
         self._workers: dict[int, Worker] = {}
 
-    def of(self, handles: Mapping[int, H], look_around: Callable[[], None]) -> int:
+    def of(self, handles: Mapping[int, ProcessHandle[Any]], look_around: Callable[[], None]) -> int:
         """The key of a handle that has finished or failed. Each handle is returned once.
 
         While waiting, `look_around` is called repeatedly and may raise.
@@ -162,6 +222,6 @@ class FirstOf(Generic[H]):
         for worker in self._workers.values():
             worker.close()
 
-    def _watch(self, key: int, handle: Any) -> None:
+    def _watch(self, key: int, handle: ProcessHandle[Any]) -> None:
         handle.finish()
         self._finished.put((key, handle))
