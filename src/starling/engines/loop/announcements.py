@@ -42,10 +42,10 @@ _ENDED = "ended"
 class AnnouncementListener(threading.Thread):
     """Listens to announcements, and takes part in each consensus for its learner.
 
-    `contribution` returns the learner's contribution after the steps in its `progress`, which also counts the bytes;
-    `own_weights` returns the weights `[P]` whose distance from the mean is measured. `listening` is the store over a
-    connection that nothing else uses meanwhile; None: a new one. `must_be_equal` is the name of a strategy under which
-    all learners have the same weights after equal numbers of steps.
+    `contribution` returns the learner's contribution after the steps in its `progress`, which also counts the bytes,
+    and the weights `[P]` whose distance from the mean is measured. `listening` is the store over a connection that
+    nothing else uses meanwhile; None: a new one. `must_be_equal` is the name of a strategy under which all learners
+    have the same weights after equal numbers of steps.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class AnnouncementListener(threading.Thread):
         peers: Peers,
         means: OrderedMean,
         progress: Progress,
-        contribution: Callable[[], Tensor],
-        own_weights: Callable[[], Tensor],
+        contribution: Callable[[], tuple[Tensor, Tensor]],
         listening: Store | None = None,
         must_be_equal: str | None = None,
     ) -> None:
@@ -83,7 +82,6 @@ class AnnouncementListener(threading.Thread):
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world, self._means = peers.rank, peers.world, means
         self._progress, self._contribution = progress, contribution
-        self._own_weights = own_weights
         self._is_final_wanted = False
         self._size: int | None = None
         self._must_be_equal = must_be_equal
@@ -186,7 +184,7 @@ class AnnouncementListener(threading.Thread):
 
     def _take_part(self, future: "Future[Any]") -> None:
         with self._lock:
-            mine, own, num_steps = self._contribution(), self._own_weights(), self._progress.num_steps
+            (mine, own), num_steps = self._contribution(), self._progress.num_steps
             self._under_way = num_steps, future
         with suppress(InvalidStateError):  # the wait for it was released
             try:

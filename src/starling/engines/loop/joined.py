@@ -18,10 +18,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from starling.configuration import Config
-from starling.engines.loop.hooks import StepHooks
 from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.life import Coordination, LoopLife
-from starling.engines.loop.optimizers import describe, members_of
+from starling.engines.loop.optimizers import StepHooks, describe, members_of
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.place import Place
@@ -109,7 +108,8 @@ class JoinedLearner:
         self._life = LoopLife(root, strategy, options, replica, seed, most_not_finite, handshake, coordination)
         replica.leave_to_loop()
         self._learner_id = place.rank
-        self._hooks = StepHooks(replica, f"learner {place.rank}")
+        name = f"learner {place.rank}"
+        self._hooks = StepHooks(optimizer, replica.parameters, lambda: replica.is_stepping, name)
         self._process = os.getpid()
         atexit.register(self._at_exit)
 
@@ -174,8 +174,7 @@ class JoinedLearner:
                 f"learner {self.learner_id}: step() accepts only a GradScaler, got {type(scaler).__name__}; instead of "
                 "a closure, call backward() before step()"
             )
-        members = members_of(self._replica.optimizer)
-        if optimizer is not None and not any(optimizer is each for each in members):
+        if optimizer is not None and not any(optimizer is each for each in members_of(self._replica.optimizer)):
             raise ProtocolError(
                 f"learner {self.learner_id}: step(optimizer=…) got a {type(optimizer).__name__} that was not given to "
                 "starling.join; join the model with a list of all its optimizers"

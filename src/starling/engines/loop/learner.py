@@ -9,7 +9,7 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Container, Coroutine, Generator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -29,8 +29,7 @@ from starling.engines.loop.progress import Consensus, LoopPlan, Progress
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.collectives import OrderedMean
-from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Communicator
-from starling.engines.processes.connected import ConnectedLearner
+from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Communicator, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
 from starling.engines.processes.threads import Worker
@@ -74,10 +73,7 @@ class LoopLearner(ConnectedLearner):
         self._num_groups = len(replica.optimizer.param_groups)
         self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self._is_ending = self._has_finished = False
-        self._ends_changed = threading.Event()  # or something failed
-        self._all_finished = threading.Event()
-        self._all_settled = threading.Event()
-        self._all_closed = threading.Event()
+        self._changed = threading.Condition()  # something was announced, or failed
         self._listener: AnnouncementListener | None = None
         self._coroutine = strategy.start(self, options)
         sync_groups = strategy.sync_groups(options, self._world)
@@ -189,7 +185,8 @@ class LoopLearner(ConnectedLearner):
             if len(self._sync_group) == 1:
                 return of
             if not of.is_supplied:
-                return MeanOfGradient(of, lambda gradient: self.communicator.mean(gradient, group))
+                return MeanOfGradient(of, self.communicator.mean)
+            of = of.result()
         return self.communicator.mean(of, group)
 
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
@@ -215,7 +212,7 @@ class LoopLearner(ConnectedLearner):
             progress.gradient = "given"
         self._release.check()
         begin, waited = time.monotonic(), spent.waiting_for_peers
-        if self._listener is not None:
+        if self._listener is not None and self._listener.ended:
             self._news()
         if progress.gradient == "given":
             self._gradient.is_supplied = True
@@ -246,7 +243,7 @@ class LoopLearner(ConnectedLearner):
         progress.statistics.spent.computing += now - progress.resumed_at
         progress.resumed_at = now
         if self._listener is None:
-            return Consensus(self._contribution(), 0.0)
+            return Consensus(self._contribution()[0], 0.0)
         with self._naming_the_store():
             request = self._listener.request(progress.num_steps)
         return self.communicator.wait_for("a consensus", lambda: self._release.wait(request))
@@ -267,16 +264,15 @@ class LoopLearner(ConnectedLearner):
         self._release.check()
         if self.progress.final is None and not self._has_finished:
             self.finish(is_final_wanted=False)
-        begin = time.monotonic()
-        if self._listener is not None:
+        begin, listener = time.monotonic(), self._listener
+        if listener is not None:
             with self._naming_the_store():
-                self._listener.announce("closed")
-                self._meet_all(self._all_closed.wait)
+                listener.announce("closed")
+                self._meet_all(lambda: self._wait_until(lambda: listener.is_over))
         self._peers.end()
-        if self._listener is not None:
-            self._listener.join()
+        if listener is not None:
+            listener.join()
             self._consensus_means.close()
-        self._all_closed.set()
         if not self._has_finished:  # it entered with the final consensus
             self.communicator.close()
         self.replica.finish()
@@ -294,8 +290,8 @@ class LoopLearner(ConnectedLearner):
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
-        for event in (self._ends_changed, self._all_finished, self._all_settled, self._all_closed):
-            event.set()
+        with self._changed:
+            self._changed.notify_all()
 
     def announce_failure(self, error: BaseException | None) -> None:
         """Notify the others that this learner ends without having closed."""
@@ -332,7 +328,7 @@ class LoopLearner(ConnectedLearner):
                 self._coroutine.throw(LoopEnded())
             if listener is not None:
                 listener.announce("finished")
-                self._meet_all(lambda: self._wait_for_all(self._all_finished, listener.finished))
+                self._meet_all(lambda: self._wait_for_all(listener.finished))
             with suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
@@ -342,7 +338,7 @@ class LoopLearner(ConnectedLearner):
         if listener is not None:
             with self._naming_the_store():
                 listener.announce("settled", int(is_final_wanted))
-                self._meet_all(lambda: self._wait_for_all(self._all_settled, listener.settled))
+                self._meet_all(lambda: self._wait_for_all(listener.settled))
             agreed = self._release.wait(listener.final)
         communicator.close()
         self._has_finished = True
@@ -353,7 +349,7 @@ class LoopLearner(ConnectedLearner):
     def finish_and_adopt(self) -> Consensus:
         """Finish, and take the final consensus for good."""
         progress = self.progress
-        progress.final = self.finish(is_final_wanted=True) or Consensus(self._contribution(), 0.0)
+        progress.final = self.finish(is_final_wanted=True) or Consensus(self._contribution()[0], 0.0)
         self.replica.adopt(progress.final.mean)
         return progress.final
 
@@ -364,17 +360,16 @@ class LoopLearner(ConnectedLearner):
         loop ended before makes the steps that it lacks without a gradient."""
         progress = self.progress
 
+        def is_behind() -> bool:
+            return progress.num_steps < listener.last_step(self._sync_group)
+
         def make_up() -> None:
             while True:
-                self._ends_changed.clear()
+                self._wait_for_all(listener.ended, is_behind)
                 self._release.check()
-                have_all_ended = len(listener.ended) == self._world
-                if progress.num_steps < listener.last_step(self._sync_group):
-                    self._step_without_gradient()
-                elif have_all_ended:
+                if not is_behind():
                     return
-                else:
-                    self._wait_for_all(self._ends_changed, listener.ended)
+                self._step_without_gradient()
 
         listener.announce("last step", [progress.num_steps, self._lead])
         self._meet_all(make_up)
@@ -461,7 +456,9 @@ class LoopLearner(ConnectedLearner):
     def _count_not_finite(self, is_finite: bool) -> None:
         """Count non-finite gradients. Raises NonFiniteError after many in a row."""
         progress = self.progress
-        if progress.not_finite.count(is_finite):
+        if is_finite:
+            progress.not_finite.in_a_row = 0
+        elif progress.not_finite.count():
             raise NonFiniteError(
                 f"{self._name(self._rank)}: the gradient of step {progress.steps_begun} is not finite, nor were the "
                 f"{progress.not_finite.most - 1} before it; lower the learning rate, clip gradients or use a longer "
@@ -483,15 +480,11 @@ class LoopLearner(ConnectedLearner):
         try:
             yield
         except dist.DistError as error:
-            raise self._lost_store(error) from error
-
-    def _lost_store(self, error: dist.DistError) -> BaseException:
-        """The error to raise if the store does not respond."""
-        host = "the coordinator" if self._survives else "learner 0 or the launcher"
-        return self._release.error or PeerLost(
-            f"{self._name(self._rank)} lost the store, {self._where()}: {host}, which hosts it, has "
-            f"ended ({str(error).splitlines()[0]})"
-        )
+            host = "the coordinator" if self._survives else "learner 0 or the launcher"
+            raise self._release.error or PeerLost(
+                f"{self._name(self._rank)} lost the store, {self._where()}: {host}, which hosts it, has "
+                f"ended ({str(error).splitlines()[0]})"
+            ) from error
 
     def _meet(self, listening: Store | None) -> None:
         """Make groups for consensus; at the start of a run, copy learner 0's model."""
@@ -506,7 +499,6 @@ class LoopLearner(ConnectedLearner):
             self._consensus_means,
             self.progress,
             self._contribution,
-            self._own_weights,
             listening,
             must_be_equal=self._strategy.name if self._strategy.has_one_model else None,
         )
@@ -527,19 +519,17 @@ class LoopLearner(ConnectedLearner):
             progress.is_over = progress.is_over or progress.final is not None
         progress.continue_from(plan.num_done[self._rank], is_taker)
 
-    def _contribution(self) -> Tensor:
-        """This learner's contribution `[P + B]` to the consensus mean."""
+    def _contribution(self) -> tuple[Tensor, Tensor]:
+        """This learner's contribution `[P + B]` to the consensus mean, and its own weights `[P]`."""
         contribution = self.replica.contribution()
+        own = contribution[: len(self.replica.weights)].clone()
         if (
             self._strategy.is_served and self._world > 1
         ):  # the servers hold the model: each learner contributes only its shards
             contribution[: len(self.replica.weights)] = 0.0
         for shard in self.shards.held:
             contribution[shard.piece] = shard.copy() * (self._world if self._strategy.is_served else 1)
-        return contribution
-
-    def _own_weights(self) -> Tensor:
-        return self.replica.contribution()[: len(self.replica.weights)]
+        return contribution, own
 
     def _closing_barrier(self) -> None:
         """Wait for all learners to call this. Called in a thread of its own."""
@@ -550,8 +540,13 @@ class LoopLearner(ConnectedLearner):
         except ConnectionFailed as error:
             self._failed_behind(error)
 
-    def _wait_for_all(self, event: threading.Event, ready: Container[int]) -> None:
-        """Wait for an event as long as a learner that is not yet `ready` makes steps."""
+    def _wait_until(self, is_done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait for news after which this `is_done`, or for a failure. Returns whether one of them came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: is_done() or self._release.error is not None, seconds)
+
+    def _wait_for_all(self, ready: Collection[int], is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all learners are `ready`, or `is_enough`, as long as one that is not ready makes steps."""
 
         def progress() -> list[tuple[int, bytes]]:
             others = [rank for rank in range(self._world) if rank not in ready]
@@ -559,7 +554,7 @@ class LoopLearner(ConnectedLearner):
             return [(rank, store.get(key) if store.check([key := f"steps/{rank}"]) else b"") for rank in others]
 
         before = progress()
-        while not event.wait(self._peers.timeout_seconds):
+        while not self._wait_until(lambda: is_enough() or len(ready) == self._world, self._peers.timeout_seconds):
             if (now := progress()) == before:
                 names = " and ".join(self._name(rank) for rank, _ in now)
                 raise PeerLost(
@@ -585,13 +580,8 @@ class LoopLearner(ConnectedLearner):
                 self._fail_together(listener, listener.unequal)
             elif self._release.error is None:
                 self._check_ends(listener)
-        self._ends_changed.set()
-        if len(listener.finished) == self._world:
-            self._all_finished.set()
-        if len(listener.settled) == self._world:
-            self._all_settled.set()
-        if listener.is_over:
-            self._all_closed.set()
+        with self._changed:
+            self._changed.notify_all()
         if not self.progress.is_over and threading.current_thread() is not listener:
             self._release.check()
 

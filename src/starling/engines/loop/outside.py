@@ -123,7 +123,7 @@ class AdoptedParameters:
     def _structure(self) -> list[int]:
         """The `id`s of the model's and the optimizer's modules and parameters; `_alive` keeps these objects alive."""
         inside = [id(each) for contents in self._contents for each in contents.values()]
-        return inside + [id(parameter) for parameter in parameters_of(self._optimizer)]
+        return inside + [id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _note_structure(self) -> None:
         modules = list(self._model.modules())

@@ -27,10 +27,10 @@ class NotFinite:
     num: int = 0
     in_a_row: int = 0
 
-    def count(self, is_finite: bool) -> bool:
-        """Count a gradient; returns whether it ends the run."""
-        self.in_a_row = 0 if is_finite else self.in_a_row + 1
-        self.num += not is_finite
+    def count(self) -> bool:
+        """Count one; returns whether it ends the run."""
+        self.in_a_row += 1
+        self.num += 1
         return self.in_a_row == self.most
 
 

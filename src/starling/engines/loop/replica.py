@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
 
@@ -18,7 +18,6 @@ from starling.engines.loop.optimizers import OptimizerList, members_of, optimize
 from starling.engines.loop.outside import AdoptedParameters, OutsideChanges
 from starling.engines.loop.progress import Consensus
 from starling.engines.processes.backend import communicating
-from starling.engines.processes.threads import ProcessHandle
 from starling.errors import CheckpointError, ConfigError, ProtocolError
 from starling.learner import Handle
 from starling.training.flat import split
@@ -119,20 +118,28 @@ def _gradients_in(arguments: object) -> Generator[OwnGradient, None, None]:
         yield from _gradients_in(list(arguments.values()))
 
 
-class LoopGradient(ProcessHandle[Tensor]):
+class LoopGradient(Handle[Tensor]):
     """The gradient that the loop computes next; awaiting it waits for the loop."""
 
     def __init__(self, gradient: OwnGradient) -> None:
-        super().__init__(lambda: gradient)
+        self._gradient = gradient
         self.is_supplied = False
 
+    def result(self) -> Tensor:
+        return self._gradient
 
-class MeanOfGradient(ProcessHandle[Tensor]):
+
+class MeanOfGradient(Handle[Tensor]):
     """The mean of a gradient that the loop computes next."""
 
     def __init__(self, gradient: LoopGradient, mean: Callable[[Tensor], Handle[Tensor]]) -> None:
-        super().__init__(lambda: mean(gradient.result()).result())
         self.gradient = gradient
+        self._mean = mean
+        self._handle: Handle[Tensor] | None = None
+
+    def result(self) -> Tensor:
+        self._handle = self._handle or self._mean(self.gradient.result())
+        return self._handle.result()
 
 
 class LoopReplica(Replica):
@@ -288,21 +295,13 @@ class LoopReplica(Replica):
             if final is not None:
                 tensors |= {_FINAL: final.mean, _DISTANCE: torch.tensor(final.distance, dtype=torch.float64)}
             optimizer = {"state": self.optimizer.state_dict()["state"]}
-            with suppress(CheckpointError):  # an optimizer whose state cannot be sent starts afresh elsewhere
+            try:
                 encode_state(optimizer, "optimizer", {})
-                return LearnerState(
-                    rank,
-                    world,
-                    Position(),
-                    0.0,
-                    copied(weights),
-                    copied(tensors),
-                    copied(optimizer),
-                    strategy=self._strategy(),
-                )
-            return LearnerState(
-                rank, world, Position(), 0.0, copied(weights), copied(tensors), {}, strategy=self._strategy()
-            )
+            except CheckpointError:  # an optimizer whose state cannot be sent starts afresh elsewhere
+                optimizer = {}
+            own = copied(weights), copied(tensors), copied(optimizer)
+            strategy = {name: each for name, each in self.strategy_state.items() if not name.startswith(OWN_PREFIX)}
+            return LearnerState(rank, world, Position(), 0.0, *own, strategy=copied(strategy))
 
     def take(self, state: LearnerState, everything: bool) -> Consensus | None:
         """Take another learner's strategy state or, with `everything`, its whole state; returns the final consensus, if
@@ -328,9 +327,6 @@ class LoopReplica(Replica):
         if _FINAL not in state.buffers:
             return None
         return Consensus(state.buffers[_FINAL], float(state.buffers[_DISTANCE]))
-
-    def _strategy(self) -> dict[str, Tensor]:
-        return {name: copied(each) for name, each in self.strategy_state.items() if not name.startswith(OWN_PREFIX)}
 
     def _frozen(self) -> dict[str, Tensor]:
         """The parameters that learners do not train together."""

@@ -1,6 +1,6 @@
 """Means over a sync group, summed in rank order: through a process group, or in shared memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -32,11 +32,14 @@ class OrderedMean:
         chunk = -(-vector.numel() // self._world)
         mine = torch.zeros(chunk * self._world, dtype=vector.dtype, device="cpu")
         mine[: vector.numel()].copy_(vector)
-        return self._thread.submit(lambda: self._mean(mine, vector.numel()))
+        size = vector.numel()
+        return self._thread.submit(lambda: self._exchange(mine, rank_ordered_mean)[:size])
 
     def start_encoded(self, part: EncodedMean) -> "Future[Tensor]":
         """Begin a mean whose vectors travel encoded: an all-to-all and an all-gather of bytes."""
-        return self._thread.submit(lambda: self._mean_encoded(part))
+        return self._thread.submit(
+            lambda: part.result(self._exchange(torch.cat(part.messages()), part.combine).chunk(self._world))
+        )
 
     def abandon(self) -> None:
         """Stop without waiting for the mean under way."""
@@ -46,25 +49,16 @@ class OrderedMean:
         """Finish the mean under way, and end the thread."""
         self._thread.close()
 
-    def _mean_encoded(self, part: EncodedMean) -> Tensor:
-        mine = torch.cat(part.messages())
-        theirs = torch.empty_like(mine)
-        with communicating():
-            dist.all_to_all_single(theirs, mine, group=self._group)
-        combined = part.combine(theirs.chunk(self._world))
-        with communicating():
-            dist.all_gather(list(mine.chunk(self._world)), combined, group=self._group)
-        return part.result(mine.chunk(self._world))
-
-    def _mean(self, mine: Tensor, size: int) -> Tensor:
+    def _exchange(self, mine: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """Replace each learner's chunk of `mine` by what it `combine`s from all learners' vectors."""
         if self._world > 1:
             theirs = torch.empty_like(mine)
             with communicating():
                 dist.all_to_all_single(theirs, mine, group=self._group)
-            summed = rank_ordered_mean(theirs.chunk(self._world))
+            combined = combine(theirs.chunk(self._world))
             with communicating():
-                dist.all_gather(list(mine.chunk(self._world)), summed, group=self._group)
-        return mine[:size]
+                dist.all_gather(list(mine.chunk(self._world)), combined, group=self._group)
+        return mine
 
 
 SMALL_BYTES = 1 << 18

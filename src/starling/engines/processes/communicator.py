@@ -1,4 +1,7 @@
-"""A learner process's communication with its peers: messages, means, averaging rounds, and its background thread."""
+"""A learner process's communication with its peers: messages, means, averaging rounds, and its background thread.
+
+`ConnectedLearner` is what all learners that are processes have in common.
+"""
 
 import threading
 import time
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from starling.checkpoint.state import name_of_state
 from starling.engines.processes import nccl
 from starling.engines.processes.backend import (
     ConnectionFailed,
@@ -29,14 +33,15 @@ from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, Links, share_memory
 from starling.engines.processes.rounds import Rounds, StoreBoard
 from starling.engines.processes.staging import Staging
-from starling.engines.processes.stalls import OWN_ROUND, OWN_ROUNDS, Waits
-from starling.engines.processes.threads import Background, FirstOf, ProcessHandle, Release, Worker
+from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
+from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker
 from starling.errors import PeerLost, ProtocolError
-from starling.learner import EncodedMean, Handle
+from starling.learner import EncodedMean, Handle, Learner, Shard
 from starling.strategies import SyncGroups
-from starling.training.checks import check_group, check_mean, check_peer, given_away
+from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
-from starling.training.shards import host_copy
+from starling.training.replica import Replica
+from starling.training.shards import MakeOptimizer, Shards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
@@ -51,36 +56,6 @@ def stopwatch() -> Callable[[], float]:
     """A clock that returns the seconds since this call."""
     begin = time.monotonic()
     return lambda: time.monotonic() - begin
-
-
-class GradientHandle(ProcessHandle[Tensor]):
-    """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead.
-
-    With `may_reduce` the mean is computed while backward runs, otherwise from the whole gradient, in its memory.
-    """
-
-    def __init__(self, rank: int, compute: Callable[[bool], Tensor], may_reduce: bool) -> None:
-        self._own = ProcessHandle(lambda: compute(False))
-        super().__init__(self._own.result)
-        self.may_reduce = may_reduce
-        self.rank = rank
-        self._reduced = ProcessHandle(lambda: compute(True))
-        self._is_given_away = False
-
-    def reduced(self) -> Handle[Tensor]:
-        """The mean over the sync group, computed in place of the gradient itself."""
-        self._is_given_away = True
-        return self._reduced
-
-    def give_away(self) -> Handle[Tensor]:
-        """The gradient, in memory that the caller may overwrite."""
-        self._is_given_away = True
-        return self._own
-
-    def result(self) -> Tensor:
-        if self._is_given_away:
-            raise given_away(self.rank)
-        return super().result()
 
 
 class _Lane:
@@ -136,12 +111,13 @@ class Communicator:
         """The learners of the membership, for waits that end when this learner fails."""
         self._sync_groups, self._weights = sync_groups, weights
         self.sync_group = sync_groups.of(place.rank)
+        self._group_processes = [place.process(rank) for rank in self.sync_group]
         self._device, self._by_nccl = weights.device, by_nccl
         self.statistics, self._waits, self._where = statistics, peers.waits, where
         self._name_lost = name_lost or peers.silent
         self._has_other_threads = has_other_threads
         self._staging = Staging(self._device)
-        self._background: Background | None = None
+        self._background: threading.Thread | None = None
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._links = self._make_links(peers) if self._device.type == "cpu" else None
         is_linked = self._links is not None and self._links.join(range(self.world))
@@ -346,10 +322,23 @@ class Communicator:
         return self._links.snapshot_memory(self._weights[: piece.stop - piece.start])
 
     def start_background(self, activity: Coroutine[Any, Any, None], on_error: Callable[[BaseException], None]) -> None:
-        """Start the learner's second coroutine in a thread."""
+        """Start the learner's second coroutine in a thread, on CUDA with a stream of its own."""
         if self._background is not None:
             raise ProtocolError(f"learner {self.rank} already has a background; it can have only one")
-        self._background = Background(activity, self.rank, on_error, beside_this_thread(self._device))
+        on_stream = beside_this_thread(self._device)
+
+        def run() -> None:  # blocks in the results of handles, without polling
+            try:
+                with on_stream:
+                    while True:
+                        activity.send(None)
+            except StopIteration:
+                pass
+            except BaseException as error:
+                on_error(error)
+
+        # a daemon, because it must not keep a failed learner alive
+        self._background = threading.Thread(target=run, name=f"{BACKGROUND}-{self.rank}", daemon=True)
         self._background.start()
 
     def fail(self, error: BaseException) -> None:
@@ -385,7 +374,7 @@ class Communicator:
         with self.naming_the_lost(MEAN_OF_GRADIENT):
             reducing = ReducingModel(model, self._reducing_group)
         reducing.model.register_forward_hook(
-            lambda *_: self._waits.begin(MEAN_OF_GRADIENT, self._processes(self.sync_group), is_group=True)
+            lambda *_: self._waits.begin(MEAN_OF_GRADIENT, self._group_processes, is_group=True)
         )
         return reducing
 
@@ -438,7 +427,7 @@ class Communicator:
     def wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
         """Wait for the sync group or one peer, and name the lost learners if that fails."""
         is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
-        whom = self._processes(self.sync_group if is_mean else () if peer is None else [peer])
+        whom = self._group_processes if is_mean else () if peer is None else [self._place.process(peer)]
         may_be_released = self._has_other_threads or (self._background is not None and not self.is_behind)
         begin = time.monotonic()
         with self.naming_the_lost(what, peer), self._waits.waiting(what, whom, is_group=is_mean):
@@ -480,10 +469,6 @@ class Communicator:
         if not self.is_behind:
             self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
-    def _processes(self, ranks: Sequence[int]) -> list[int]:
-        """The numbers of learners in the membership."""
-        return [self._place.process(rank) for rank in ranks]
-
     def _make_links(self, peers: Peers) -> Links:
         with self.naming_the_lost("linking the learners of this machine"):
             waits = self._waits if self._place.num_rows == 1 else Waits()  # they would name ranks of the row
@@ -511,7 +496,7 @@ class Communicator:
         timeout, size, mine = timedelta(seconds=self.peers.timeout_seconds), self._sync_groups.size, None
         if self._place.num_rows > 1 and size > 1:  # other rows may need no group, if they share memory
             with communicating():
-                return local_group(self._processes(self.sync_group), timeout)
+                return local_group(self._group_processes, timeout)
         for first in range(0, self._sync_groups.num_workers if size > 1 else 0, size):
             with communicating():
                 group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
@@ -520,3 +505,91 @@ class Communicator:
             with communicating():
                 nccl.connect(mine, self._device)
         return mine
+
+
+class ConnectedLearner(Learner):
+    """A learner that is a process. Gradients, and when the strategy runs, are its subclasses' business."""
+
+    replica: Replica
+    communicator: Communicator
+    shards: Shards
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def world(self) -> int:
+        return self.communicator.world
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    @property
+    def weights(self) -> Tensor:
+        return self.replica.weights
+
+    @property
+    def version(self) -> int:
+        return self.replica.version
+
+    @property
+    def shapes(self) -> Sequence[torch.Size]:
+        return [parameter.shape for parameter in self.replica.parameters]
+
+    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+        self.replica.apply(delta, piece, in_round=self.communicator.is_behind)
+
+    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
+        self.replica.replace(weights, piece)
+
+    def snapshot(self, piece: slice | None = None) -> Tensor:
+        return self.replica.snapshot(piece, self.communicator.snapshot_memory(piece))
+
+    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
+        return self.replica.pieces(largest, optimizer_state)
+
+    def strategy_state(
+        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
+    ) -> Tensor:
+        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
+
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        return self.shards.keep(piece, make_optimizer)
+
+    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
+        for piece in pieces:
+            self.shards.check(piece)
+        return ProcessHandle(lambda: self.shards.share(pieces, *self.communicator.share(len(pieces))))
+
+    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
+        return self.communicator.encoded_mean(part)
+
+    def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
+        return self.communicator.send(peer, tensor, tag)
+
+    def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
+        return self.communicator.receive(peer, like, tag)
+
+    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
+        return self.communicator.first(handles)
+
+    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
+        return self.communicator.exchange(peer, tensor, tag)
+
+    def background(self, activity: Coroutine[Any, Any, None]) -> None:
+        self.communicator.start_background(activity, self.fail)
+
+    def fail(self, error: BaseException) -> None:
+        """End all waits of this learner with `error`. May be called by any thread."""
+        self.communicator.fail(error)
+
+    def round(self, period: float) -> Handle[int | None]:
+        return self.communicator.round(period)
+
+    def keep_up(self, most: float) -> Handle[None]:
+        return self.communicator.keep_up(most)

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from starling.averaging import rank_ordered_mean
 from starling.checkpoint.cut import Cut, ShardOfIsland
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes.backend import ConnectionFailed, communicating, local_group
+from starling.engines.processes.backend import PassWithBackend, communicating, local_group
 from starling.engines.processes.handshake import Peers
 from starling.errors import CheckpointError, ConfigError
 from starling.strategies.islands import Island
@@ -40,10 +40,11 @@ SMALLEST_UNIT = 1 << 20
 """Numbers. Smaller blocks of a model are gathered and freed together with what surrounds them."""
 
 
-class IslandGroup:
+class IslandGroup(PassWithBackend):
     """The communication within one island, of the foreground alone. All processes create theirs together."""
 
     def __init__(self, peers: Peers, size: int) -> None:
+        super().__init__()
         first = peers.rank - peers.rank % size
         self.ranks = range(first, first + size)
         self.member = peers.rank - first
@@ -52,25 +53,12 @@ class IslandGroup:
         self.seconds = 0.0
         """The time spent in communication so far."""
         self._waits = peers.waits
-        self._failure: ConnectionFailed | None = None
         with communicating():
             self.group: ProcessGroup = local_group(list(self.ranks), self.timeout)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    @contextmanager
-    def telling_failures(self) -> Generator[None, None, None]:
-        """A context for a forward and backward pass. Raises `ConnectionFailed` if communication failed in it; errors of
-        the model pass through."""
-        self._failure = None
-        try:
-            yield
-        except Exception as error:
-            if self._failure is not None:
-                raise self._failure from error
-            raise
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         """Fill `whole` `[n P']` with the ranks' vectors, of which `own` `[P']` may be a part."""
@@ -106,11 +94,8 @@ class IslandGroup:
         begin = time.monotonic()
         self.statistics.averaging.bytes_sent += num_bytes
         try:
-            with self._waits.waiting(GATHERING, self.ranks, is_group=True), communicating():
+            with self._waits.waiting(GATHERING, self.ranks, is_group=True), self.communicating():
                 yield
-        except ConnectionFailed as error:
-            self._failure = error
-            raise
         finally:
             self.seconds += time.monotonic() - begin
 

@@ -17,14 +17,14 @@ from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, Sav
 from starling.engines.processes.communicator import (
     MEAN_OF_GRADIENT,
     Communicator,
-    GradientHandle,
+    ConnectedLearner,
     stopwatch,
 )
-from starling.engines.processes.connected import ConnectedLearner
 from starling.engines.processes.done_notes import DoneNotes
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandGroup, IslandModel
 from starling.engines.processes.rounds import StoreCuts
+from starling.engines.processes.threads import GradientHandle
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Shard
 from starling.training.checks import changed_beneath, check_elementwise

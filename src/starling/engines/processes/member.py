@@ -388,15 +388,9 @@ def share_state(state: LearnerState, source: int) -> LearnerState:
 
 
 def _broadcast_bytes(content: bytes, source: int) -> bytes:
-    length = torch.tensor([len(content)], dtype=torch.int64)
-    with communicating():
-        dist.broadcast(length, src=source)
-    sent = torch.zeros(int(length), dtype=torch.uint8)
-    if dist.get_rank() == source:
-        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    with communicating():
-        dist.broadcast(sent, src=source)
-    return sent.numpy().tobytes()
+    length = _broadcast(torch.tensor([len(content)]), "int64", [1], source)
+    own = torch.frombuffer(bytearray(content), dtype=torch.uint8) if dist.get_rank() == source else None
+    return _broadcast(own, "uint8", [int(length)], source).numpy().tobytes()
 
 
 def _broadcast(own: Tensor | None, dtype: str, shape: list[int], source: int) -> Tensor:

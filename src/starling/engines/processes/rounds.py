@@ -155,7 +155,7 @@ class Rounds:
         self.cuts: Cuts | None = None
         """The states of this learner that wait for rounds, if it saves any."""
         self._lock = threading.Lock()
-        self._pace = Pace()
+        self.pace = Pace()
         self._next = 0
         self._waiting: int | None = None
         self._kept_up: tuple[float, Future[None]] | None = None
@@ -165,27 +165,27 @@ class Rounds:
     def gradient_made(self) -> None:
         """Called by the foreground after each gradient; opens the round that the background waits for, if it is due."""
         with self._lock:
-            self._pace.gradient_made()
-            if self._waiting is not None and self._pace.may_open:
+            self.pace.gradient_made()
+            if self._waiting is not None and self.pace.may_open:
                 self._board.open(self._waiting, is_behind=False)
                 self._waiting = None
-                self._pace.opened()
+                self.pace.opened()
 
     def next(self, period: float) -> int | None:
         """Called by the background: wait for the next round. Returns its number, or None after the last."""
         if self.cuts is not None:
             self.cuts.completed(self._next)
         with self._lock:
-            self._pace.completed()
+            self.pace.completed()
             self._look_at_lag()
             if self._is_over:
                 return None
             number, self._next = self._next, self._next + 1
-            self._pace.period = period
-            opens = self._pace.may_open and not self._is_finished
+            self.pace.period = period
+            opens = self.pace.may_open and not self._is_finished
             if opens:
                 has_opened = self._board.open(number, is_behind=True)
-                self._pace.opened()
+                self.pace.opened()
             else:
                 self._waiting = number
         if not opens:
@@ -193,10 +193,10 @@ class Rounds:
         with self._lock:
             self._waiting = None
             if not has_opened:
-                self._pace.completed()
+                self.pace.completed()
                 self._look_at_lag()
                 return None
-            self._pace.entered()
+            self.pace.entered()
         if self.cuts is not None:
             self.cuts.entered(number)
         return number
@@ -205,18 +205,13 @@ class Rounds:
         """Called by the foreground: a future that is done once the learner is less than `most` gradients ahead of the
         last round that its background completed; None if it is already."""
         with self._lock:
-            if not self._pace.lags(most):
+            if not self.pace.lags(most):
                 return None
             self._kept_up = most, Future()
             return self._kept_up[1]
 
-    @property
-    def pace(self) -> Pace:
-        """This learner's `Pace`."""
-        return self._pace
-
     def _look_at_lag(self) -> None:
-        if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):
+        if self._kept_up is not None and not self.pace.lags(self._kept_up[0]):
             kept_up, self._kept_up = self._kept_up[1], None
             with suppress(InvalidStateError):  # the wait was released
                 kept_up.set_result(None)

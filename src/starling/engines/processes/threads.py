@@ -5,15 +5,17 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from starling.engines.processes.stalls import BACKGROUND
+from torch import Tensor
+
 from starling.learner import Handle
+from starling.training.checks import given_away
 
 T = TypeVar("T")
 LOOK_AROUND_SECONDS = 1.0
@@ -73,11 +75,8 @@ class Worker:
 
     def close(self) -> None:
         """Finish the current task, drop the rest, and end the thread."""
-        with suppress(Empty):
-            while (given := self._tasks.get_nowait()) is not None:
-                given[1].cancel()
+        self.abandon()
         if self._thread.ident is not None:
-            self._tasks.put(None)
             self._thread.join()
 
     def _run(self) -> None:
@@ -159,31 +158,34 @@ class ProcessHandle(Handle[T]):
         return self._results[0]
 
 
-class Background(threading.Thread):
-    """A thread that runs a learner's second coroutine, on CUDA with a stream of its own. It blocks in the results of
-    handles, without polling."""
+class GradientHandle(ProcessHandle[Tensor]):
+    """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead.
 
-    def __init__(
-        self,
-        coroutine: Coroutine[Any, Any, None],
-        rank: int,
-        on_error: Callable[[BaseException], None],
-        on_stream: AbstractContextManager[object],
-    ) -> None:
-        super().__init__(name=f"{BACKGROUND}-{rank}", daemon=True)  # it must not keep a failed learner alive
-        self._coroutine = coroutine
-        self._on_error = on_error
-        self._on_stream = on_stream
+    With `may_reduce` the mean is computed while backward runs, otherwise from the whole gradient, in its memory.
+    """
 
-    def run(self) -> None:
-        try:
-            with self._on_stream:
-                while True:
-                    self._coroutine.send(None)
-        except StopIteration:
-            pass
-        except BaseException as error:
-            self._on_error(error)
+    def __init__(self, rank: int, compute: Callable[[bool], Tensor], may_reduce: bool) -> None:
+        self._own = ProcessHandle(lambda: compute(False))
+        super().__init__(self._own.result)
+        self.may_reduce = may_reduce
+        self.rank = rank
+        self._reduced = ProcessHandle(lambda: compute(True))
+        self._is_given_away = False
+
+    def reduced(self) -> Handle[Tensor]:
+        """The mean over the sync group, computed in place of the gradient itself."""
+        self._is_given_away = True
+        return self._reduced
+
+    def give_away(self) -> Handle[Tensor]:
+        """The gradient, in memory that the caller may overwrite."""
+        self._is_given_away = True
+        return self._own
+
+    def result(self) -> Tensor:
+        if self._is_given_away:
+            raise given_away(self.rank)
+        return super().result()
 
 
 class FirstOf:
