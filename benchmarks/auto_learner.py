@@ -18,7 +18,7 @@ from torch.nn.utils import parameters_to_vector
 
 from benchmarks.auto_task import Imitation
 from starling.budget import Budget
-from starling.engines.processes.handshake import part
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.experiment.auto import measured_choice
@@ -85,11 +85,11 @@ def main(runs: list[Training], folder: Path) -> None:
     place = find_place()
     for number, run in enumerate(runs):
         own = replace(place, store=PrefixStore(f"run{number}", place.store))
-        part(own.store, own.rank, own.world, TIMEOUT_SECONDS)  # all begin at one moment
+        Peers(own, TIMEOUT_SECONDS).part()  # all begin at one moment
         said = train(run, own, folder / f"run-{number}-{place.rank}")
         if place.rank == 0:
             (folder / f"said-{number}.json").write_text(json.dumps(said))
-    part(place.store, place.rank, place.world, TIMEOUT_SECONDS)
+    Peers(place, TIMEOUT_SECONDS).part()
 
 
 def train(run: Training, place: Place, files: Path) -> dict[str, Any]:

@@ -28,13 +28,12 @@ from unittest.mock import patch
 
 import torch
 from rich.console import Console
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from benchmarks.measuring import Bar
 from benchmarks.runs import Run
 from starling.engines.processes.done_notes import DoneNotes
 from starling.engines.processes.draws import Draws
-from starling.engines.processes.handshake import Handshake, part, shake_hands
+from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.member import agree_on_plan, write_first_plan
 from starling.engines.processes.rounds import StoreBoard
 from starling.engines.processes.stalls import Waits
@@ -384,39 +383,34 @@ class Dummy:
             self._is_over.set()
 
     def _be_in(self, membership: Membership) -> None:
-        rank, world = membership.members.index(self._feed.name), len(membership.members)
-        store = PrefixStore(membership.key, self._place.store)
-
-        def look_around() -> None:
-            if self._feed.latest.number > membership.number:
-                raise MembershipChanged(self._feed.latest)
-
+        root = Peers(self._place, TIMEOUT, self._waits, self._feed)
+        peers = root.enter(membership)
+        rank, world, store = peers.rank, peers.world, peers.store
         self._feed.arrive(membership)
         mine = Handshake(world, "adpsgd", 1, "torch.float32", "benchmark", **Handshake.of_versions())
-        shake_hands(store, rank, mine, TIMEOUT, look_around, self._waits)
+        peers.shake_hands(mine)
         if membership.number == 0:
             write_first_plan(store, rank, MembershipStart(world, Position(), 0.0))
         else:
             told = lambda plan: None  # noqa: E731
-            agree_on_plan(
-                self._place.store, membership, rank, self._past, self._job, TIMEOUT, look_around, told, self._waits
-            )
+            agree_on_plan(root.store, peers, self._past, self._job, told)
         self._feed.enter(membership)
         self._past = Past(membership.number, 0, 0.0)
-        draws = Draws(store, rank, True, True)
+        draws = Draws(peers, range(rank, rank + 1))
         try:
             if membership.number == 0:
-                self._race(store, rank, draws)
+                self._race(peers, draws)
             notes = DoneNotes(store, rank, world) if membership.number else self._notes
             while not self._is_over.is_set():
-                self._claim(draws, notes, rank, look_around)
+                self._claim(draws, notes, peers)
                 self._is_over.wait(world / CLAIMS_PER_SECOND)
-            part(store, rank, world, TIMEOUT, look_around, self._waits)
+            peers.part()
         finally:
             draws.close()
 
-    def _race(self, store: Store, rank: int, draws: Draws) -> None:
+    def _race(self, peers: Peers, draws: Draws) -> None:
         """Claim, and then open rounds, as fast as possible, all learners at the same time."""
+        store, rank = peers.store, peers.rank
         self._notes = DoneNotes(store, rank, self._world)
         if store.add("here", 1) == self._world:
             store.set("go", repr(time.monotonic() + 0.2))
@@ -424,7 +418,7 @@ class Dummy:
         time.sleep(max(0.0, begin - time.monotonic()))
         draws.begin()
         while time.monotonic() < begin + CLAIMING:
-            self._claim(draws, self._notes, rank, lambda: None)
+            self._claim(draws, self._notes, peers)
         self._link.send(Activity(values={"claims": self._num_done / CLAIMING}))
         time.sleep(max(0.0, begin + CLAIMING + 0.5 - time.monotonic()))
         began, num_rounds, board = time.monotonic(), 0, StoreBoard(store, rank, self._world)
@@ -442,15 +436,17 @@ class Dummy:
         if rank == 0:
             self._link.send(Activity(values={"rounds": num_rounds / (time.monotonic() - began)}))
 
-    def _claim(self, draws: Draws, notes: DoneNotes, rank: int, look_around: Callable[[], None]) -> None:
-        look_around()
-        number = draws.take(look_around, TIMEOUT, self._waits)
+    def _claim(self, draws: Draws, notes: DoneNotes, peers: Peers) -> None:
+        peers.look_around()
+        number = draws.take()
         draws.begin()
         notes.add(Ticket(0, number, number))
         self._num_done += 1
         if (now := time.monotonic()) - self._sent_at >= SEND_EVERY:
             self._sent_at = now
-            shown = Snapshot(rank, self._world, 0, number, 1 << 20, number, 1.0, 1, 1.0, 0.1, 1.0, 0.5, now / 60.0)
+            shown = Snapshot(
+                peers.rank, self._world, 0, number, 1 << 20, number, 1.0, 1, 1.0, 0.1, 1.0, 0.5, now / 60.0
+            )
             with suppress(OSError):
                 self._link.send(shown)
 

@@ -14,7 +14,7 @@ from benchmarks.plain_loop import plain_loop, tickets_of
 from benchmarks.runs import DDP, SENDING, Notes, Outcome, Run, weights_file
 from benchmarks.slow_link import SlowLink
 from benchmarks.tuned_ddp import tuned_ddp
-from starling.engines.processes.handshake import part
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import process_group
@@ -41,7 +41,7 @@ def main(runs: list[Run], folder: Path) -> None:
             notes.weights.numpy().tofile(weights_file(folder, number, place.rank))
     noted = [None if outcome is None else outcome.as_json() for outcome in outcomes]
     (folder / f"outcomes-{place.rank}.json").write_text(json.dumps(noted))
-    part(place.store, place.rank, place.world, TIMEOUT_SECONDS)  # learner 0 may keep the store
+    Peers(place, TIMEOUT_SECONDS).part()  # learner 0 may keep the store
 
 
 def be_learner(run: Run, place: Place, notes: Notes) -> None:
@@ -51,13 +51,14 @@ def be_learner(run: Run, place: Place, notes: Notes) -> None:
         if run.strategy not in (DDP, SENDING):
             run_learner(notes.job, place, CPU, "bench", notes, timeout_seconds=TIMEOUT_SECONDS)
             return
-        with process_group(place, CPU, TIMEOUT_SECONDS):
+        peers = Peers(place, TIMEOUT_SECONDS)
+        with process_group(peers, CPU):
             if run.strategy == DDP:
                 reduce(run, place, notes, link)
             else:
                 send(run, place, notes)
             notes.ended()
-            part(place.store, place.rank, place.world, TIMEOUT_SECONDS)
+            peers.part()
 
 
 def reduce(run: Run, place: Place, notes: Notes, link: SlowLink | None) -> None:

@@ -14,6 +14,8 @@ from torch.distributed import DistStoreError, HashStore
 from starling.budget import Budget
 from starling.engines.processes import checkpoint_barrier as agreed_marks
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
+from starling.engines.processes.handshake import Peers
+from starling.engines.processes.place import Place
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Position
 from tests.contract.problems import TinyRegression
@@ -37,6 +39,10 @@ def stop_waiting() -> None:
     raise Waiting
 
 
+def peers(store: HashStore, rank: int, world: int, timeout_seconds: float = PATIENCE) -> Peers:
+    return Peers(Place(rank, world, rank, world, store), timeout_seconds)
+
+
 class Group:
     """The parts of some learners in the barriers of one membership, and what each knew when."""
 
@@ -45,7 +51,7 @@ class Group:
         self.save_requests = [SaveRequests(minutes) for _ in range(world)]
         self.known: list[list[tuple[int, int]]] = [[] for _ in range(world)]
         self.parts = [
-            CheckpointBarrier(store, rank, world, self.save_requests[rank], self._note(rank), PATIENCE)
+            CheckpointBarrier(peers(store, rank, world), self.save_requests[rank], self._note(rank))
             for rank in range(world)
         ]
 
@@ -187,7 +193,7 @@ def test_who_waits_for_a_barrier_in_vain_says_so() -> None:
     """A learner whose thread never answers is not waited for longer than the time-out."""
     store, save_requests = HashStore(), SaveRequests()
     save_requests.stop(15)
-    part = CheckpointBarrier(store, 0, 2, save_requests, lambda barrier, number: None, 0.2)
+    part = CheckpointBarrier(peers(store, 0, 2, 0.2), save_requests, lambda barrier, number: None)
     part.start()
     deadline = time.monotonic() + PATIENCE
     with pytest.raises(DistStoreError, match="no checkpoint barrier was agreed on"):
@@ -199,7 +205,7 @@ def test_who_waits_for_a_barrier_in_vain_says_so() -> None:
 
 def test_without_save_requests_nothing_is_requested() -> None:
     """No thread, and nothing to wait for."""
-    part = CheckpointBarrier(HashStore(), 0, 2, None, lambda barrier, number: None)
+    part = CheckpointBarrier(peers(HashStore(), 0, 2), None, lambda barrier, number: None)
     part.start()
     assert not part.is_alive()
     part.reach(5, stop_waiting)

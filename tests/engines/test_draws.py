@@ -7,8 +7,8 @@ import pytest
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from starling.engines.processes.draws import KEPT_CLAIMS, Draws
-from starling.engines.processes.handshake import do_nothing
-from starling.engines.processes.stalls import Waits
+from starling.engines.processes.handshake import Peers
+from starling.engines.processes.place import Place
 
 
 class GatedStore:
@@ -36,17 +36,18 @@ def store() -> Any:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def take(draws: Draws, timeout_seconds: float = 30.0) -> int:
-    return draws.take(do_nothing, timeout_seconds, Waits())
+def draws_of(store: Any, rank: int, group: range, timeout_seconds: float = 30.0) -> Draws:
+    return Draws(Peers(Place(rank, 3, 0, 3, store), timeout_seconds), group)
 
 
 def test_groups_share_the_portions_and_members_of_a_group_have_the_same(store: Any) -> None:
-    first, second, alone = Draws(store, 0, True, False), Draws(store, 0, False, False), Draws(store, 2, True, True)
+    first, second = draws_of(store, 0, range(2)), draws_of(store, 1, range(2))
+    alone = draws_of(store, 2, range(2, 3))
     number = KEPT_CLAIMS + 8  # so that old claims are deleted meanwhile
     found: list[list[int]] = [[], [], []]
     for _ in range(number):
         for mine, draws in zip(found, (first, second, alone), strict=True):
-            mine.append(take(draws))
+            mine.append(draws.take())
     assert found[0] == found[1]
     assert sorted(found[0] + found[2]) == list(range(2 * number))
     for draws in (first, second, alone):
@@ -56,12 +57,12 @@ def test_groups_share_the_portions_and_members_of_a_group_have_the_same(store: A
 def test_a_learner_does_not_wait_for_the_store_until_it_takes_what_it_drew(store: Any) -> None:
     """Here the store answers only after the learner has continued."""
     gated = GatedStore(store)
-    draws = Draws(gated, 0, True, True)  # type: ignore[arg-type]
+    draws = draws_of(gated, 0, range(1))
     draws.begin()
     draws.begin()
     assert draws.num_known == 0
     gated.gate.set()
-    assert [take(draws), take(draws)] == [0, 1]
+    assert [draws.take(), draws.take()] == [0, 1]
     assert draws.num_under_way == 0
     draws.close()
 
@@ -69,19 +70,19 @@ def test_a_learner_does_not_wait_for_the_store_until_it_takes_what_it_drew(store
 def test_a_draw_is_dated_when_it_begins_not_when_it_is_taken(store: Any) -> None:
     """Otherwise a slow learner would underestimate how soon the budget is spent."""
     clock = iter([1.0, 2.0, 3.0])
-    draws = Draws(store, 0, True, True, clock.__next__)
+    draws = Draws(Peers(Place(0, 1, 0, 1, store)), range(1), clock.__next__)
     draws.begin()
     draws.begin()
-    assert (take(draws), draws.drawn_at) == (0, 1.0)
-    assert (take(draws), draws.drawn_at) == (1, 2.0)
-    assert (take(draws), draws.drawn_at) == (2, 3.0)
+    assert (draws.take(), draws.drawn_at) == (0, 1.0)
+    assert (draws.take(), draws.drawn_at) == (1, 2.0)
+    assert (draws.take(), draws.drawn_at) == (2, 3.0)
     draws.close()
 
 
 def test_who_waits_for_a_first_that_never_draws_gives_up_or_is_closed(store: Any) -> None:
-    draws = Draws(store, 0, False, False)
+    draws = draws_of(store, 1, range(2), timeout_seconds=0.0)
     with pytest.raises(DistError, match="no draw for 0 s"):
-        take(draws, timeout_seconds=0.0)
+        draws.take()
     draws.close()
     assert not draws.is_alive()
 
@@ -89,8 +90,8 @@ def test_who_waits_for_a_first_that_never_draws_gives_up_or_is_closed(store: Any
 def test_an_error_of_the_store_is_raised_where_the_draw_is_taken(store: Any) -> None:
     gated = GatedStore(store, DistError("the store is gone"))
     gated.gate.set()
-    draws = Draws(gated, 0, True, True)  # type: ignore[arg-type]
+    draws = draws_of(gated, 0, range(1))
     draws.begin()
     with pytest.raises(DistError, match="the store is gone"):
-        take(draws)
+        draws.take()
     draws.close()

@@ -4,7 +4,8 @@ import pytest
 from torch.distributed import DistStoreError
 
 from starling.engines.processes import handshake as greeting
-from starling.engines.processes.handshake import await_keys
+from starling.engines.processes.handshake import Peers
+from starling.engines.processes.place import Place
 
 
 class CountingStore:
@@ -40,6 +41,6 @@ def test_an_idle_waiter_asks_the_store_a_bounded_number_of_times_a_second(
     monkeypatch.setattr(greeting, "time", clock)
     keys = [f"word/{rank}" for rank in range(num_learners)]
     with pytest.raises(DistStoreError, match="for 600 s"):
-        await_keys(store, keys, 600.0, writers=range(num_learners))  # type: ignore[arg-type]
+        Peers(Place(0, num_learners, 0, 1, store)).await_keys(keys, writers=range(num_learners))  # type: ignore[arg-type]
     assert 600.0 <= clock.now < 601.0
     assert store.num_checks < 35 * 600 + num_learners

@@ -13,7 +13,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from starling.consensus import rank_ordered_mean
 from starling.engines.processes import links
 from starling.engines.processes.backend import ConnectionFailed
-from starling.engines.processes.links import NUM_SLOTS, SMALL_BYTES, LinkBoard, MemoryLinks, SharedMean
+from starling.engines.processes.collectives import SMALL_BYTES, SharedMean
+from starling.engines.processes.handshake import Peers
+from starling.engines.processes.links import NUM_SLOTS, LinkBoard, MemoryLinks
+from starling.engines.processes.place import Place
 
 pytestmark = pytest.mark.skipif(links._machine() is None, reason="links need Linux")
 SECONDS = 60.0
@@ -25,7 +28,7 @@ def linked(world: int, do: Callable[[int, MemoryLinks], Any]) -> list[Any]:
     store = HashStore()
 
     def be(rank: int) -> Any:
-        own = MemoryLinks(store, rank, world, NUM_BYTES, SECONDS)
+        own = MemoryLinks(Peers(Place(rank, world, 0, 1, store), SECONDS), NUM_BYTES)
         try:
             return do(rank, own)
         finally:
@@ -47,7 +50,7 @@ def test_a_shared_mean_has_the_bits_of_a_sum_in_rank_order(world: int, size: int
     """Small and large, many in a row, whether a result is waited for at once or after the next has begun."""
 
     def average(rank: int, own: MemoryLinks) -> list[Tensor]:
-        means = SharedMean(own, rank, range(world), 0, SECONDS)
+        means = SharedMean(own, range(world), 0)
         handles = [means.start(numbers(10 * step + rank, size)) for step in range(5)]
         return [handle.result() for handle in handles] + [means.start(torch.full((1,), float(rank))).result()]
 
@@ -167,7 +170,7 @@ def test_learners_of_two_machines_are_linked_within_each(monkeypatch: pytest.Mon
 
     def be(rank: int) -> tuple[list[int], bool, bool]:
         rank_of_thread.machine = machines[rank]
-        own = MemoryLinks(store, rank, len(machines), NUM_BYTES, SECONDS)
+        own = MemoryLinks(Peers(Place(rank, len(machines), 0, 1, store), SECONDS), NUM_BYTES)
         found = sorted(own.peers), own.join(range(2)), own.join(range(1, 4))
         met.wait(SECONDS)
         own.close()

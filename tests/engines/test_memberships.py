@@ -17,7 +17,9 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from starling.budget import Budget
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
 from starling.engines.processes.done_notes import DoneNotes, noted
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import agree_on_plan, share_state, write_first_plan
+from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.errors import PeerLost
 from starling.strategies import find_strategy
@@ -66,9 +68,8 @@ def agreed(strategy: str, pasts: list[Past], noted: dict[int, list[int]], world:
     makers: list[MembershipStart] = []
 
     def take_part(rank: int) -> None:
-        plans[rank] = agree_on_plan(
-            root, membership, rank, pasts[rank], job(strategy), 20.0, lambda: None, makers.append
-        )
+        peers = Peers(Place(rank, len(pasts), 0, 1, root), 20.0).enter(membership)
+        plans[rank] = agree_on_plan(root, peers, pasts[rank], job(strategy), makers.append)
 
     threads = [threading.Thread(target=take_part, args=[rank]) for rank in range(len(pasts))]
     for thread in threads:
@@ -125,7 +126,7 @@ def test_who_is_new_takes_the_state_of_a_neighbour() -> None:
 def test_resuming_from_nothing_is_an_error() -> None:
     """Were all that had begun lost, it would be a new run."""
     with pytest.raises(PeerLost, match="before training began"):
-        agree_on_plan(HashStore(), Membership(1, (4,)), 0, Past(), job("adpsgd"), 5.0, lambda: None, lambda plan: None)
+        agree_on_plan(HashStore(), Peers(Place(0, 1, 0, 1, HashStore())), Past(), job("adpsgd"), lambda plan: None)
 
 
 def test_a_plan_is_written_and_read() -> None:

@@ -13,9 +13,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import communicator, nccl
 from starling.engines.processes.communicator import Communicator
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections, process_group
 from starling.engines.processes.threads import Release
+from starling.training.membership import Membership, MembershipFeed
 
 
 class PeerGoneError(Exception):
@@ -102,7 +104,7 @@ def test_cutting_connections_aborts_each_communicator_once_and_still_cuts(monkey
 
 def test_a_group_on_gloo_is_left_as_it_is(alone: Place) -> None:
     """What says that it is gloo works on."""
-    with process_group(alone, torch.device("cpu"), 30.0):
+    with process_group(Peers(alone, 30.0), torch.device("cpu")):
         assert nccl.abort() == set()
         ones = torch.ones(2)
         dist.all_reduce(ones)
@@ -126,7 +128,8 @@ def test_the_watchdog_is_told_to_let_survivors_live_before_a_group_is_made(
     monkeypatch.setattr(dist, "init_process_group", make_group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     for outlives_losses in (False, True):
-        with process_group(alone, torch.device("cpu"), 30.0, outlives_losses=outlives_losses):
+        feed = MembershipFeed(0, Membership(0, (0,)), is_watched=outlives_losses)
+        with process_group(Peers(alone, 30.0, feed=feed), torch.device("cpu")):
             pass
     unset = dict.fromkeys(nccl.SETTINGS)
     own = {"TORCH_NCCL_ENABLE_MONITORING": "1"}

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from starling.engines.processes.shared_memory import share_memory
+from starling.engines.processes.handshake import Peers
+from starling.engines.processes.links import share_memory
+from starling.engines.processes.place import Place
 from starling.errors import ConfigError, PeerLost
 from starling.launch.launcher import launch
 from tests.warm_start import start_learners
@@ -94,10 +96,10 @@ def test_memory_of_another_machine_is_refused() -> None:
         store = HashStore()
         store.set("shared memory", json.dumps([holder, 0, "0" * 64]))
         with pytest.raises(ConfigError, match=r"learner 1 cannot share the memory of learner 0 .* on one machine"):
-            share_memory(store, 1, 2, 64, timeout_seconds=1.0)
+            share_memory(Peers(Place(1, 2, 1, 2, store), 1.0), 64)
 
 
 def test_a_learner_that_never_opens_the_memory_is_named() -> None:
     """Not a hang."""
     with pytest.raises(PeerLost, match=r"learner 0 waited 0.2 s for learner 1 to open the shared memory"):
-        share_memory(HashStore(), 0, 2, 64, timeout_seconds=0.2)
+        share_memory(Peers(Place(0, 2, 0, 2, HashStore()), 0.2), 64)

@@ -198,7 +198,7 @@ def test_a_background_has_its_own_stream_ordered_after_earlier_work(
     """It begins behind the work of the thread that started it, such as the weights' first values."""
     monkeypatch.setattr(engine_streams, "streams_of", lambda device: streams)
     unconnected = Communicator.__new__(Communicator)
-    unconnected._device, unconnected._rank, unconnected._background = torch.device("cpu"), 0, None
+    unconnected._device, unconnected.rank, unconnected._background = torch.device("cpu"), 0, None
     before, seen = streams.compute.work(), []
 
     async def activity() -> None:

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.processes.handshake import await_keys
+from starling.engines.processes.handshake import Peers
+from starling.engines.processes.place import Place
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUNDS, Waits
 
 
@@ -134,5 +135,6 @@ def test_who_has_not_written_a_key_is_known_while_it_is_awaited() -> None:
             store.set("word/1", "")
 
     waits.among(7, range(8))
-    await_keys(store, ["word/0", "word/1"], 20.0, look_around, "a word", [0, 1], waits)
+    peers = Peers(Place(7, 8, 0, 1, store), 20.0, waits, look_around=look_around)
+    peers.await_keys(["word/0", "word/1"], "a word", [0, 1])
     assert seen == [(1,)]

@@ -14,14 +14,21 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import nccl
 from starling.engines.processes.backend import ReducingModel
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import process_group
+from starling.training.membership import Membership, MembershipFeed
 from tests.launch.test_survivors import NUM_MINI_BATCHES, survive
+
+
+def alone_watched() -> Peers:
+    """One learner, which would outlive the loss of others."""
+    return Peers(Place(0, 1, 0, 1, HashStore()), feed=MembershipFeed(0, Membership(0, (0,)), is_watched=True))
 
 
 @pytest.fixture
 def alone(device: torch.device) -> Iterator[None]:
-    with process_group(Place(0, 1, 0, 1, HashStore()), device, 60.0, outlives_losses=True):
+    with process_group(alone_watched(), device):
         yield
 
 
@@ -45,7 +52,7 @@ def test_a_gradient_reduced_over_nccl_by_one_learner_is_its_own(device: torch.de
 def test_communicators_that_were_aborted_are_made_again(device: torch.device) -> None:
     """In the same process, over a store of the next membership; the watchdog lets the process live."""
     for _ in range(3):
-        with process_group(Place(0, 1, 0, 1, HashStore()), device, 60.0, outlives_losses=True) as connections:
+        with process_group(alone_watched(), device) as connections:
             group = dist.new_group([0], backend="nccl")
             nccl.connect(group, device)
             ones = torch.ones(4, device=device)

@@ -17,7 +17,8 @@ import psutil
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.processes.handshake import Handshake, shake_hands
+from starling.engines.processes.handshake import Handshake, Peers
+from starling.engines.processes.place import Place
 from starling.errors import PeerLost, ProtocolError
 from starling.launch.launcher import Loss, launch
 from starling.launch.messages import LearnerMessage, values_of
@@ -226,7 +227,7 @@ def test_whatever_differs_is_refused_by_both_with_both_values(field: str, theirs
 
     def meet(rank: int, greeting: Handshake) -> None:
         try:
-            shake_hands(store, rank, greeting, 20.0)
+            Peers(Place(rank, 2, rank, 2, store), 20.0).shake_hands(greeting)
         except ProtocolError as error:
             errors[rank] = str(error)
 

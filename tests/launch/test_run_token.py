@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.processes.handshake import Handshake, shake_hands
+from starling.engines.processes.handshake import Handshake, Peers
+from starling.engines.processes.place import Place
 from starling.engines.processes.run_token import VARIABLE, new_challenge, new_token, sign, verified
 from starling.errors import ProtocolError
 from starling.launch.launcher import launch
@@ -35,12 +36,16 @@ class Recorder:
         return getattr(self._store, name)
 
 
+def peers(store: Any, rank: int) -> Peers:
+    return Peers(Place(rank, 2, rank, 2, store), timeout_seconds=20.0)
+
+
 def recorded() -> list[dict[str, str]]:
     """All that each of two learners says in a handshake that ends well."""
     store = HashStore()
     recorders = [Recorder(store) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda rank: shake_hands(recorders[rank], rank, MINE, 20.0), range(2)))  # type: ignore[arg-type]
+        list(threads.map(lambda rank: peers(recorders[rank], rank).shake_hands(MINE), range(2)))
     return [recorder.said for recorder in recorders]
 
 
@@ -118,7 +123,7 @@ def test_a_stranger_is_refused_before_anything_it_says_is_read(
     store.set("handshake/1", message if is_first else new_challenge())
     store.set("signed/1", message)
     with pytest.raises(ProtocolError, match="does not understand learner 1" if is_first else "run token"):
-        shake_hands(store, 0, MINE, timeout_seconds=5)
+        peers(store, 0).shake_hands(MINE)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -128,7 +133,7 @@ def test_a_learner_whose_version_has_no_challenge_is_named_at_once(rank: int) ->
     for key in ("handshake/1", "handshake/all"):
         store.set(key, said)
     with pytest.raises(ProtocolError, match=f"does not understand learner {1 - rank}, which has another version"):
-        shake_hands(store, rank, MINE, timeout_seconds=5)
+        peers(store, rank).shake_hands(MINE)
 
 
 def test_a_greeting_cannot_be_repeated_under_another_rank_or_challenge_or_changed(
@@ -156,7 +161,7 @@ def test_a_handshake_recorded_in_an_earlier_run_is_refused(rank: int, monkeypatc
     for key, value in said.items():
         store.set(key, value)
     with pytest.raises(ProtocolError, match="of an earlier run"):
-        shake_hands(store, rank, MINE, timeout_seconds=5)
+        peers(store, rank).shake_hands(MINE)
 
 
 def test_a_token_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -17,7 +18,8 @@ from torch.distributed.distributed_c10d import Store
 from benchmarks.control_plane import Figures
 from starling.budget import Budget
 from starling.engines.processes.done_notes import noted
-from starling.engines.processes.handshake import Handshake, part, shake_hands
+from starling.engines.processes.handshake import Handshake, Peers
+from starling.engines.processes.place import Place
 from starling.errors import ProtocolError
 from starling.launch import watch
 from starling.launch.joiners import Changes, Joiners
@@ -73,15 +75,19 @@ def read_by_all(world: int, act: Callable[[Store, int], None]) -> int:
     return store.num_read
 
 
+def peers(store: Any, rank: int, world: int) -> Peers:
+    return Peers(Place(rank, world, rank, world, store), 60.0)
+
+
 @pytest.mark.parametrize("world", [2, 24])
 def test_meeting_and_parting_read_a_few_values_for_each_learner(world: int) -> None:
     """Were it one of each for each, 128 learners would read 16,384."""
 
     def meet(store: Store, rank: int) -> None:
-        shake_hands(store, rank, Handshake(world, "adpsgd", 1, "float32", "same"), 60.0)
+        peers(store, rank, world).shake_hands(Handshake(world, "adpsgd", 1, "float32", "same"))
 
     assert read_by_all(world, meet) == 5 * world
-    assert read_by_all(world, lambda store, rank: part(store, rank, world, 60.0)) == 2 * world
+    assert read_by_all(world, lambda store, rank: peers(store, rank, world).part()) == 2 * world
 
 
 def test_each_learner_still_names_the_first_that_differs_from_it() -> None:
@@ -90,7 +96,7 @@ def test_each_learner_still_names_the_first_that_differs_from_it() -> None:
 
     def meet(store: Store, rank: int) -> None:
         try:
-            shake_hands(store, rank, Handshake(5, strategies[rank], 1, "float32", "same"), 60.0)
+            peers(store, rank, 5).shake_hands(Handshake(5, strategies[rank], 1, "float32", "same"))
         except ProtocolError as error:
             said[rank] = str(error).partition(" in ")[0]
 

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from starling.configuration import Config
 from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.optimizers import OptimizerList, as_one
-from starling.engines.loop.replica import check_loop, check_served
-from starling.engines.loop.traps import check_modules
+from starling.engines.loop.traps import check_loop, check_modules, check_served
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
 from starling.launch.elastic import CoordinatorLink, connect, find_store

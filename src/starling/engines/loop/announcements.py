@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from starling.engines.loop.progress import Consensus
+from starling.engines.loop.progress import Consensus, LoopProgress
 from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.forks import clone_store
+from starling.engines.processes.handshake import Peers
 from starling.errors import ProtocolError
 
 _ROUNDING = 1e-4
@@ -41,24 +42,23 @@ _ENDED = "ended"
 class AnnouncementListener(threading.Thread):
     """Listens to announcements, and takes part in each consensus for its learner.
 
-    `contribution` returns the number of steps made and the learner's contribution after them; `own_weights` returns the
-    weights `[P]` whose distance from the mean is measured. `listening` is the store over a connection that nothing else
-    uses meanwhile; None: a new one. `must_be_equal` is the name of a strategy under which all learners have the same
-    weights after equal numbers of steps.
+    `contribution` returns the learner's contribution after the steps in its `progress`, which also counts the bytes,
+    and the weights `[P]` whose distance from the mean is measured. `listening` is the store over a connection that
+    nothing else uses meanwhile; None: a new one. `must_be_equal` is the name of a strategy under which all learners
+    have the same weights after equal numbers of steps.
     """
 
     def __init__(
         self,
-        store: Store,
-        rank: int,
-        world: int,
+        peers: Peers,
         means: OrderedMean,
-        contribution: Callable[[], tuple[int, Tensor]],
-        own_weights: Callable[[], Tensor],
+        progress: LoopProgress,
+        contribution: Callable[[], tuple[Tensor, Tensor]],
         listening: Store | None = None,
         must_be_equal: str | None = None,
     ) -> None:
-        super().__init__(name=f"starling-announcements-{rank}", daemon=True)  # it must not keep a failed process alive
+        # a daemon, because it must not keep a failed process alive
+        super().__init__(name=f"starling-announcements-{peers.rank}", daemon=True)
         self.ended: dict[int, tuple[int, int]] = {}
         """Of each rank whose loop has ended: its number of steps, and by how many it may be ahead of the others."""
         self.ahead: dict[int, int] = {}
@@ -76,14 +76,12 @@ class AnnouncementListener(threading.Thread):
         """The error of each rank that failed."""
         self.lost_peer: dict[int, str] = {}
         """The error of each rank that failed because it had lost a peer."""
-        self.bytes_sent = 0
-        self._store = store
+        self._store = peers.store
         # its own connection, because it blocks
-        self._own = listening or clone_store(store)
+        self._own = listening or clone_store(peers.store)
         self._own.set_timeout(timedelta(days=20))
-        self._rank, self._world, self._means = rank, world, means
-        self._contribution = contribution
-        self._own_weights = own_weights
+        self._rank, self._world, self._means = peers.rank, peers.world, means
+        self._progress, self._contribution = progress, contribution
         self._is_final_wanted = False
         self._size: int | None = None
         self._must_be_equal = must_be_equal
@@ -186,8 +184,7 @@ class AnnouncementListener(threading.Thread):
 
     def _take_part(self, future: "Future[Any]") -> None:
         with self._lock:
-            num_steps, mine = self._contribution()
-            own = self._own_weights()
+            (mine, own), num_steps = self._contribution(), self._progress.num_steps
             self._under_way = num_steps, future
         with suppress(InvalidStateError):  # the wait for it was released
             try:
@@ -212,7 +209,7 @@ class AnnouncementListener(threading.Thread):
         norm = torch.linalg.vector_norm(difference, dtype=torch.float64)
         told = torch.tensor([float(norm) ** 2, num_steps, num_steps**2], dtype=torch.float64)
         distance, steps, squared_steps = self._means.start(told).result().tolist()
-        self.bytes_sent += 2 * (self._world - 1) * mine.nbytes // self._world
+        self._progress.consensus_bytes += 2 * (self._world - 1) * mine.nbytes // self._world
         if self._must_be_equal is not None and squared_steps == steps * steps:
             self._check_equal(self._must_be_equal, distance, mean[: len(own)])
         return Consensus(mean, distance)

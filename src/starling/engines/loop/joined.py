@@ -4,7 +4,9 @@ import atexit
 import hashlib
 import os
 import sys
+import time
 import traceback
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +18,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from starling.configuration import Config
-from starling.engines.loop.hooks import StepHook
+from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.life import Coordination, LoopLife
-from starling.engines.loop.optimizers import describe, members_of
+from starling.engines.loop.optimizers import StepHooks, describe, members_of
 from starling.engines.loop.replica import LoopReplica
-from starling.engines.processes.handshake import Handshake
+from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.place import Place
 from starling.engines.processes.threads import end_now
 from starling.errors import ConfigError, FinishedApart, ProtocolError
@@ -99,21 +101,15 @@ class JoinedLearner:
             )
 
         self._is_in_step = is_shared
-        self._is_closed = False
-        self._hook: StepHook | None = None
-        self._life = LoopLife(
-            place,
-            strategy,
-            options,
-            replica,
-            seed,
-            timeout_seconds,
-            most_not_finite,
-            handshake,
-            coordination,
-        )
+        self._is_closed = self._has_warned = False
+        self._num_calls = 0
+        self._consensus_distance: float | None = None
+        root = Peers(place, timeout_seconds, feed=coordination.feed if coordination else None)
+        self._life = LoopLife(root, strategy, options, replica, seed, most_not_finite, handshake, coordination)
         replica.leave_to_loop()
         self._learner_id = place.rank
+        name = f"learner {place.rank}"
+        self._hooks = StepHooks(optimizer, replica.parameters, lambda: replica.is_stepping, name)
         self._process = os.getpid()
         atexit.register(self._at_exit)
 
@@ -121,12 +117,12 @@ class JoinedLearner:
     def rank(self) -> int:
         """This learner's number, in [0, world). Use it to choose data, and the learner that prints and saves. With
         `on_loss="continue"` it changes with the membership."""
-        return self._life.place.rank
+        return self._life.peers.rank
 
     @property
     def world(self) -> int:
         """The number of learners. With `on_loss="continue"` it changes with the membership."""
-        return self._life.place.world
+        return self._life.peers.world
 
     @property
     def learner_id(self) -> int:
@@ -178,22 +174,21 @@ class JoinedLearner:
                 f"learner {self.learner_id}: step() accepts only a GradScaler, got {type(scaler).__name__}; instead of "
                 "a closure, call backward() before step()"
             )
-        members = members_of(self._replica.optimizer)
-        if optimizer is not None and not any(optimizer is each for each in members):
+        if optimizer is not None and not any(optimizer is each for each in members_of(self._replica.optimizer)):
             raise ProtocolError(
                 f"learner {self.learner_id}: step(optimizer=…) got a {type(optimizer).__name__} that was not given to "
                 "starling.join; join the model with a list of all its optimizers"
             )
         with self._replica.only(optimizer):
-            self._life.run(lambda learner: learner.begin_step(scaler, optimizer))
-            self._life.run(lambda learner: learner.complete_step())
+            self._life.run(LoopLearner.step_of_loop, scaler, optimizer)
+        self._num_calls += 1
 
     def take_over(self, scaler: GradScaler | None = None) -> None:
         """From now on the loop calls `optimizer.step()`, or `scaler.step(optimizer)`, in place of `step()`.
 
         `starling.attach` describes this. A process that ends without an error closes its learner.
         """
-        self._hook = self._life.attach(lambda scaler, optimizer: self.step(scaler, optimizer=optimizer), scaler)
+        self._hooks.attach(lambda scaler, optimizer: self.step(scaler, optimizer=optimizer), scaler)
 
     @contextmanager
     def consensus(self, final: bool = False) -> Generator[None, None, None]:
@@ -213,33 +208,35 @@ class JoinedLearner:
         if progress.final is not None and not self._is_closed:
             yield
             return
-        life.run(lambda learner: learner.prepare_consensus())
+        life.run(LoopLearner.prepare_consensus)
+        self._warn_without_steps()
         if final:
-            life.run(lambda learner: learner.finish_and_adopt())
-            self._detach()
+            self._consensus_distance = life.run(LoopLearner.finish_and_adopt).distance
+            self._hooks.detach()
             yield
             return
-        agreed = life.run(lambda learner: learner.agree())
+        agreed = life.run(LoopLearner.agree)
+        self._consensus_distance = agreed.distance
         try:
-            with life.learner.replica.showing(agreed.mean):
+            with self._replica.showing(agreed.mean):
                 yield
         finally:
-            progress.resumed_at = progress.now()
+            progress.resumed_at = time.monotonic()
 
     def stats(self) -> LoopStats:
         """This learner's counters so far."""
         progress = self._life.progress
         averaging, spent = progress.statistics.averaging, progress.statistics.spent
         return LoopStats(
-            steps=progress.num_calls,
-            steps_skipped=progress.num_skipped,
+            steps=self._num_calls,
+            steps_skipped=progress.not_finite.num,
             rounds=averaging.rounds,
-            rounds_per_gradient=averaging.rounds / max(1, progress.num_calls),
+            rounds_per_gradient=averaging.rounds / max(1, self._num_calls),
             staleness=dict(sorted(averaging.staleness.items())),
-            bytes_sent=self._life.learner.bytes_sent,
+            bytes_sent=averaging.bytes_sent + progress.consensus_bytes,
             seconds_computing=spent.computing,
             seconds_waiting=spent.waiting_for_peers,
-            consensus_distance=progress.consensus_distance,
+            consensus_distance=self._consensus_distance,
         )
 
     def close(self) -> None:
@@ -252,12 +249,13 @@ class JoinedLearner:
         if self._is_closed:
             return
         try:
+            self._warn_without_steps()
             self._life.close()
         except BaseException as error:
             self._abandon(error)
             raise
         self._is_closed = True
-        self._detach()
+        self._hooks.remove()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Self:
@@ -281,13 +279,19 @@ class JoinedLearner:
         if self._is_closed or self._is_in_child:
             return
         self._is_closed = True
-        self._detach()
+        self._hooks.remove()
         self._life.abandon(error)
 
-    def _detach(self) -> None:
-        """Leave the optimizer's `step` to the loop again."""
-        if self._hook is not None:
-            self._hook.remove()
+    def _warn_without_steps(self) -> None:
+        progress = self._life.progress
+        if progress.steps_begun == 0 and not progress.is_over and self._replica.has_gradients and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"learner {self._learner_id} has computed gradients but made no step, so nothing was trained. Call "
+                "step() of the joined learner after each backward",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _at_exit(self) -> None:
         """End a process whose learner has not closed: otherwise torch would wait for its process groups, and Python
@@ -295,7 +299,7 @@ class JoinedLearner:
         if self._is_in_child:
             return
         error = getattr(sys, "last_value", None)
-        is_attached = self._hook is not None and (self._life.survives or self._life.learner.failure is None)
+        is_attached = self._hooks.is_attached and (self._life.survives or self._life.learner.failure is None)
         if error is None and not self._is_closed and (is_attached or self._life.progress.final is not None):
             try:
                 self.close()

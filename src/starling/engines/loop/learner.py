@@ -8,10 +8,10 @@ handles block until their work is done, as on the `processes` engine.
 import inspect
 import math
 import threading
-import warnings
-from collections.abc import Callable, Container, Coroutine, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,147 +22,98 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import name_of_state
 from starling.configuration import Config
 from starling.engines.loop.announcements import UNEQUAL, AnnouncementListener
-from starling.engines.loop.optimizers import StepGuard, members_of
+from starling.engines.loop.optimizers import members_of
 from starling.engines.loop.progress import Consensus, LoopPlan, LoopProgress
 from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.collectives import OrderedMean
-from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Communicator, ProcessHandle
-from starling.engines.processes.handshake import do_nothing, silent_learners
+from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Communicator, ConnectedLearner
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
-from starling.engines.processes.place import Place
-from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import Worker
 from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
-from starling.learner import EncodedMean, Handle, Learner, LoopEnded, Shard
+from starling.learner import Handle, LoopEnded
 from starling.strategies import Strategy
 from starling.training.checks import check_group
-from starling.training.shards import MakeOptimizer, Shards
+from starling.training.shards import Shards
 
 _HEARD_SECONDS = 2.0
 """How long a learner waits until all others have heard why they cannot end together."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a learner that survives losses is given to enter a membership."""
-
-    plan: LoopPlan
-    explain: Callable[[Exception], None]
-    """Raises `MembershipChanged` if an announced change explains a lost connection."""
-    look_around: Callable[[], None]
-    """Called repeatedly while connecting; may raise."""
-    listening: Store
-    """The store, over a connection for announcements."""
-    end: Callable[[], None]
-    """Called when all learners have closed. Raises `MembershipChanged` if the run continues nevertheless."""
-    members: tuple[int, ...]
-    """The permanent number of each rank, by which messages name learners."""
-
-
-class LoopLearner(Learner):
+class LoopLearner(ConnectedLearner):
     """A learner whose gradients come from a user's loop. The loop's thread calls all methods, unless noted otherwise.
 
-    While the loop computes, an `AnnouncementListener` responds to the other learners. With an `entry` it belongs to one
-    membership, after which another one continues with `progress`.
+    While the loop computes, an `AnnouncementListener` responds to the other learners, which it hears over `listening`.
+    A learner that survives losses belongs to one membership, which it enters with a `plan`; another one continues with
+    `progress`.
     """
+
+    replica: LoopReplica
 
     def __init__(
         self,
-        place: Place,
+        peers: Peers,
         strategy: Strategy,
         options: Config,
         replica: LoopReplica,
         seed: int,
-        timeout_seconds: float,
-        most_not_finite: int,
-        waits: Waits,
         progress: LoopProgress,
-        entry: Entry | None = None,
+        plan: LoopPlan | None = None,
+        listening: Store | None = None,
     ) -> None:
+        super().__init__(seed)
         self.replica = replica
-        self.progress, self.statistics, self._now = progress, progress.statistics, progress.now
-        self._entry = entry
-        self._place, self._rank, self._world, self._seed = place, place.rank, place.world, seed
-        self._timeout_seconds = timeout_seconds
-        self._most_not_finite = most_not_finite
+        self.progress, self.statistics = progress, progress.statistics
+        self._peers, self._rank, self._world = peers, peers.rank, peers.world
+        self._survives = peers.feed.is_watched
         self._strategy, self._options = strategy, options
         self._num_groups = len(replica.optimizer.param_groups)
         self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self._is_ending = self._has_finished = False
-        self._ends_changed = threading.Event()  # or something failed
-        self._all_finished = threading.Event()
-        self._all_settled = threading.Event()
-        self._all_closed = threading.Event()
+        self._changed = threading.Condition()  # something was announced, or failed
         self._listener: AnnouncementListener | None = None
         self._coroutine = strategy.start(self, options)
-        sync_groups = strategy.sync_groups(options, place.world)
-        self._sync_group = sync_groups.of(place.rank)
+        sync_groups = strategy.sync_groups(options, self._world)
+        self._sync_group = sync_groups.of(self._rank)
         # if all learners form one sync group, only the loop's own thread computes means
-        by_nccl = place.has_own_device(replica.weights.device) and len(self._sync_group) == place.world
-        self._communicator = Communicator(
-            place,
+        by_nccl = peers.place.has_own_device(replica.weights.device) and len(self._sync_group) == self._world
+        self.communicator = Communicator(
+            peers,
             sync_groups,
             replica.weights,
             by_nccl,
-            timeout_seconds,
             self.statistics,
-            waits,
-            self._now,
             self._where,
-            explain=(lambda error: None) if entry is None else entry.explain,
             name_lost=self._name_lost,
-            has_other_threads=place.world > 1,
-            look_around=do_nothing if entry is None else entry.look_around,
+            has_other_threads=self._world > 1,
         )
-        self._release = self._communicator.release
-        self._shards = Shards(place.rank, replica, self.statistics, _set_rates, self._communicator.start_on_memory)
-        self._begin(options)
-        self._guard = StepGuard(replica.optimizer, replica.parameters, self._may_step, self._refuse_step)
-        progress.resumed_at = self._now()
+        self._release = self.communicator.release
+        self.shards = Shards(self._rank, replica, self.statistics, _set_rates, self.communicator.start_on_memory)
+        self._begin(plan, listening)
+        progress.resumed_at = time.monotonic()
 
-    def _begin(self, options: Config) -> None:
+    def _begin(self, plan: LoopPlan | None, listening: Store | None) -> None:
         """Meet the other learners, and run the strategy to its first gradient."""
         replica = self.replica
         try:
             if self._world > 1:
-                self._meet()
-            if self._entry is not None:
-                self._continue(self._entry.plan)
+                self._meet(listening)
+            if plan is not None:
+                self._continue(plan)
         except BaseException:
-            self._communicator.leave()
+            self.communicator.leave()
             raise
-        if self._world > 1:
-            self._listen()
-            if getattr(options, "optimizer_state", "local") == "averaged":
+        if self._listener is not None:
+            self._listener.listen(self._news, self._failed_behind)
+            if getattr(self._options, "optimizer_state", "local") == "averaged":
                 replica.pieces(len(replica.weights), optimizer_state=True)  # not later, in the background
         if self.progress.final is None:
             self._proceed()
 
     # the contract with the strategy
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world(self) -> int:
-        return self._world
-
-    @property
-    def seed(self) -> int:
-        return self._seed
-
-    @property
-    def weights(self) -> Tensor:
-        return self.replica.weights
-
-    @property
-    def version(self) -> int:
-        return self.replica.version
 
     @property
     def step_metadata(self) -> Tensor:
@@ -180,10 +131,6 @@ class LoopLearner(Learner):
             return float(rates[0])
         of_weights = self.replica.rates_of_weights(rates)
         return of_weights if piece is None else of_weights[piece]
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        return [parameter.shape for parameter in self.replica.parameters]
 
     def claim(self) -> bool:
         self._release.check()
@@ -213,40 +160,24 @@ class LoopLearner(Learner):
         replica.step(gradient, scale)
         if self.progress.gradient == "given":
             self.progress.gradient = "used"
-        self._communicator.rounds.gradient_made()
+        self.communicator.rounds.gradient_made()
         self._count_not_finite(replica.was_finite)
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        self.replica.apply(delta, piece)
+        super().apply(delta, piece)
         self._follow()
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.replica.replace(weights, piece)
+        super().replace(weights, piece)
         if piece is None:  # if replaced in pieces, the next gradient refreshes the loop's weights
             self._follow()
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         """See `Learner.snapshot`. Without `piece`, the loop's thread gets the weights at which the loop computes, not a
         copy; they are valid until the next step."""
-        if piece is None and not self._communicator.is_behind:
+        if piece is None and not self.communicator.is_behind:
             return self.replica.loop
-        return self.replica.snapshot(piece, self._communicator.snapshot_memory(piece))
-
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, optimizer_state)
-
-    def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
-    ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
-
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self._shards.keep(piece, make_optimizer)
-
-    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
-        for piece in pieces:
-            self._shards.check(piece)
-        return ProcessHandle(lambda: self._shards.share(pieces, *self._communicator.share(len(pieces))))
+        return super().snapshot(piece)
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         if isinstance(of, LoopGradient):
@@ -254,56 +185,35 @@ class LoopLearner(Learner):
             if len(self._sync_group) == 1:
                 return of
             if not of.is_supplied:
-                return MeanOfGradient(of, lambda gradient: self._communicator.mean(gradient, group))
-        return self._communicator.mean(of, group)
-
-    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
-        return self._communicator.encoded_mean(part)
-
-    def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        return self._communicator.send(peer, tensor, tag)
-
-    def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        return self._communicator.receive(peer, like, tag)
-
-    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        return self._communicator.first(handles)
-
-    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        return self._communicator.exchange(peer, tensor, tag)
+                return MeanOfGradient(of, self.communicator.mean)
+            of = of.result()
+        return self.communicator.mean(of, group)
 
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
         if self._world == 1 and not self._strategy.is_served:
             activity.close()  # there are no other learners
         else:
-            self._communicator.start_background(activity, self.fail)
-
-    def round(self, period: float) -> Handle[int | None]:
-        return self._communicator.round(period)
-
-    def keep_up(self, most: float) -> Handle[None]:
-        return self._communicator.keep_up(most)
+            super().background(activity)
 
     # called by the user's loop
 
-    def begin_step(self, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
-        """Take the gradient that the loop has computed in its parameters; for one of several optimizers."""
-        progress = self.progress
-        self.check_in_use("step()")
-        self.replica.take_from_loop(self._name(self._rank))
-        if scaler is not None:
-            for member in members_of(optimizer or self.replica.optimizer):
-                _unscale(scaler, member, self._name(self._rank))
-        progress.statistics.spent.computing += self._now() - progress.resumed_at
-        progress.gradient = "given"
-
-    def complete_step(self) -> None:
-        """Run the strategy to the next gradient. If a membership change interrupts it, the learner of the next
-        membership completes the step."""
+    def step_of_loop(self, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
+        """Take the gradient that the loop has computed in its parameters, for one of several optimizers, and run the
+        strategy to the next gradient. If a membership change interrupts this, the learner of the next membership
+        completes the step."""
         progress, spent = self.progress, self.statistics.spent
+        if progress.gradient == "none":
+            self.check_in_use("step()")
+            self.replica.take_from_loop(self._name(self._rank))
+            if scaler is not None:
+                for member in members_of(optimizer or self.replica.optimizer):
+                    _unscale(scaler, member, self._name(self._rank))
+            spent.computing += time.monotonic() - progress.resumed_at
+            progress.gradient = "given"
         self._release.check()
-        begin, waited = self._now(), spent.waiting_for_peers
-        self._news()
+        begin, waited = time.monotonic(), spent.waiting_for_peers
+        if self._listener is not None and self._listener.ended:
+            self._news()
         if progress.gradient == "given":
             self._gradient.is_supplied = True
             self._proceed()
@@ -311,37 +221,32 @@ class LoopLearner(Learner):
             self.replica.step(self.replica.own_gradient(), 1.0)
         progress.gradient = "none"
         progress.num_steps += 1
-        progress.num_calls += 1
         if self._listener is not None and (
             self._listener.finished or self._listener.ended
         ):  # who wait for this heartbeat
             with self._naming_the_store():
-                self._place.store.set(f"steps/{self._rank}", str(progress.num_steps))
+                self._peers.store.set(f"steps/{self._rank}", str(progress.num_steps))
         self.replica.leave_to_loop()
-        progress.resumed_at = self._now()
+        progress.resumed_at = time.monotonic()
         spent.computing += progress.resumed_at - begin - (spent.waiting_for_peers - waited)
 
     def prepare_consensus(self) -> None:
         """Check that a consensus can be requested now."""
         self.check_in_use("consensus()")
         self.replica.take_from_loop(self._name(self._rank))
-        self._warn_without_steps()
 
     def agree(self) -> Consensus:
         """The mean of all learners' models, now."""
         progress = self.progress
         self._release.check()
-        now = self._now()
+        now = time.monotonic()
         progress.statistics.spent.computing += now - progress.resumed_at
         progress.resumed_at = now
         if self._listener is None:
-            agreed = Consensus(self._contribution()[1], 0.0)
-        else:
-            with self._naming_the_store():
-                request = self._listener.request(progress.num_steps)
-            agreed = self._communicator.wait_for("a consensus", lambda: self._release.wait(request))
-        progress.consensus_distance = agreed.distance
-        return agreed
+            return Consensus(self._contribution()[0], 0.0)
+        with self._naming_the_store():
+            request = self._listener.request(progress.num_steps)
+        return self.communicator.wait_for("a consensus", lambda: self._release.wait(request))
 
     def check_in_use(self, what: str) -> None:
         """Raise an error of another thread, or `ProtocolError` if `what` cannot be called now."""
@@ -357,48 +262,36 @@ class LoopLearner(Learner):
     def close(self) -> None:
         """Finish, and continue averaging and taking part in consensus until all learners have closed."""
         self._release.check()
-        if not self.progress.is_over:
-            self._warn_without_steps()
         if self.progress.final is None and not self._has_finished:
             self.finish(is_final_wanted=False)
-        begin = self._now()
-        if self._listener is not None:
+        begin, listener = time.monotonic(), self._listener
+        if listener is not None:
             with self._naming_the_store():
-                self._listener.announce("closed")
-                self._meet_all(self._all_closed.wait)
-        if self._entry is not None:
-            self._entry.end()
-        if self._listener is not None:
-            self._listener.join()
+                listener.announce("closed")
+                self._meet_all(lambda: self._wait_until(lambda: listener.is_over))
+        self._peers.end()
+        if listener is not None:
+            listener.join()
             self._consensus_means.close()
-        self._all_closed.set()
         if not self._has_finished:  # it entered with the final consensus
-            self._communicator.close()
+            self.communicator.close()
         self.replica.finish()
-        self.leave_optimizer()
-        self.statistics.spent.waiting_for_peers += self._now() - begin
+        self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
     def leave(self) -> None:
         """Leave a membership that has ended and whose connections have been cut."""
-        self._communicator.leave()
-        self.leave_optimizer()
+        self.communicator.leave()
         if (listener := self._listener) is not None:
             self._consensus_means.abandon()
             listener.leave(LONGEST_LEAVE_SECONDS)
-            self.progress.consensus_bytes += listener.bytes_sent
             if listener.final.done() and listener.final.exception() is None:
                 self.progress.final = self.progress.final or listener.final.result()
         self._coroutine.close()
 
-    def leave_optimizer(self) -> None:
-        """Allow the loop to call its optimizer's `step` again."""
-        self._guard.remove()
-
     def fail(self, error: BaseException) -> None:
-        """End all waits of this learner with `error`. May be called by any thread."""
-        self._communicator.fail(error)
-        for event in (self._ends_changed, self._all_finished, self._all_settled, self._all_closed):
-            event.set()
+        super().fail(error)
+        with self._changed:
+            self._changed.notify_all()
 
     def announce_failure(self, error: BaseException | None) -> None:
         """Notify the others that this learner ends without having closed."""
@@ -410,12 +303,6 @@ class LoopLearner(Learner):
         """Why this learner has failed, also because of another one."""
         return self._release.error
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes sent to other learners, including those for consensus."""
-        of_consensus = self.progress.consensus_bytes + (self._listener.bytes_sent if self._listener else 0)
-        return self.statistics.averaging.bytes_sent + of_consensus
-
     def finish(self, is_final_wanted: bool) -> Consensus | None:
         """Run the strategy to its end once all learners have made their last steps. Returns the consensus of the final
         weights, or None if no learner wants it."""
@@ -425,11 +312,11 @@ class LoopLearner(Learner):
             return progress.final
         if not progress.is_over:
             self.replica.take_from_loop(self._name(self._rank))
-        spent, communicator = self.statistics.spent, self._communicator
+        spent, communicator = self.statistics.spent, self.communicator
         if not progress.is_over:
-            spent.computing += self._now() - progress.resumed_at
+            spent.computing += time.monotonic() - progress.resumed_at
         progress.is_over = True
-        begin, listener = self._now(), self._listener
+        begin, listener = time.monotonic(), self._listener
         if listener is not None and len(self._sync_group) > 1:
             with self._naming_the_store():
                 self._end_together(listener)
@@ -441,7 +328,7 @@ class LoopLearner(Learner):
                 self._coroutine.throw(LoopEnded())
             if listener is not None:
                 listener.announce("finished")
-                self._meet_all(lambda: self._wait_for_all(self._all_finished, listener.finished))
+                self._meet_all(lambda: self._wait_for_all(listener.finished))
             with suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
@@ -451,20 +338,20 @@ class LoopLearner(Learner):
         if listener is not None:
             with self._naming_the_store():
                 listener.announce("settled", int(is_final_wanted))
-                self._meet_all(lambda: self._wait_for_all(self._all_settled, listener.settled))
+                self._meet_all(lambda: self._wait_for_all(listener.settled))
             agreed = self._release.wait(listener.final)
         communicator.close()
         self._has_finished = True
         self.replica.refresh_loop()
-        spent.waiting_for_peers += self._now() - begin
+        spent.waiting_for_peers += time.monotonic() - begin
         return agreed
 
-    def finish_and_adopt(self) -> None:
+    def finish_and_adopt(self) -> Consensus:
         """Finish, and take the final consensus for good."""
         progress = self.progress
-        progress.final = self.finish(is_final_wanted=True) or Consensus(self._contribution()[1], 0.0)
-        progress.consensus_distance = progress.final.distance
+        progress.final = self.finish(is_final_wanted=True) or Consensus(self._contribution()[0], 0.0)
         self.replica.adopt(progress.final.mean)
+        return progress.final
 
     # implementation
 
@@ -473,17 +360,16 @@ class LoopLearner(Learner):
         loop ended before makes the steps that it lacks without a gradient."""
         progress = self.progress
 
+        def is_behind() -> bool:
+            return progress.num_steps < listener.last_step(self._sync_group)
+
         def make_up() -> None:
             while True:
-                self._ends_changed.clear()
+                self._wait_for_all(listener.ended, is_behind)
                 self._release.check()
-                have_all_ended = len(listener.ended) == self._world
-                if progress.num_steps < listener.last_step(self._sync_group):
-                    self._step_without_gradient()
-                elif have_all_ended:
+                if not is_behind():
                     return
-                else:
-                    self._wait_for_all(self._ends_changed, listener.ended)
+                self._step_without_gradient()
 
         listener.announce("last step", [progress.num_steps, self._lead])
         self._meet_all(make_up)
@@ -492,7 +378,7 @@ class LoopLearner(Learner):
         """Make a step of the strategy with a gradient that is not finite, which changes no weights. Where learners step
         with the mean of their gradients, none of them makes it."""
         progress, parameters = self.progress, self.replica.parameters
-        before = progress.num_skipped, progress.num_skipped_in_a_row
+        before = replace(progress.not_finite)
         gradients = [parameter.grad for parameter in parameters]
         try:
             for parameter in parameters:
@@ -503,7 +389,7 @@ class LoopLearner(Learner):
             progress.num_steps += 1
         finally:
             progress.gradient = "none"
-            progress.num_skipped, progress.num_skipped_in_a_row = before
+            progress.not_finite = before
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
@@ -527,7 +413,7 @@ class LoopLearner(Learner):
                     f"{self._name(rank)} has closed after {steps} steps, but {self._name(self._rank)} {done} "
                     f"{begun}: under {self._strategy.name} they must make equal numbers of steps; give "
                     "them equal numbers of mini-batches"
-                    + (" (let learner.num_steps count them)" if self._entry else "")
+                    + (" (let learner.num_steps count them)" if self._survives else "")
                     + ", or choose an asynchronous strategy, such as adpsgd"
                 )
                 self._fail_together(listener, unequal)
@@ -537,12 +423,12 @@ class LoopLearner(Learner):
 
     def _fail_together(self, listener: AnnouncementListener, unequal: str) -> None:
         """End all learners with one error, none of them with a model that the others do not have."""
-        store = self._place.store
+        store = self._peers.store
         first = store.compare_set(UNEQUAL, "", unequal).decode()
         if listener.unequal is None:
             listener.unequal = first
             listener.announce(UNEQUAL, first)
-        if self._entry is None:  # otherwise the store outlives this learner
+        if not self._survives:  # otherwise the store outlives this learner
             store.set(f"{UNEQUAL}/{self._rank}", "")
             with suppress(dist.DistError):  # some may have ended already
                 others = [f"{UNEQUAL}/{rank}" for rank in range(self._world) if rank != self._rank]
@@ -551,12 +437,12 @@ class LoopLearner(Learner):
 
     def _name(self, rank: int) -> str:
         """How messages name a learner: by its permanent number, which is its rank unless learners may be lost."""
-        return f"learner {rank if self._entry is None else self._entry.members[rank]}"
+        return f"learner {self._peers.membership.members[rank]}"
 
     def _meet_all(self, wait: Callable[[], object]) -> None:
         """Call `wait`, then meet all learners in a closing barrier, which fails immediately if one of them dies. A
         learner that survives losses hears of a death without it."""
-        if self._entry is not None:
+        if self._survives:
             wait()
             self._release.check()
             return
@@ -570,42 +456,13 @@ class LoopLearner(Learner):
     def _count_not_finite(self, is_finite: bool) -> None:
         """Count non-finite gradients. Raises NonFiniteError after many in a row."""
         progress = self.progress
-        progress.num_skipped_in_a_row = 0 if is_finite else progress.num_skipped_in_a_row + 1
-        progress.num_skipped += not is_finite
-        if progress.num_skipped_in_a_row == self._most_not_finite:
+        if is_finite:
+            progress.not_finite.in_a_row = 0
+        elif progress.not_finite.count():
             raise NonFiniteError(
                 f"{self._name(self._rank)}: the gradient of step {progress.steps_begun} is not finite, nor were the "
-                f"{self._most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
+                f"{progress.not_finite.most - 1} before it; lower the learning rate, clip gradients or use a longer "
                 "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
-            )
-
-    def _may_step(self) -> bool:
-        """Whether the loop's optimizers may make a step now."""
-        return self.replica.is_stepping or self.replica.is_attached
-
-    def _refuse_step(self, optimizer: Optimizer, is_joined: bool) -> None:
-        """Called before a step of an optimizer of the loop's parameters that is no step of this learner."""
-        if is_joined:
-            raise ProtocolError(
-                f"{self._name(self._rank)}: optimizer.step() was called on an optimizer given to starling.join, so the "
-                "other learners would not see the step; call step() of the joined learner instead, and "
-                "step(scaler) instead of scaler.step(optimizer), or use starling.attach"
-            )
-        raise ProtocolError(
-            f"{self._name(self._rank)}: a step of {type(optimizer).__name__} would change parameters of the joined "
-            "model, but this optimizer was not given to starling.join, so the other learners would not see the step; "
-            "join the model with a list of all its optimizers, and call step(optimizer=…) of the joined learner"
-        )
-
-    def _warn_without_steps(self) -> None:
-        progress = self.progress
-        if progress.steps_begun == 0 and self.replica.has_gradients and not progress.has_warned:
-            progress.has_warned = True
-            warnings.warn(
-                f"{self._name(self._rank)} has computed gradients but made no step, so nothing was trained. Call "
-                "step() of the joined learner after each backward",
-                RuntimeWarning,
-                stacklevel=2,
             )
 
     def _proceed(self) -> None:
@@ -623,36 +480,30 @@ class LoopLearner(Learner):
         try:
             yield
         except dist.DistError as error:
-            raise self._lost_store(error) from error
+            host = "the coordinator" if self._survives else "learner 0 or the launcher"
+            raise self._release.error or PeerLost(
+                f"{self._name(self._rank)} lost the store, {self._where()}: {host}, which hosts it, has "
+                f"ended ({str(error).splitlines()[0]})"
+            ) from error
 
-    def _lost_store(self, error: dist.DistError) -> BaseException:
-        """The error to raise if the store does not respond."""
-        host = "learner 0 or the launcher" if self._entry is None else "the coordinator"
-        return self._release.error or PeerLost(
-            f"{self._name(self._rank)} lost the store, {self._where()}: {host}, which hosts it, has "
-            f"ended ({str(error).splitlines()[0]})"
-        )
-
-    def _meet(self) -> None:
+    def _meet(self, listening: Store | None) -> None:
         """Make groups for consensus; at the start of a run, copy learner 0's model."""
         ranks = range(self._world)
-        usual = timedelta(seconds=self._timeout_seconds)
+        usual = timedelta(seconds=self._peers.timeout_seconds)
         self._consensus_means = OrderedMean(dist.new_group(ranks, backend="gloo", timeout=usual), self._world)
-        if self._entry is None:
+        if not self._survives:
             # a learner that has closed waits for the others without a time-out, but fails immediately if one dies
             self._closing_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))
         self._listener = AnnouncementListener(
-            self._place.store,
-            self._rank,
-            self._world,
+            self._peers,
             self._consensus_means,
+            self.progress,
             self._contribution,
-            self._own_weights,
-            None if self._entry is None else self._entry.listening,
+            listening,
             must_be_equal=self._strategy.name if self._strategy.has_one_model else None,
         )
-        if self._entry is None:
-            with self._communicator.naming_the_lost("copying learner 0's model"):
+        if not self._survives:
+            with self.communicator.naming_the_lost("copying learner 0's model"):
                 self.replica.start_from_first()
 
     def _continue(self, plan: LoopPlan) -> None:
@@ -662,29 +513,23 @@ class LoopLearner(Learner):
         if plan.source is not None and self._world > 1:
             is_source = self._rank == plan.source
             own = self.replica.state(self._rank, self._world, progress.final if is_source else None)
-            with self._communicator.naming_the_lost("copying a learner's state"):
+            with self.communicator.naming_the_lost("copying a learner's state"):
                 state = share_state(own, plan.source)
             progress.final = progress.final or self.replica.take(state, is_taker)
             progress.is_over = progress.is_over or progress.final is not None
         progress.continue_from(plan.num_done[self._rank], is_taker)
 
-    def _listen(self) -> None:
-        if self._listener is not None:
-            self._listener.listen(self._news, self._failed_behind)
-
-    def _contribution(self) -> tuple[int, Tensor]:
-        """The number of steps made, and this learner's contribution `[P + B]` to the consensus mean."""
+    def _contribution(self) -> tuple[Tensor, Tensor]:
+        """This learner's contribution `[P + B]` to the consensus mean, and its own weights `[P]`."""
         contribution = self.replica.contribution()
+        own = contribution[: len(self.replica.weights)].clone()
         if (
             self._strategy.is_served and self._world > 1
         ):  # the servers hold the model: each learner contributes only its shards
             contribution[: len(self.replica.weights)] = 0.0
-        for shard in self._shards.held:
+        for shard in self.shards.held:
             contribution[shard.piece] = shard.copy() * (self._world if self._strategy.is_served else 1)
-        return self.progress.num_steps, contribution
-
-    def _own_weights(self) -> Tensor:
-        return self.replica.contribution()[: len(self.replica.weights)]
+        return contribution, own
 
     def _closing_barrier(self) -> None:
         """Wait for all learners to call this. Called in a thread of its own."""
@@ -695,21 +540,26 @@ class LoopLearner(Learner):
         except ConnectionFailed as error:
             self._failed_behind(error)
 
-    def _wait_for_all(self, event: threading.Event, ready: Container[int]) -> None:
-        """Wait for an event as long as a learner that is not yet `ready` makes steps."""
+    def _wait_until(self, is_done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait for news after which this `is_done`, or for a failure. Returns whether one of them came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: is_done() or self._release.error is not None, seconds)
+
+    def _wait_for_all(self, ready: Collection[int], is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all learners are `ready`, or `is_enough`, as long as one that is not ready makes steps."""
 
         def progress() -> list[tuple[int, bytes]]:
             others = [rank for rank in range(self._world) if rank not in ready]
-            store = self._place.store
+            store = self._peers.store
             return [(rank, store.get(key) if store.check([key := f"steps/{rank}"]) else b"") for rank in others]
 
         before = progress()
-        while not event.wait(self._timeout_seconds):
+        while not self._wait_until(lambda: is_enough() or len(ready) == self._world, self._peers.timeout_seconds):
             if (now := progress()) == before:
                 names = " and ".join(self._name(rank) for rank, _ in now)
                 raise PeerLost(
                     f"{self._name(self._rank)} has closed and lost {names}: no step and no close() within "
-                    f"{self._timeout_seconds:g} s; increase timeout_seconds if steps take that long"
+                    f"{self._peers.timeout_seconds:g} s; increase timeout_seconds if steps take that long"
                 )
             before = now
 
@@ -730,37 +580,31 @@ class LoopLearner(Learner):
                 self._fail_together(listener, listener.unequal)
             elif self._release.error is None:
                 self._check_ends(listener)
-        self._ends_changed.set()
-        if len(listener.finished) == self._world:
-            self._all_finished.set()
-        if len(listener.settled) == self._world:
-            self._all_settled.set()
-        if listener.is_over:
-            self._all_closed.set()
+        with self._changed:
+            self._changed.notify_all()
         if not self.progress.is_over and threading.current_thread() is not listener:
             self._release.check()
 
     def _follow(self) -> None:
         """If the loop's own thread has changed the weights, copy them to those at which the loop computes."""
-        if self.replica.loop is not self.replica.weights and not self._communicator.is_behind:
+        if self.replica.loop is not self.replica.weights and not self.communicator.is_behind:
             self.replica.refresh_loop()
 
     def _failed_behind(self, error: BaseException) -> None:
         """Fail this learner because another of its threads failed."""
         try:
-            with self._communicator.naming_the_lost("agreeing with the others"):
+            with self.communicator.naming_the_lost("agreeing with the others"):
                 raise error
         except BaseException as named:
             self.fail(named)
 
     def _name_lost(self, suspect: int | None) -> str:
         """Name the lost learners with `silent_learners`, after a roll-call."""
-        store, rank, world = self._place.store, self._rank, self._world
         if self._listener is None:
-            return silent_learners(store, rank, world, suspect)
+            return self._peers.silent(suspect)
         try:
             self._listener.announce("roll-call")  # learners that only compute respond to it as well
-            lost = silent_learners(store, rank, world)
+            lost = self._peers.silent()
         except dist.DistError:
             return "the store"
         failed = [f"{self._name(rank)} ({why})" for rank, why in self._listener.failed.items() if rank != self._rank]

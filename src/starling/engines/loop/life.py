@@ -5,47 +5,33 @@ learners after each change while the loop computes, evaluates or saves; a call o
 repeated by the learner of the next membership.
 """
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
-from functools import partial
-from typing import Protocol, TypeVar
+from dataclasses import asdict
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.configuration import Config
 from starling.engines.loop.announcements import UNEQUAL
-from starling.engines.loop.hooks import MakeStep, StepHook
-from starling.engines.loop.learner import Entry, LoopLearner
-from starling.engines.loop.progress import LoopProgress, Past, plan
+from starling.engines.loop.learner import LoopLearner
+from starling.engines.loop.progress import LoopPlan, LoopProgress, NotFinite, Past, plan
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.processes.backend import ConnectionFailed
-from starling.engines.processes.handshake import (
-    OF_LEARNER_0,
-    Handshake,
-    check_alike,
-    gather,
-    in_one_list,
-    part,
-    shake_hands,
-)
-from starling.engines.processes.place import Place
+from starling.engines.processes.handshake import OF_LEARNER_0, Handshake, Peers, check_alike
 from starling.engines.processes.process_group import Connections, process_group
-from starling.engines.processes.stalls import Waits
 from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError
 from starling.strategies import Strategy
-from starling.timeouts import CAUSE, REGROUP
+from starling.timeouts import REGROUP
 from starling.training.membership import Membership, MembershipChanged, MembershipFeed
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _FOREVER = 1e6
-_OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
 _LOSSES = (MembershipChanged, PeerLost, ConnectionFailed, DistError)
 _LOG = logging.getLogger("starling")
 
@@ -79,24 +65,22 @@ class LoopLife:
 
     def __init__(
         self,
-        place: Place,
+        root: Peers,
         strategy: Strategy,
         options: Config,
         replica: LoopReplica,
         seed: int,
-        timeout_seconds: float,
         most_not_finite: int,
         handshake: Callable[[int], Handshake],
         coordination: Coordination | None,
     ) -> None:
-        """Enter the first membership. `handshake` makes this learner's for a number of learners."""
-        self.place = place
-        self.membership = Membership(0, tuple(range(place.world)))
-        self.progress = LoopProgress()
-        self._root, self._strategy, self._options, self._replica = place, strategy, options, replica
-        self._seed, self._timeout_seconds, self._most_not_finite = seed, timeout_seconds, most_not_finite
+        """Enter the first membership of the learners `root`. `handshake` makes this learner's for a number of
+        learners."""
+        self.peers = self._root = root
+        self.membership = Membership(0, tuple(range(root.world)))
+        self.progress = LoopProgress(NotFinite(most_not_finite))
+        self._strategy, self._options, self._replica, self._seed = strategy, options, replica, seed
         self._handshake, self._coordination = handshake, coordination
-        self._waits = Waits()
         self._stack = ExitStack()
         self._connections: Connections | None = None
         self._lock = threading.RLock()  # held while the loop is in a learner, and while learners are regrouped
@@ -113,18 +97,17 @@ class LoopLife:
             raise
 
     def _begin(self, coordination: Coordination) -> None:
-        place, handshake = self.place, self._handshake
         coordination.watch(self._fail)
-        store = PrefixStore(Membership(0, ()).key, place.store)
+        store = PrefixStore(Membership(0, ()).key, self._root.store)
         if store.check([OF_LEARNER_0]):
-            check_alike(store, coordination.feed.name, handshake(0))
+            check_alike(store, coordination.feed.name, self._handshake(0))
         first = coordination.await_first()
         self.progress.has_joined = first.number > 0
         self._regroup(coordination, first)
         thread = threading.Thread(target=self._follow, args=[coordination], name="starling-regroup", daemon=True)
         thread.start()
 
-    def run(self, action: Callable[[LoopLearner], T]) -> T:
+    def run(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `action` on the learner, repeated with the next one if a membership change interrupts it."""
         while True:
             try:
@@ -132,7 +115,7 @@ class LoopLife:
                     if self._error is not None:
                         raise self._error
                     learner, membership = self.learner, self.membership
-                    return action(learner)
+                    return action(learner, *args, **kwargs)
             except _LOSSES as error:
                 if self._coordination is None or error is self._error:
                     raise
@@ -142,7 +125,7 @@ class LoopLife:
         """Close the learner, and leave once all have closed."""
         try:
             with suppress(Closed):
-                self.run(lambda learner: learner.close())
+                self.run(LoopLearner.close)
         except PeerLost as error:
             if not self.survives or self.progress.final is None:
                 raise
@@ -152,11 +135,10 @@ class LoopLife:
             ) from error
         with self._lock:
             self._is_over = True
-            self.learner.leave_optimizer()
             if self._coordination is not None:
                 self._coordination.leave(None)
-            elif self.place.world > 1:
-                self._part()
+            elif self.peers.world > 1:
+                self.peers.part()
             self._stack.close()
 
     @property
@@ -164,17 +146,10 @@ class LoopLife:
         """Whether this learner continues when others are lost."""
         return self._coordination is not None
 
-    def attach(self, make_step: MakeStep, scaler: GradScaler | None) -> StepHook:
-        """Let the loop's calls of `optimizer.step()` or `scaler.step()` call `make_step`; returns the hook."""
-        with self._lock:
-            self._replica.is_attached = True
-            return StepHook(self._replica, make_step, scaler)
-
     def abandon(self, error: BaseException | None) -> None:
         """Leave without the others: they are notified. Connections stay open, because threads may be waiting in
         them."""
         self._is_over = True
-        self.learner.leave_optimizer()
         unclosed = ProtocolError(f"learner {self._root.rank} ended without close()")
         self.learner.fail(error or unclosed)
         if self._coordination is not None:
@@ -186,35 +161,28 @@ class LoopLife:
     # implementation
 
     def _enter_only(self) -> None:
-        place = self.place
-        if place.world > 1:
-            shake_hands(place.store, place.rank, self._handshake(place.world), self._timeout_seconds, waits=self._waits)
-            device = self._replica.weights.device
-            connections = self._stack.enter_context(
-                process_group(place, device, self._timeout_seconds, waits=self._waits)
+        if self._root.world > 1:
+            self._root.shake_hands(self._handshake(self._root.world))
+        self.learner = self._connect(self._root)
+
+    def _connect(self, peers: Peers, how: LoopPlan | None = None, listening: Store | None = None) -> LoopLearner:
+        """Connect to the other learners of a membership."""
+
+        def make_learner() -> LoopLearner:
+            progress = self.progress
+            return LoopLearner(
+                peers, self._strategy, self._options, self._replica, self._seed, progress, how, listening
             )
-            self.learner = self._make_learner(place, None)
-            connections.note()
-        else:
-            self.learner = self._make_learner(place, None)
 
-    def _make_learner(self, place: Place, entry: Entry | None) -> LoopLearner:
-        return LoopLearner(
-            place,
-            self._strategy,
-            self._options,
-            self._replica,
-            self._seed,
-            self._timeout_seconds,
-            self._most_not_finite,
-            self._waits,
-            self.progress,
-            entry,
-        )
-
-    def _part(self) -> None:
-        place = self.place
-        part(place.store, place.rank, place.world, self._timeout_seconds, waits=self._waits)
+        self._connections = None
+        if peers.world == 1:
+            return make_learner()
+        connections = self._stack.enter_context(process_group(peers, self._replica.weights.device))
+        self._connections = connections
+        with peers.telling(lambda change: connections.cut_all()):
+            learner = make_learner()
+        connections.note()
+        return learner
 
     def _fail(self, error: BaseException) -> None:
         """End this learner with `error`. Called by another thread."""
@@ -262,13 +230,13 @@ class LoopLife:
     def _leave(self) -> bool:
         """Leave the membership that has ended. Returns whether the run is over: all learners have closed in it, or this
         one has failed, which its loop may not have noticed yet."""
-        store, failure = self.place.store, self.learner.failure
+        store, failure = self.peers.store, self.learner.failure
         if store.check([UNEQUAL]):
             failure = ProtocolError(store.get(UNEQUAL).decode())
         if failure is not None and not isinstance(failure, _LOSSES):
             self._fail(failure)
             return True
-        if store.compare_set(_OUTCOME, "", _CHANGED).decode() == _OVER:
+        if self.peers.decide(is_over=False):
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
@@ -281,7 +249,7 @@ class LoopLife:
         """Enter the membership `change`, or a later one if that changes meanwhile."""
         while True:
             try:
-                learner = self._enter(coordination.feed, coordination.listening, change)
+                learner = self._enter(coordination, change)
                 break
             except _LOSSES as error:
                 if self._connections is not None:
@@ -291,74 +259,42 @@ class LoopLife:
                 if later is None:
                     raise self._error or error from error
                 change = later
-        if change.number and self.place.rank == 0:
-            _LOG.warning("%s: %d learners continue", change.reason or "the membership changed", self.place.world)
+        if change.number and self.peers.rank == 0:
+            _LOG.warning("%s: %d learners continue", change.reason or "the membership changed", self.peers.world)
         with self._changed:
             self.learner, self.membership = learner, change
             self._changed.notify_all()
 
-    def _enter(self, feed: MembershipFeed, listening: Store, membership: Membership) -> LoopLearner:
-        if feed.name not in membership.members:
-            raise PeerLost(f"learner {feed.name} was taken for lost, and the others continue without it")
-        rank, world = membership.members.index(feed.name), len(membership.members)
+    def _enter(self, coordination: Coordination, membership: Membership) -> LoopLearner:
+        name = coordination.feed.name
+        if name not in membership.members:
+            raise PeerLost(f"learner {name} was taken for lost, and the others continue without it")
+        world = len(membership.members)
         try:
             self._strategy.validate(self._options, world)
         except ConfigError as error:
             raise PeerLost(f"{membership.reason}; {self._strategy.name} cannot continue: {error}") from error
-        store = PrefixStore(membership.key, self._root.store)
-        place = self.place = replace(self._root, rank=rank, world=world, store=store)
-        self._waits.among(rank, membership.members)
-
-        def look_around() -> None:
-            if self._error is not None:
-                raise self._error
-            if feed.latest.number > membership.number:
-                raise MembershipChanged(feed.latest)
-
-        def explain(error: Exception) -> None:
-            if change := feed.beyond(membership, CAUSE):
-                raise MembershipChanged(change) from error
-
-        def end() -> None:
-            if store.compare_set(_OUTCOME, "", _OVER).decode() == _CHANGED:
-                raise MembershipChanged(feed.latest)
-
-        shake_hands(store, rank, self._handshake(world), self._timeout_seconds, look_around, self._waits)
-        pasts = self._pasts(place, look_around)
+        peers = self.peers = self._root.enter(membership, self._check)
+        peers.shake_hands(self._handshake(world))
+        found = peers.gather_all("past", asdict(self.progress.past), "entering the next membership")
+        pasts = [Past(**each) for each in found]
         if all(past.has_joined and not past.has_state for past in pasts):
             raise ProtocolError(
-                f"learner {feed.name} has joined, but all learners that had the run's model were lost before it was "
+                f"learner {name} has joined, but all learners that had the run's model were lost before it was "
                 "copied; start the run again, from your loop's last checkpoint"
             )
         is_in_step = self._strategy.sync_group_size(self._options, 2) == 2
         how = plan(pasts, self._strategy.has_one_model, is_in_step, self._strategy.keeps_state)
-        listening = PrefixStore(membership.key, listening)
-        entry = Entry(how, explain, look_around, listening, end, membership.members)
-        telling = partial(feed.telling, membership)
-        if world == 1:
-            learner = self._make_learner(place, entry)
-            self._connections = None
-        else:
-            device = self._replica.weights.device
-            connections = self._connections = self._stack.enter_context(
-                process_group(place, device, self._timeout_seconds, telling, True, self._waits)
-            )
-            with telling(lambda change: connections.cut_all()):
-                learner = self._make_learner(place, entry)
-            connections.note()
+        learner = self._connect(peers, how, PrefixStore(membership.key, coordination.listening))
 
         def end_membership(change: Membership) -> None:  # called by another thread
             learner.fail(MembershipChanged(change))
             if self._connections is not None:
                 self._connections.cut()
 
-        self._stack.enter_context(telling(end_membership))
+        self._stack.enter_context(peers.telling(end_membership))
         return learner
 
-    def _pasts(self, place: Place, look_around: Callable[[], None]) -> list[Past]:
-        """What all members of a membership have done before, by rank."""
-        own, what, seconds = self.progress.past.encode(), "entering the next membership", self._timeout_seconds
-        found = gather(
-            place.store, place.rank, place.world, "past", own, in_one_list, seconds, look_around, what, self._waits
-        )
-        return [Past(**each) for each in json.loads(found)]
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error

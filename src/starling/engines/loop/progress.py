@@ -1,13 +1,11 @@
 """What a loop's learner keeps from one membership to the next, and how the learners of a membership begin."""
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
-from starling.engines.processes.communicator import stopwatch
 from starling.training.job import Statistics
 
 
@@ -21,11 +19,27 @@ class Consensus:
 
 
 @dataclass
+class NotFinite:
+    """Counts gradients that are not finite, which make no optimizer step."""
+
+    most: int
+    """How many in a row end the run."""
+    num: int = 0
+    in_a_row: int = 0
+
+    def count(self) -> bool:
+        """Count one; returns whether it ends the run."""
+        self.in_a_row += 1
+        self.num += 1
+        return self.in_a_row == self.most
+
+
+@dataclass
 class LoopProgress:
     """One loop's progress, across memberships."""
 
+    not_finite: NotFinite
     statistics: Statistics = field(default_factory=Statistics)
-    now: Callable[[], float] = field(default_factory=stopwatch)
     has_state: bool = False
     """Whether it has entered a membership; a joiner first copies the state of another learner."""
     has_joined: bool = False
@@ -34,20 +48,14 @@ class LoopProgress:
     """Steps of the run: a joiner begins with the number of the learner that it copies."""
     num_jumped: int = 0
     """Steps of the run that it skipped because others had made them when the membership changed."""
-    num_calls: int = 0
-    """Calls of `step`."""
-    num_skipped: int = 0
-    """Non-finite gradients, which made no optimizer step."""
-    num_skipped_in_a_row: int = 0
     gradient: Literal["none", "given", "alone", "used"] = "none"
     """The loop's gradient within `step`: given to the strategy; to be used without the others, which have already made
     this step; or used."""
     is_over: bool = False
     """Whether the loop has made its last step."""
     final: Consensus | None = None
-    consensus_distance: float | None = None
     resumed_at: float = 0.0
-    has_warned: bool = False
+    """When the loop began to compute, on the monotonic clock."""
     consensus_bytes: int = 0
 
     @property
@@ -81,15 +89,6 @@ class Past:
     """Whether it has the final consensus."""
     has_joined: bool = False
     """Whether it was not there when the run began."""
-
-    def encode(self) -> str:
-        """It as JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def decode(text: bytes) -> "Past":
-        """The inverse of `encode`."""
-        return Past(**json.loads(text))
 
 
 @dataclass(frozen=True)

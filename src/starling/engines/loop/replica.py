@@ -1,195 +1,33 @@
 """A user's own model and optimizer as a learner's replica. It detects changes that the user's loop makes to them."""
 
-import inspect
 import math
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from starling.checkpoint.encoding import encode_state
 from starling.checkpoint.state import OWN_PREFIX, LearnerState, beyond_membership
 from starling.checkpoint.state import own as copied
 from starling.engines.loop.optimizers import OptimizerList, members_of, optimizer_like, parameters_of
-from starling.engines.loop.outside import OutsideChanges
+from starling.engines.loop.outside import AdoptedParameters, OutsideChanges
 from starling.engines.loop.progress import Consensus
 from starling.engines.processes.backend import communicating
-from starling.engines.processes.communicator import ProcessHandle
 from starling.errors import CheckpointError, ConfigError, ProtocolError
 from starling.learner import Handle
-from starling.training.flat import in_cudnn_order, split, trainable, view_weights
+from starling.training.flat import split
 from starling.training.replica import Replica
 from starling.workload import Position
 
-_SAME_PARAMETERS = (
-    "at starling.join all parameters that will be trained must belong to the model and must require gradients or be in "
-    "the optimizer; to train some only later, freeze them with requires_grad_(False) after starling.join"
-)
 _BUFFER, _FROZEN, _FINAL, _DISTANCE = "buffer ", "frozen ", "final", "distance"
 """Names, or beginnings of names, of the tensors beside the weights that one learner copies from another."""
 _SMALL = 10_000
 """Up to this number of elements, copying takes less time than calling a torch function."""
-
-
-def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise `ConfigError` for a model or optimizer that learners cannot train together."""
-    if isinstance(model, DistributedDataParallel):
-        raise ConfigError("model: DistributedDataParallel averages gradients itself; pass its `.module`")
-    parameters = trainable(model)
-    if parameters[0].is_complex():
-        name = next(name for name, each in model.named_parameters() if each is parameters[0])
-        raise ConfigError(
-            f"model: parameter {name} is {parameters[0].dtype}, and learners exchange real numbers; keep it as a real "
-            "parameter with a last dimension of 2, and use torch.view_as_complex of it in forward"
-        )
-    if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
-        raise ConfigError(f"model: its parameters must be on one device, found {', '.join(sorted(devices))}")
-    own = {id(parameter) for parameter in model.parameters()}
-    known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if foreign := [parameter for parameter in known if id(parameter) not in own]:
-        raise ConfigError(
-            f"optimizer: {len(foreign)} of its {len(known)} parameters do not belong to the model; the first has shape "
-            f"{list(foreign[0].shape)}. Create it from `model.parameters()`; join several models as one "
-            "`nn.ModuleList`, with a list of their optimizers"
-        )
-    if not {id(parameter) for parameter in known} & {id(parameter) for parameter in parameters}:
-        raise ConfigError("optimizer: it has none of the model's trainable parameters")
-    for member in members_of(optimizer):
-        closure = inspect.signature(member.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ConfigError(
-                f"optimizer: {type(member).__name__} needs a closure to compute several gradients per step, but a "
-                "learner computes one gradient per step; use an optimizer without a closure, such as SGD or AdamW"
-            )
-
-
-def check_served(optimizer: Optimizer, strategy: str) -> None:
-    """Raise `ConfigError` for an optimizer whose steps cannot be made by servers, or in shared memory."""
-    for member in members_of(optimizer):
-        kind = type(member).__name__
-        if callable(getattr(member, "train", None)) and callable(getattr(member, "eval", None)):
-            raise ConfigError(
-                f"optimizer: {kind} has weights to train and weights to evaluate, between which train() and eval() "
-                f"switch, but under {strategy} it makes its steps elsewhere; choose a strategy whose learners step "
-                "themselves, such as adpsgd, or another optimizer"
-            )
-        if isinstance(member, torch.optim.SparseAdam):
-            raise ConfigError(
-                f"optimizer: {kind} needs sparse gradients, and under {strategy} they travel as whole vectors; choose "
-                "Adam, or a strategy whose learners step themselves, such as adpsgd"
-            )
-
-
-class AdoptedParameters:
-    """The parameters that learners train together, as views into `flat` `[P]`.
-
-    These are the model's parameters that are trainable or in the optimizer when it joins. They may be frozen and
-    unfrozen later. At every step, `check` detects parameters that were reallocated or replaced, and trained parameters
-    that were unknown before. It takes about half a microsecond per parameter.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        like = trainable(model)[0]
-        in_optimizer = {id(parameter) for parameter in parameters_of(optimizer)}
-        self.names, self.parameters = [], []
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        for parameter in in_cudnn_order(model):
-            may_be_unfrozen = id(parameter) in in_optimizer and _fits(parameter, like)
-            if parameter.requires_grad or may_be_unfrozen:
-                self.names.append(names[parameter])
-                self.parameters.append(parameter)
-        self._known = {id(parameter) for parameter in self.parameters}
-        self._note_structure()
-
-    names: list[str]
-    parameters: list[nn.Parameter]
-
-    def view(self, flat: Tensor) -> None:
-        """Make the parameters views into `flat` `[P]`."""
-        view_weights(self._model, self.parameters, flat)
-        self._views = [parameter.data for parameter in self.parameters]
-        self._addresses = [view.data_ptr() for view in self._views]
-
-    def check(self, learner: str) -> list[tuple[int, Tensor]]:
-        """The reallocated parameters, by number, each with a copy of its current values.
-
-        Raises `ProtocolError` for a trained parameter that was unknown when the model joined.
-        """
-        if self._structure() != self._noted or any(parameter.requires_grad for parameter in self._others):
-            self._check_structure(learner)
-            self._note_structure()
-        # addresses first: `is_set_to`, which also compares sizes and strides, fails for tensors on two devices
-        if [parameter.data_ptr() for parameter in self.parameters] == self._addresses and all(
-            map(Tensor.is_set_to, self.parameters, self._views)
-        ):
-            return []
-        moved = [number for number in range(len(self.parameters)) if self._has_moved(number)]
-        return [(number, self.parameters[number].data.clone()) for number in moved]
-
-    def take_back(self, number: int, learner: str) -> None:
-        """Make a reallocated parameter a view into the flat vector again, with that vector's values.
-
-        Raises `ProtocolError` if its dtype, shape or device has changed.
-        """
-        parameter, view = self.parameters[number], self._views[number]
-        if not _fits(parameter, view) or parameter.shape != view.shape:
-            raise ProtocolError(
-                f"{learner}: parameter {self.names[number]} is {_describe(parameter)}, but was {_describe(view)} at "
-                "starling.join; change the model's dtype, device or shapes before starling.join"
-            )
-        parameter.data = view
-
-    def release(self) -> None:
-        """Copy the flat vector's values to reallocated parameters of any dtype and device."""
-        for number, parameter in enumerate(self.parameters):
-            if self._has_moved(number) and parameter.shape == self._views[number].shape:
-                parameter.data.copy_(self._views[number])
-
-    def _has_moved(self, number: int) -> bool:
-        parameter, view = self.parameters[number], self._views[number]
-        return not (_fits(parameter, view) and parameter.is_set_to(view))
-
-    def _structure(self) -> list[int]:
-        """The `id`s of the model's and the optimizer's modules and parameters; `_alive` keeps these objects alive."""
-        inside = [id(each) for contents in self._contents for each in contents.values()]
-        return inside + [id(parameter) for parameter in parameters_of(self._optimizer)]
-
-    def _note_structure(self) -> None:
-        modules = list(self._model.modules())
-        self._contents = [contents for module in modules for contents in (module._parameters, module._modules)]
-        self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in self._known]
-        self._alive = modules, list(parameters_of(self._optimizer))
-        self._noted = self._structure()
-
-    def _check_structure(self, learner: str) -> None:
-        named = list(self._model.named_parameters())
-        unknown = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in self._known]
-        names = {id(parameter): name for name, parameter in named}
-        for parameter in parameters_of(self._optimizer):
-            name = names.get(id(parameter), f"of shape {list(parameter.shape)} in the optimizer")
-            if parameter.requires_grad and id(parameter) not in self._known and name not in unknown:
-                unknown.append(name)
-        if unknown:
-            shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-            raise ProtocolError(
-                f"{learner}: parameter {shown} is trained but was unknown when the model joined, so its changes would "
-                f"not reach other learners; {_SAME_PARAMETERS}"
-            )
-
-
-def _fits(tensor: Tensor, like: Tensor) -> bool:
-    return tensor.dtype == like.dtype and tensor.device == like.device
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
 def flatten(parameters: Sequence[nn.Parameter], sparse: set[int], flat: Tensor) -> None:
@@ -280,20 +118,28 @@ def _gradients_in(arguments: object) -> Generator[OwnGradient, None, None]:
         yield from _gradients_in(list(arguments.values()))
 
 
-class LoopGradient(ProcessHandle[Tensor]):
+class LoopGradient(Handle[Tensor]):
     """The gradient that the loop computes next; awaiting it waits for the loop."""
 
     def __init__(self, gradient: OwnGradient) -> None:
-        super().__init__(lambda: gradient)
+        self._gradient = gradient
         self.is_supplied = False
 
+    def result(self) -> Tensor:
+        return self._gradient
 
-class MeanOfGradient(ProcessHandle[Tensor]):
+
+class MeanOfGradient(Handle[Tensor]):
     """The mean of a gradient that the loop computes next."""
 
     def __init__(self, gradient: LoopGradient, mean: Callable[[Tensor], Handle[Tensor]]) -> None:
-        super().__init__(lambda: mean(gradient.result()).result())
         self.gradient = gradient
+        self._mean = mean
+        self._handle: Handle[Tensor] | None = None
+
+    def result(self) -> Tensor:
+        self._handle = self._handle or self._mean(self.gradient.result())
+        return self._handle.result()
 
 
 class LoopReplica(Replica):
@@ -317,8 +163,6 @@ class LoopReplica(Replica):
         self._adopted.view(self.loop)
         self.is_stepping = False
         """Whether this replica is calling the optimizer's `step`."""
-        self.is_attached = False
-        """Whether the loop's calls of its optimizers' `step` are the learner's steps."""
         self.was_finite = True
         """Whether the newest gradient was finite, so that the optimizer made a step."""
         self._is_shared = is_shared
@@ -451,21 +295,13 @@ class LoopReplica(Replica):
             if final is not None:
                 tensors |= {_FINAL: final.mean, _DISTANCE: torch.tensor(final.distance, dtype=torch.float64)}
             optimizer = {"state": self.optimizer.state_dict()["state"]}
-            with suppress(CheckpointError):  # an optimizer whose state cannot be sent starts afresh elsewhere
+            try:
                 encode_state(optimizer, "optimizer", {})
-                return LearnerState(
-                    rank,
-                    world,
-                    Position(),
-                    0.0,
-                    copied(weights),
-                    copied(tensors),
-                    copied(optimizer),
-                    strategy=self._strategy(),
-                )
-            return LearnerState(
-                rank, world, Position(), 0.0, copied(weights), copied(tensors), {}, strategy=self._strategy()
-            )
+            except CheckpointError:  # an optimizer whose state cannot be sent starts afresh elsewhere
+                optimizer = {}
+            own = copied(weights), copied(tensors), copied(optimizer)
+            strategy = {name: each for name, each in self.strategy_state.items() if not name.startswith(OWN_PREFIX)}
+            return LearnerState(rank, world, Position(), 0.0, *own, strategy=copied(strategy))
 
     def take(self, state: LearnerState, everything: bool) -> Consensus | None:
         """Take another learner's strategy state or, with `everything`, its whole state; returns the final consensus, if
@@ -491,9 +327,6 @@ class LoopReplica(Replica):
         if _FINAL not in state.buffers:
             return None
         return Consensus(state.buffers[_FINAL], float(state.buffers[_DISTANCE]))
-
-    def _strategy(self) -> dict[str, Tensor]:
-        return {name: copied(each) for name, each in self.strategy_state.items() if not name.startswith(OWN_PREFIX)}
 
     def _frozen(self) -> dict[str, Tensor]:
         """The parameters that learners do not train together."""

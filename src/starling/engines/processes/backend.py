@@ -50,10 +50,7 @@ def check_files(learner: int) -> None:
 def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
     """Wait for `work` of a process group. Raises `ConnectionFailed`."""
     with communicating():
-        if timeout is None:
-            work.wait()
-        else:
-            work.wait(timeout)
+        work.wait() if timeout is None else work.wait(timeout)
 
 
 def local_group(ranks: Sequence[int], timeout: timedelta) -> ProcessGroup:
@@ -62,7 +59,36 @@ def local_group(ranks: Sequence[int], timeout: timedelta) -> ProcessGroup:
     return group
 
 
-class ReducingModel:
+class PassWithBackend:
+    """Tells errors of the backend from those of the model where a forward and backward pass communicates."""
+
+    def __init__(self) -> None:
+        self._failure: ConnectionFailed | None = None
+
+    @contextmanager
+    def telling_failures(self) -> Generator[None, None, None]:
+        """A context for one pass. Raises `ConnectionFailed` if communication failed in it; errors of the model pass
+        through."""
+        self._failure = None
+        try:
+            yield
+        except Exception as error:
+            if self._failure is not None:
+                raise self._failure from error
+            raise
+
+    @contextmanager
+    def communicating(self) -> Generator[None, None, None]:
+        """A context for communication within the pass."""
+        try:
+            with communicating():
+                yield
+        except ConnectionFailed as error:
+            self._failure = error
+            raise
+
+
+class ReducingModel(PassWithBackend):
     """A model whose gradients DistributedDataParallel averages over a group while backward runs.
 
     DDP communicates within forward and backward; errors of the backend are nevertheless distinguished from those of the
@@ -70,9 +96,9 @@ class ReducingModel:
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None, **options: Any) -> None:
+        super().__init__()
         self._group = group
         self._world = dist.get_world_size(group)
-        self._failure: ConnectionFailed | None = None
         with communicating(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the name of `broadcast_buffers` before torch 2.13
             self.model = DistributedDataParallel(
@@ -84,30 +110,17 @@ class ReducingModel:
     def reducing(self) -> Generator[None, None, None]:
         """A context for one forward and backward pass. Raises `ConnectionFailed` if communication failed; errors of the
         model pass through."""
-        self._failure = None
         with communicating():
             self.model.reducer._rebuild_buckets()  # DDP would do this within forward
-        try:
+        with self.telling_failures():
             yield
-        except Exception as error:
-            if self._failure is not None:
-                raise self._failure from error
-            raise
 
     def _reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        try:
-            with communicating():
-                work = dist.all_reduce(bucket.buffer().div_(self._world), group=self._group, async_op=True)
-        except ConnectionFailed as error:
-            self._failure = error
-            raise
+        with self.communicating():
+            work = dist.all_reduce(bucket.buffer().div_(self._world), group=self._group, async_op=True)
         averaged: Future[Tensor] = work.get_future().then(self._reduced)
         return averaged
 
     def _reduced(self, done: Future[list[Tensor]]) -> Tensor:
-        try:
-            with communicating():
-                return done.value()[0]
-        except ConnectionFailed as error:
-            self._failure = error
-            raise
+        with self.communicating():
+            return done.value()[0]

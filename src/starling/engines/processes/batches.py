@@ -1,7 +1,6 @@
 """The mini-batches of one learner process: its sync group claims portions of tickets through the store, and loading
 processes prepare mini-batches ahead."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,10 +10,7 @@ from starling.engines.processes.checkpoint_barrier import AGREEING, CheckpointBa
 from starling.engines.processes.communicator import Communicator
 from starling.engines.processes.done_notes import DoneNotes
 from starling.engines.processes.draws import CLAIMING, Draws
-from starling.engines.processes.handshake import await_keys, gather
-from starling.engines.processes.place import Place
-from starling.engines.processes.stalls import Waits
-from starling.training.job import Job, Statistics
+from starling.training.job import Job
 from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Ticket
@@ -29,31 +25,27 @@ class ProcessBatches:
     def __init__(
         self,
         job: Job,
-        place: Place,
         tickets: SyncGroupTickets,
         part: int,
         loader: Loader,
         communicator: Communicator,
         barrier: CheckpointBarrier,
         notes: DoneNotes | None,
-        timeout_seconds: float,
-        statistics: Statistics,
-        waits: Waits,
         clock: Callable[[], float],
     ) -> None:
-        sync_groups = job.sync_groups(place.world)
+        peers = self._peers = communicator.peers
+        sync_groups = job.sync_groups(peers.world)
         self._budget, self._tickets, self._part = job.budget, tickets, part
-        self._store, self._rank, self._world = place.store, place.rank, place.world
-        self._sync_group = sync_groups.of(place.rank)
-        self._is_worker = place.rank < sync_groups.num_workers
-        self._member = place.rank - self._sync_group.start
-        self._communicator, self._barrier, self._notes = communicator, barrier, notes
-        self._timeout_seconds = timeout_seconds
-        self._statistics, self._waits, self._now = statistics, waits, clock
+        self._sync_group = sync_groups.of(peers.rank)
+        self._is_whole = len(self._sync_group) == peers.world
+        self._is_worker = peers.rank < sync_groups.num_workers
+        self._member = peers.rank - self._sync_group.start
+        self._naming_the_lost = communicator.naming_the_lost
+        self._barrier, self._notes = barrier, notes
+        self._statistics, self._now = communicator.statistics, clock
         self._drawn_ahead: set[int] = set()  # portions that this sync group has drawn and not yet claimed
         self._newest_drawn = 0
-        is_first, is_alone = self._member == 0, len(self._sync_group) == 1
-        self._draws = Draws(place.store, self._sync_group.start, is_first, is_alone, clock)
+        self._draws = Draws(peers, self._sync_group, clock)
         self._resumed_at: float | None = None  # when the last mini-batch was given out
         is_counted = job.budget.steps is not None or job.budget.epochs is not None
         self._loader, self._lookahead = loader, Lookahead(is_counted)
@@ -61,7 +53,7 @@ class ProcessBatches:
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
         begin = self._now()
-        with self._waits.waiting("data"):
+        with self._peers.waits.waiting("data"):
             loaded = list(islice(self._batches, self._tickets.shares[self._member]))
         now = self._now()
         self._statistics.spent.waiting_for_data += now - begin
@@ -78,16 +70,19 @@ class ProcessBatches:
         """The clock of the sync group's first learner, through the store."""
         if len(self._sync_group) == 1:
             return self._now()
-        key = f"clock/{self._sync_group.start}/{{}}".format
+        store, first, what = self._peers.store, self._sync_group.start, "agreeing on the time"
+        key = f"clock/{first}/{{}}".format
         if self._member == 0:
-            self._store.set(key(claim), repr(self._now()))
-            self._store.delete_key(key(claim - KEPT_TIMES))
-        return float(self._value_of_first(key(claim), "agreeing on the time"))
+            store.set(key(claim), repr(self._now()))
+            store.delete_key(key(claim - KEPT_TIMES))
+        with self._naming_the_lost(what):
+            self._peers.await_keys([key(claim)], what, [first])
+            return float(store.get(key(claim)))
 
     def reach(self, portion: int) -> None:
         """Wait until it is known whether there is a checkpoint barrier before `portion`."""
-        with self._communicator.naming_the_lost(AGREEING):
-            self._barrier.reach(portion, self._communicator.release.check)
+        with self._naming_the_lost(AGREEING):
+            self._barrier.reach(portion, self._peers.look_around)
 
     def done(self, ticket: Ticket) -> None:
         if self._notes is not None:
@@ -95,22 +90,19 @@ class ProcessBatches:
 
     def settle(self) -> None:
         """After the last claims of all learners: wait for the checkpoint barrier that is being agreed on, if any."""
-        with self._communicator.naming_the_lost(AGREEING):
-            self._barrier.settle(self._communicator.release.check)
+        with self._naming_the_lost(AGREEING):
+            self._barrier.settle(self._peers.look_around)
 
     def drawn_by_all(self) -> tuple[int, list[int]]:
         """The number of portions drawn by all sync groups, and the portions that remain undone because they were drawn
         ahead when the time budget was spent. Waits until all learners have made their last claims."""
-        if len(self._sync_group) == self._world:
+        if self._is_whole:
             return self._statistics.num_claimed, []
         undone = self._undone() if self._is_worker and self._member == 0 else ()
-        what, own = "collecting the last claims", json.dumps(sorted(undone))
-        look_around, seconds = self._communicator.release.check, self._timeout_seconds
-        with self._communicator.naming_the_lost(what):
-            found = gather(
-                self._store, self._rank, self._world, "claimed", own, _union, seconds, look_around, what, self._waits
-            )
-        return int(self._store.add("claims", 0)), json.loads(found)
+        what = "collecting the last claims"
+        with self._naming_the_lost(what):
+            found = self._peers.gather_all("claimed", sorted(undone), what)
+        return int(self._peers.store.add("claims", 0)), sorted(number for each in found for number in each)
 
     def _drawn(self) -> Iterator[Ticket]:
         """Draw this learner's tickets."""
@@ -125,18 +117,18 @@ class ProcessBatches:
 
     def _numbers(self) -> Iterator[int]:
         """Draw portions for this sync group: their numbers."""
-        if len(self._sync_group) == self._world:
+        if self._is_whole:
             yield from count()
         while True:
             yield self._take()
 
     def _take(self) -> int:
-        with self._communicator.naming_the_lost(CLAIMING):
-            return self._draws.take(self._communicator.release.check, self._timeout_seconds, self._waits)
+        with self._naming_the_lost(CLAIMING):
+            return self._draws.take()
 
     def _draw_ahead(self, now: float) -> None:
         """Begin to draw what will be wanted after the mini-batch that begins, so that nothing waits for the store."""
-        if len(self._sync_group) == self._world:
+        if self._is_whole:
             return
         num_more = 1 + self._loader.is_ahead
         if self._member == 0:
@@ -157,7 +149,7 @@ class ProcessBatches:
 
     def _num_ahead(self) -> int:
         """The number of portions that may be drawn ahead of the one that is about to begin."""
-        if len(self._sync_group) == self._world:
+        if self._is_whole:
             return sys.maxsize  # no other learner would take them
         if self._member == 0:
             return self._lookahead.num(self._now(), self._loader.load_seconds)
@@ -167,18 +159,3 @@ class ProcessBatches:
     def close(self) -> None:
         """End the thread that draws."""
         self._draws.close()
-
-    def _value_of_first(self, key: str, what: str) -> str:
-        """The value that the first member of the sync group writes under `key`."""
-        with self._communicator.naming_the_lost(what):
-            self._await([key], what, [self._sync_group.start])
-            return str(self._store.get(key).decode())
-
-    def _await(self, keys: list[str], what: str, writers: "range | list[int]") -> None:
-        look_around = self._communicator.release.check
-        await_keys(self._store, keys, self._timeout_seconds, look_around, what, writers, self._waits)
-
-
-def _union(claims: list[bytes]) -> str:
-    """The portions in several lists, as one list."""
-    return json.dumps(sorted(number for each in claims for number in json.loads(each)))

@@ -12,15 +12,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from torch.distributed import DistError, DistStoreError
-from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes.forks import clone_store
-from starling.engines.processes.handshake import await_keys, do_nothing
-from starling.engines.processes.stalls import Waits
+from starling.engines.processes.handshake import Peers, do_nothing
 
 POLL_SECONDS = 0.2
 """Interval at which the threads check for a request."""
@@ -81,23 +79,19 @@ class CheckpointBarrier(threading.Thread):
 
     def __init__(
         self,
-        store: Store,
-        rank: int,
-        world: int,
+        peers: Peers,
         save_requests: SaveRequests | None,
         on_barrier: Callable[[int, int], None],
-        timeout_seconds: float = math.inf,
-        waits: Waits | None = None,
     ) -> None:
-        super().__init__(name=f"starling-barriers-{rank}", daemon=True)  # it must not keep a failed learner alive
-        self._store: Store | None = None
+        super().__init__(name=f"starling-barriers-{peers.rank}", daemon=True)  # it must not keep a failed learner alive
+        self._timeout_seconds = peers.timeout_seconds
+        self._rank, self._world = peers.rank, peers.world
+        self._has_requests = save_requests is not None
         if save_requests is not None:  # its own connection: a store serves one request at a time
-            self._store = clone_store(store)
-        self._rank, self._world = rank, world
+            place = replace(peers.place, store=clone_store(peers.store))
+            self._peers = peers.but(place=place, timeout_seconds=math.inf, look_around=self._check_closed)
         self._requests = save_requests or SaveRequests()
         self._on_barrier = on_barrier
-        self._timeout_seconds = timeout_seconds
-        self._waits = waits
         self._changed = threading.Condition()
         self._reached = 0  # the first portion that this learner has not reached
         self._limit: int | None = None  # the first portion that must wait until the barrier's place is known
@@ -106,7 +100,7 @@ class CheckpointBarrier(threading.Thread):
         self._begin = time.monotonic()
 
     def start(self) -> None:
-        if self._store is not None:
+        if self._has_requests:
             super().start()
             self._requests.ready()
 
@@ -154,32 +148,31 @@ class CheckpointBarrier(threading.Thread):
 
     def _request(self, number: int) -> tuple[int, int]:
         """Wait for the request of barrier `number`. Returns the signal that stops the run or 0, and the margin."""
-        key = f"barriers/{number}"
+        store, key = self._peers.store, f"barriers/{number}"
         while True:
             self._check_closed()
             wanted = self._requests.wanted(self._rank == 0)
             if wanted is not None:
-                request = self._own_store.compare_set(key, "", json.dumps([wanted, self._margin()]))
+                request = store.compare_set(key, "", json.dumps([wanted, self._margin()]))
                 break
-            if self._own_store.check([key]):
-                request = self._own_store.get(key)
+            if store.check([key]):
+                request = store.get(key)
                 break
             self._is_closed.wait(POLL_SECONDS)
         signal_number, margin = json.loads(request)
         return signal_number, margin
 
     def _agree(self, number: int, signal_number: int, margin: int) -> None:
-        store, key = self._own_store, f"barriers/{number}/{{}}".format
+        store, key = self._peers.store, f"barriers/{number}/{{}}".format
         with self._changed:
             answer, self._limit = self._reached, self._reached + margin
         store.set(key(self._rank), str(answer))
         if self._rank == 0:
             keys = [key(rank) for rank in range(self._world)]
-            ranks = range(self._world)
-            await_keys(store, keys, math.inf, self._check_closed, AGREEING, ranks, self._waits)
+            self._peers.await_keys(keys, AGREEING, range(self._world))
             store.set(key("place"), str(max(int(store.get(each)) for each in keys) + margin))
             self._forget(number - 1)  # all have answered, so all know the place of the previous barrier
-        await_keys(store, [key("place")], math.inf, self._check_closed, AGREEING, [0], self._waits)
+        self._peers.await_keys([key("place")], AGREEING, [0])
         barrier = int(store.get(key("place")))
         with self._changed:
             if signal_number:
@@ -189,13 +182,6 @@ class CheckpointBarrier(threading.Thread):
             self._limit = None
             self._changed.notify_all()
 
-    @property
-    def _own_store(self) -> Store:
-        """The thread's own connection to the store."""
-        if self._store is None:
-            raise _Closed
-        return self._store
-
     def _margin(self) -> int:
         """The estimated number of portions reached in `MARGIN_SECONDS`, by all learners together; at least 1."""
         seconds = max(time.monotonic() - self._begin, MARGIN_SECONDS)
@@ -203,7 +189,7 @@ class CheckpointBarrier(threading.Thread):
 
     def _forget(self, number: int) -> None:
         for word in ("", "/place", *(f"/{rank}" for rank in range(self._world))):
-            self._own_store.delete_key(f"barriers/{number}{word}")
+            self._peers.store.delete_key(f"barriers/{number}{word}")
 
     def _check_closed(self) -> None:
         if self._is_closed.is_set():

@@ -1,5 +1,6 @@
-"""Means over a process group, summed in rank order."""
+"""Means over a sync group, summed in rank order: through a process group, or in shared memory."""
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -9,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 from starling.consensus import rank_ordered_mean
 from starling.engines.processes.backend import communicating
-from starling.engines.processes.threads import Worker
+from starling.engines.processes.links import MemoryLinks, Note
+from starling.engines.processes.threads import ProcessHandle, Worker
 from starling.learner import EncodedMean
 
 
@@ -30,11 +32,14 @@ class OrderedMean:
         chunk = -(-vector.numel() // self._world)
         mine = torch.zeros(chunk * self._world, dtype=vector.dtype, device="cpu")
         mine[: vector.numel()].copy_(vector)
-        return self._thread.submit(lambda: self._mean(mine, vector.numel()))
+        size = vector.numel()
+        return self._thread.submit(lambda: self._exchange(mine, rank_ordered_mean)[:size])
 
     def start_encoded(self, part: EncodedMean) -> "Future[Tensor]":
         """Begin a mean whose vectors travel encoded: an all-to-all and an all-gather of bytes."""
-        return self._thread.submit(lambda: self._mean_encoded(part))
+        return self._thread.submit(
+            lambda: part.result(self._exchange(torch.cat(part.messages()), part.combine).chunk(self._world))
+        )
 
     def abandon(self) -> None:
         """Stop without waiting for the mean under way."""
@@ -44,22 +49,107 @@ class OrderedMean:
         """Finish the mean under way, and end the thread."""
         self._thread.close()
 
-    def _mean_encoded(self, part: EncodedMean) -> Tensor:
-        mine = torch.cat(part.messages())
-        theirs = torch.empty_like(mine)
-        with communicating():
-            dist.all_to_all_single(theirs, mine, group=self._group)
-        combined = part.combine(theirs.chunk(self._world))
-        with communicating():
-            dist.all_gather(list(mine.chunk(self._world)), combined, group=self._group)
-        return part.result(mine.chunk(self._world))
-
-    def _mean(self, mine: Tensor, size: int) -> Tensor:
+    def _exchange(self, mine: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """Replace each learner's chunk of `mine` by what it `combine`s from all learners' vectors."""
         if self._world > 1:
             theirs = torch.empty_like(mine)
             with communicating():
                 dist.all_to_all_single(theirs, mine, group=self._group)
-            summed = rank_ordered_mean(theirs.chunk(self._world))
+            combined = combine(theirs.chunk(self._world))
             with communicating():
-                dist.all_gather(list(mine.chunk(self._world)), summed, group=self._group)
-        return mine[:size]
+                dist.all_gather(list(mine.chunk(self._world)), combined, group=self._group)
+        return mine
+
+
+SMALL_BYTES = 1 << 18
+"""Up to this size every learner sums the whole vector: a second synchronisation would take longer."""
+
+
+class SharedMean:
+    """Means over learners that are all linked, summed in rank order: the same bits as on the other engines.
+
+    Each learner copies its vector to its place in shared memory. Every learner sums small vectors completely; of large
+    ones each sums one chunk, in its own place, and all copy the chunks. A place is reused two means later: by then all
+    learners have begun the mean in between, and therefore no longer read it.
+    """
+
+    def __init__(self, links: MemoryLinks, sync_group: range, lane: int) -> None:
+        self._links, self._sync_group, self._lane = links, sync_group, lane
+        self._own = links.rank - sync_group.start
+        self._places = {(each, number): links.place(each, lane, number) for each in sync_group for number in range(2)}
+        self._num_begun = 0
+        self._under_way: ProcessHandle[Tensor] | None = None
+
+    def start(self, vector: Tensor, into: Tensor | None = None) -> "ProcessHandle[Tensor]":
+        """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one. The result is written to
+        `into` `[P]`, if given, otherwise to new memory."""
+        number, parts = self._begin(vector)
+        parts[self._own].copy_(vector)
+
+        def mean() -> Tensor:
+            self._await_all(2 * number)
+            if parts[0].nbytes <= SMALL_BYTES:
+                summed = rank_ordered_mean(parts)
+                return summed if into is None else into.copy_(summed)
+            chunks = [part.chunk(len(parts)) for part in parts]
+            if self._own < len(chunks[self._own]):
+                chunks[self._own][self._own].copy_(rank_ordered_mean([each[self._own] for each in chunks]))
+            self._meet(2 * number + 1)
+            whole = torch.empty_like(parts[0]) if into is None else into
+            return torch.cat([each[place] for place, each in enumerate(chunks) if place < len(each)], out=whole)
+
+        return self._started(number, mean)
+
+    def start_encoded(self, part: EncodedMean) -> "ProcessHandle[Tensor]":
+        """Begin a mean whose vectors travel encoded, after finishing the previous one.
+
+        A learner's place holds its message for each other learner. The slot of its own message then takes its chunk of
+        the encoded mean.
+        """
+        messages = part.messages()
+        number, places = self._begin(torch.cat(messages))
+        slots = [place.chunk(len(messages)) for place in places]
+        for slot, message in zip(slots[self._own], messages, strict=True):
+            slot.copy_(message)
+
+        def mean() -> Tensor:
+            self._await_all(2 * number)
+            slots[self._own][self._own].copy_(part.combine([each[self._own] for each in slots]))
+            self._meet(2 * number + 1)
+            return part.result([each[place] for place, each in enumerate(slots)])
+
+        return self._started(number, mean)
+
+    def _begin(self, like: Tensor) -> tuple[int, list[Tensor]]:
+        """The number of the next mean, and the places of all learners for it, as vectors like `like`."""
+        if self._under_way is not None:
+            self._under_way.result()
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        return number, [self._places[each, number % 2][: like.nbytes].view(like.dtype) for each in self._sync_group]
+
+    def _started(self, number: int, mean: Callable[[], Tensor]) -> "ProcessHandle[Tensor]":
+        self._under_way = under_way = ProcessHandle(mean)
+        self._tell_all(2 * number)
+        return under_way
+
+    def _meet(self, tag: int) -> None:
+        self._tell_all(tag)
+        self._await_all(tag)
+
+    def _tell_all(self, tag: int) -> None:
+        """Tell the other learners of the sync group that this one has reached the point `tag`."""
+        for peer in self._sync_group:
+            if peer != self._links.rank:
+                self._links.tell(peer, Note(1 + self._lane, 0, tag, 0))
+
+    def _await_all(self, tag: int) -> None:
+        """Wait until the other learners of the sync group have reached the point `tag`."""
+        for peer in self._sync_group:
+            if peer != self._links.rank:
+                self._links.hear(peer, 1 + self._lane, tag, self._links.timeout_seconds)
+
+    def abandon(self) -> None:
+        """Nothing to do: there is no thread."""
+
+    def close(self) -> None:
+        """Nothing to do: there is no thread."""

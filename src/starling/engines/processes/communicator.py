@@ -1,13 +1,15 @@
-"""A learner process's communication with its peers: messages, means, averaging rounds, and its background thread."""
+"""A learner process's communication with its peers: messages, means, averaging rounds, and its background thread.
+
+`ConnectedLearner` is what all learners that are processes have in common.
+"""
 
 import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from starling.checkpoint.state import name_of_state
 from starling.engines.processes import nccl
 from starling.engines.processes.backend import (
     ConnectionFailed,
@@ -25,21 +28,20 @@ from starling.engines.processes.backend import (
     local_group,
     wait_for,
 )
-from starling.engines.processes.collectives import OrderedMean
-from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, await_keys, do_nothing, silent_learners
-from starling.engines.processes.links import LinkBoard, MemoryLinks, SharedMean
-from starling.engines.processes.place import Place
-from starling.engines.processes.rounds import Board, Rounds, StoreBoard, StoreCuts
-from starling.engines.processes.shared_memory import share_memory
+from starling.engines.processes.collectives import OrderedMean, SharedMean
+from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
+from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
+from starling.engines.processes.rounds import Rounds, StoreBoard
 from starling.engines.processes.staging import Staging
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
-from starling.engines.processes.threads import FirstOf, Release, Worker
+from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker
 from starling.errors import PeerLost, ProtocolError
-from starling.learner import EncodedMean, Handle
+from starling.learner import EncodedMean, Handle, Learner, Shard
 from starling.strategies import SyncGroups
-from starling.training.checks import check_group, check_mean, check_peer, given_away
+from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
-from starling.training.shards import host_copy
+from starling.training.replica import Replica
+from starling.training.shards import MakeOptimizer, Shards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
@@ -47,7 +49,6 @@ FOREVER = timedelta(days=20)
 LONGEST_LEAVE_SECONDS = 10.0
 A_MEAN = "a mean"
 MEAN_OF_GRADIENT = "the mean of a gradient"
-SAVING = "saving a checkpoint"
 _PATIENCE = "; increase timeout_seconds if the learners are only slow"
 
 
@@ -57,92 +58,26 @@ def stopwatch() -> Callable[[], float]:
     return lambda: time.monotonic() - begin
 
 
-class ProcessHandle(Handle[T]):
-    """Work under way in this process. The first call of `result()` waits for it; later calls return the same result.
+class _Lane:
+    """What one of a learner's two threads averages and waits with: the collectives of two threads in one group would
+    have no common order."""
 
-    `finish` waits by `wait_long`, if given: in another thread than the strategy's, and without a time-out.
-    """
+    def __init__(self, means: OrderedMean | SharedMean, device_group: ProcessGroup | None, waiter: str) -> None:
+        self.means = means
+        self.device_group = device_group
+        """The group on NCCL, if means use it."""
+        self.waiter = Worker(waiter)
+        self.firsts = FirstOf()
 
-    def __init__(self, wait: Callable[[], T], wait_long: Callable[[], T] | None = None) -> None:
-        self._wait = wait
-        self._wait_long = wait_long or wait
-        self._results: list[T] = []
-        self._error: BaseException | None = None
+    def abandon(self) -> None:
+        """Stop without waiting for what is under way."""
+        for each in (self.means, self.waiter, self.firsts):
+            each.abandon()
 
-    @property
-    def is_finished(self) -> bool:
-        return bool(self._results)
-
-    def finish(self) -> None:
-        """Wait without a time-out. An error is raised by `result`."""
-        try:
-            self._results.append(self._wait_long())
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        if not self._results:
-            self._results.append(self._wait())
-        return self._results[0]
-
-
-class GradientHandle(ProcessHandle[Tensor]):
-    """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead.
-
-    With `may_reduce` the mean is computed while backward runs, otherwise from the whole gradient, in its memory.
-    """
-
-    def __init__(self, rank: int, compute: Callable[[bool], Tensor], may_reduce: bool) -> None:
-        self._own = ProcessHandle(lambda: compute(False))
-        super().__init__(self._own.result)
-        self.may_reduce = may_reduce
-        self._rank = rank
-        self._reduced = ProcessHandle(lambda: compute(True))
-        self._is_given_away = False
-
-    def reduced(self) -> Handle[Tensor]:
-        """The mean over the sync group, computed in place of the gradient itself."""
-        self._is_given_away = True
-        return self._reduced
-
-    def give_away(self) -> Handle[Tensor]:
-        """The gradient, in memory that the caller may overwrite."""
-        self._is_given_away = True
-        return self._own
-
-    def result(self) -> Tensor:
-        if self._is_given_away:
-            raise given_away(self._rank)
-        return super().result()
-
-
-class Background(threading.Thread):
-    """A thread that runs a learner's second coroutine, on CUDA with a stream of its own. It blocks in the results of
-    handles, without polling."""
-
-    def __init__(
-        self,
-        coroutine: Coroutine[Any, Any, None],
-        rank: int,
-        on_error: Callable[[BaseException], None],
-        on_stream: AbstractContextManager[object],
-    ) -> None:
-        super().__init__(name=f"{BACKGROUND}-{rank}", daemon=True)  # it must not keep a failed learner alive
-        self._coroutine = coroutine
-        self._on_error = on_error
-        self._on_stream = on_stream
-
-    def run(self) -> None:
-        try:
-            with self._on_stream:
-                while True:
-                    self._coroutine.send(None)
-        except StopIteration:
-            pass
-        except BaseException as error:
-            self._on_error(error)
+    def close(self) -> None:
+        """End the threads. None of them may still be waiting."""
+        for each in (self.means, self.waiter, self.firsts):
+            each.close()
 
 
 class Communicator:
@@ -151,73 +86,66 @@ class Communicator:
     Learners on one machine use shared memory (`MemoryLinks`) on the CPU; all others use gloo through host memory. If
     each learner has its own device (`by_nccl`), means use NCCL.
 
-    Waiting time on `clock`, bytes and rounds are counted in `statistics`; waits are recorded in `waits`. Errors name
-    the lost peers with `name_lost`, which takes a suspected rank or None, and the learner's progress with `where`.
-    Before that, `explain` may raise the cause of a lost connection. `has_other_threads` means that threads other than
-    the background may `fail` this learner while it waits. While connecting, `look_around` is called repeatedly and may
-    raise.
+    In islands of `row_size` ranks, it communicates with those that hold the same shard. Waiting time, bytes and rounds
+    are counted in `statistics`. Errors name the learner's progress with `where`, and the lost peers with `name_lost`,
+    which takes a suspected rank or None. `has_other_threads` means that threads other than the background may `fail`
+    this learner while it waits.
     """
 
     def __init__(
         self,
-        place: Place,
+        peers: Peers,
         sync_groups: SyncGroups,
         weights: Tensor,
         by_nccl: bool,
-        timeout_seconds: float,
         statistics: Statistics,
-        waits: Waits,
-        clock: Callable[[], float],
         where: Callable[[], str],
-        *,
-        explain: Callable[[Exception], None] = lambda error: None,
         name_lost: Callable[[int | None], str] | None = None,
         has_other_threads: bool = False,
-        look_around: Callable[[], None] = do_nothing,
+        row_size: int = 1,
     ) -> None:
         self.release = Release()
-        self._place, self._sync_groups, self._weights = place, sync_groups, weights
-        self._rank, self._world = place.rank, place.world
-        self._name = place.process(place.rank)
-        self._sync_group = sync_groups.of(place.rank)
-        self._device = weights.device
-        self._by_nccl = by_nccl
-        self._timeout_seconds = timeout_seconds
-        self._statistics, self._waits, self._now = statistics, waits, clock
-        self._where, self._explain = where, explain
-        self._name_lost = name_lost or partial(silent_learners, place.store, place.rank, place.world)
+        place = self._place = peers.place.row(row_size)
+        self.rank, self.world, self.store = place.rank, place.world, place.store
+        self.peers = peers.but(look_around=self.release.check)
+        """The learners of the membership, for waits that end when this learner fails."""
+        self._sync_groups, self._weights = sync_groups, weights
+        self.sync_group = sync_groups.of(place.rank)
+        self._group_processes = [place.process(rank) for rank in self.sync_group]
+        self._device, self._by_nccl = weights.device, by_nccl
+        self.statistics, self._waits, self._where = statistics, peers.waits, where
+        self._name_lost = name_lost or peers.silent
         self._has_other_threads = has_other_threads
         self._staging = Staging(self._device)
-        self._background: Background | None = None
-        self._waiters = Worker("starling-waiter"), Worker("starling-waiter-behind")
-        self._firsts: tuple[FirstOf[ProcessHandle[Any]], FirstOf[ProcessHandle[Any]]] = FirstOf(), FirstOf()
+        self._background: threading.Thread | None = None
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
-        timeout = timedelta(seconds=timeout_seconds)
-        self._links = self._make_links(look_around) if self._device.type == "cpu" else None
-        self.rounds = Rounds(self._make_board())
-        self._cuts = StoreCuts(place.store, place.rank, place.world)
+        self._links = self._make_links(peers) if self._device.type == "cpu" else None
+        is_linked = self._links is not None and self._links.join(range(self.world))
+        self.rounds = Rounds(
+            LinkBoard(self._links) if self._links and is_linked else StoreBoard(place.store, self.rank, self.world)
+        )
         self.reduces_in_backward = place.num_rows == 1 and not self._shares_memory()
         """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
         takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard."""
-        self._ordered, self._ordered_behind = (self._make_means(lane, timeout) for lane in range(2))
-        self._device_groups = (
-            [self._new_group_of_sync_group(nccl.BACKEND, timeout) for _ in range(2)] if by_nccl else []
-        )
-        is_whole = len(self._sync_group) == self._world and place.num_rows == 1
-        self._reducing_group = (
-            None if is_whole or not self.reduces_in_backward else self._new_group_of_sync_group("gloo", timeout)
-        )
-        if by_nccl:
-            self._reducing_group = self._device_groups[False]
+        self._lanes = self._make_lane(0, "starling-waiter"), self._make_lane(1, "starling-waiter-behind")
+        is_whole = len(self.sync_group) == self.world and place.num_rows == 1
+        self._reducing_group = self._lanes[0].device_group
+        if not by_nccl and self.reduces_in_backward and not is_whole:
+            self._reducing_group = self._new_group_of_sync_group("gloo")
 
     @property
     def is_behind(self) -> bool:
         """Whether the calling thread is the background."""
         return threading.current_thread() is self._background
 
+    @property
+    def _lane(self) -> _Lane:
+        """That of the calling thread."""
+        return self._lanes[self.is_behind]
+
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         """See `Learner.mean`."""
-        check_group(self._rank, group, self._sync_group, self._world)
+        check_group(self.rank, group, self.sync_group, self.world)
         if isinstance(of, GradientHandle) and not of.is_finished:
             if of.may_reduce:
                 return of.reduced()
@@ -231,16 +159,15 @@ class Communicator:
 
     def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
         """The mean of a vector as it is now, in new memory or, if learners share memory, in `into`."""
-        check_mean(self._rank, of, self._weights)
+        check_mean(self.rank, of, self._weights)
         self.count_mean(of.nbytes)
-        if len(self._sync_group) == 1:
+        if len(self.sync_group) == 1:
             alone = of.clone() if into is None else of
             return ProcessHandle(lambda: alone)
-        is_behind = threading.current_thread() is self._background
         if self._by_nccl:
             vector = of.clone()
             with self.naming_the_lost(A_MEAN), communicating():
-                work = dist.all_reduce(vector, group=self._device_groups[is_behind], async_op=True)
+                work = dist.all_reduce(vector, group=self._lane.device_group, async_op=True)
 
             def wait() -> None:
                 wait_for(work)
@@ -249,10 +176,10 @@ class Communicator:
             def reduced() -> Tensor:
                 # NCCL does not block but makes this thread's stream wait, so it must be the thread that computes
                 self.wait_for(A_MEAN, wait, in_this_thread=True)
-                return vector.div_(len(self._sync_group))
+                return vector.div_(len(self.sync_group))
 
             return ProcessHandle(reduced)
-        means = self._ordered_behind if is_behind else self._ordered
+        means = self._lane.means
         is_shared = isinstance(means, SharedMean)  # its waits end when this learner fails
         what = A_MEAN if into is None else MEAN_OF_GRADIENT
         with self.naming_the_lost(what):
@@ -261,8 +188,8 @@ class Communicator:
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
         """See `Learner.encoded_mean`."""
-        self._statistics.averaging.bytes_sent += 2 * (len(self._sync_group) - 1) * part.message_bytes
-        means = self._ordered_behind if self.is_behind else self._ordered
+        self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * part.message_bytes
+        means = self._lane.means
         is_shared = isinstance(means, SharedMean)
         with self.naming_the_lost(A_MEAN):
             under_way = means.start_encoded(part)
@@ -270,11 +197,11 @@ class Communicator:
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """See `Learner.send`."""
-        check_peer(self._rank, peer, self._world)
-        if peer == self._rank:
+        check_peer(self.rank, peer, self.world)
+        if peer == self.rank:
             self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
             return ProcessHandle(lambda: None)
-        self._statistics.averaging.bytes_sent += tensor.nbytes
+        self.statistics.averaging.bytes_sent += tensor.nbytes
         what = f"sending to learner {self._place.process(peer)}"
         if self._links is not None and peer in self._links.peers:
             with self.naming_the_lost(what, peer):
@@ -296,52 +223,43 @@ class Communicator:
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         """See `Learner.receive`."""
-        check_peer(self._rank, peer, self._world)
-        if peer == self._rank:
+        check_peer(self.rank, peer, self.world)
+        if peer == self.rank:
             own = self._own_messages[tag].get
             return ProcessHandle(
                 lambda: self.wait_for("receiving from its own server", own)().to(like.device),
                 lambda: own()().to(like.device),
             )
         what = f"receiving from learner {self._place.process(peer)}"
-        if self._links is not None and peer in self._links.peers:
-            return self._receive_by_link(self._links, peer, like, tag, what)
-        theirs = self._staging.empty_like(like)
-        with self.naming_the_lost(what, peer), communicating():
-            work = dist.irecv(theirs, self._place.process(peer), tag=tag)
+        links = self._links if self._links is not None and peer in self._links.peers else None
+        begun = None if links is not None else self._begin_receiving(peer, like, tag, what)
 
-        def result() -> Tensor:
+        def take(is_patient: bool) -> Tensor:
+            if links is not None:
+                received = links.receive(peer, tag, None if is_patient else self.peers.timeout_seconds)
+                if isinstance(received, Tensor):
+                    return received.view(like.dtype).view(like.shape)
+            theirs, work = begun or self._begin_receiving(peer, like, tag, what)
             if work is not None:
-                self.wait_for(what, partial(wait_for, work), peer)
-            return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
-
-        def patient_result() -> Tensor:
-            if work is not None:
-                with self.naming_the_lost(what, peer):
-                    wait_for(work, FOREVER)
-            return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
-
-        return ProcessHandle(result, patient_result)
-
-    def _receive_by_link(self, links: MemoryLinks, peer: int, like: Tensor, tag: int, what: str) -> Handle[Tensor]:
-        def take(timeout_seconds: float | None) -> Tensor:
-            received = links.receive(peer, tag, timeout_seconds)
-            if isinstance(received, Tensor):
-                return received.view(like.dtype).view(like.shape)
-            theirs = torch.empty_like(like)
-            with communicating():
-                work = dist.irecv(theirs, self._place.process(peer), tag=tag)
-            if work is not None:
-                wait_for(work, FOREVER if timeout_seconds is None else None)
+                wait_for(work, FOREVER if is_patient else None)
             return theirs
+
+        def on_device(theirs: Tensor) -> Tensor:  # in the thread that uses it
+            return self._staging.to_device(theirs) if like.device.type != "cpu" else theirs
 
         def patient_result() -> Tensor:
             with self.naming_the_lost(what, peer):
-                return take(None)
+                return on_device(take(True))
 
+        in_this_thread = links is not None
         return ProcessHandle(
-            lambda: self.wait_for(what, lambda: take(self._timeout_seconds), peer, in_this_thread=True), patient_result
+            lambda: on_device(self.wait_for(what, lambda: take(False), peer, in_this_thread)), patient_result
         )
+
+    def _begin_receiving(self, peer: int, like: Tensor, tag: int, what: str) -> tuple[Tensor, dist.Work | None]:
+        theirs = self._staging.empty_like(like)
+        with self.naming_the_lost(what, peer), communicating():
+            return theirs, dist.irecv(theirs, self._place.process(peer), tag=tag)
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
         """See `Learner.exchange`."""
@@ -359,46 +277,41 @@ class Communicator:
         work = {key: handle for key, handle in handles.items() if isinstance(handle, ProcessHandle)}
 
         def result() -> int:
-            begin, is_behind = self._now(), threading.current_thread() is self._background
-            with self._waits.waiting("receiving the first of several messages"):
-                key = self._firsts[is_behind].of(work, self._notice_losses)
-            if not is_behind:
-                self._statistics.spent.waiting_for_peers += self._now() - begin
-            return key
+            with self._waits.waiting("receiving the first of several messages"), self._counting_wait():
+                return self._lane.firsts.of(work, self._notice_losses)
 
         return ProcessHandle(result)
 
     def _notice_losses(self) -> None:
         """Raise `PeerLost` if other learners have noticed a loss: a wait for the first of several would not end."""
         self.release.check()
-        if self._place.store.check([A_LOSS_WAS_NOTICED]):
-            raise PeerLost(f"learner {self._name} lost {self._name_lost(None)}, {self._where()}")
+        if self.peers.store.check([A_LOSS_WAS_NOTICED]):
+            raise PeerLost(f"learner {self.peers.rank} lost {self._name_lost(None)}, {self._where()}")
 
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         """Work on this process's memory, done when it is awaited."""
 
         def result() -> T:
-            begin = self._now()
+            begin = time.monotonic()
             done = do()
-            if threading.current_thread() is not self._background:
-                self._statistics.spent.computing += self._now() - begin
+            if not self.is_behind:
+                self.statistics.spent.computing += time.monotonic() - begin
             return done
 
         return ProcessHandle(result)
 
     def share(self, num_pieces: int) -> tuple[Tensor, Tensor]:
         """Learner 0's weights `[P]` and zero counts `[num_pieces, L]`, in memory shared by all learners."""
-        own, num_counts = host_copy(self._weights), num_pieces * self._world
-        store, seconds, look_around = self._place.store, self._timeout_seconds, self.release.check
-        num_bytes = 8 * num_counts + own.nbytes
-        memory = share_memory(store, self._rank, self._world, num_bytes, seconds, look_around, self._waits)
-        counts = memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self._world)
+        own, num_counts = host_copy(self._weights), num_pieces * self.world
+        memory = share_memory(self.peers, 8 * num_counts + own.nbytes)
+        counts = memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
         weights = memory[8 * num_counts :].view(own.dtype)
-        if self._rank == 0:
-            weights.copy_(own)
-            store.set("shared weights", "")
-        with self.naming_the_lost("sharing the weights"):
-            await_keys(store, ["shared weights"], seconds, look_around, "sharing the weights", [0], self._waits)
+        what = "sharing the weights"
+        with self.naming_the_lost(what):
+            if self.rank == 0:
+                weights.copy_(own)
+                self.store.set("shared weights", "")
+            self.peers.await_keys(["shared weights"], what, [0])
         return weights, counts
 
     def snapshot_memory(self, piece: slice | None) -> Tensor | None:
@@ -409,10 +322,23 @@ class Communicator:
         return self._links.snapshot_memory(self._weights[: piece.stop - piece.start])
 
     def start_background(self, activity: Coroutine[Any, Any, None], on_error: Callable[[BaseException], None]) -> None:
-        """Start the learner's second coroutine in a thread."""
+        """Start the learner's second coroutine in a thread, on CUDA with a stream of its own."""
         if self._background is not None:
-            raise ProtocolError(f"learner {self._rank} already has a background; it can have only one")
-        self._background = Background(activity, self._rank, on_error, beside_this_thread(self._device))
+            raise ProtocolError(f"learner {self.rank} already has a background; it can have only one")
+        on_stream = beside_this_thread(self._device)
+
+        def run() -> None:  # blocks in the results of handles, without polling
+            try:
+                with on_stream:
+                    while True:
+                        activity.send(None)
+            except StopIteration:
+                pass
+            except BaseException as error:
+                on_error(error)
+
+        # a daemon, because it must not keep a failed learner alive
+        self._background = threading.Thread(target=run, name=f"{BACKGROUND}-{self.rank}", daemon=True)
         self._background.start()
 
     def fail(self, error: BaseException) -> None:
@@ -427,29 +353,10 @@ class Communicator:
         def result() -> int | None:
             with self.naming_the_lost("an averaging round"):
                 number = self.rounds.next(period)
-            self._statistics.averaging.rounds += number is not None
+            self.statistics.averaging.rounds += number is not None
             return number
 
         return ProcessHandle(result)
-
-    def passed(self, barrier: int, num_entered: int) -> None:
-        """See `CutAgreement.passed`."""
-        with self.naming_the_lost(SAVING):
-            self._cuts.passed(barrier, num_entered)
-
-    def is_cut(self, barrier: int, number: int) -> bool:
-        """See `CutAgreement.is_cut`; called while entering a round, which names the lost."""
-        return self._cuts.is_cut(barrier, number)
-
-    def cut(self, barrier: int) -> int | None:
-        """See `CutAgreement.cut`."""
-        with self.naming_the_lost(SAVING):
-            return self._cuts.cut(barrier)
-
-    def saved(self, barrier: int) -> None:
-        """See `CutAgreement.saved`."""
-        with self.naming_the_lost(SAVING):
-            self._cuts.saved(barrier)
 
     def keep_up(self, most: float) -> Handle[None]:
         """See `Learner.keep_up`."""
@@ -457,10 +364,8 @@ class Communicator:
         def result() -> None:
             kept_up = self.rounds.kept_up(most)
             if kept_up is not None:
-                begin = self._now()
-                with self._waits.waiting(OWN_ROUND):
+                with self._waits.waiting(OWN_ROUND), self._counting_wait():
                     self.release.wait(kept_up)
-                self._statistics.spent.waiting_for_peers += self._now() - begin
 
         return ProcessHandle(result)
 
@@ -469,19 +374,19 @@ class Communicator:
         with self.naming_the_lost(MEAN_OF_GRADIENT):
             reducing = ReducingModel(model, self._reducing_group)
         reducing.model.register_forward_hook(
-            lambda *_: self._waits.begin(MEAN_OF_GRADIENT, self._processes(self._sync_group), is_group=True)
+            lambda *_: self._waits.begin(MEAN_OF_GRADIENT, self._group_processes, is_group=True)
         )
         return reducing
 
     def count_mean(self, num_bytes: int) -> None:
         """Count the bytes that a mean over the sync group sends."""
-        size = len(self._sync_group)
-        self._statistics.averaging.bytes_sent += 2 * (size - 1) * num_bytes // size
+        size = len(self.sync_group)
+        self.statistics.averaging.bytes_sent += 2 * (size - 1) * num_bytes // size
 
     def warn_of_few_rounds(self) -> None:
         """Warn, at the end, if this learner made too few averaging rounds."""
         if self._background is not None and (complaint := self.rounds.pace.complaint()):
-            warnings.warn(f"learner {self._name} {complaint}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"learner {self.peers.rank} {complaint}", RuntimeWarning, stacklevel=2)
 
     def end_rounds(self) -> None:
         """Make no more gradients: wait until all rounds have ended; other learners may still be computing."""
@@ -500,12 +405,12 @@ class Communicator:
 
     def close_foreground_mean(self) -> None:
         """End the thread that averages for the foreground."""
-        self._ordered.close()
+        self._lanes[0].means.close()
 
     def close(self) -> None:
         """End the threads. None of them may still be waiting."""
-        for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
-            means.close()
+        for each in (*self._lanes, self._staging):
+            each.close()
         if self._links is not None:
             self._links.close()
 
@@ -514,24 +419,24 @@ class Communicator:
         self.rounds.leave()
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
-        for means in (self._ordered, self._ordered_behind, self._staging, *self._waiters, *self._firsts):
-            means.abandon()
+        for each in (*self._lanes, self._staging):
+            each.abandon()
         if self._links is not None:
             self._links.close()
 
     def wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
         """Wait for the sync group or one peer, and name the lost learners if that fails."""
-        begin = self._now()
-        is_behind = threading.current_thread() is self._background
         is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
-        whom = self._processes(self._sync_group if is_mean else () if peer is None else [peer])
+        whom = self._group_processes if is_mean else () if peer is None else [self._place.process(peer)]
+        may_be_released = self._has_other_threads or (self._background is not None and not self.is_behind)
+        begin = time.monotonic()
         with self.naming_the_lost(what, peer), self._waits.waiting(what, whom, is_group=is_mean):
-            if self._may_be_released(is_behind) and not in_this_thread:
-                result = self.release.wait(self._waiters[is_behind].submit(wait))
+            if may_be_released and not in_this_thread:
+                result = self.release.wait(self._lane.waiter.submit(wait))
             else:
                 result = wait()
-        if not is_behind:
-            self._statistics.spent.waiting_for_peers += self._now() - begin
+        if not self.is_behind:
+            self.statistics.spent.waiting_for_peers += time.monotonic() - begin
         return result
 
     def await_device(self) -> None:
@@ -548,31 +453,26 @@ class Communicator:
             yield
         except (ConnectionFailed, dist.DistError) as error:
             self.release.check()
-            check_files(self._name)
-            self._explain(error)
+            check_files(self.peers.rank)
+            self.peers.explain(error)
+            suspect = None if peer is None else self._place.process(peer)
             raise PeerLost(
-                f"learner {self._name} lost {self._name_lost(peer)} in {what}, {self._where()} "
+                f"learner {self.peers.rank} lost {self._name_lost(suspect)} in {what}, {self._where()} "
                 f"({str(error).splitlines()[0]}){_PATIENCE if 'timed out' in str(error).lower() else ''}"
             ) from error
 
-    def _processes(self, ranks: Sequence[int]) -> list[int]:
-        """The numbers of learners in the membership."""
-        return [self._place.process(rank) for rank in ranks]
+    @contextmanager
+    def _counting_wait(self) -> Generator[None, None, None]:
+        """A context in which this thread waits for others; counts the seconds unless it is the background."""
+        begin = time.monotonic()
+        yield
+        if not self.is_behind:
+            self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
-    def _may_be_released(self, is_behind: bool) -> bool:
-        """Whether another thread may end a wait of the background or, if `is_behind` is false, of the foreground."""
-        return self._has_other_threads or (self._background is not None and not is_behind)
-
-    def _make_links(self, look_around: Callable[[], None]) -> MemoryLinks:
+    def _make_links(self, peers: Peers) -> MemoryLinks:
         with self.naming_the_lost("linking the learners of this machine"):
-            store, num_bytes = self._place.store, self._weights.nbytes
-            waits = self._waits if self._place.num_rows == 1 else None  # they would name ranks of the row
-            return MemoryLinks(store, self._rank, self._world, num_bytes, self._timeout_seconds, look_around, waits)
-
-    def _make_board(self) -> Board:
-        if self._links is not None and self._links.join(range(self._world)):
-            return LinkBoard(self._links)
-        return StoreBoard(self._place.store, self._rank, self._world)
+            waits = self._waits if self._place.num_rows == 1 else Waits()  # they would name ranks of the row
+            return MemoryLinks(peers.but(place=self._place, waits=waits), self._weights.nbytes)
 
     def _shares_memory(self) -> bool:
         """Whether each sync group is on one machine. The result is the same on all learners."""
@@ -580,26 +480,116 @@ class Communicator:
         ranges = [range(first, first + groups.size) for first in range(0, groups.num_workers, groups.size)]
         return links is not None and groups.size > 1 and all(links.join(each) for each in ranges)
 
-    def _make_means(self, lane: int, timeout: timedelta) -> OrderedMean | SharedMean:
-        """Means for one thread: the collectives of two threads in one group would have no common order."""
-        if self._links is not None and self._shares_memory():
-            if self._rank < self._sync_groups.num_workers:
-                return SharedMean(self._links, self._rank, self._sync_group, lane, self._timeout_seconds)
-            return OrderedMean(None, 1)
-        return OrderedMean(self._new_group_of_sync_group("gloo", timeout), len(self._sync_group))
+    def _make_lane(self, number: int, waiter: str) -> _Lane:
+        means: OrderedMean | SharedMean
+        if self._links is None or not self._shares_memory():
+            means = OrderedMean(self._new_group_of_sync_group("gloo"), len(self.sync_group))
+        elif self.rank < self._sync_groups.num_workers:
+            means = SharedMean(self._links, self.sync_group, number)
+        else:
+            means = OrderedMean(None, 1)
+        return _Lane(means, self._new_group_of_sync_group(nccl.BACKEND) if self._by_nccl else None, waiter)
 
-    def _new_group_of_sync_group(self, backend: str, timeout: timedelta) -> ProcessGroup | None:
+    def _new_group_of_sync_group(self, backend: str) -> ProcessGroup | None:
         """A new process group of this learner's sync group. All processes create those of all sync groups, in order."""
         # a new group does not inherit the default group's time-out; its default is half an hour
-        size, mine = self._sync_groups.size, None
+        timeout, size, mine = timedelta(seconds=self.peers.timeout_seconds), self._sync_groups.size, None
         if self._place.num_rows > 1 and size > 1:  # other rows may need no group, if they share memory
             with communicating():
-                return local_group(self._processes(self._sync_group), timeout)
+                return local_group(self._group_processes, timeout)
         for first in range(0, self._sync_groups.num_workers if size > 1 else 0, size):
             with communicating():
                 group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
-            mine = group if first == self._sync_group.start else mine
+            mine = group if first == self.sync_group.start else mine
         if mine is not None and backend == nccl.BACKEND:
             with communicating():
                 nccl.connect(mine, self._device)
         return mine
+
+
+class ConnectedLearner(Learner):
+    """A learner that is a process. Gradients, and when the strategy runs, are its subclasses' business."""
+
+    replica: Replica
+    communicator: Communicator
+    shards: Shards
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def world(self) -> int:
+        return self.communicator.world
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    @property
+    def weights(self) -> Tensor:
+        return self.replica.weights
+
+    @property
+    def version(self) -> int:
+        return self.replica.version
+
+    @property
+    def shapes(self) -> Sequence[torch.Size]:
+        return [parameter.shape for parameter in self.replica.parameters]
+
+    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+        self.replica.apply(delta, piece, in_round=self.communicator.is_behind)
+
+    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
+        self.replica.replace(weights, piece)
+
+    def snapshot(self, piece: slice | None = None) -> Tensor:
+        return self.replica.snapshot(piece, self.communicator.snapshot_memory(piece))
+
+    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
+        return self.replica.pieces(largest, optimizer_state)
+
+    def strategy_state(
+        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
+    ) -> Tensor:
+        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
+
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        return self.shards.keep(piece, make_optimizer)
+
+    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
+        for piece in pieces:
+            self.shards.check(piece)
+        return ProcessHandle(lambda: self.shards.share(pieces, *self.communicator.share(len(pieces))))
+
+    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
+        return self.communicator.encoded_mean(part)
+
+    def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
+        return self.communicator.send(peer, tensor, tag)
+
+    def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
+        return self.communicator.receive(peer, like, tag)
+
+    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
+        return self.communicator.first(handles)
+
+    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
+        return self.communicator.exchange(peer, tensor, tag)
+
+    def background(self, activity: Coroutine[Any, Any, None]) -> None:
+        self.communicator.start_background(activity, self.fail)
+
+    def fail(self, error: BaseException) -> None:
+        """End all waits of this learner with `error`. May be called by any thread."""
+        self.communicator.fail(error)
+
+    def round(self, period: float) -> Handle[int | None]:
+        return self.communicator.round(period)
+
+    def keep_up(self, most: float) -> Handle[None]:
+        return self.communicator.keep_up(most)

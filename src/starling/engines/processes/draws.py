@@ -8,13 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from torch.distributed import DistStoreError
-from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes.forks import clone_store
-from starling.engines.processes.handshake import await_keys
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.stalls import Waits
 
 CLAIMING = "claiming"
@@ -31,16 +31,14 @@ class _Closed(Exception):  # noqa: N818 - not an error
 class Draws(threading.Thread):
     """The portions of one member of a sync group, drawn by a thread with its own connection to the store.
 
-    The group's `first` learner draws for all members and writes what it drew; the others read that. Without others
-    (`is_alone`) nothing is written.
+    The group's first learner draws for all members and writes what it drew; the others read that. Without others
+    nothing is written.
     """
 
-    def __init__(
-        self, store: Store, first: int, is_first: bool, is_alone: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, peers: Peers, group: range, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(name="starling-draws", daemon=True)  # it must not keep a failed learner alive
-        self._store = store
-        self._first, self._is_first, self._is_alone = first, is_first, is_alone
+        self._peers, self._group = peers, group
+        self._is_first = peers.rank == group.start
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._drawn: SimpleQueue[int | Exception] = SimpleQueue()
         self._is_closed = threading.Event()
@@ -62,28 +60,32 @@ class Draws(threading.Thread):
     def begin(self) -> None:
         """Begin one more draw."""
         if self.ident is None:
-            self._store = clone_store(self._store)
+            store = clone_store(self._peers.store)
+            self._own = self._peers.but(
+                place=replace(self._peers.place, store=store),
+                timeout_seconds=float("inf"),
+                waits=Waits(),
+                look_around=self._check_closed,
+            )
             self.start()
         self._begun_at.append(self._clock())
         self._asked.put(True)
 
-    def take(self, look_around: Callable[[], None], timeout_seconds: float, waits: Waits) -> int:
-        """The next portion, in the order of the draws; waits for it if need be.
-
-        While waiting, `look_around` is called repeatedly and may raise. `DistStoreError` after `timeout_seconds`.
-        """
+    def take(self) -> int:
+        """The next portion, in the order of the draws; waits for it if need be. `DistStoreError` after the time-out."""
+        peers = self._peers
         if self.num_under_way == 0:
             self.begin()
         begin = time.monotonic()
-        with waits.waiting(CLAIMING, () if self._is_first else [self._first]):
+        with peers.waits.waiting(CLAIMING, () if self._is_first else [self._group.start]):
             while True:
                 try:
                     drawn = self._drawn.get(timeout=POLL_SECONDS)
                     break
                 except Empty:
-                    look_around()
-                    if time.monotonic() - begin > timeout_seconds:
-                        raise DistStoreError(f"Timed out: no draw for {timeout_seconds:g} s") from None
+                    peers.look_around()
+                    if time.monotonic() - begin > peers.timeout_seconds:
+                        raise DistStoreError(f"Timed out: no draw for {peers.timeout_seconds:g} s") from None
         if isinstance(drawn, Exception):
             raise drawn
         self.drawn_at = self._begun_at.popleft()
@@ -108,19 +110,16 @@ class Draws(threading.Thread):
             self._drawn.put(error)
 
     def _draw(self, claim: int) -> int:
+        store, key = self._own.store, f"claims/{self._group.start}/{{}}".format
         if not self._is_first:
-            await_keys(self._store, [self._key(claim)], float("inf"), self._check_closed)
-            return int(self._store.get(self._key(claim)))
-        drawn = int(self._store.add("claims", 1)) - 1
-        if not self._is_alone:
-            self._store.set(self._key(claim), str(drawn))
+            self._own.await_keys([key(claim)])
+            return int(store.get(key(claim)))
+        drawn = int(store.add("claims", 1)) - 1
+        if len(self._group) > 1:
+            store.set(key(claim), str(drawn))
             if claim >= KEPT_CLAIMS:
-                self._store.delete_key(self._key(claim - KEPT_CLAIMS))
+                store.delete_key(key(claim - KEPT_CLAIMS))
         return drawn
-
-    def _key(self, claim: int) -> str:
-        """The key under which the first member of a sync group writes the portion of a claim."""
-        return f"claims/{self._first}/{claim}"
 
     def _check_closed(self) -> None:
         if self._is_closed.is_set():

@@ -8,7 +8,8 @@ processes that do not belong to the run, and those of an earlier run, are reject
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from importlib.metadata import version
@@ -16,11 +17,14 @@ from typing import Any
 
 import torch
 from torch.distributed import DistError, DistStoreError
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from starling.engines.processes.place import Place
 from starling.engines.processes.run_token import new_challenge, sign, verified
 from starling.engines.processes.stalls import Waits
 from starling.errors import PeerLost, ProtocolError
+from starling.timeouts import CAUSE, REGROUP
+from starling.training.membership import Membership, MembershipChanged, MembershipFeed
 
 LOOK_AROUND_SECONDS = 0.02
 """Maximum interval between two checks of the store."""
@@ -32,6 +36,8 @@ LOOK_WHO_SECONDS = 0.5
 """Minimum interval between two checks of which learners are missing."""
 LOOKS_PER_SECOND = 20
 """Maximum number of learners that are checked per second."""
+PATIENCE_SECONDS = 2.0
+"""How long a learner waits for others to report that they have noticed a loss."""
 
 _CHALLENGE, _SIGNED = "handshake", "signed"
 """The words of a learner's keys. Earlier versions put their whole handshake where its challenge is now."""
@@ -39,6 +45,7 @@ OF_LEARNER_0 = f"{_SIGNED}/0"
 """The key of learner 0's handshake, which is there once all learners of a membership have come."""
 A_LOSS_WAS_NOTICED = "noticed"
 """A key that is set as soon as any learner notices a loss, so that waiting learners need to check only one key."""
+_OVER, _CHANGED = "over", "changed"
 
 
 def do_nothing() -> None:
@@ -67,120 +74,202 @@ class Handshake:
         return {"starling": version("starling-asr"), "torch": str(torch.__version__)}
 
 
-def await_keys(
-    store: Store,
-    keys: Sequence[str],
-    timeout_seconds: float,
-    look_around: Callable[[], None] = do_nothing,
-    what: str = "waiting for the other learners",
-    writers: Sequence[int] = (),
-    waits: Waits | None = None,
-    written: Sequence[str] | None = None,
-    num_waiting: int = 1,
-) -> None:
-    """Wait until other learners have set all `keys`; `DistStoreError` after `timeout_seconds`.
+class Peers:
+    """The learners of one membership, as one of them meets them through the store.
 
-    While waiting, `look_around` is called repeatedly and may raise. The wait is recorded in `waits` as `what`;
-    `writers` are the ranks waited for, and `written` the key that each of them sets (None: these are the `keys`). The
-    more learners wait for the same keys (`num_waiting`), the less often each of them looks.
+    While it waits for others, it calls `look_around` repeatedly, which may raise; its waits are recorded in `waits`.
+    The `feed` announces the next membership. Without one the first is the only one, and a lost learner is an error.
     """
-    written = keys if written is None else written
-    if store.check(list(keys)):
-        return
-    begin = now = time.monotonic()
-    least = max(LOOK_AROUND_SECONDS, num_waiting / LOOKS_OF_ALL_PER_SECOND)
-    pause = max(LOOK_WHO_SECONDS, len(writers) / LOOKS_PER_SECOND)
-    asked = begin + LOOK_WHO_SECONDS
-    with (waits or Waits()).waiting(what, writers) as wait:
-        while not store.check(list(keys)):  # `store.wait` cannot be interrupted, and logs when it times out
+
+    def __init__(
+        self,
+        place: Place,
+        timeout_seconds: float = 600.0,
+        waits: Waits | None = None,
+        feed: MembershipFeed | None = None,
+        membership: Membership | None = None,
+        look_around: Callable[[], None] = do_nothing,
+    ) -> None:
+        self.place, self.store, self.rank, self.world = place, place.store, place.rank, place.world
+        self.timeout_seconds = timeout_seconds
+        self.waits = waits or Waits()
+        self.membership = membership or Membership(0, tuple(range(place.world)))
+        self.feed = feed or MembershipFeed(place.rank, self.membership)
+        self.look_around = look_around
+
+    def enter(self, membership: Membership, look_around: Callable[[], None] = do_nothing) -> "Peers":
+        """The learners of a membership that includes this one. An announcement of the next one ends its waits."""
+        rank, world = membership.members.index(self.feed.name), len(membership.members)
+        self.waits.among(rank, membership.members)
+        place = replace(self.place, rank=rank, world=world, store=PrefixStore(membership.key, self.store))
+
+        def look_for_change() -> None:
             look_around()
-            if now - begin > timeout_seconds:
-                raise DistStoreError(f"not all of {', '.join(keys)} were set for {timeout_seconds:g} s")
-            longest = max(least, min(LONG_LOOK_AROUND_SECONDS, 0.01 * (now - begin)))
-            time.sleep(min(longest, 0.1 * (now - begin) + 0.0005))
-            now = time.monotonic()
-            if writers and now > asked:
-                absent = [rank for rank, key in zip(writers, written, strict=True) if not store.check([key])]
-                wait.whom, asked = tuple(absent), now + pause
+            if self.feed.latest.number > membership.number:
+                raise MembershipChanged(self.feed.latest)
 
+        return Peers(place, self.timeout_seconds, self.waits, self.feed, membership, look_for_change)
 
-def gather(
-    store: Store,
-    rank: int,
-    world: int,
-    word: str,
-    own: str,
-    combine: Callable[[list[bytes]], str],
-    timeout_seconds: float,
-    look_around: Callable[[], None] = do_nothing,
-    what: str = "waiting for the other learners",
-    waits: Waits | None = None,
-) -> bytes:
-    """What learner 0 makes with `combine` of the texts that all learners pass as `own`, in rank order.
+    def but(self, **changes: Any) -> "Peers":
+        """The same learners, met in another way: with other arguments of the constructor."""
+        now = {name: getattr(self, name) for name in ("place", "timeout_seconds", "waits", "feed", "membership")}
+        return Peers(**{**now, "look_around": self.look_around, **changes})
 
-    All learners call it. Each of them but learner 0 looks at one key and reads one value, so that the work of the store
-    grows as the number of learners, and not as its square. `DistStoreError` after `timeout_seconds`.
-    """
-    keys, result = [f"{word}/{each}" for each in range(world)], f"{word}/all"
-    store.set(keys[rank], own)
-    if rank == 0:
-        await_keys(store, keys, timeout_seconds, look_around, what, range(world), waits)
-        store.set(result, combine(store.multi_get(keys)))
-    else:
-        await_keys(store, [result], timeout_seconds, look_around, what, range(world), waits, keys, world)
-    return store.get(result)
+    def telling(self, on_change: Callable[[Membership], None]) -> AbstractContextManager[None]:
+        """A context in which `on_change` is called, by any thread, once a later membership is announced."""
+        return self.feed.telling(self.membership, on_change)
 
+    def explain(self, error: Exception) -> None:
+        """Raise `MembershipChanged` if the announcement of a change explains a lost connection."""
+        if change := self.feed.beyond(self.membership, CAUSE):
+            raise MembershipChanged(change) from error
 
-def in_one_list(texts: list[bytes]) -> str:
-    """Texts in JSON as one list, for `gather`."""
-    return f"[{','.join(text.decode() for text in texts)}]"
+    def await_keys(
+        self,
+        keys: Sequence[str],
+        what: str = "waiting for the other learners",
+        writers: Sequence[int] = (),
+        written: Sequence[str] | None = None,
+        num_waiting: int = 1,
+    ) -> None:
+        """Wait until other learners have set all `keys`; `DistStoreError` after the time-out.
 
+        The wait is recorded as `what`; `writers` are the ranks waited for, and `written` the key that each of them sets
+        (None: these are the `keys`). The more learners wait for the same keys (`num_waiting`), the less often each of
+        them looks.
+        """
+        store, written = self.store, keys if written is None else written
+        if store.check(list(keys)):
+            return
+        begin = now = time.monotonic()
+        least = max(LOOK_AROUND_SECONDS, num_waiting / LOOKS_OF_ALL_PER_SECOND)
+        pause = max(LOOK_WHO_SECONDS, len(writers) / LOOKS_PER_SECOND)
+        asked = begin + LOOK_WHO_SECONDS
+        with self.waits.waiting(what, writers) as wait:
+            while not store.check(list(keys)):  # `store.wait` cannot be interrupted, and logs when it times out
+                self.look_around()
+                if now - begin > self.timeout_seconds:
+                    raise DistStoreError(f"not all of {', '.join(keys)} were set for {self.timeout_seconds:g} s")
+                longest = max(least, min(LONG_LOOK_AROUND_SECONDS, 0.01 * (now - begin)))
+                time.sleep(min(longest, 0.1 * (now - begin) + 0.0005))
+                now = time.monotonic()
+                if writers and now > asked:
+                    absent = [rank for rank, key in zip(writers, written, strict=True) if not store.check([key])]
+                    wait.whom, asked = tuple(absent), now + pause
 
-def shake_hands(
-    store: Store,
-    rank: int,
-    mine: Handshake,
-    timeout_seconds: float,
-    look_around: Callable[[], None] = do_nothing,
-    waits: Waits | None = None,
-) -> None:
-    """Compare this learner with the others. `ProtocolError` names the first learner that differs, `PeerLost` those that
-    are missing.
+    def gather(self, word: str, own: str, combine: Callable[[list[bytes]], str], what: str) -> bytes:
+        """What learner 0 makes with `combine` of the texts that all learners pass as `own`, in rank order.
 
-    First all learners exchange challenges, which nothing protects: a learner's handshake is over all of them, and
-    another learner believes it only if its own challenge is among them.
-    """
+        All learners call it. Each of them but learner 0 looks at one key and reads one value, so that the work of the
+        store grows as the number of learners, and not as its square. `DistStoreError` after the time-out.
+        """
+        ranks, result = range(self.world), f"{word}/all"
+        keys = [f"{word}/{each}" for each in ranks]
+        self.store.set(keys[self.rank], own)
+        if self.rank == 0:
+            self.await_keys(keys, what, ranks)
+            self.store.set(result, combine(self.store.multi_get(keys)))
+        else:
+            self.await_keys([result], what, ranks, keys, self.world)
+        return self.store.get(result)
 
-    def exchange(word: str, said: str, combine: Callable[[list[bytes]], str]) -> bytes:
-        what = "the handshake"
+    def gather_all(self, word: str, own: object, what: str) -> list[Any]:
+        """What all learners pass as `own`, by rank; it travels as JSON."""
+        found: list[Any] = json.loads(self.gather(word, json.dumps(own), _in_one_list, what))
+        return found
+
+    def shake_hands(self, mine: Handshake) -> None:
+        """Compare this learner with the others. `ProtocolError` names the first learner that differs, `PeerLost` those
+        that are missing.
+
+        First all learners exchange challenges, which nothing protects: a learner's handshake is over all of them, and
+        another learner believes it only if its own challenge is among them.
+        """
+        rank, own = self.rank, new_challenge()
+        challenges = self._exchange(_CHALLENGE, own, _in_lines).decode(errors="replace")
+        lines = challenges.split("\n")
+        for other, each in enumerate(lines):
+            if len(each) != len(own):
+                raise ProtocolError(
+                    f"learner {rank} does not understand learner {other}, which has another version of Starling or "
+                    "does not belong to this run; start all learners from the same installation"
+                )
+        if own not in lines:
+            raise ProtocolError(
+                f"learner {rank} of {mine.world} does not find its challenge among the {len(lines)} in the store: they "
+                "are of an earlier run, or learners differ in WORLD_SIZE; start all learners again, with another store"
+            )
+        signed = sign(rank, challenges, json.dumps(asdict(mine)))
+        told = self._exchange(_SIGNED, signed, partial(_different, challenges))
+        for other in json.loads(verified(rank, 0, challenges, told))["different"]:
+            theirs = verified(rank, other, challenges, self.store.get(f"{_SIGNED}/{other}"))
+            _compare(rank, other, mine, json.loads(theirs))
+
+    def _exchange(self, word: str, said: str, combine: Callable[[list[bytes]], str]) -> bytes:
         try:
-            return gather(store, rank, mine.world, word, said, combine, timeout_seconds, look_around, what, waits)
+            return self.gather(word, said, combine, "the handshake")
         except DistStoreError as error:
-            missing = [other for other in range(mine.world) if not store.check([f"{word}/{other}"])] or [0]
+            missing = _absent(self.store, word, range(self.world)) or ["learner 0"]
             raise PeerLost(
-                f"learner {rank} waited {timeout_seconds:g} s for the handshake of "
-                f"{', '.join(f'learner {other}' for other in missing)}; see their logs, or give more timeout_seconds"
+                f"learner {self.rank} waited {self.timeout_seconds:g} s for the handshake of "
+                f"{', '.join(missing)}; see their logs, or give more timeout_seconds"
             ) from error
 
-    own = new_challenge()
-    challenges = exchange(_CHALLENGE, own, _in_lines).decode(errors="replace")
-    lines = challenges.split("\n")
-    for other, each in enumerate(lines):
-        if len(each) != len(own):
-            raise ProtocolError(
-                f"learner {rank} does not understand learner {other}, which has another version of Starling or does "
-                "not belong to this run; start all learners from the same installation"
-            )
-    if own not in lines:
-        raise ProtocolError(
-            f"learner {rank} of {mine.world} does not find its challenge among the {len(lines)} in the store: they are "
-            "of an earlier run, or learners differ in WORLD_SIZE; start all learners again, with another store"
-        )
-    signed = sign(rank, challenges, json.dumps(asdict(mine)))
-    told = exchange(_SIGNED, signed, partial(_different, challenges))
-    for other in json.loads(verified(rank, 0, challenges, told))["different"]:
-        theirs = verified(rank, other, challenges, store.get(f"{_SIGNED}/{other}"))
-        _compare(rank, other, mine, json.loads(theirs))
+    def part(self) -> None:
+        """The closing barrier: no learner disconnects while another still needs the connection."""
+        store = self.store
+        store.set(f"closing/{self.rank}", "")  # raises if the store is gone already
+        try:
+            self.gather("closing", "", lambda all_here: "", "the closing barrier")
+        except DistError as error:
+            if self.rank == 0:  # other learners may find the store gone, if learner 0 hosts it
+                lost = " and ".join(_absent(store, "closing", range(self.world)))
+                raise PeerLost(
+                    f"learner 0 lost {lost}, which did not reach the closing barrier within "
+                    f"{self.timeout_seconds:g} s; training had already ended"
+                ) from error
+
+    def decide(self, is_over: bool) -> bool:
+        """Whether the run is over with this membership, or continues in the next: what the first learner that has
+        decided says."""
+        outcome = _OVER if is_over else _CHANGED
+        return bool(self.store.compare_set("outcome", "", outcome).decode() == _OVER)
+
+    def end(self, is_over: bool = True) -> None:
+        """For this learner, the run is over with this membership or not. Raises `MembershipChanged` if it continues."""
+        if self.feed.is_watched and not self.decide(is_over):
+            raise MembershipChanged(self.feed.beyond(self.membership, REGROUP) or self.feed.latest)
+
+    def silent(self, suspect: int | None = None) -> str:
+        """Name the lost learners: those that do not report within `PATIENCE_SECONDS` that they noticed the loss of a
+        peer.
+
+        `suspect` is the peer whose connection broke, if known: it is lost unless it disconnected because it had noticed
+        another loss. Learners that are waiting for others may notice much later, so if several are silent, they are
+        given more time.
+        """
+        store = self.store
+        try:
+            store.set(f"noticed/{self.rank}", "")
+            store.set(A_LOSS_WAS_NOTICED, "")
+        except DistError:
+            return "the store"  # with the process that hosted it, such as learner 0 under Slurm
+        others = [other for other in range(self.world) if other != self.rank]
+        asked = others if suspect is None else [suspect]
+        for moments_left in (2, 1, 0):
+            try:
+                store.wait([f"noticed/{other}" for other in asked], timedelta(seconds=PATIENCE_SECONDS))
+                break
+            except DistError:
+                silent = _absent(store, "noticed", asked)
+                if len(silent) < 2 or moments_left == 0:
+                    return " and ".join(silent)
+        return " and ".join(_absent(store, "noticed", others)) or "a connection to a peer"
+
+
+def _in_one_list(texts: list[bytes]) -> str:
+    """Texts in JSON as one list."""
+    return f"[{','.join(text.decode() for text in texts)}]"
 
 
 def _in_lines(challenges: list[bytes]) -> str:
@@ -214,55 +303,6 @@ def _compare(rank: int, other: int, mine: Handshake, theirs: dict[str, Any]) -> 
                 f"learner {rank} and learner {other} differ in {name}: {value!r} and {theirs.get(name)!r}; "
                 "start all learners from the same recipe and the same installation"
             )
-
-
-def part(
-    store: Store,
-    rank: int,
-    world: int,
-    timeout_seconds: float,
-    look_around: Callable[[], None] = do_nothing,
-    waits: Waits | None = None,
-) -> None:
-    """The closing barrier: no learner disconnects while another still needs the connection."""
-    store.set(f"closing/{rank}", "")  # raises if the store is gone already
-    try:
-        what = "the closing barrier"
-        gather(store, rank, world, "closing", "", lambda all_here: "", timeout_seconds, look_around, what, waits)
-    except DistError as error:
-        if rank == 0:  # other learners may find the store gone, if learner 0 hosts it
-            lost = " and ".join(_absent(store, "closing", range(world)))
-            raise PeerLost(
-                f"learner 0 lost {lost}, which did not reach the closing barrier within {timeout_seconds:g} s; "
-                "training had already ended"
-            ) from error
-
-
-def silent_learners(
-    store: Store, rank: int, world: int, suspect: int | None = None, patience_seconds: float = 2.0
-) -> str:
-    """Name the lost learners: those that do not report within `patience_seconds` that they noticed the loss of a peer.
-
-    `suspect` is the peer whose connection broke, if known: it is lost unless it disconnected because it had noticed
-    another loss. Learners that are waiting for others may notice much later, so if several are silent, they are given
-    more time.
-    """
-    try:
-        store.set(f"noticed/{rank}", "")
-        store.set(A_LOSS_WAS_NOTICED, "")
-    except DistError:
-        return "the store"  # with the process that hosted it, such as learner 0 under Slurm
-    others = [other for other in range(world) if other != rank]
-    asked = others if suspect is None else [suspect]
-    for moments_left in (2, 1, 0):
-        try:
-            store.wait([f"noticed/{other}" for other in asked], timedelta(seconds=patience_seconds))
-            break
-        except DistError:
-            silent = _absent(store, "noticed", asked)
-            if len(silent) < 2 or moments_left == 0:
-                return " and ".join(silent)
-    return " and ".join(_absent(store, "noticed", others)) or "a connection to a peer"
 
 
 def _absent(store: Store, word: str, learners: Iterable[int]) -> list[str]:

@@ -26,9 +26,8 @@ from torch.distributed import ProcessGroup
 from starling.checkpoint.cut import Cut, ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.consensus import rank_ordered_mean
-from starling.engines.processes.backend import ConnectionFailed, communicating, local_group
-from starling.engines.processes.place import Place
-from starling.engines.processes.stalls import Waits
+from starling.engines.processes.backend import PassWithBackend, communicating, local_group
+from starling.engines.processes.handshake import Peers
 from starling.errors import CheckpointError, ConfigError
 from starling.strategies.islands import Island
 from starling.training.flat import load_buffers, split, trainable
@@ -41,36 +40,25 @@ SMALLEST_UNIT = 1 << 20
 """Numbers. Smaller blocks of a model are gathered and freed together with what surrounds them."""
 
 
-class IslandGroup:
+class IslandGroup(PassWithBackend):
     """The communication within one island, of the foreground alone. All processes create theirs together."""
 
-    def __init__(self, place: Place, size: int, timeout_seconds: float, waits: Waits) -> None:
-        first = place.rank - place.rank % size
+    def __init__(self, peers: Peers, size: int) -> None:
+        super().__init__()
+        first = peers.rank - peers.rank % size
         self.ranks = range(first, first + size)
-        self.member = place.rank - first
+        self.member = peers.rank - first
+        self.timeout = timedelta(seconds=peers.timeout_seconds)
         self.statistics = Statistics()
         self.seconds = 0.0
         """The time spent in communication so far."""
-        self._waits = waits
-        self._failure: ConnectionFailed | None = None
+        self._waits = peers.waits
         with communicating():
-            self.group: ProcessGroup = local_group(list(self.ranks), timedelta(seconds=timeout_seconds))
+            self.group: ProcessGroup = local_group(list(self.ranks), self.timeout)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    @contextmanager
-    def telling_failures(self) -> Generator[None, None, None]:
-        """A context for a forward and backward pass. Raises `ConnectionFailed` if communication failed in it; errors of
-        the model pass through."""
-        self._failure = None
-        try:
-            yield
-        except Exception as error:
-            if self._failure is not None:
-                raise self._failure from error
-            raise
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         """Fill `whole` `[n P']` with the ranks' vectors, of which `own` `[P']` may be a part."""
@@ -106,11 +94,8 @@ class IslandGroup:
         begin = time.monotonic()
         self.statistics.averaging.bytes_sent += num_bytes
         try:
-            with self._waits.waiting(GATHERING, self.ranks, is_group=True), communicating():
+            with self._waits.waiting(GATHERING, self.ranks, is_group=True), self.communicating():
                 yield
-        except ConnectionFailed as error:
-            self._failure = error
-            raise
         finally:
             self.seconds += time.monotonic() - begin
 
@@ -124,7 +109,7 @@ class IslandModel:
     """
 
     def __init__(self, model: nn.Module, island: IslandGroup, whole: Mapping[str, Tensor], cut: Cut) -> None:
-        self.model, self.cut, self._island = model, cut, island
+        self.model, self.cut, self.island = model, cut, island
         self._named = list(whole)
         every = torch.cat([parameter.detach().reshape(-1) for parameter in whole.values()])
         self.weights = cut.part(every, island.member)
@@ -171,7 +156,7 @@ class IslandModel:
 
     def own_part(self, state: LearnerState, make_optimizer: MakeOptimizer) -> LearnerState:
         """This rank's part of the state of a whole model; a state that is a part is returned as it is."""
-        cut, member = self.cut, self._island.member
+        cut, member = self.cut, self.island.member
         if state.shard_of_island is not None:
             if state.shard_of_island.cut != cut:
                 raise CheckpointError(
@@ -185,7 +170,7 @@ class IslandModel:
 
     def shard_of_island(self, optimizer: torch.optim.Optimizer) -> ShardOfIsland:
         """Which part of the model this rank holds."""
-        return ShardOfIsland(self.cut, self._island.member, self._order(optimizer))
+        return ShardOfIsland(self.cut, self.island.member, self._order(optimizer))
 
     def _order(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
         """The numbers of the parameters in the order of an optimizer."""

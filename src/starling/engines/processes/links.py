@@ -1,4 +1,4 @@
-"""Links between the learners of one machine: tensors are in shared memory, and only short notes are sent.
+"""MemoryLinks between the learners of one machine: tensors are in shared memory, and only short notes are sent.
 
 Each learner has an arena: anonymous memory that it passes to the others as a file descriptor. A message consists of a
 slot in the sender's arena and a note about it, a few bytes over a Unix socket; the receiver reads the slot in place.
@@ -28,14 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import DistError
 
-from starling.consensus import rank_ordered_mean
 from starling.engines.processes.backend import ConnectionFailed, check_files
-from starling.engines.processes.handshake import do_nothing, gather, in_one_list
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.rounds import Board
-from starling.engines.processes.stalls import Waits
-from starling.learner import EncodedMean
+from starling.errors import ConfigError, PeerLost
 
 NUM_SLOTS = 16
 """Messages that a learner may have under way at once; the backend sends further ones."""
@@ -114,15 +112,11 @@ class MemoryLinks:
 
     def __init__(
         self,
-        store: Store,
-        rank: int,
-        world: int,
+        peers: Peers,
         num_bytes: int,
-        timeout_seconds: float,
-        look_around: Callable[[], None] = do_nothing,
-        waits: Waits | None = None,
     ) -> None:
-        self._rank = rank
+        rank, world = peers.rank, peers.world
+        self.rank, self.timeout_seconds = rank, peers.timeout_seconds
         self._lines: dict[int, _Line] = {}
         self._lock = threading.Lock()
         self._is_held = [False] * NUM_SLOTS
@@ -136,9 +130,7 @@ class MemoryLinks:
         machine = _machine()
 
         def meet(token: str) -> list[tuple[str | None, str]]:
-            own, what = json.dumps([machine, token]), "linking with the others"
-            told = gather(store, rank, world, "links", own, in_one_list, timeout_seconds, look_around, what, waits)
-            found: list[tuple[str | None, str]] = json.loads(told)
+            found = peers.gather_all("links", [machine, token], "linking with the others")
             self.machines = [where for where, _ in found]
             return found
 
@@ -157,7 +149,7 @@ class MemoryLinks:
                 self._arena = _Arena(file, world, num_bytes)
                 found = enumerate(meet(token))
                 names = {each: name for each, (where, name) in found if each != rank and where == machine}
-                self._connect(listener, names, [file, self._bell], world, num_bytes, timeout_seconds, look_around)
+                self._connect(listener, names, [file, self._bell], peers, num_bytes)
         finally:
             os.close(file)
         self.peers = frozenset(self._lines)
@@ -192,7 +184,7 @@ class MemoryLinks:
         note = self.hear(peer, MESSAGE, tag, timeout_seconds)
         if note.slot == BACKEND:
             return note.num_bytes
-        arena, rank, slot = self._lines[peer].arena, self._rank, note.slot
+        arena, rank, slot = self._lines[peer].arena, self.rank, note.slot
 
         def release() -> None:
             arena.is_reading[slot, rank] = 0
@@ -201,7 +193,7 @@ class MemoryLinks:
 
     def place(self, rank: int, lane: int, number: int) -> Tensor:
         """The bytes of place `number` (0 or 1) of a lane in learner `rank`'s arena; means alternate between the two."""
-        return (self._arena if rank == self._rank else self._lines[rank].arena).place(lane, number)
+        return (self._arena if rank == self.rank else self._lines[rank].arena).place(lane, number)
 
     def tell(self, peer: int, note: Note) -> None:
         """Send a note. Raises `ConnectionFailed` if the peer is lost."""
@@ -224,7 +216,8 @@ class MemoryLinks:
                     return note
                 if line.is_being_read:
                     line.ready.wait(LOOK_AROUND_SECONDS)
-                    self._check(peer, end)
+                    if end is not None and time.monotonic() > end:
+                        raise ConnectionFailed(f"Timed out waiting for learner {peer}")
                     continue
                 line.is_being_read = True
             try:
@@ -280,51 +273,49 @@ class MemoryLinks:
         listener: socket.socket,
         names: dict[int, str],
         files: Sequence[int],
-        world: int,
+        peers: Peers,
         num_bytes: int,
-        timeout_seconds: float,
-        look_around: Callable[[], None],
     ) -> None:
         """Connect to the learners of lower rank, accept connections from the others, and exchange arenas."""
-        hello, end = _HELLO.pack(self._rank, num_bytes), time.monotonic() + timeout_seconds
+        hello, end = _HELLO.pack(self.rank, num_bytes), time.monotonic() + peers.timeout_seconds
         lower: dict[int, socket.socket] = {}
+
+        def wait(connection: socket.socket) -> None:
+            while not select.select([connection], [], [], LOOK_AROUND_SECONDS)[0]:
+                peers.look_around()
+                if time.monotonic() > end:
+                    raise ConnectionFailed("Timed out while the learners of this machine were linked")
+
         try:
-            for peer in sorted(each for each in names if each < self._rank):
+            for peer in sorted(each for each in names if each < self.rank):
                 lower[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 lower[peer].connect(f"\0{names[peer]}")
                 socket.send_fds(lower[peer], [hello], files)
-            for _ in range(sum(each > self._rank for each in names)):
-                self._await(listener, end, look_around)
+            for _ in range(sum(each > self.rank for each in names)):
+                wait(listener)
                 connection, _ = listener.accept()
                 if _user_of(connection) != os.getuid():
                     raise ConnectionFailed("a process of another user connected to a link")
-                self._await(connection, end, look_around)
-                self._greet(connection, world)
+                wait(connection)
+                self._greet(connection, peers.world)
                 socket.send_fds(connection, [hello], files)
             for connection in lower.values():
-                self._await(connection, end, look_around)
-                self._greet(connection, world)
+                wait(connection)
+                self._greet(connection, peers.world)
         except OSError as error:
-            check_files(self._rank)
+            check_files(self.rank)
             raise ConnectionFailed(f"no link to another learner of this machine ({error.strerror})") from error
 
     def _greet(self, connection: socket.socket, world: int) -> None:
         said, files, _, _ = socket.recv_fds(connection, _HELLO.size, 2, socket.MSG_CMSG_CLOEXEC)
         if len(said) != _HELLO.size or len(files) != 2:
-            check_files(self._rank)  # what could not be opened was left out
+            check_files(self.rank)  # what could not be opened was left out
             raise ConnectionFailed("another learner of this machine disconnected before it was linked")
         peer, num_bytes = _HELLO.unpack(said)
         try:
             self._lines[peer] = _Line(connection, _Arena(files[0], world, num_bytes), files[1])
         finally:
             os.close(files[0])
-
-    @staticmethod
-    def _await(connection: socket.socket, end: float, look_around: Callable[[], None]) -> None:
-        while not select.select([connection], [], [], LOOK_AROUND_SECONDS)[0]:
-            look_around()
-            if time.monotonic() > end:
-                raise ConnectionFailed("Timed out while the learners of this machine were linked")
 
     def _allocate(self, num_bytes: int) -> tuple[int, Tensor] | None:
         """A free slot and its memory, held until the memory is no longer referenced."""
@@ -366,10 +357,6 @@ class MemoryLinks:
             raise ConnectionFailed(f"learner {peer} closed its link")
         return Note(*_NOTE.unpack(said))
 
-    def _check(self, peer: int, end: float | None) -> None:
-        if end is not None and time.monotonic() > end:
-            raise ConnectionFailed(f"Timed out waiting for learner {peer}")
-
 
 class LinkBoard(Board):
     """A board for learners that are all linked: words in their arenas, and an event per learner to wake it."""
@@ -409,128 +396,74 @@ class LinkBoard(Board):
         self._links.ring()
 
 
-class SharedMean:
-    """Means over learners that are all linked, summed in rank order: the same bits as on the other engines.
+_TOKEN_BYTES = 64
+_MEMORY = "shared memory"
 
-    Each learner copies its vector to its place in shared memory. Every learner sums small vectors completely; of large
-    ones each sums one chunk, in its own place, and all copy the chunks. A place is reused two means later: by then all
-    learners have begun the mean in between, and therefore no longer read it.
+
+def share_memory(peers: Peers, num_bytes: int) -> Tensor:
+    """A uint8 tensor `[num_bytes]`, initially 0, in the same memory in all learners.
+
+    Learner 0 creates the memory and the others open it through /proc; it exists as long as any learner holds it. Unlike
+    `MemoryLinks`, this also serves learners whose models are on a GPU.
+
+    Raises:
+        ConfigError: The learners are not on one machine.
+        PeerLost: A learner does not open the memory within the time-out.
     """
-
-    def __init__(self, links: MemoryLinks, rank: int, sync_group: range, lane: int, timeout_seconds: float) -> None:
-        self._links = links
-        self._rank, self._sync_group, self._lane = rank, sync_group, lane
-        self._timeout_seconds = timeout_seconds
-        self._places = {(each, number): links.place(each, lane, number) for each in sync_group for number in range(2)}
-        self._num_begun = 0
-        self._under_way: UnderWay | EncodedUnderWay | None = None
-
-    def start(self, vector: Tensor, into: Tensor | None = None) -> "UnderWay":
-        """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one. The result is written to
-        `into` `[P]`, if given, otherwise to new memory."""
-        if self._under_way is not None:
-            self._under_way.result()
-        self._under_way = under_way = UnderWay(self, self._num_begun, vector, into)
-        self._num_begun += 1
-        return under_way
-
-    def start_encoded(self, part: EncodedMean) -> "EncodedUnderWay":
-        """Begin a mean whose vectors travel encoded, after finishing the previous one."""
-        if self._under_way is not None:
-            self._under_way.result()
-        self._under_way = under_way = EncodedUnderWay(self, self._num_begun, part)
-        self._num_begun += 1
-        return under_way
-
-    def abandon(self) -> None:
-        """Nothing to do: there is no thread."""
-
-    def close(self) -> None:
-        """Nothing to do: there is no thread."""
-
-    def parts(self, number: int, like: Tensor) -> list[Tensor]:
-        """The places of all learners for a mean, as vectors like `like`."""
-        return [self._places[each, number % 2][: like.nbytes].view(like.dtype) for each in self._sync_group]
-
-    def tell_all(self, tag: int) -> None:
-        """Tell the other learners of the sync group that this one has reached the point `tag`."""
-        for peer in self._sync_group:
-            if peer != self._rank:
-                self._links.tell(peer, Note(1 + self._lane, 0, tag, 0))
-
-    def await_all(self, tag: int) -> None:
-        """Wait until the other learners of the sync group have reached the point `tag`."""
-        for peer in self._sync_group:
-            if peer != self._rank:
-                self._links.hear(peer, 1 + self._lane, tag, self._timeout_seconds)
-
-    @property
-    def own_place(self) -> int:
-        """This learner's index in the sync group."""
-        return self._rank - self._sync_group.start
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("strategy: hogwild needs Linux: it shares memory between processes by memfd_create")
+    if peers.rank > 0:
+        memory = _open_memory(peers, num_bytes)
+        _await_opened(peers)
+    else:
+        file = os.memfd_create("starling", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, _TOKEN_BYTES + num_bytes)
+            memory = mmap.mmap(file, _TOKEN_BYTES + num_bytes)
+            token = secrets.token_hex(_TOKEN_BYTES // 2)
+            memory[:_TOKEN_BYTES] = token.encode()
+            peers.store.set(_MEMORY, json.dumps([os.getpid(), file, token]))
+            _await_opened(peers)  # by the number of this file
+        finally:
+            os.close(file)
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES)
 
 
-SMALL_BYTES = 1 << 18
-"""Up to this size every learner sums the whole vector: a second synchronisation would take longer."""
+def _await_opened(peers: Peers) -> None:
+    """Wait until all learners have opened the memory."""
+    keys = [f"{_MEMORY}/{other}" for other in range(peers.world)]
+    peers.store.set(keys[peers.rank], "")
+    try:
+        peers.await_keys(keys, "opening the shared memory", range(peers.world))
+    except DistError as error:
+        absent = [str(other) for other, key in enumerate(keys) if not peers.store.check([key])]
+        raise PeerLost(
+            f"learner {peers.rank} waited {peers.timeout_seconds:g} s for learner {' and '.join(absent)} to open the "
+            "shared memory"
+        ) from error
 
 
-class UnderWay:
-    """A mean that has begun; the first call of `result` waits for it."""
-
-    def __init__(self, means: SharedMean, number: int, vector: Tensor, into: Tensor | None) -> None:
-        self._means, self._number, self._into = means, number, into
-        self._parts = means.parts(number, vector)
-        self._parts[means.own_place].copy_(vector)
-        self._mean: Tensor | None = None
-        means.tell_all(2 * number)
-
-    def result(self) -> Tensor:
-        """The mean `[P]`."""
-        if self._mean is not None:
-            return self._mean
-        means, parts = self._means, self._parts
-        means.await_all(2 * self._number)
-        if parts[0].nbytes <= SMALL_BYTES:
-            mean = rank_ordered_mean(parts)
-            self._mean = mean if self._into is None else self._into.copy_(mean)
-            return self._mean
-        chunks = [part.chunk(len(parts)) for part in parts]
-        own = means.own_place
-        if own < len(chunks[own]):
-            chunks[own][own].copy_(rank_ordered_mean([each[own] for each in chunks]))
-        means.tell_all(2 * self._number + 1)
-        means.await_all(2 * self._number + 1)
-        self._mean = torch.empty_like(parts[0]) if self._into is None else self._into
-        torch.cat([each[place] for place, each in enumerate(chunks) if place < len(each)], out=self._mean)
-        return self._mean
-
-
-class EncodedUnderWay:
-    """A mean whose vectors travel encoded, and which has begun; the first call of `result` waits for it.
-
-    A learner's place holds its message for each other learner. The slot of its own message then takes its chunk of the
-    encoded mean.
-    """
-
-    def __init__(self, means: SharedMean, number: int, part: EncodedMean) -> None:
-        self._means, self._number, self._part = means, number, part
-        messages = part.messages()
-        self._slots = [place.chunk(len(messages)) for place in means.parts(number, torch.cat(messages))]
-        for slot, message in zip(self._slots[means.own_place], messages, strict=True):
-            slot.copy_(message)
-        self._mean: Tensor | None = None
-        means.tell_all(2 * number)
-
-    def result(self) -> Tensor:
-        """The mean `[n]`."""
-        if self._mean is None:
-            means, slots, own = self._means, self._slots, self._means.own_place
-            means.await_all(2 * self._number)
-            slots[own][own].copy_(self._part.combine([each[own] for each in slots]))
-            means.tell_all(2 * self._number + 1)
-            means.await_all(2 * self._number + 1)
-            self._mean = self._part.result([each[place] for place, each in enumerate(slots)])
-        return self._mean
+def _open_memory(peers: Peers, num_bytes: int) -> mmap.mmap:
+    try:
+        peers.await_keys([_MEMORY], "opening the shared memory", [0])
+    except DistError as error:
+        raise PeerLost(
+            f"learner {peers.rank} waited {peers.timeout_seconds:g} s for learner 0 to share its memory"
+        ) from error
+    pid, file, token = json.loads(peers.store.get(_MEMORY))
+    why = "here its process number belongs to another process"
+    try:
+        with Path(f"/proc/{pid}/fd/{file}").open("r+b") as opened:
+            memory = mmap.mmap(opened.fileno(), _TOKEN_BYTES + num_bytes)
+        if memory[:_TOKEN_BYTES] == token.encode():
+            return memory
+    except (OSError, ValueError) as error:
+        peers.look_around()
+        why = str(error)
+    raise ConfigError(
+        f"strategy: hogwild: learner {peers.rank} cannot share the memory of learner 0 ({why}); all learners must run "
+        "on one machine, as one user: use parameter-server or adpsgd between machines"
+    )
 
 
 def _machine() -> str | None:

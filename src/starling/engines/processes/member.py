@@ -12,7 +12,6 @@ import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +25,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.done_notes import noted
-from starling.engines.processes.handshake import (
-    Handshake,
-    await_keys,
-    check_alike,
-    gather,
-    in_one_list,
-    part,
-    shake_hands,
-)
+from starling.engines.processes.handshake import Handshake, Peers, check_alike
 from starling.engines.processes.island import IslandGroup, IslandModel, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
@@ -42,6 +33,7 @@ from starling.engines.processes.process_group import process_group
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import end_with_threads
 from starling.errors import PeerLost, ProtocolError, StarlingError
+from starling.timeouts import REGROUP
 from starling.training.equality import are_apart, different_weights, must_begin_equal, sketch
 from starling.training.flat import FlatModel, Model, trainable
 from starling.training.job import Job, Named, Observer
@@ -66,12 +58,8 @@ from starling.training.succession import (
 from starling.training.tensor_plan import tensor_plan
 from starling.workload import Position, Ticket
 
-LookAround = Callable[[], None]
-_OUTCOME, _OVER, _CHANGED = "outcome", "over", "changed"
 _PLAN, _PAST = "plan", "past"
 _BUFFER = "buffer."
-REGROUP_SECONDS = 20.0
-"""How long a learner that lost a peer waits for the next membership."""
 
 
 def run_learner(
@@ -104,21 +92,9 @@ def run_learner(
     life.state = start
     with Loader(job.workload, job.num_workers, ignores_signals) as loader:
         check_island(job.island, device)
-        member = _Member(
-            job,
-            place,
-            device,
-            digest,
-            Named(observer, place.rank),
-            timeout_seconds,
-            loader,
-            feed,
-            changes or IgnoreMembership(),
-            save_requests,
-            waits or Waits(),
-            life,
-        )
-        return member.run()
+        peers, named = Peers(place, timeout_seconds, waits, feed), Named(observer, place.rank)
+        changes = changes or IgnoreMembership()
+        return _Member(job, peers, device, digest, named, loader, changes, save_requests, life).run()
 
 
 def warm_up(job: Job, flat: FlatModel | None) -> None:
@@ -137,22 +113,21 @@ def warm_up(job: Job, flat: FlatModel | None) -> None:
 @dataclass
 class _Member:
     job: Job
-    place: Place
+    root: Peers
+    """The learners of the run; `enter` gives those of a membership."""
     device: torch.device
     digest: str
     observer: Observer
-    timeout_seconds: float
     loader: Loader
-    feed: MembershipFeed
     changes: MembershipObserver
     save_requests: SaveRequests | None
-    waits: Waits
     life: Life
     learner: ProcessLearner | None = None
     is_connected: bool = False
     """Whether this learner has connected to others, so that its threads may be waiting for them."""
 
     def __post_init__(self) -> None:
+        self.feed = self.root.feed
         self._model: nn.Module | None = self.job.workload.make_model()  # of the next membership
         if self.job.island.tensor > 1:
             tensor_plan(self._model)  # raises before the others wait for this learner
@@ -180,7 +155,7 @@ class _Member:
 
     def _first_membership(self) -> Membership:
         if self.feed.is_new:
-            check_alike(PrefixStore(Membership(0, ()).key, self.place.store), self.feed.name, self._handshake(0))
+            check_alike(PrefixStore(Membership(0, ()).key, self.root.store), self.feed.name, self._handshake(0))
             warm_up(self.job, self.flat)
         return self.feed.first()
 
@@ -189,7 +164,7 @@ class _Member:
         if isinstance(error, MembershipChanged):
             return self.feed.latest
         is_loss = isinstance(error, PeerLost | ConnectionFailed | DistError)
-        if is_loss and (change := self.feed.beyond(membership, REGROUP_SECONDS)):
+        if is_loss and (change := self.feed.beyond(membership, REGROUP)):
             return change
         if self.is_connected:
             end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
@@ -204,60 +179,58 @@ class _Member:
         self.changes.pause()
 
     def _be_in(self, membership: Membership) -> LearnerState:
-        rank, world = membership.members.index(self.feed.name), len(membership.members)
-        self.waits.among(rank, membership.members)
-        store = PrefixStore(membership.key, self.place.store)
-        local_world = max(self.place.local_world, world) if self.feed.is_watched else self.place.local_world
-        place = replace(self.place, rank=rank, world=world, local_world=local_world, store=store)
+        peers = self.root.enter(membership)
+        if self.feed.is_watched:
+            local_world = max(peers.place.local_world, peers.world)
+            peers = peers.but(place=replace(peers.place, local_world=local_world))
         self.feed.arrive(membership)
-        is_first, seconds = membership.number == 0, self.timeout_seconds
-
-        def look_around() -> None:
-            if self.feed.latest.number > membership.number:
-                raise MembershipChanged(self.feed.latest)
-
-        shake_hands(store, rank, self._handshake(world), seconds, look_around, self.waits)
-        plan = self._plan(membership, rank, store, look_around)
+        peers.shake_hands(self._handshake(peers.world))
+        plan = self._plan(peers)
         self.is_connected = True
-        telling = partial(self.feed.telling, membership)
-        with process_group(place, self.device, seconds, telling, self.feed.is_watched, self.waits) as connections:
+        with process_group(peers, self.device) as connections:
             try:
-                with telling(
+                with peers.telling(
                     lambda change: connections.cut_all()
                 ):  # creating the sync groups' process groups blocks, too
-                    flat, island = self._make_model(place)
-                    start = self.life.state if is_first else self._start(rank, plan)
-                    if is_first and start is not None and isinstance(flat, IslandModel):
-                        start = flat.own_part(start, self.job.make_optimizer)  # a checkpoint may hold the whole model
-                    learner = self.learner = self._make_learner(
-                        place, flat, island, start, membership, plan.shares, look_around
+                    flat = self._make_model(peers)
+                    self._begin_state(peers, plan, flat)
+                    learner = self.learner = ProcessLearner(
+                        self.job,
+                        peers,
+                        flat,
+                        self.life,
+                        plan.shares,
+                        self.loader,
+                        self.observer,
+                        self.save_requests,
                     )
-                self._check_weights(store, rank, world, start, look_around)
+                self._check_weights(peers, learner)
                 connections.note()
                 self.feed.enter(membership)
 
                 def end_membership(change: Membership) -> None:  # called by another thread
-                    learner.communicator.fail(MembershipChanged(change))
+                    learner.fail(MembershipChanged(change))
                     connections.cut()
 
-                with self.feed.telling(membership, end_membership), learner.agreeing():
+                with peers.telling(end_membership), learner.agreeing():
                     state = learner.drive()
                     self.changes.end()
-                    self._part(membership, store, rank, look_around)
+                    self._part(peers)
                     return state
             except BaseException:
                 connections.cut()  # so that no thread keeps waiting for the remaining learners
                 raise
 
-    def _plan(self, membership: Membership, rank: int, store: Store, look_around: LookAround) -> MembershipStart:
+    def _plan(self, peers: Peers) -> MembershipStart:
         """The plan of a membership, which is passed on to the observer of changes."""
+        membership = peers.membership
         if membership.number == 0:
             state = self.life.state
             position = state.position if state else Position()
-            plan = MembershipStart(len(membership.members), position, state.minutes if state else 0.0)
-            plan = plan.with_shares(self.job, membership.members, self._speeds(membership, rank, store, look_around))
-            write_first_plan(store, rank, plan)
-            self.changes.begin(membership, position, rank == 0)
+            plan = MembershipStart(peers.world, position, state.minutes if state else 0.0)
+            plan = plan.with_shares(self.job, membership.members, self._speeds(peers))
+            write_first_plan(peers.store, peers.rank, plan)
+            self.changes.begin(membership, position, peers.rank == 0)
             return plan
         told: list[MembershipStart] = []
 
@@ -265,118 +238,72 @@ class _Member:
             self.changes.begin(membership, plan.position, True)
             told.append(plan)
 
-        plan = agree_on_plan(
-            self.place.store,
-            membership,
-            rank,
-            self.life.past,
-            self.job,
-            self.timeout_seconds,
-            look_around,
-            tell,
-            self.waits,
-        )
+        plan = agree_on_plan(self.root.store, peers, self.life.past, self.job, tell)
         if not told:
             self.changes.begin(membership, plan.position, False)
         return plan
 
-    def _speeds(self, membership: Membership, rank: int, store: Store, look_around: LookAround) -> list[float] | None:
+    def _speeds(self, peers: Peers) -> list[float] | None:
         """What a mini-batch of each learner takes, in seconds, if batch shares depend on it. All measure at once, since
         those that share a machine also compute at once."""
-        job, world, flat = self.job, len(membership.members), self.flat
+        job, flat = self.job, self.flat
         if job.batch_shares != "auto" or flat is None:
             return None
-        job.validate(world)
-        seconds = measured_seconds(job.workload, flat.model, self.device)
-        own = json.dumps(seconds * job.stragglers.slow.get(self.feed.name, 1.0))
-        what = "measuring the speed of each learner"
-        found = gather(
-            store, rank, world, "speed", own, in_one_list, self.timeout_seconds, look_around, what, self.waits
-        )
-        return [float(each) for each in json.loads(found)]
+        job.validate(peers.world)
+        seconds = measured_seconds(job.workload, flat.model, self.device) * job.stragglers.slow.get(self.feed.name, 1.0)
+        return [float(each) for each in peers.gather_all("speed", seconds, "measuring the speed of each learner")]
 
-    def _start(self, rank: int, plan: MembershipStart) -> LearnerState:
-        """The state with which this learner begins a later membership."""
-        state = plan.state(rank, self.life.state)
+    def _begin_state(self, peers: Peers, plan: MembershipStart, flat: Model) -> None:
+        """Set the state with which this learner begins a membership."""
+        life, rank, size = self.life, peers.rank, self.job.island.size
+        if peers.membership.number == 0:
+            if life.state is not None and isinstance(flat, IslandModel):
+                life.state = flat.own_part(life.state, self.job.make_optimizer)  # a checkpoint may hold the whole model
+            return
+        state = life.state = plan.state(rank, life.state)
         if plan.source is None:
-            return state
-        size = self.job.island.size
+            return
         sources = range(plan.source, plan.source + size)
         shared = [share_state(state, source) for source in sources][rank % size]
-        begun = state.with_strategy_of(shared)
-        if rank not in plan.takers:
-            return begun
-        return replace(begun, weights=shared.weights, buffers=shared.buffers, optimizer=shared.optimizer)
+        life.state = state.with_strategy_of(shared)
+        if rank in plan.takers:
+            life.state = replace(life.state, weights=shared.weights, buffers=shared.buffers, optimizer=shared.optimizer)
 
-    def _make_model(self, place: Place) -> tuple[Model, IslandGroup | None]:
+    def _make_model(self, peers: Peers) -> Model:
         """The model of a membership: this learner's own, or its part of its island's."""
         if self.flat is not None:
-            return self.flat, None
-        island = IslandGroup(place, self.job.island.size, self.timeout_seconds, self.waits)
+            return self.flat
+        island = IslandGroup(peers, self.job.island.size)
         model, self._model = self._model or self.job.workload.make_model(), None
         if self.job.island.tensor > 1:
             from starling.engines.processes.tensor import TensorModel
 
-            return TensorModel(model, island, self.timeout_seconds), island
-        return ShardedModel(model, island), island
+            return TensorModel(model, island)
+        return ShardedModel(model, island)
 
-    def _make_learner(
-        self,
-        place: Place,
-        flat: Model,
-        island: IslandGroup | None,
-        start: LearnerState | None,
-        membership: Membership,
-        shares: Sequence[int],
-        look_around: LookAround,
-    ) -> ProcessLearner:
-        return ProcessLearner(
-            self.job,
-            place,
-            flat,
-            self.observer,
-            start,
-            self.life,
-            self.timeout_seconds,
-            self.loader,
-            self.feed,
-            membership,
-            shares,
-            self.waits,
-            self.save_requests,
-            look_around,
-            island,
-        )
-
-    def _check_weights(
-        self, store: Store, rank: int, world: int, start: LearnerState | None, look_around: LookAround
-    ) -> None:
+    def _check_weights(self, peers: Peers, learner: ProcessLearner) -> None:
         """Raise ProtocolError if learners that must begin with the same weights have others; all find the same."""
         job, size = self.job, self.job.island.size
-        if self.learner is None or not must_begin_equal(job, start):
+        if not must_begin_equal(job, self.life.state):
             return
 
         def compare(sketches: list[bytes]) -> str:
             found = [json.loads(each) for each in sketches]
-            unlike = (other for other in range(size, world) if are_apart(found[other % size], found[other]))
+            unlike = (other for other in range(size, peers.world) if are_apart(found[other % size], found[other]))
             return next((different_weights(job, other, other % size) for other in unlike), "")
 
-        own, what = json.dumps(sketch(self.learner.weights)), "comparing the weights of all learners"
-        problem = gather(
-            store, rank, world, "weights", own, compare, self.timeout_seconds, look_around, what, self.waits
-        )
-        if problem:
+        own, what = json.dumps(sketch(learner.weights)), "comparing the weights of all learners"
+        if problem := peers.gather("weights", own, compare, what):
             raise ProtocolError(problem.decode())
 
-    def _part(self, membership: Membership, store: Store, rank: int, look_around: LookAround) -> None:
+    def _part(self, peers: Peers) -> None:
         """Pass the closing barrier, unless some learners continue in a next membership: then all do."""
+        is_over = True
         try:
-            part(store, rank, len(membership.members), self.timeout_seconds, look_around, self.waits)
-            wanted = _OVER
+            peers.part()
         except MembershipChanged:
-            wanted = _CHANGED
-        if self.feed.is_watched and store.compare_set(_OUTCOME, "", wanted).decode() == _CHANGED:
-            raise MembershipChanged(self.feed.beyond(membership, REGROUP_SECONDS) or self.feed.latest)
+            is_over = False
+        peers.end(is_over)
 
     def _handshake(self, world: int) -> Handshake:
         return Handshake(
@@ -396,30 +323,20 @@ def write_first_plan(store: Store, rank: int, plan: MembershipStart) -> None:
 
 
 def agree_on_plan(
-    root: Store,
-    membership: Membership,
-    rank: int,
-    past: Past,
-    job: Job,
-    timeout_seconds: float,
-    look_around: LookAround,
-    on_plan: Callable[[MembershipStart], None],
-    waits: Waits | None = None,
+    root: Store, peers: Peers, past: Past, job: Job, on_plan: Callable[[MembershipStart], None]
 ) -> MembershipStart:
     """The plan of a later membership. The learner that makes it calls `on_plan` before it is visible to the others."""
-    store, world = PrefixStore(membership.key, root), len(membership.members)
-    own, what = json.dumps(asdict(past)), "entering the next membership"
-    planner = gather(store, rank, world, _PAST, own, _planner, timeout_seconds, look_around, what, waits)
+    store = peers.store
+    planner = peers.gather(_PAST, json.dumps(asdict(past)), _planner, "entering the next membership")
     if not planner:
         raise PeerLost(LOST_BEFORE_TRAINING)
-    if rank == int(planner):
-        members = _pasts(store.multi_get([f"{_PAST}/{other}" for other in range(world)]))
-        plan = _plan_after(root, membership, members, job)
+    if peers.rank == int(planner):
+        members = _pasts(store.multi_get([f"{_PAST}/{other}" for other in range(peers.world)]))
+        plan = _plan_after(root, peers.membership, members, job)
         on_plan(plan)
         store.set(_PLAN, plan.encode())
         return plan
-    what = "planning the next membership"
-    await_keys(store, [_PLAN], timeout_seconds, look_around, what, [int(planner)], waits, num_waiting=world)
+    peers.await_keys([_PLAN], "planning the next membership", [int(planner)], num_waiting=peers.world)
     return MembershipStart.decode(store.get(_PLAN))
 
 
@@ -473,15 +390,9 @@ def share_state(state: LearnerState, source: int) -> LearnerState:
 
 
 def _broadcast_bytes(content: bytes, source: int) -> bytes:
-    length = torch.tensor([len(content)], dtype=torch.int64)
-    with communicating():
-        dist.broadcast(length, src=source)
-    sent = torch.zeros(int(length), dtype=torch.uint8)
-    if dist.get_rank() == source:
-        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    with communicating():
-        dist.broadcast(sent, src=source)
-    return sent.numpy().tobytes()
+    length = _broadcast(torch.tensor([len(content)]), "int64", [1], source)
+    own = torch.frombuffer(bytearray(content), dtype=torch.uint8) if dist.get_rank() == source else None
+    return _broadcast(own, "uint8", [int(length)], source).numpy().tobytes()
 
 
 def _broadcast(own: Tensor | None, dtype: str, shape: list[int], source: int) -> Tensor:

@@ -7,8 +7,8 @@ does: all waits on it fail immediately, in both processes. NCCL waits on the dev
 import os
 import socket
 import threading
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -18,11 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 from starling.engines.processes import nccl
 from starling.engines.processes.backend import check_files
 from starling.engines.processes.forks import Identity, clone_store, identity, keep_from_children, sockets
-from starling.engines.processes.handshake import silent_learners
-from starling.engines.processes.place import Place
-from starling.engines.processes.stalls import Waits
+from starling.engines.processes.handshake import Peers
 from starling.errors import PeerLost
-from starling.training.membership import Membership
 
 
 class Connections:
@@ -63,51 +60,40 @@ def _shut_down(descriptor: int) -> None:
             each.shutdown(socket.SHUT_RDWR)
 
 
-Telling = Callable[[Callable[[Membership], None]], AbstractContextManager[None]]
-"""A context in which a callback is called when a later membership is announced; see `MembershipFeed.telling`."""
-
-
 @contextmanager
-def process_group(
-    place: Place,
-    device: torch.device,
-    timeout_seconds: float,
-    telling: Telling = lambda on_change: nullcontext(),
-    outlives_losses: bool = False,
-    waits: Waits | None = None,
-) -> Generator[Connections, None, None]:
+def process_group(peers: Peers, device: torch.device) -> Generator[Connections, None, None]:
     """Within this context `torch.distributed` has a default process group; yields its connections.
 
     The announcement of a later membership interrupts connecting. Within the context the caller must end waits itself.
-    That requires `outlives_losses` with NCCL, whose watchdog otherwise ends a process that lost a peer.
+    If learners are watched, that requires that NCCL's watchdog ends no process that lost a peer.
     """
+    place = peers.place
     by_nccl = place.has_own_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if by_nccl and outlives_losses:
+    if by_nccl and peers.feed.is_watched:
         nccl.outlive_lost_peers()
     connections = Connections()
     store = clone_store(place.store)  # its connection can be cut while it waits
     try:
         with (
-            telling(lambda change: connections.cut_all()),
-            (waits or Waits()).waiting("connecting to the others", range(place.world), is_group=True),
+            peers.telling(lambda change: connections.cut_all()),
+            peers.waits.waiting("connecting to the others", range(place.world), is_group=True),
         ):
             dist.init_process_group(
                 f"cpu:gloo,cuda:{nccl.BACKEND}" if by_nccl else "gloo",
                 store=PrefixStore("group/0", store),
                 rank=place.rank,
                 world_size=place.world,
-                timeout=timedelta(seconds=timeout_seconds),
+                timeout=timedelta(seconds=peers.timeout_seconds),
             )
     except RuntimeError as error:
         _world.group_count = (
             0  # so that later groups have the same names on all learners, even if only some failed here
         )
         check_files(place.rank)
-        lost = silent_learners(place.store, place.rank, place.world)
         raise PeerLost(
-            f"learner {place.rank} lost {lost} while connecting to the others ({str(error).splitlines()[0]})"
+            f"learner {place.rank} lost {peers.silent()} while connecting to the others ({str(error).splitlines()[0]})"
         ) from error
     connections.note()
     try:

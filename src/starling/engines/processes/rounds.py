@@ -2,8 +2,9 @@
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
@@ -16,6 +17,7 @@ ENDED = 1 << 30
 """Added to a round's key if the round will never open."""
 _CUT, _ENTERED = "cut", "entered"
 """What the store has of a round that a learner wants to enter: whether it is the cut of a checkpoint barrier."""
+SAVING = "saving a checkpoint"
 DRIFT = 1024
 """The maximum number of rounds that one learner may be ahead of another; older keys are removed from the store.
 Neighbours wait for each other in every round, so with any connected topology learners stay much closer."""
@@ -93,37 +95,47 @@ class StoreCuts(CutAgreement):
     first.
     """
 
-    def __init__(self, store: Store, rank: int, world: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        naming_the_lost: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
+    ) -> None:
         self._store, self._rank, self._world = store, rank, world
+        self._naming_the_lost = naming_the_lost
         self._behind: Store | None = None  # the background's own connection
 
     def passed(self, barrier: int, num_entered: int) -> None:
         store, key = self._store, f"cuts/{barrier}/{{}}".format
-        store.set(key(f"entered/{self._rank}"), str(num_entered))
-        if int(store.add(key("passed"), 1)) < self._world:
-            return
-        number = max(self._entered(barrier))
-        while store.compare_set(key(number), "", _CUT) != _CUT.encode():
-            number += 1
-        store.set(key("place"), str(number))
+        with self._naming_the_lost(SAVING):
+            store.set(key(f"entered/{self._rank}"), str(num_entered))
+            if int(store.add(key("passed"), 1)) < self._world:
+                return
+            number = max(self._entered(barrier))
+            while store.compare_set(key(number), "", _CUT) != _CUT.encode():
+                number += 1
+            store.set(key("place"), str(number))
 
     def is_cut(self, barrier: int, number: int) -> bool:
-        if self._behind is None:
+        if self._behind is None:  # entering a round names the lost
             self._behind = clone_store(self._store)
         return bool(self._behind.compare_set(f"cuts/{barrier}/{number}", "", _ENTERED) == _CUT.encode())
 
     def cut(self, barrier: int) -> int | None:
         key = f"cuts/{barrier}/place"
-        return int(self._store.get(key)) if self._store.check([key]) else None
+        with self._naming_the_lost(SAVING):
+            return int(self._store.get(key)) if self._store.check([key]) else None
 
     def saved(self, barrier: int) -> None:
         store, key = self._store, f"cuts/{barrier}/{{}}".format
-        if int(store.add(key("saved"), 1)) < self._world:
-            return
-        marked = range(min(self._entered(barrier)), int(store.get(key("place"))) + 1)
-        names = ["passed", "place", "saved", *marked, *(f"entered/{rank}" for rank in range(self._world))]
-        for name in names:
-            store.delete_key(key(name))
+        with self._naming_the_lost(SAVING):
+            if int(store.add(key("saved"), 1)) < self._world:
+                return
+            marked = range(min(self._entered(barrier)), int(store.get(key("place"))) + 1)
+            names = ["passed", "place", "saved", *marked, *(f"entered/{rank}" for rank in range(self._world))]
+            for name in names:
+                store.delete_key(key(name))
 
     def _entered(self, barrier: int) -> list[int]:
         """How many rounds each learner had entered when it passed a barrier."""
@@ -143,7 +155,7 @@ class Rounds:
         self.cuts: Cuts | None = None
         """The states of this learner that wait for rounds, if it saves any."""
         self._lock = threading.Lock()
-        self._pace = Pace()
+        self.pace = Pace()
         self._next = 0
         self._waiting: int | None = None
         self._kept_up: tuple[float, Future[None]] | None = None
@@ -153,27 +165,27 @@ class Rounds:
     def gradient_made(self) -> None:
         """Called by the foreground after each gradient; opens the round that the background waits for, if it is due."""
         with self._lock:
-            self._pace.gradient_made()
-            if self._waiting is not None and self._pace.may_open:
+            self.pace.gradient_made()
+            if self._waiting is not None and self.pace.may_open:
                 self._board.open(self._waiting, is_behind=False)
                 self._waiting = None
-                self._pace.opened()
+                self.pace.opened()
 
     def next(self, period: float) -> int | None:
         """Called by the background: wait for the next round. Returns its number, or None after the last."""
         if self.cuts is not None:
             self.cuts.completed(self._next)
         with self._lock:
-            self._pace.completed()
+            self.pace.completed()
             self._look_at_lag()
             if self._is_over:
                 return None
             number, self._next = self._next, self._next + 1
-            self._pace.period = period
-            opens = self._pace.may_open and not self._is_finished
+            self.pace.period = period
+            opens = self.pace.may_open and not self._is_finished
             if opens:
                 has_opened = self._board.open(number, is_behind=True)
-                self._pace.opened()
+                self.pace.opened()
             else:
                 self._waiting = number
         if not opens:
@@ -181,10 +193,10 @@ class Rounds:
         with self._lock:
             self._waiting = None
             if not has_opened:
-                self._pace.completed()
+                self.pace.completed()
                 self._look_at_lag()
                 return None
-            self._pace.entered()
+            self.pace.entered()
         if self.cuts is not None:
             self.cuts.entered(number)
         return number
@@ -193,18 +205,13 @@ class Rounds:
         """Called by the foreground: a future that is done once the learner is less than `most` gradients ahead of the
         last round that its background completed; None if it is already."""
         with self._lock:
-            if not self._pace.lags(most):
+            if not self.pace.lags(most):
                 return None
             self._kept_up = most, Future()
             return self._kept_up[1]
 
-    @property
-    def pace(self) -> Pace:
-        """This learner's `Pace`."""
-        return self._pace
-
     def _look_at_lag(self) -> None:
-        if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):
+        if self._kept_up is not None and not self.pace.lags(self._kept_up[0]):
             kept_up, self._kept_up = self._kept_up[1], None
             with suppress(InvalidStateError):  # the wait was released
                 kept_up.set_result(None)

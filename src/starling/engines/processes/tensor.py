@@ -41,10 +41,10 @@ GATHERED_TOGETHER = 1 << 20
 class TensorModel(IslandModel):
     """A model whose layers are cut by its plan."""
 
-    def __init__(self, model: nn.Module, island: IslandGroup, timeout_seconds: float) -> None:
+    def __init__(self, model: nn.Module, island: IslandGroup) -> None:
         whole = trainable_by_name(model)
         uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        _parallelize(model, island, timeout_seconds)
+        _parallelize(model, island)
         self._computed = [model.get_parameter(name) for name in whole]
         self._dims = [_dim(parameter) for parameter in self._computed]
         if all(dim is None for dim in self._dims):
@@ -87,7 +87,7 @@ class TensorModel(IslandModel):
     def _gather(self, parts: Sequence[Tensor], numbers: Sequence[int]) -> None:
         own = torch.cat([part.reshape(-1) for part in parts])
         gathered = own.new_empty(self.cut.size, len(own))
-        self._island.all_gather(gathered.view(-1), own)
+        self.island.all_gather(gathered.view(-1), own)
         start = 0
         for number, part in zip(numbers, parts, strict=True):
             stop, shape = start + part.numel(), self.cut.shapes[number]
@@ -106,15 +106,13 @@ class TensorModel(IslandModel):
         self._reached.append(number)
 
 
-def _parallelize(model: nn.Module, island: IslandGroup, timeout_seconds: float) -> None:
+def _parallelize(model: nn.Module, island: IslandGroup) -> None:
     """Cut the layers in a model's plan."""
     plan = tensor_plan(model)
     if not dist.is_backend_available(BACKEND):
         dist.Backend.register_backend(BACKEND, _Counted, devices="cpu")
     with communicating():
-        group = dist.new_group(
-            list(island.ranks), timedelta(seconds=timeout_seconds), BACKEND, use_local_synchronization=True
-        )
+        group = dist.new_group(list(island.ranks), island.timeout, BACKEND, use_local_synchronization=True)
     cast(_Counted, group).island = island
     mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.tensor(list(island.ranks)), mesh_dim_names=("tensor",))
     with warnings.catch_warnings():

@@ -1,5 +1,5 @@
-"""Threads of a learner process that wait for other learners. They do not keep the process alive, and a failure of
-another thread ends their waits."""
+"""Threads of a learner process that wait for other learners, and handles of what they wait for. They do not keep the
+process alive, and a failure of another thread ends their waits."""
 
 import atexit
 import os
@@ -10,10 +10,14 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from starling.learner import Handle
+from starling.training.checks import given_away
 
 T = TypeVar("T")
-H = TypeVar("H")
 LOOK_AROUND_SECONDS = 1.0
 
 
@@ -71,11 +75,8 @@ class Worker:
 
     def close(self) -> None:
         """Finish the current task, drop the rest, and end the thread."""
-        with suppress(Empty):
-            while (given := self._tasks.get_nowait()) is not None:
-                given[1].cancel()
+        self.abandon()
         if self._thread.ident is not None:
-            self._tasks.put(None)
             self._thread.join()
 
     def _run(self) -> None:
@@ -126,15 +127,76 @@ class Release:
                 self._waits.discard(work)
 
 
-class FirstOf(Generic[H]):
+class ProcessHandle(Handle[T]):
+    """Work under way in this process. The first call of `result()` waits for it; later calls return the same result.
+
+    `finish` waits by `wait_long`, if given: in another thread than the strategy's, and without a time-out.
+    """
+
+    def __init__(self, wait: Callable[[], T], wait_long: Callable[[], T] | None = None) -> None:
+        self._wait = wait
+        self._wait_long = wait_long or wait
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self._results)
+
+    def finish(self) -> None:
+        """Wait without a time-out. An error is raised by `result`."""
+        try:
+            self._results.append(self._wait_long())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        if not self._results:
+            self._results.append(self._wait())
+        return self._results[0]
+
+
+class GradientHandle(ProcessHandle[Tensor]):
+    """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead.
+
+    With `may_reduce` the mean is computed while backward runs, otherwise from the whole gradient, in its memory.
+    """
+
+    def __init__(self, rank: int, compute: Callable[[bool], Tensor], may_reduce: bool) -> None:
+        self._own = ProcessHandle(lambda: compute(False))
+        super().__init__(self._own.result)
+        self.may_reduce = may_reduce
+        self.rank = rank
+        self._reduced = ProcessHandle(lambda: compute(True))
+        self._is_given_away = False
+
+    def reduced(self) -> Handle[Tensor]:
+        """The mean over the sync group, computed in place of the gradient itself."""
+        self._is_given_away = True
+        return self._reduced
+
+    def give_away(self) -> Handle[Tensor]:
+        """The gradient, in memory that the caller may overwrite."""
+        self._is_given_away = True
+        return self._own
+
+    def result(self) -> Tensor:
+        if self._is_given_away:
+            raise given_away(self.rank)
+        return super().result()
+
+
+class FirstOf:
     """Determines which of several handles finishes first; one thread per key waits for its handle."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, H] = {}
-        self._finished: SimpleQueue[tuple[int, H]] = SimpleQueue()
+        self._watched: dict[int, ProcessHandle[Any]] = {}
+        self._finished: SimpleQueue[tuple[int, ProcessHandle[Any]]] = SimpleQueue()
         self._workers: dict[int, Worker] = {}
 
-    def of(self, handles: Mapping[int, H], look_around: Callable[[], None]) -> int:
+    def of(self, handles: Mapping[int, ProcessHandle[Any]], look_around: Callable[[], None]) -> int:
         """The key of a handle that has finished or failed. Each handle is returned once.
 
         While waiting, `look_around` is called repeatedly and may raise.
@@ -162,6 +224,6 @@ class FirstOf(Generic[H]):
         for worker in self._workers.values():
             worker.close()
 
-    def _watch(self, key: int, handle: Any) -> None:
+    def _watch(self, key: int, handle: ProcessHandle[Any]) -> None:
         handle.finish()
         self._finished.put((key, handle))
