@@ -15,7 +15,7 @@ from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import latest
 from starling.errors import DataError
 from starling.experiment.folder import existing
-from starling.experiment.seen import SeenBatch, read_seen, read_skipped, start_of_record
+from starling.experiment.seen import SeenBatch, read_seen, read_skipped, segments, start_of_record
 from starling.experiment.task import MiniBatches, task_of
 from starling.recipe.file import read_recipe
 from starling.workload import Position, Ticket
@@ -62,7 +62,7 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     recipe = task.check_resolved(tree, str(folder.config))
     end = read_manifest(latest(experiment)).position
     plan = task.mini_batches(recipe, folder)
-    epochs = collect(read_seen(folder.seen, end), plan, read_skipped(folder.seen))
+    epochs = collect(read_seen(folder.seen, end), plan, read_skipped(segments(folder.seen)))
     begin = start_of_record(folder.seen)
     output.print(_table(epochs))
     problems = problems_of(epochs, plan, begin, end)

@@ -142,7 +142,7 @@ class Seen:
         """How many utterances of an epoch were skipped in earlier segments."""
         if self._earlier is None:
             older = [each for each in segments(self._segment.parent) if _begin(each) < _begin(self._segment)]
-            self._earlier = _skipped_in(older)
+            self._earlier = read_skipped(older)
         return len(self._earlier.get(epoch, ()))
 
     def _file(self, name: str, header: str) -> TextIO:
@@ -203,12 +203,8 @@ def _is_done(step: int, until: Position) -> bool:
     return step < until.next_ticket.step and all(step != ticket.step for ticket in until.outstanding)
 
 
-def read_skipped(folder: Path) -> dict[int, set[str]]:
-    """The utterances that were skipped in each epoch."""
-    return _skipped_in(segments(folder))
-
-
-def _skipped_in(found: Iterable[Path]) -> dict[int, set[str]]:
+def read_skipped(found: Iterable[Path]) -> dict[int, set[str]]:
+    """The utterances that were skipped in each epoch of these segments."""
     skipped: dict[int, set[str]] = {}
     for path in (path for segment in found for path in segment.glob("skipped-*.tsv")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
