@@ -19,7 +19,10 @@ from tests.test_documents import PAGES, ROOT, environment
 
 TUTORIALS = [f"docs/tutorials/{name}.md" for name in ("first-recogniser", "choose-a-strategy")]
 """In this order in one folder, as the second says."""
-ALONE = ["docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md", "docs/write-your-own-strategy.md"]
+ALONE = [
+    *("docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md"),
+    *("docs/write-your-own-strategy.md", "docs/write-your-own-task.md"),
+]
 """Each in a folder of its own."""
 TOPICS = [
     f"docs/{name}.md"

@@ -104,6 +104,7 @@ def test_a_process_that_is_killed_ends_the_wait() -> None:
             list(islice(loaded, 100))
 
 
+@pytest.mark.wide
 def test_a_signal_that_comes_while_processes_start_does_not_end_them() -> None:
     """torchrun signals all that a learner has started, which is to save first: also those that load libraries yet."""
     with Loader(WhoLoads(), num_workers=2, ignores_signals=True) as loader:
@@ -120,6 +121,7 @@ def test_a_signal_that_comes_while_processes_start_does_not_end_them() -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.wide
 def test_new_tickets_may_replace_the_rest_or_follow_the_last() -> None:
     """What was loaded ahead is dropped, and the same processes go on."""
     with Loader(WhoLoads(), num_workers=2) as loader:
@@ -141,6 +143,7 @@ def test_an_end_before_the_last_ticket_leaves_no_process() -> None:
     assert "loader" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.wide
 def test_fewer_are_drawn_ahead_than_the_processes_hold_when_told_so() -> None:
     """Each comes nevertheless, once and in order; none is drawn ahead where 0 are allowed."""
     drawn: list[Ticket] = []
