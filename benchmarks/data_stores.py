@@ -17,13 +17,12 @@ from pathlib import Path
 import numpy as np
 import soundfile
 import torch
-import typer
 from lhotse import CutSet
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from starling.commands import Overrides, RecipeArgument, progress_console, shown_errors
+from starling.commands import Commands, Overrides, RecipeArgument, progress_console
 from starling.errors import ConfigError, DataError
 from starling.reporting.progress import Bars
 from starling.speech.chance import one_thread
@@ -425,14 +424,13 @@ def _about_the_cache(rows: Sequence[Row]) -> str:
     )
 
 
-app = typer.Typer()
+app = Commands()
 
 
 @app.command()
 def main(data: RecipeArgument, overrides: Overrides = None) -> None:
     """Measure layouts and formats with a sample of a recipe's corpus, or of a prepared folder, and recommend one."""
-    with shown_errors(debug=False):
-        measure(data, overrides or [])
+    measure(data, overrides or [])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from starling.errors import DataError
 from starling.speech.batch_plan import BatchConfig, Planner, shard_bounds
-from starling.speech.mixture import Mixture, MixtureConfig, quotas, shares
+from starling.speech.mixture import Mixture, MixtureConfig, quotas
 
 NAMES = ("calls", "talks", "books", "noise")
 
@@ -163,10 +163,8 @@ def test_a_domain_is_drawn_in_the_same_order_whatever_is_mixed_in():
     assert orders[0].tolist() == orders[1].tolist()
 
 
-def test_shares_and_quotas_are_what_the_formula_says():
+def test_quotas_are_what_the_formula_says():
     """p_d = w_d^t / sum; an epoch is p_d W, shortened where nothing may be repeated."""
-    assert shares(config(2, temperature=0.5), [100, 900]).tolist() == [0.25, 0.75]
-    assert shares(config(2, [3, 1], by="hand"), [100, 900]).tolist() == [0.75, 0.25]
     assert quotas(config(2, temperature=0.5), [100, 900]) == [250, 750]
     assert quotas(config(2, temperature=0.5, exhausted="stop"), [100, 900]) == [100, 300]
     assert quotas(config(2, [3, 1], by="hand"), [100, 900]) == [750, 250]

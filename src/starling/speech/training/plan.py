@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from starling.chance import derive_seed
 from starling.errors import DataError
 from starling.speech.batch_plan import EpochPlan, MiniBatch, Planner
+from starling.speech.corpora.lines import read_table, write_table
 from starling.speech.hybrid.config import SequencesConfig
 from starling.speech.hybrid.store import AlignedFrames
 from starling.speech.mixture import Mixture
 from starling.speech.partition import PartDraws, divide, labels_are_domains
 from starling.speech.recipe import Recipe
-from starling.speech.tables import read_table, write_table
 from starling.speech.union import Member, SpeechSets
 from starling.workload import Ticket
 
