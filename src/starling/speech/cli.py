@@ -62,25 +62,6 @@ def check(
     check.check(data, overrides or (), drop, strict, typer.echo, Console(), progress_console(), model)
 
 
-@COMMANDS.command("bench-data", cls=TakesKeys, epilog="Example: [bold]starling bench-data demo[/bold]")
-def bench_data(
-    data: Annotated[
-        Path,
-        typer.Argument(metavar="DATA", help="A recipe, or a folder prepared from one.", show_default=False),
-    ],
-    overrides: Overrides = None,
-    debug: Debug = False,
-) -> None:
-    """Measure ways to store your audio, with a sample of it on your disk, and recommend one."""
-    with shown_errors(debug):
-        require("speech", "starling bench-data")
-        from rich.console import Console
-
-        from starling.speech import bench_data_command
-
-        bench_data_command.bench_data(data, overrides or (), typer.echo, Console(), progress_console())
-
-
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling demo learners=2[/bold]")
 def demo(overrides: Overrides = None) -> None:
     """Train the recipe `demo`, a recogniser of synthetic speech, in the current folder."""
