@@ -27,7 +27,7 @@ FORBIDDEN_METHODS = {
 SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader"}
 PICKLES_AMONG_OWN_PROCESSES = {
     "starling/training/loading.py": "a learner's loading processes",
-    "starling/comparing/workers.py": "the processes of `jobs`",
+    "starling/comparing/compare.py": "the processes of `jobs`",
     "starling/worker_processes.py": "starts those, and the next ones",
     "starling/engines/virtual/host_processes.py": "processes that compute gradients of a simulation",
     "starling/speech/preparing/executors.py": "the processes of `jobs=N`",

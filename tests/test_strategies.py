@@ -106,6 +106,7 @@ def test_a_strategy_imports_nothing_but_learner_topology_and_torch(file: Path) -
         "collections",
         "collections.abc",
         "contextlib",
+        "copy",
         "dataclasses",
         "functools",
         "math",

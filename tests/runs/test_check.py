@@ -152,7 +152,9 @@ class _Recogniser:
 
     decoder = None
 
-    def heard(self, speech_set: SpeechSet, progress: Callable[[int, int], None]) -> Iterator[tuple[list[str], Heard]]:
+    def heard(
+        self, speech_set: SpeechSet, progress: Callable[[int, int], None], codec: str | None
+    ) -> Iterator[tuple[list[str], Heard]]:
         names = [speech_set.id(index) for index in range(len(speech_set))]
         self._texts = [speech_set.text(index) if name in self._seen else "" for index, name in enumerate(names)]
         yield names, Heard(torch.empty(0), torch.empty(0), None)

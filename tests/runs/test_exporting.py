@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from starling.cli import app
 from starling.errors import ConfigError
 from starling.recipe.run import dump_recipe
-from starling.speech import features as ours
 from starling.speech.exporting import export as exporting
 from starling.speech.exporting.onnx import write_onnx
 from starling.speech.exporting.standalone import Transcriber, resample
@@ -24,6 +23,7 @@ from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig
 from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.resampling import resampled
 from starling.speech.tokens import CharacterTokenizer, TokenConfig, Tokenizer, make_tokenizer
 from tests.speech.tones import RATE, sing
 
@@ -103,7 +103,7 @@ def test_the_programs_features_are_those_of_training(normalise: str, tmp_path: P
         mine = transcriber.features(samples, RATE)
         np.testing.assert_allclose(mine, recogniser.matrix(samples, RATE), atol=2e-3, rtol=0)
     for rate in (44100, 16000, 6000):
-        expected = ours.resample(torch.from_numpy(waveform)[None], rate, RATE)[0]
+        expected = resampled(torch.from_numpy(waveform)[None], rate, RATE)[0]
         np.testing.assert_allclose(resample(waveform, rate, RATE), expected, atol=1e-5, rtol=0)
 
 

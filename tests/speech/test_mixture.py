@@ -129,7 +129,7 @@ def test_each_window_holds_every_domain_in_its_proportion():
     durations = np.random.default_rng(0).uniform(1, 20, 20_000).astype(np.float32)
     shards = (np.arange(20_000) // 100).astype(np.int32)
     planner = Planner(durations, shards, BatchConfig(window=10), 1, Mixture(config(2), [0, 4000, 20_000]))
-    assert planner.num_windows(2) == 20
+    assert planner.windows.num_windows == 20
     for number in range(20):
         members = np.concatenate([micro for mini in planner.window(2, number) for micro in mini])
         share = durations[members[members < 4000]].sum() / durations[members].sum()
@@ -158,7 +158,7 @@ def test_a_domain_is_drawn_in_the_same_order_whatever_is_mixed_in():
         mixture = Mixture(config(2, by="utterances"), bounds)
         count = bounds[-1]
         windows = mixture.windows(durations[:count], shard_bounds(shards[:count]), window=1, seed=5)
-        passes = np.concatenate([windows.members(0, number) for number in range(windows.num_windows(0))])
+        passes = np.concatenate([windows.members(0, number) for number in range(windows.num_windows)])
         orders.append(shards[passes[passes < 200]])
     assert orders[0].tolist() == orders[1].tolist()
 

@@ -24,7 +24,8 @@ from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
 from starling.experiment.any_job import Simulated, train
-from starling.training.job import EpochReport, Job, Silence, Spent, StepReport, mean_staleness
+from starling.reporting.lines import mean_staleness
+from starling.training.job import EpochReport, Job, Silence, Spent, StepReport
 from starling.workload import Ticket, Workload
 
 CURVE_POINTS = 50

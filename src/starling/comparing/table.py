@@ -96,21 +96,18 @@ def paired(before: dict[int, float], after: dict[int, float]) -> tuple[Estimate 
 
 @dataclass
 class Comparison:
-    """What `starling compare` and `starling.compare` find; `rows` has a row for each arm and number of learners.
-
-    Args:
-        folder: Where table.md and results.json are.
-        section: What was compared.
-        metric: What arms are compared by.
-        best: The rate of each row.
-        results: Every cell, at every rate.
-    """
+    """What `starling compare` and `starling.compare` find; `rows` has a row for each arm and number of learners."""
 
     folder: Path
+    """The folder of table.md and results.json."""
     section: CompareConfig
+    """What was compared."""
     metric: Metric
+    """What arms are compared by."""
     best: dict[Row, Best]
+    """The best learning rate of each row."""
     results: Sequence[CellResult]
+    """Every cell, at every rate."""
 
     def at_best(self, row: Row) -> list[CellResult]:
         """A row's results at its best rate, one for each seed."""

@@ -214,6 +214,10 @@ class Together(Silence):
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
 
+    @property
+    def saves(self) -> bool:
+        return any(observer.saves for observer in self._observers)
+
     def on_claim(self, report: ClaimReport) -> None:
         for observer in self._observers:
             observer.on_claim(report)

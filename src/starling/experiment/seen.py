@@ -92,6 +92,8 @@ class Seen:
         self._num_skipped: dict[tuple[int, int], int] = {}
         self._earlier: dict[int, set[str]] | None = None
 
+    saves = False
+
     def on_claim(self, report: ClaimReport) -> None:
         ticket = report.ticket
         row = (ticket.epoch + 1, ticket.index + 1, ticket.step, *report.ids)

@@ -82,6 +82,8 @@ class Timeline:
         self._files: dict[int, TextIO] = {}
         self._has_failed = False
 
+    saves = False
+
     def on_claim(self, report: ClaimReport) -> None: ...
 
     def on_step(self, report: StepReport) -> None:

@@ -20,7 +20,7 @@ from starling.predict.fits import fit_compute
 from starling.predict.predict import AVERAGING, Machines, Speed, simulate_briefly
 from starling.recipe.auto import CANDIDATES, AutoOptions
 from starling.recipe.run import StrategyChoice
-from starling.training.job import mean_staleness
+from starling.reporting.lines import mean_staleness
 from starling.training.stragglers import Stragglers
 from starling.workload import Weighting
 

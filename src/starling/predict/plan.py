@@ -22,9 +22,10 @@ from starling.predict.memory import memory_of
 from starling.predict.predict import Machines, Speed, bisect, simulate
 from starling.recipe.problems import describe, refused
 from starling.recipe.run import StrategyChoice
+from starling.reporting.lines import mean_staleness
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import NO_ISLANDS, between_islands
-from starling.training.job import Job, mean_staleness
+from starling.training.job import Job
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import traffic_of
 

@@ -12,9 +12,10 @@ from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.errors import ConfigError
 from starling.predict.costs import Costs, Seconds
 from starling.predict.deciding import Arm, worth
+from starling.reporting.lines import mean_staleness
 from starling.strategies.compression import is_compressed
 from starling.strategies.islands import NO_ISLANDS, Island
-from starling.training.job import Spent, mean_staleness
+from starling.training.job import Spent
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import Traffic
 

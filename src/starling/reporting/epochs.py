@@ -1,14 +1,18 @@
 """The statistics of learners: of one from the reports of its gradients, and of all in one line for each epoch."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starling.launch.messages import EpochEnd, Snapshot
-from starling.reporting.lines import duration
-from starling.training.job import EpochReport, StepReport, mean_staleness
+from starling.reporting.lines import duration, mean_staleness
+
+if TYPE_CHECKING:
+    from starling.training.job import EpochReport, StepReport
 
 Seconds = float
 FAR = 255

@@ -1,5 +1,7 @@
 """Log lines, in which epochs and batches are counted from 1."""
 
+from collections.abc import Mapping
+
 from starling.launch.messages import EpochEnd, Snapshot
 
 _BUSY = 90.0  # a learner that computes for at least this percentage of its time gets no advice
@@ -80,3 +82,9 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def mean_staleness(counts: Mapping[int, int]) -> float:
+    """The mean over gradients that are counted by staleness; 0 without any."""
+    total = sum(counts.values())
+    return sum(staleness * count for staleness, count in counts.items()) / total if total else 0.0

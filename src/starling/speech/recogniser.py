@@ -63,11 +63,17 @@ class Recogniser:
     """
 
     model: nn.Module
+    """The network."""
     model_config: ModelConfig
+    """Its kind and sizes."""
     features: LogMel
+    """What makes its inputs from waveforms."""
     tokenizer: Tokenizer
+    """The tokens of its texts."""
     states: TiedStates | None = None
+    """The tied states of a network whose outputs they are."""
     phones: Phones | None = None
+    """The phones of a network that was also trained on them."""
 
     def __post_init__(self) -> None:
         self._words = None if self.states is None else WordDecoder(self.states, self.tokenizer)

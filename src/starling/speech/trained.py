@@ -12,11 +12,11 @@ from starling.experiment.cores import cores_here
 from starling.experiment.folder import ExperimentFolder, best_model, existing
 from starling.recipe.file import read_recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.error_rates import ErrorRates, error_rates, references_of
 from starling.speech.store import SpeechSet
 
 if TYPE_CHECKING:
     from starling.speech.recipe import Recipe
+    from starling.speech.scoring.error_rates import ErrorRates
 
 
 def open_experiment(experiment: Path) -> tuple[ExperimentFolder, "Recipe"]:
@@ -79,7 +79,9 @@ def _mean(experiment: Path, number: int) -> Recogniser:
     return recogniser
 
 
-def recognised(recogniser: Recogniser, folder: Path) -> ErrorRates:
+def recognised(recogniser: Recogniser, folder: Path) -> "ErrorRates":
     """The error rates of a recogniser on the prepared set in a folder."""
     speech_set = SpeechSet.open(folder)
+    from starling.speech.scoring.error_rates import error_rates, references_of
+
     return error_rates(references_of(speech_set), recogniser.recognise(speech_set))

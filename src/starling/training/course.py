@@ -132,9 +132,9 @@ class Course:
 
     def _make_cuts(self, agreement: CutAgreement) -> Cuts | None:
         """The states at checkpoint barriers that are not saved yet; None: learners save at once, because the model is
-        in memory that they share or on a server that adds gradients, or there are no numbers to save."""
-        has_numbers = not self._replica.weights.is_meta
-        return Cuts(self._replica, agreement) if self.job.strategy.steps_itself and has_numbers else None
+        in memory that they share or on a server that adds gradients, or there is nothing to save."""
+        is_needed = self._observer.saves and not self._replica.weights.is_meta
+        return Cuts(self._replica, agreement) if self.job.strategy.steps_itself and is_needed else None
 
     def _restore(self, start: LearnerState) -> None:
         replica = self._replica

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -174,12 +174,6 @@ class Averaging:
     servers, each server counts for its own shard."""
 
 
-def mean_staleness(counts: Mapping[int, int]) -> float:
-    """The mean over gradients that are counted by staleness; 0 without any."""
-    total = sum(counts.values())
-    return sum(staleness * count for staleness, count in counts.items()) / total if total else 0.0
-
-
 class Statistics:
     """One learner's counters of time, communication and staleness."""
 
@@ -235,6 +229,10 @@ class EpochReport:
 class Observer(Protocol):
     """Follows a run. Each learner calls it between two mini-batches."""
 
+    @property
+    def saves(self) -> bool:
+        """Whether it needs the states at checkpoint barriers; otherwise learners make no copies of them."""
+
     def on_claim(self, report: ClaimReport) -> None:
         """Called before each gradient. Once its computation has begun, it may be in the weights of others, even if this
         learner is lost in it: their mean may be complete."""
@@ -254,6 +252,11 @@ class Observer(Protocol):
 class Silence:
     """An observer that does nothing."""
 
+    @property
+    def saves(self) -> bool:
+        """An observer that inherits from this one needs states if it takes them."""
+        return type(self).on_barrier is not Silence.on_barrier
+
     def on_claim(self, report: ClaimReport) -> None: ...
 
     def on_step(self, report: StepReport) -> None: ...
@@ -269,6 +272,10 @@ class Named:
     def __init__(self, observer: Observer, name: int) -> None:
         self._observer = observer
         self._name = name
+
+    @property
+    def saves(self) -> bool:
+        return self._observer.saves
 
     def on_claim(self, report: ClaimReport) -> None:
         self._observer.on_claim(report if report.rank == self._name else replace(report, rank=self._name))

@@ -205,6 +205,10 @@ class _EachRank(Silence):
     def __init__(self, observer: Observer, workload: Joined, size: int, num_batches: int) -> None:
         self._observer, self._workload, self._size, self._batches = observer, workload, size, num_batches
 
+    @property
+    def saves(self) -> bool:
+        return self._observer.saves
+
     def on_claim(self, report: ClaimReport) -> None:
         workload = self._workload
         batches = workload.loaded.get(report.ticket.step, ())  # none without data
