@@ -17,11 +17,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/starling demo
 
-# For each change; 5 minutes on two idle cores.
+# For each change; meant to take 5 minutes on two idle cores.
 test: setup
 	$(BIN)/python -m pytest -m 'not soak and not wide' $(ON_TWO_CORES)
 
-# For each merge; 12 minutes on two idle cores.
+# For each merge; meant to take 12 minutes on two idle cores.
 test-all: setup
 	$(BIN)/python -m pytest -m 'not soak' $(ON_TWO_CORES)
 
