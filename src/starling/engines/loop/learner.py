@@ -91,7 +91,7 @@ class LoopLearner(ConnectedLearner):
             has_other_threads=self._world > 1,
         )
         self._release = self.communicator.release
-        self.shards = Shards(self._rank, replica, self.statistics, _set_rates, self.communicator.start_on_memory)
+        self.shards = Shards(self._rank, replica, self.statistics, _set_rates, self.start_on_memory)
         self._begin(plan, listening)
         progress.resumed_at = time.monotonic()
 

@@ -2,6 +2,7 @@
 processes prepare mini-batches ahead."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
@@ -42,21 +43,23 @@ class ProcessBatches:
         self._member = peers.rank - self._sync_group.start
         self._naming_the_lost = communicator.naming_the_lost
         self._barrier, self._notes = barrier, notes
-        self._statistics, self._now = communicator.statistics, clock
+        self._statistics, self._clock = communicator.statistics, clock
         self._drawn_ahead: set[int] = set()  # portions that this sync group has drawn and not yet claimed
         self._newest_drawn = 0
-        self._draws = Draws(peers, self._sync_group, clock)
+        self._draws = Draws(peers, self._sync_group)
         self._resumed_at: float | None = None  # when the last mini-batch was given out
         is_counted = job.budget.steps is not None or job.budget.epochs is not None
         self._loader, self._lookahead = loader, Lookahead(is_counted)
         self._batches = loader.load(self._drawn(), self._num_ahead)
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
-        begin = self._now()
+        begin = time.monotonic()
         with self._peers.waits.waiting("data"):
             loaded = list(islice(self._batches, self._tickets.shares[self._member]))
-        now = self._now()
+        now = time.monotonic()
         self._statistics.spent.waiting_for_data += now - begin
+        if self._is_whole:  # nothing is drawn
+            return loaded or None
         if self._resumed_at is not None:
             spent = self._budget.fraction(self._tickets.progress(self._newest_drawn, minutes=0.0))
             self._lookahead.began(self._draws.drawn_at, begin - self._resumed_at, spent)
@@ -69,11 +72,11 @@ class ProcessBatches:
     def agreed_seconds(self, claim: int) -> float:
         """The clock of the sync group's first learner, through the store."""
         if len(self._sync_group) == 1:
-            return self._now()
+            return self._clock()
         store, first, what = self._peers.store, self._sync_group.start, "agreeing on the time"
         key = f"clock/{first}/{{}}".format
         if self._member == 0:
-            store.set(key(claim), repr(self._now()))
+            store.set(key(claim), repr(self._clock()))
             store.delete_key(key(claim - KEPT_TIMES))
         with self._naming_the_lost(what):
             self._peers.await_keys([key(claim)], what, [first])
@@ -110,8 +113,9 @@ class ProcessBatches:
             self.reach(number)
             if self._tickets.is_beyond(number):
                 return
-            self._drawn_ahead.add(number)
-            self._newest_drawn = number
+            if not self._is_whole:
+                self._drawn_ahead.add(number)
+                self._newest_drawn = number
             for ticket in self._tickets.tickets(number, self._member):
                 yield replace(ticket, part=self._part)
 
@@ -128,8 +132,6 @@ class ProcessBatches:
 
     def _draw_ahead(self, now: float) -> None:
         """Begin to draw what will be wanted after the mini-batch that begins, so that nothing waits for the store."""
-        if self._is_whole:
-            return
         num_more = 1 + self._loader.is_ahead
         if self._member == 0:
             num_more = self._lookahead.num(now, self._loader.load_seconds, 1 + self._loader.is_ahead)
@@ -152,7 +154,7 @@ class ProcessBatches:
         if self._is_whole:
             return sys.maxsize  # no other learner would take them
         if self._member == 0:
-            return self._lookahead.num(self._now(), self._loader.load_seconds)
+            return self._lookahead.num(time.monotonic(), self._loader.load_seconds)
         # only what the first has drawn: waiting for more would keep the group from the step that the first is in
         return len(self._drawn_ahead) - 1 + self._draws.num_known
 

@@ -52,12 +52,6 @@ MEAN_OF_GRADIENT = "the mean of a gradient"
 _PATIENCE = "; increase timeout_seconds if the learners are only slow"
 
 
-def stopwatch() -> Callable[[], float]:
-    """A clock that returns the seconds since this call."""
-    begin = time.monotonic()
-    return lambda: time.monotonic() - begin
-
-
 class _Lane:
     """What one of a learner's two threads averages and waits with: the collectives of two threads in one group would
     have no common order."""
@@ -288,18 +282,6 @@ class Communicator:
         if self.peers.store.check([A_LOSS_WAS_NOTICED]):
             raise PeerLost(f"learner {self.peers.rank} lost {self._name_lost(None)}, {self._where()}")
 
-    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Work on this process's memory, done when it is awaited."""
-
-        def result() -> T:
-            begin = time.monotonic()
-            done = do()
-            if not self.is_behind:
-                self.statistics.spent.computing += time.monotonic() - begin
-            return done
-
-        return ProcessHandle(result)
-
     def share(self, num_pieces: int) -> tuple[Tensor, Tensor]:
         """Learner 0's weights `[P]` and zero counts `[num_pieces, L]`, in memory shared by all learners."""
         own, num_counts = host_copy(self._weights), num_pieces * self.world
@@ -512,6 +494,7 @@ class ConnectedLearner(Learner):
 
     replica: Replica
     communicator: Communicator
+    statistics: Statistics
     shards: Shards
 
     def __init__(self, seed: int) -> None:
@@ -565,6 +548,18 @@ class ConnectedLearner(Learner):
         for piece in pieces:
             self.shards.check(piece)
         return ProcessHandle(lambda: self.shards.share(pieces, *self.communicator.share(len(pieces))))
+
+    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+        """Work on a shard in this process's memory, done when it is awaited."""
+
+        def result() -> T:
+            begin = time.monotonic()
+            done = do()
+            if not self.communicator.is_behind:
+                self.statistics.spent.computing += time.monotonic() - begin
+            return done
+
+        return ProcessHandle(result)
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
         return self.communicator.encoded_mean(part)

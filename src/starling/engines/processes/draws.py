@@ -7,7 +7,6 @@ takes as long as many packets, and the learner would spend it idle before every 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
@@ -35,17 +34,16 @@ class Draws(threading.Thread):
     nothing is written.
     """
 
-    def __init__(self, peers: Peers, group: range, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, peers: Peers, group: range) -> None:
         super().__init__(name="starling-draws", daemon=True)  # it must not keep a failed learner alive
         self._peers, self._group = peers, group
         self._is_first = peers.rank == group.start
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._drawn: SimpleQueue[int | Exception] = SimpleQueue()
         self._is_closed = threading.Event()
-        self._clock = clock
         self._begun_at: deque[float] = deque()  # of the draws that were not taken
         self.drawn_at = 0.0
-        """When the draw that was taken last had begun, on `clock`."""
+        """When the draw that was taken last had begun, on the clock `time.monotonic`."""
 
     @property
     def num_under_way(self) -> int:
@@ -68,7 +66,7 @@ class Draws(threading.Thread):
                 look_around=self._check_closed,
             )
             self.start()
-        self._begun_at.append(self._clock())
+        self._begun_at.append(time.monotonic())
         self._asked.put(True)
 
     def take(self) -> int:

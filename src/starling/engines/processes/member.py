@@ -36,7 +36,7 @@ from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.timeouts import REGROUP
 from starling.training.equality import are_apart, different_weights, must_begin_equal, sketch
 from starling.training.flat import FlatModel, Model, trainable
-from starling.training.job import Job, Named, Observer
+from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import (
     IgnoreMembership,
@@ -92,9 +92,9 @@ def run_learner(
     life.state = start
     with Loader(job.workload, job.num_workers, ignores_signals) as loader:
         check_island(job.island, device)
-        peers, named = Peers(place, timeout_seconds, waits, feed), Named(observer, place.rank)
+        peers = Peers(place, timeout_seconds, waits, feed)
         changes = changes or IgnoreMembership()
-        return _Member(job, peers, device, digest, named, loader, changes, save_requests, life).run()
+        return _Member(job, peers, device, digest, observer, loader, changes, save_requests, life).run()
 
 
 def warm_up(job: Job, flat: FlatModel | None) -> None:

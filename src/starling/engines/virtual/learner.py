@@ -21,7 +21,7 @@ from starling.learner import EncodedMean, Handle, Learner, Shard
 from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
 from starling.training.course import Course
 from starling.training.faults import Fault, Kill, Pause
-from starling.training.job import Job, Named, Observer, Spent, Statistics
+from starling.training.job import Job, Observer, Spent, Statistics
 from starling.training.pace import Pace
 from starling.training.replica import Replica
 from starling.training.shards import MakeOptimizer
@@ -101,24 +101,10 @@ class VirtualLearner(Learner):
             surroundings.batches.shares,
         )
         part = life.name % job.workload.num_parts
-        self.course = Course(
-            job,
-            rank,
-            world,
-            life,
-            tickets,
-            replica,
-            Named(observer, life.name),
-            self.statistics,
-            start,
-            batches=VirtualBatches(surroundings.batches, tickets, self._sync_group, rank, part),
-            clock=surroundings.now,
-            start_on_memory=self._start_on_memory,
-            buffers=self._named_buffers,
-            suffer=self._suffer,
-            consensus_distance=surroundings.consensus_distance if rank == 0 else lambda: None,
-            cut_agreement=self._rounds,
-        )
+        self.batches = VirtualBatches(surroundings.batches, tickets, self._sync_group, rank, part)
+        self.shard_of_island, self.cut_agreement = None, self._rounds
+        life.state = start
+        self.course = Course(job, self, life, tickets, observer)
 
     @property
     def rank(self) -> int:
@@ -330,7 +316,7 @@ class VirtualLearner(Learner):
             kept_up, self._kept_up = self._kept_up[1], None
             kept_up.succeed()
 
-    def _start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         def result() -> T:
             self._record("shard", struct.pack("<q", passes))
             return do()
@@ -338,12 +324,15 @@ class VirtualLearner(Learner):
         seconds = self._surroundings.cluster.memory.seconds(num_bytes, passes)
         return VirtualHandle(self._environment.timeout(seconds), result, lambda: "its own memory", seconds)
 
-    def _named_buffers(self) -> dict[str, Tensor]:
+    def named_buffers(self) -> dict[str, Tensor]:
         return self._surroundings.computation.named(self.buffers)
 
-    def _suffer(self, fault: Fault) -> None:
+    def suffer(self, fault: Fault) -> None:
         if isinstance(fault, Kill):
             self._surroundings.faults.kill(self.life, "was killed on purpose")
         if isinstance(fault, Pause):
             self._pause += fault.seconds
             self._surroundings.faults.pause(self.life, fault.seconds)
+
+    def consensus_distance(self) -> float | None:
+        return self._surroundings.consensus_distance() if self._rank == 0 else None
