@@ -35,7 +35,9 @@ class Metered(Silence):
         self._passed_on: dict[int, float] = {}
 
     def on_step(self, report: StepReport) -> None:
-        self._meter(report.rank).add(report)
+        if (meter := self._meters.get(report.rank)) is None:
+            meter = self._meters[report.rank] = Meter(self._world)
+        meter.add(report)
         if self._clock() - self._passed_on.get(report.rank, -self._every) >= self._every:
             self._pass_on(report.rank)
 
@@ -213,18 +215,21 @@ class Together(Silence):
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
+        # at each mini-batch, only those that do something
+        self._on_claim = [each.on_claim for each in observers if type(each).on_claim is not Silence.on_claim]
+        self._on_step = [each.on_step for each in observers if type(each).on_step is not Silence.on_step]
 
     @property
     def saves(self) -> bool:
         return any(observer.saves for observer in self._observers)
 
     def on_claim(self, report: ClaimReport) -> None:
-        for observer in self._observers:
-            observer.on_claim(report)
+        for on_claim in self._on_claim:
+            on_claim(report)
 
     def on_step(self, report: StepReport) -> None:
-        for observer in self._observers:
-            observer.on_step(report)
+        for on_step in self._on_step:
+            on_step(report)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         for observer in self._observers:

@@ -111,6 +111,7 @@ class Course:
         self._barriers_of_pushes = Barriers(tickets, job.checkpoint_every)
         self._forking = threading.Lock()
         self.num_done = 0  # claims of this learner
+        self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
         self.gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self.is_averaged = False  # whether a mean of the newest gradient has begun
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
@@ -130,7 +131,6 @@ class Course:
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
         self._num_not_finite = self._num_not_finite_in_a_row = 0
         self._open: deque[Sequence[Loaded]] = deque()  # claimed and not done
-        self._claimed: Sequence[Loaded] = ()
         self._epochs = self._fraction = self._factor = 0.0
         self._portion = 0
         self._epoch_steps, self._epoch_begin = 0, 0.0
@@ -251,7 +251,7 @@ class Course:
             self._over_at, self._spent_when_over = self._host.now(), self._statistics.spent
             self._statistics.spent = Spent()  # time after the last claim is not training time
             return False
-        self._claimed = loaded
+        self.newest_claim = loaded
         self._open.append(loaded)
         self._statistics.num_claimed += 1
         self._portion = self.tickets.number_of(loaded[0][0])
@@ -266,11 +266,16 @@ class Course:
             self._observer.on_claim(ClaimReport.of(self._life.name, ticket, batch))
         return True
 
+    def begin_gradient(self) -> Sequence[Loaded]:
+        """A gradient of the claimed mini-batches at the present weights begins."""
+        self.gradient_version, self.is_averaged = self._replica.version, False
+        return self.claimed()
+
     def claimed(self) -> Sequence[Loaded]:
         """The claimed tickets and their mini-batches: one unless learners have batch shares."""
-        if not self._claimed:
+        if not self.newest_claim:
             raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
-        return self._claimed
+        return self.newest_claim
 
     def claimed_batches(self) -> list[Sequence[Examples]]:
         """The mini-batches of the claimed tickets."""
@@ -405,7 +410,7 @@ class Course:
     def gradient_task(self) -> GradientTask:
         """What the gradient of the claimed mini-batch depends on; injected faults are carried out."""
         tickets = tuple(ticket for ticket, _ in self.claimed())
-        faults = list(self._life.faults.next())
+        faults = next(self._life.faults)
         for fault in faults:
             if not isinstance(fault, NotFinite):
                 self._host.suffer(fault)
@@ -419,7 +424,7 @@ class Course:
         flat: Model,
         before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
         must_reach_all: bool = False,
-        num_passes: Callable[[int], int] = lambda num_parts: num_parts,
+        num_passes: Callable[[int], int] | None = None,
     ) -> float:
         """Compute the gradient of the claimed mini-batches in `flat.gradients`, and return its loss; see
         `starling.training.gradient`."""

@@ -49,7 +49,7 @@ def compute_gradient(
     flat: Model,
     before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
     must_reach_all: bool = False,
-    num_passes: Callable[[int], int] = lambda num_parts: num_parts,
+    num_passes: Callable[[int], int] | None = None,
 ) -> Computed:
     """Compute the gradient of the mini-batches of a task's tickets in `flat.gradients`.
 
@@ -67,7 +67,7 @@ def compute_gradient(
     shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
     summed, counted = [0.0] * len(batches), [0.0] * len(batches)
     total, whole = 0.0, math.nan if task.is_spoilt else sum(shares)
-    num_more = num_passes(len(parts)) - len(parts)
+    num_more = 0 if num_passes is None else num_passes(len(parts)) - len(parts)
     parts, shares = parts + parts[-1:] * num_more, shares + [0.0] * num_more
     flat.reached()
     used: set[int] = set()
@@ -107,7 +107,7 @@ def _weights(job: Job, task: GradientTask, batches: Sequence[Sequence[Examples]]
 @contextmanager
 def _without_gradients(flat: Model, frozen: tuple[Freeze, ...]) -> Iterator[None]:
     """Within this context, frozen parameters get no gradient, and none is computed for them."""
-    parameters = [flat.parameters[number] for number in flat.numbers_of(frozen)]
+    parameters = [flat.parameters[number] for number in flat.numbers_of(frozen)] if frozen else []
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:

@@ -1,7 +1,7 @@
 """How a run continues after a membership change: with which learners, at which position, and from whose state."""
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from starling.checkpoint.state import LearnerState, beyond_membership
 from starling.errors import ConfigError, PeerLost
 from starling.training.batch_shares import shares_for
-from starling.training.faults import FaultsOf
+from starling.training.faults import Kill, NotFinite, Pause, faults_of
 from starling.training.job import Job, Tally
 from starling.training.membership import Membership
 from starling.training.stragglers import Delays
@@ -39,8 +39,8 @@ class Life:
     name: int
     delays: Delays
     """Injected delays."""
-    faults: FaultsOf
-    """Injected faults."""
+    faults: Iterator[Sequence[Kill | Pause | NotFinite]]
+    """The injected faults at each of its mini-batches."""
     state: LearnerState | None = None
     """Its state at the end of the last membership, or from a checkpoint; None: no state yet."""
     past: Past = field(default_factory=Past)
@@ -53,7 +53,7 @@ class Life:
         return Life(
             name=name,
             delays=Delays(job.stragglers, job.seed, name),
-            faults=FaultsOf(() if is_new else job.faults, name),
+            faults=faults_of(() if is_new else job.faults, name),
         )
 
 

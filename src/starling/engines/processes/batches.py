@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 
-from starling.engines.processes.checkpoint_barrier import AGREEING, CheckpointBarrier
+from starling.engines.processes.checkpoint_barrier import CheckpointBarrier
 from starling.engines.processes.communicator import Communicator
 from starling.engines.processes.done_notes import DoneNotes
 from starling.engines.processes.draws import CLAIMING, Draws
@@ -84,8 +84,7 @@ class ProcessBatches:
 
     def reach(self, portion: int) -> None:
         """Wait until it is known whether there is a checkpoint barrier before `portion`."""
-        with self._naming_the_lost(AGREEING):
-            self._barrier.reach(portion, self._peers.look_around)
+        self._barrier.reach(portion)
 
     def done(self, ticket: Ticket) -> None:
         if self._notes is not None:
@@ -93,8 +92,7 @@ class ProcessBatches:
 
     def settle(self) -> None:
         """After the last claims of all learners: wait for the checkpoint barrier that is being agreed on, if any."""
-        with self._naming_the_lost(AGREEING):
-            self._barrier.settle(self._peers.look_around)
+        self._barrier.settle()
 
     def drawn_by_all(self) -> tuple[int, list[int]]:
         """The number of portions drawn by all sync groups, and the portions that remain undone because they were drawn

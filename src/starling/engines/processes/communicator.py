@@ -111,7 +111,8 @@ class Communicator:
         self._name_lost = name_lost or peers.silent
         self._has_other_threads = has_other_threads
         self._staging = Staging(self._device)
-        self._background: threading.Thread | None = None
+        self.background: threading.Thread | None = None
+        """The thread of the learner's second coroutine."""
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._links = self._make_links(peers) if self._device.type == "cpu" else None
         is_linked = self._links is not None and self._links.join(range(self.world))
@@ -130,7 +131,7 @@ class Communicator:
     @property
     def is_behind(self) -> bool:
         """Whether the calling thread is the background."""
-        return threading.current_thread() is self._background
+        return threading.current_thread() is self.background
 
     @property
     def _lane(self) -> _Lane:
@@ -305,7 +306,7 @@ class Communicator:
 
     def start_background(self, activity: Coroutine[Any, Any, None], on_error: Callable[[BaseException], None]) -> None:
         """Start the learner's second coroutine in a thread, on CUDA with a stream of its own."""
-        if self._background is not None:
+        if self.background is not None:
             raise ProtocolError(f"learner {self.rank} already has a background; it can have only one")
         on_stream = beside_this_thread(self._device)
 
@@ -320,8 +321,8 @@ class Communicator:
                 on_error(error)
 
         # a daemon, because it must not keep a failed learner alive
-        self._background = threading.Thread(target=run, name=f"{BACKGROUND}-{self.rank}", daemon=True)
-        self._background.start()
+        self.background = threading.Thread(target=run, name=f"{BACKGROUND}-{self.rank}", daemon=True)
+        self.background.start()
 
     def fail(self, error: BaseException) -> None:
         """End all waits of this learner with `error`. May be called by any thread."""
@@ -367,23 +368,23 @@ class Communicator:
 
     def warn_of_few_rounds(self) -> None:
         """Warn, at the end, if this learner made too few averaging rounds."""
-        if self._background is not None and (complaint := self.rounds.pace.complaint()):
+        if self.background is not None and (complaint := self.rounds.pace.complaint()):
             warnings.warn(f"learner {self.peers.rank} {complaint}", RuntimeWarning, stacklevel=2)
 
     def end_rounds(self) -> None:
         """Make no more gradients: wait until all rounds have ended; other learners may still be computing."""
         self.warn_of_few_rounds()
         self.rounds.finish()
-        if self._background is not None:
+        if self.background is not None:
             self.join_background()
             self.release.check()
         self.close()
 
     def join_background(self) -> None:
         """Wait until the background, if there is one, has ended."""
-        if self._background is not None:
+        if self.background is not None:
             with self._waits.waiting(OWN_ROUNDS):
-                self._background.join()
+                self.background.join()
 
     def close_foreground_mean(self) -> None:
         """End the thread that averages for the foreground."""
@@ -399,8 +400,8 @@ class Communicator:
     def leave(self) -> None:
         """Stop communicating without completing pending work; the caller has cut the connections."""
         self.rounds.leave()
-        if self._background is not None:
-            self._background.join(LONGEST_LEAVE_SECONDS)
+        if self.background is not None:
+            self.background.join(LONGEST_LEAVE_SECONDS)
         for each in (*self._lanes, self._staging):
             each.abandon()
         if self._links is not None:
@@ -410,7 +411,7 @@ class Communicator:
         """Wait for the sync group or one peer, and name the lost learners if that fails."""
         is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
         whom = self._group_processes if is_mean else () if peer is None else [self._place.process(peer)]
-        may_be_released = self._has_other_threads or (self._background is not None and not self.is_behind)
+        may_be_released = self._has_other_threads or (self.background is not None and not self.is_behind)
         begin = time.monotonic()
         with self.naming_the_lost(what, peer), self._waits.waiting(what, whom, is_group=is_mean):
             if may_be_released and not in_this_thread:

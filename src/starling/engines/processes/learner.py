@@ -77,7 +77,9 @@ class ProcessLearner(ConnectedLearner):
             self._where,
             row_size=job.island.size,
         )
-        self._barrier = CheckpointBarrier(peers, save_requests, self._add_barrier)
+        self._barrier = CheckpointBarrier(
+            self.communicator.peers, save_requests, self._add_barrier, self.communicator.naming_the_lost
+        )
         position, size = start.position if start else Position(), job.sync_group_size(peers.world)
         shared_by = job.island.learners_per_batch
         tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, shared_by)
@@ -171,8 +173,7 @@ class ProcessLearner(ConnectedLearner):
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         course, version = self.course, self.replica.version
-        claimed = course.claimed()
-        course.gradient_version, course.is_averaged = version, False
+        claimed = course.begin_gradient()
         is_mine = at is self.replica.weights
         if not is_mine:
             self._elsewhere = self._elsewhere or self._flat.twin()
@@ -181,7 +182,7 @@ class ProcessLearner(ConnectedLearner):
         def result(reduced: bool) -> Tensor:
             if is_mine and self.replica.version != version:
                 raise changed_beneath(self._peers.rank)
-            if course.claimed() is not claimed:
+            if course.newest_claim is not claimed:
                 raise ProtocolError(f"learner {self._peers.rank} claimed again before it awaited its gradient")
             return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
@@ -199,7 +200,8 @@ class ProcessLearner(ConnectedLearner):
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         begin = time.monotonic()
         self.course.step(gradient, read_at, scale)
-        self.communicator.rounds.gradient_made()
+        if self.communicator.background is not None:
+            self.communicator.rounds.gradient_made()
         self.statistics.spent.computing += time.monotonic() - begin
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:

@@ -149,10 +149,8 @@ class VirtualLearner(Learner):
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         begun = self._surroundings.computation.gradient(self, at)
         is_mine = at is self.weights  # what `at` is otherwise need not be kept
-        version = self.course.gradient_version = self.replica.version
-        self.course.is_averaged = False
-        times = self.life.times
-        seconds = sum(times.draw() for _ in self.course.claimed())
+        version, times = self.replica.version, self.life.times
+        seconds = sum(times.draw() for _ in self.course.begin_gradient())
         self.statistics.averaging.bytes_sent += times.communication_bytes
         seconds += self.life.delays.after(seconds) + self._pause
         self._pause = 0.0

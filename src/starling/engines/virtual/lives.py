@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import simpy
 
 from starling.engines.virtual.cluster import Cluster, ComputeTimes
-from starling.training.faults import FaultsOf
+from starling.training.faults import faults_of
 from starling.training.job import Job
 from starling.training.stragglers import Delays
 from starling.training.succession import Life
@@ -47,7 +47,7 @@ class Lives:
         life = self.by_name[name] = VirtualLife(
             name=name,
             delays=Delays(job.stragglers, job.seed, name),
-            faults=FaultsOf(job.faults if is_first else (), name),
+            faults=faults_of(job.faults if is_first else (), name),
             times=self._times(name),
         )
         return life
