@@ -1,9 +1,12 @@
 """The gradient of one mini-batch, the same on all engines: a function of the weights and of what is claimed."""
 
+import copy
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +16,11 @@ from starling.chance import derive_seed
 from starling.training.flat import NO_GRADIENT, Model
 from starling.training.freezing import Freeze
 from starling.training.job import Job
-from starling.workload import Examples, Ticket
+from starling.workload import Examples, Ticket, Workload
+
+Seconds = float
+LEAST_PASSES, LEAST_SECONDS = 3, 0.5
+"""How often, and for how long, a gradient is measured: a fast one often, because other programs disturb single ones."""
 
 
 @dataclass(frozen=True)
@@ -136,3 +143,20 @@ def _seed(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def measured_seconds(workload: Workload[Any], model: nn.Module, device: torch.device) -> Seconds:
+    """How long the gradient of the first mini-batch takes here: the median of some, after a first one. `model` does not
+    change."""
+    batch = [examples.to(device) for examples in workload.load(Ticket(0, 0, 0))]
+    model = copy.deepcopy(model)
+    found: list[Seconds] = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        while len(found) <= LEAST_PASSES or sum(found) < LEAST_SECONDS:
+            begin = time.perf_counter()
+            for examples in batch:
+                workload.loss(model, examples).backward()  # type: ignore[no-untyped-call]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found.append(time.perf_counter() - begin)
+    return max(1e-9, median(found[1:]))

@@ -34,8 +34,8 @@ from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import end_with_threads
 from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.timeouts import REGROUP
-from starling.training.equality import are_apart, different_weights, must_begin_equal, sketch
 from starling.training.flat import FlatModel, Model, trainable
+from starling.training.gradient import measured_seconds
 from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import (
@@ -45,15 +45,18 @@ from starling.training.membership import (
     MembershipFeed,
     MembershipObserver,
 )
-from starling.training.speed import measured_seconds
 from starling.training.succession import (
     LOST_BEFORE_TRAINING,
     Life,
     MembershipStart,
     Past,
+    are_apart,
+    different_weights,
     first_with_a_state,
+    must_begin_equal,
     next_membership,
     plan_after,
+    sketch,
 )
 from starling.training.tensor_plan import tensor_plan
 from starling.workload import Position, Ticket

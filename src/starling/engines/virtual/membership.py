@@ -23,12 +23,11 @@ from starling.engines.virtual.learner import FOREGROUND, Surroundings, VirtualLe
 from starling.engines.virtual.lives import VirtualLife
 from starling.engines.virtual.network import Network, VirtualGradient, VirtualHandle, VirtualRounds
 from starling.errors import Deadlock, ProtocolError
-from starling.training.equality import different_weights, must_begin_equal
 from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import Membership, MembershipChanged
 from starling.training.shards import HeldShard, host_copy
-from starling.training.succession import MembershipStart
+from starling.training.succession import MembershipStart, different_weights, must_begin_equal
 
 
 class Failed(Exception):  # noqa: N818 - carries what a strategy raised
