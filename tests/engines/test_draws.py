@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from starling.engines.processes.draws import KEPT_CLAIMS, Draws
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
+from starling.engines.processes.tickets import KEPT_CLAIMS, Draws
 
 
 class GatedStore:

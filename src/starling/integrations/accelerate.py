@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from starling.engines.loop.joined import JoinedLearner
 from starling.errors import ConfigError, ProtocolError
 from starling.extras import require
-from starling.integrations.host_learner import HostLearner, close_host_group, open_host_group
+from starling.integrations import HostLearner, close_host_group, open_host_group
 from starling.launch.joining import shared_place, steps_together
 
 require("huggingface", "starling.integrations.accelerate", ["accelerate"])

@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from starling.engines.loop.joined import JoinedLearner
 from starling.errors import ConfigError
 from starling.extras import require
-from starling.integrations.host_learner import HostLearner
+from starling.integrations import HostLearner
 from starling.launch.joining import steps_together
 from starling.launch.rendezvous import is_learner, number_of_learners
 from starling.launch.sharing import SharedSampler

@@ -13,7 +13,7 @@ from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.traps import warn_of_samplers
 from starling.errors import ConfigError, ProtocolError
 from starling.extras import require
-from starling.integrations.host_learner import HostLearner, close_host_group, open_host_group
+from starling.integrations import HostLearner, close_host_group, open_host_group
 from starling.launch.joining import prepare_to_survive
 from starling.launch.rendezvous import is_learner
 

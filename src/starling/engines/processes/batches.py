@@ -9,8 +9,7 @@ from itertools import count, islice
 
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier
 from starling.engines.processes.communicator import Communicator
-from starling.engines.processes.done_notes import DoneNotes
-from starling.engines.processes.draws import CLAIMING, Draws
+from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.training.job import Job
 from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.tickets import SyncGroupTickets

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from starling.checkpoint.state import name_of_state
-from starling.engines.processes import nccl
+from starling.engines.processes import process_group as membership_group
 from starling.engines.processes.backend import (
     ConnectionFailed,
     ReducingModel,
+    Staging,
     check_files,
     communicating,
     local_group,
@@ -32,7 +33,6 @@ from starling.engines.processes.collectives import OrderedMean, SharedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
 from starling.engines.processes.rounds import Rounds, StoreBoard
-from starling.engines.processes.staging import Staging
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
 from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker
 from starling.errors import PeerLost, ProtocolError
@@ -471,7 +471,7 @@ class Communicator:
             means = SharedMean(self._links, self.sync_group, number)
         else:
             means = OrderedMean(None, 1)
-        return _Lane(means, self._new_group_of_sync_group(nccl.BACKEND) if self._by_nccl else None, waiter)
+        return _Lane(means, self._new_group_of_sync_group(membership_group.BACKEND) if self._by_nccl else None, waiter)
 
     def _new_group_of_sync_group(self, backend: str) -> ProcessGroup | None:
         """A new process group of this learner's sync group. All processes create those of all sync groups, in order."""
@@ -484,9 +484,9 @@ class Communicator:
             with communicating():
                 group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
             mine = group if first == self.sync_group.start else mine
-        if mine is not None and backend == nccl.BACKEND:
+        if mine is not None and backend == membership_group.BACKEND:
             with communicating():
-                nccl.connect(mine, self._device)
+                membership_group.connect(mine, self._device)
         return mine
 
 

@@ -19,11 +19,11 @@ from starling.engines.processes.communicator import (
     Communicator,
     ConnectedLearner,
 )
-from starling.engines.processes.done_notes import DoneNotes
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandGroup, IslandModel
 from starling.engines.processes.rounds import StoreCuts
 from starling.engines.processes.threads import GradientHandle
+from starling.engines.processes.tickets import DoneNotes
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Shard
 from starling.training.checks import changed_beneath, check_elementwise

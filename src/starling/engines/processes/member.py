@@ -24,7 +24,6 @@ from starling.checkpoint.encoding import apart, decode_state, encode_state
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
-from starling.engines.processes.done_notes import noted
 from starling.engines.processes.handshake import Handshake, Peers, check_alike
 from starling.engines.processes.island import IslandGroup, IslandModel, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
@@ -32,6 +31,7 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import process_group
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import end_with_threads
+from starling.engines.processes.tickets import noted
 from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.timeouts import REGROUP
 from starling.training.flat import FlatModel, Model, trainable
