@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load
 from starling.checkpoint.state import LearnerState, ShardState
-from starling.checkpoint.writer import CheckpointWriter
+from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.errors import CheckpointError
 from starling.workload import Position, Ticket
 from tests.checkpoint.test_checkpoints import state, write_model

@@ -7,10 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
 
-from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
-from starling.checkpoint.writer import CheckpointWriter, WriteModel
+from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter, WriteModel
 from starling.experiment.folder import ExperimentFolder
 from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
 from starling.reporting.curves import Curves

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from pydantic import ValidationError
 
-from starling.checkpoint.manifest import TicketRecord
+from starling.checkpoint.manifest import SavedPosition
 from starling.checkpoint.state import LearnerState
-from starling.configuration import Config
 from starling.errors import DataError
 from starling.workload import Position, Ticket
 
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
 
 _HEADER = "epoch\tbatch\tstep\tutterances\n"
 _SKIPPED_HEADER = "epoch\tid\treason\n"
-
-
-class _Start(Config):
-    next_ticket: TicketRecord
-    outstanding: tuple[TicketRecord, ...] = ()
 
 
 def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
@@ -55,10 +49,8 @@ def begin_segment(folder: Path, position: Position, earlier: Path | None = None)
         if _begin(old) >= position.num_done:
             shutil.rmtree(old)
     segment.mkdir()
-    start = _Start(
-        next_ticket=TicketRecord.of(position.next_ticket), outstanding=tuple(map(TicketRecord.of, position.outstanding))
-    )
-    (segment / "start.json").write_text(start.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    start = SavedPosition.of(position).model_dump_json(indent=2)
+    (segment / "start.json").write_text(start + "\n", encoding="utf-8")
     return segment
 
 
@@ -225,10 +217,9 @@ def start_of(segment: Path) -> Position:
     """The position at which a segment starts. Raises DataError if that is missing or damaged."""
     path = segment / "start.json"
     try:
-        start = _Start.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return SavedPosition.model_validate(json.loads(path.read_text(encoding="utf-8"))).position
     except (OSError, ValueError, ValidationError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    return Position(start.next_ticket.ticket, tuple(each.ticket for each in start.outstanding))
 
 
 def _read(path: Path) -> Iterator[SeenBatch]:

@@ -12,9 +12,8 @@ import numpy as np
 
 from starling.errors import ConfigError
 from starling.registry import Registry
-from starling.topology.analysis import TOLERANCE, is_connected, is_strongly_connected
-from starling.topology.base import Matrix, Topology
-from starling.topology.patterns import PATTERNS
+from starling.topology.analysis import TOLERANCE, is_connected
+from starling.topology.patterns import PATTERNS, Matrix, Topology
 
 Function = Callable[[int, int, int], Mapping[int, float]]
 """`function(round, rank, world)`: the learners that `rank` mixes in `round`, each with its weight."""
@@ -44,7 +43,7 @@ class _Custom(Topology):
                     f"pattern {self._name}, round {k}: two calls gave different results, so learners would disagree; "
                     "derive its randomness from the round and a fixed seed alone"
                 )
-        if not (is_connected if is_balanced else is_strongly_connected)(self, rounds):
+        if not is_connected(self, rounds):
             raise ConfigError(
                 f"pattern {self._name}: not connected within {rounds} rounds, so some learners would never mix; "
                 "add edges, or check more rounds"

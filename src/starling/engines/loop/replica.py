@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.checkpoint.encoding import encode_state
-from starling.checkpoint.state import OWN_PREFIX, LearnerState, beyond_membership
+from starling.checkpoint.state import OWN_PREFIX, LearnerState, beyond_membership, encode_state
 from starling.checkpoint.state import own as copied
 from starling.engines.loop.optimizers import OptimizerList, members_of, optimizer_like, parameters_of
 from starling.engines.loop.outside import AdoptedParameters, OutsideChanges

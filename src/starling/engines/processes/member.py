@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from starling.checkpoint.encoding import apart, decode_state, encode_state
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.files import apart
+from starling.checkpoint.state import LearnerState, decode_state, encode_state
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.handshake import Handshake, Peers, check_alike
