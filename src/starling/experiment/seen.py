@@ -20,7 +20,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import add, attrgetter
@@ -331,6 +331,16 @@ def start_of_record(folder: Path) -> Position:
     return start_of(segments(folder)[0]) if segments(folder) else Position()
 
 
+def ends_of(found: Sequence[Path]) -> list[Position | None]:
+    """The positions at which these segments, in order, were ended by the next one; None of the last one, and where that
+    is damaged."""
+    ends: list[Position | None] = [None] * len(found)
+    for place, following in enumerate(found[1:]):
+        with suppress(DataError):
+            ends[place] = start_of(following)
+    return ends
+
+
 def start_of(segment: Path) -> Position:
     """The position at which a segment starts. Raises DataError if that is missing or damaged."""
     path = segment / "start.json"
@@ -366,12 +376,9 @@ def read_timeline(seen: Path) -> list[Stretch]:
     as the last one of a learner that was killed, are left out."""
     found = segments(seen)
     stretches: list[Stretch] = []
-    for place, segment in enumerate(found):
-        ends = math.inf
-        if place + 1 < len(found):
-            with suppress(DataError):
-                ends = start_of(found[place + 1]).next_ticket.step
-        stretches += [each for each in _read_segment(segment) if each.step < ends]
+    for segment, end in zip(found, ends_of(found), strict=True):
+        last = math.inf if end is None else end.next_ticket.step
+        stretches += [each for each in _read_segment(segment) if each.step < last]
     return sorted(stretches, key=attrgetter("end"))
 
 
