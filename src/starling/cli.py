@@ -135,7 +135,7 @@ def plan(
         *load_recipe(Path(recipe), overrides or (), command="starling plan"),
         typer.echo,
         progress_console(),
-        profile_file=profile,
+        profile=profile,
         preset=preset,
         cluster=cluster,
         learners=learners,

@@ -16,12 +16,22 @@ import starling
 from starling.cli import app
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
-from starling.experiment.profile import profile
+from starling.experiment.planning import profile
 from starling.predict import published
-from starling.predict.costs import Costs, JobFacts, Profile, Validation, dump, find_preset, read_profile
+from starling.predict.costs import (
+    Costs,
+    JobFacts,
+    Profile,
+    Validation,
+    dump,
+    find_preset,
+    fit_compute,
+    fit_link,
+    gradient_times,
+    read_profile,
+)
 from starling.predict.deciding import TIE, WORTH, Arm, ranked
 from starling.predict.facts import facts_of
-from starling.predict.fits import fit_compute, fit_link, gradient_times
 from starling.predict.plan import plan, read_cluster
 from starling.predict.predict import Machines, bisect, simulate
 from starling.strategies import NoOptions

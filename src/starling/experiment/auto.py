@@ -35,6 +35,7 @@ from starling.predict.choosing import Choice, Predicted, Surroundings, choose, s
 from starling.predict.costs import Costs
 from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
+from starling.predict.predict import Machines
 from starling.recipe.auto import AutoOptions
 from starling.recipe.file import parse_yaml
 from starling.recipe.run import RunConfig, StrategyChoice, dump_recipe
@@ -121,20 +122,14 @@ def choose_simulated(run: RunT, job: Job, cluster: Cluster, folder: ExperimentFo
     costs = Costs(
         job=facts_of(job), compute=cluster.compute, messages=cluster.link, means=cluster.link, source="cluster"
     )
-    given = {name: getattr(cluster, name) for name in ("compute", "link", "nodes", "memory")}
     slow = run.stragglers.slow
-    around = Surroundings(
-        learners=run.learners,
-        per_node=cluster.nodes.size,
-        stragglers=run.stragglers.model_copy(update={"pauses": ()}),
-        costs=costs,
-        given=given,
-        because=(
-            f"a gradient takes {1000 * cluster.compute.seconds:.3g} ms"
-            + (f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else "")
-            + f", and a link carries {cluster.link.bandwidth * 8 / 1e9:.3g} Gbit/s, on the simulated cluster"
-        ),
+    because = (
+        f"a gradient takes {1000 * cluster.compute.seconds:.3g} ms"
+        + (f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else "")
+        + f", and a link carries {cluster.link.bandwidth * 8 / 1e9:.3g} Gbit/s, on the simulated cluster"
     )
+    stragglers = run.stragglers.model_copy(update={"pauses": ()})
+    around = Surroundings(run.learners, cluster.nodes.size, Machines(costs, stragglers, dict(cluster)), because)
     return _settled(run, choose(around, options_of(run), job.weighting), folder, begin, say)
 
 
@@ -146,7 +141,8 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
     use_threads(run, place.local_world)
     per_node = place.local_world if place.local_world < place.world else 1
     found = AtHand()
-    allowance = Allowance(_gradients(job), job.budget.minutes, options.seconds)
+    gradients = job.budget.num_batches(job.workload.num_batches(0))
+    allowance = Allowance(gradients, job.budget.minutes, options.seconds)
     bare = replace(
         job,
         strategy=_measuring(partial(measure_apart, per_node=per_node, allowance=allowance, found=found), one_learner),
@@ -213,13 +209,6 @@ def _lone() -> Choice:
         strategy={"name": "allreduce"}, gradients_per_second=0.0, cautious=0.0, worth=1.0, waiting=0.0, staleness=0.0
     )
     return Choice(learners=1, predicted=(alone,))
-
-
-def _gradients(job: Job) -> int | None:
-    """The mini-batches of the budget, if it limits them."""
-    budget = job.budget
-    limits = [budget.steps, None if budget.epochs is None else budget.epochs * job.workload.num_batches(0)]
-    return min((each for each in limits if each is not None), default=None)
 
 
 def _settings(run: RunConfig) -> JobConfig:

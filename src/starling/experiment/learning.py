@@ -26,9 +26,8 @@ from starling.experiment.observers import (
     save_choice,
 )
 from starling.experiment.regrouping import Regrouping, SharedCounts
-from starling.experiment.seen import Seen, segments
+from starling.experiment.seen import Seen, Timeline, segments
 from starling.experiment.task import RunT, Task
-from starling.experiment.timeline import Timeline
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
 from starling.launch.rendezvous import find_membership, joins

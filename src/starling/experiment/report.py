@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder, existing
+from starling.experiment.seen import read_timeline
 from starling.experiment.task import task_of
-from starling.experiment.timeline import read_timeline
 from starling.extras import require
 from starling.files import replace_file
 from starling.launch.messages import Status, decode_file

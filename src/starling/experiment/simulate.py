@@ -19,9 +19,8 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import tell_end, tell_start, unusable
 from starling.experiment.observers import LearnersCurves, Log, Metered, Together, show
 from starling.experiment.regrouping import Regrouping
-from starling.experiment.seen import Seen, segments
+from starling.experiment.seen import Seen, Timeline, segments
 from starling.experiment.task import RecipeT, Task
-from starling.experiment.timeline import Timeline
 from starling.launch.process import signal_name
 from starling.launch.stopping import on_stop_signal
 from starling.recipe.run import RunConfig

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal, get_args
 
 from starling import errors
 from starling.engines.processes.stalls import Stall
@@ -42,6 +43,8 @@ from starling.launch.process import LearnerProcess, signal_name
 from starling.timeouts import SILENT_AFTER
 
 Seconds = float
+What = Literal["computing", "waiting_for_data", "waiting_for_peers"]
+_WHAT: tuple[What, ...] = get_args(What)
 
 
 class LearnerState(Enum):
@@ -108,12 +111,49 @@ class LearnerRecord:
     """Its rank in the present membership; None if it is not a member."""
     num_steps: int = 0
     """Mini-batches that all its processes have computed."""
-    loss: float | None = None
-    """The training loss of its last snapshot."""
-    has_joined: bool = False
-    """Whether one of its processes has joined the run after the start."""
+    num_joins: int = 0
+    """How many of its processes have joined the run after the start."""
+    newest: Snapshot | None = None
+    num_examples: int = 0
+    """Examples in all its snapshots."""
+    num_frames: int = 0
     epochs: list[EpochEnd] = field(default_factory=list)
     """The epochs that it has reported."""
+    cut_short: list[Snapshot] = field(default_factory=list)
+    """The last snapshots of epochs that it began again, in another process or membership."""
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss of its last snapshot."""
+        return None if self.newest is None else self.newest.loss
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether one of its processes has joined the run after the start."""
+        return self.num_joins > 0
+
+    def spent(self, what: What) -> Seconds:
+        """How long all its processes together have done this, as far as they have reported."""
+        seconds: Iterable[Seconds] = (getattr(each, what) for each in (*self.epochs, *self.cut_short, *self._under_way))
+        return sum(seconds)
+
+    def report(self, message: Snapshot | EpochEnd) -> None:
+        """Note its progress."""
+        self.cut_short += [
+            each for each in self._under_way if any(getattr(message, what) < getattr(each, what) for what in _WHAT)
+        ]
+        if isinstance(message, EpochEnd):
+            self.epochs.append(message)
+            return
+        self.newest = message
+        self.num_examples += message.num_examples
+        self.num_frames += message.num_frames
+
+    @property
+    def _under_way(self) -> list[Snapshot]:
+        """Its last snapshot, unless the statistics of the epoch have come."""
+        ended = self.epochs[-1].epoch if self.epochs else -1
+        return [] if self.newest is None or self.newest.epoch <= ended else [self.newest]
 
     @property
     def is_running(self) -> bool:
@@ -257,16 +297,14 @@ class Roster:
                 case Snapshot() | EpochEnd() | Activity() if message.doing:
                     attempt.does(message.doing, now)
                     attempt.has_computed = attempt.has_computed or attempt.generation >= 0
-                    if isinstance(message, Snapshot):
-                        record.loss = message.loss
-                    elif isinstance(message, EpochEnd):
-                        record.epochs.append(message)
+                    if not isinstance(message, Activity):
+                        record.report(message)
                 case Ready():
                     _advance(record, LearnerState.READY)
                 case Arrived():
                     attempt.arrived = message.generation
                 case Entered():
-                    record.has_joined = record.has_joined or (attempt.generation < 0 < message.generation)
+                    record.num_joins += attempt.generation < 0 < message.generation
                     attempt.generation = message.generation
                     _advance(record, LearnerState.TRAINING)
                 case Ended():

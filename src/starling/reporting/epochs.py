@@ -23,28 +23,46 @@ _EPOCHS_BEHIND = 2
 """A learner that is so many epochs behind another is not waited for."""
 
 
+@dataclass
+class Sums:
+    """Of several gradients of a learner. A loss that is not finite is excluded, and counted elsewhere."""
+
+    batches: int = 0
+    examples: int = 0
+    frames: int = 0
+    losses: float = 0.0
+    """Losses times frames."""
+
+    def add(self, report: StepReport) -> None:
+        """Add one gradient."""
+        self.batches += 1
+        self.examples += report.num_examples
+        if math.isfinite(report.loss):
+            self.frames += max(1, report.num_frames)
+            self.losses += report.loss * max(1, report.num_frames)
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss per frame; None without frames."""
+        return self.losses / self.frames if self.frames else None
+
+
 class Meter:
     """Sums up one learner's steps between snapshots."""
 
     def __init__(self, world: int) -> None:
         self._world = world
         self._last: StepReport | None = None
-        self._sum, self._frames, self._audio = 0.0, 0, 0.0
-        self._examples = 0
-        self._epoch_sum, self._epoch_frames = 0.0, 0
+        self._new, self._epoch = Sums(), Sums()
+        self._audio = 0.0
         self._since_minutes: float | None = None
 
     def add(self, report: StepReport) -> None:
         """Count one gradient."""
         if self._last is None or self._last.ticket.epoch != report.ticket.epoch:
-            self._epoch_sum, self._epoch_frames = 0.0, 0
-        frames = max(1, report.num_frames) if math.isfinite(report.loss) else 0
-        loss = report.loss if frames else 0.0  # a loss that is not finite is excluded, and counted elsewhere
-        self._sum += loss * frames
-        self._frames += frames
-        self._examples += report.num_examples
-        self._epoch_sum += loss * frames
-        self._epoch_frames += frames
+            self._epoch = Sums()
+        self._new.add(report)
+        self._epoch.add(report)
         if self._since_minutes is None:
             self._since_minutes = report.minutes  # the first batch has no known start: its audio is not counted
         else:
@@ -53,8 +71,8 @@ class Meter:
 
     def take(self) -> Snapshot | None:
         """A snapshot of the gradients since the previous one; None if there was no finite loss."""
-        last = self._last
-        if last is None or self._frames == 0:
+        last, loss, running_loss = self._last, self._new.loss, self._epoch.loss
+        if last is None or loss is None or running_loss is None:
             return None
         seconds = 60.0 * (last.minutes - (self._since_minutes or 0.0))
         snapshot = Snapshot(
@@ -64,27 +82,26 @@ class Meter:
             batch=last.ticket.index,
             num_batches=last.num_batches,
             step=last.ticket.step,
-            loss=self._sum / self._frames,
-            num_frames=self._frames,
-            running_loss=self._epoch_sum / self._epoch_frames,
+            loss=loss,
+            num_frames=self._new.frames,
+            running_loss=running_loss,
             learning_rate=last.learning_rate,
             audio_rate=self._audio / seconds if seconds > 0.0 else 0.0,
             fraction=last.fraction,
             minutes=last.minutes,
-            num_examples=self._examples,
+            num_examples=self._new.examples,
             computing=last.spent.computing,
             waiting_for_data=last.spent.waiting_for_data,
             waiting_for_peers=last.spent.waiting_for_peers,
         )
-        self._sum, self._frames, self._audio = 0.0, 0, 0.0
-        self._examples = 0
+        self._new, self._audio = Sums(), 0.0
         self._since_minutes = last.minutes
         return snapshot
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:
         """The learner's statistics of an epoch that ended after `step` mini-batches of all learners."""
         spent, averaging, last = report.spent, report.averaging, self._last
-        has_loss = last is not None and last.ticket.epoch == report.epoch and self._epoch_frames > 0
+        own = self._epoch if last is not None and last.ticket.epoch == report.epoch else Sums()
         return EpochEnd(
             learner_id=report.rank,
             world=self._world,
@@ -102,8 +119,8 @@ class Meter:
             largest_staleness=max(averaging.staleness, default=0),
             consensus_distance=report.consensus_distance,
             num_not_finite=report.num_not_finite,
-            loss=self._epoch_sum / self._epoch_frames if has_loss else None,
-            num_frames=self._epoch_frames if has_loss else 0,
+            loss=own.loss,
+            num_frames=own.frames,
             learning_rate=last.learning_rate if last is not None else None,
         )
 
