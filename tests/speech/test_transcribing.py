@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from starling.errors import DataError
-from starling.speech.decoding.greedy import emissions_of
+from starling.speech.decoding.decoders import emissions_of
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import AttentionConfig, ChunkConfig, ModelConfig, TransducerConfig
 from starling.speech.models.streaming import StreamingNetwork

@@ -31,9 +31,27 @@ def prepare(
     jobs=N uses N processes, executor=ray the Ray cluster at launch.address; the result is the same.
     """
     require("speech", "starling prepare")
-    from starling.speech.commands import prepare
+    from starling.reporting.progress import Bars
+    from starling.speech.preparing.executors import executor_of
+    from starling.speech.recipe import load_recipe
+    from starling.speech.training.training_set import prepare_all
 
-    prepare.prepare(recipe, overrides or (), typer.echo, progress_console(), overwrite)
+    own = [each for each in overrides or () if each.partition("=")[0].strip() in ("jobs", "executor")]
+    problems, address = [], "auto"
+    try:
+        loaded = load_recipe(recipe, [each for each in overrides or () if each not in own])
+        address = loaded.launch.address
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        executor = executor_of(own, address)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    with executor, Bars(progress_console()) as bars:
+        described = prepare_all(loaded, bars, executor, overwrite)
+    typer.echo(described)
 
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling check demo data.check.silence_db=-50[/bold]")

@@ -9,6 +9,7 @@ from typing import NamedTuple, Self, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,6 @@ from starling.errors import CheckpointError, DataError
 from starling.files import sha256
 from starling.speech.codecs import Codec, transmitted
 from starling.speech.decoding import decoders
-from starling.speech.decoding.greedy import greedy_decode
 from starling.speech.features import FeatureConfig, LogMel, UtteranceSource
 from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
 from starling.speech.hybrid.viterbi import WordDecoder
@@ -52,6 +52,19 @@ class Heard(NamedTuple):
     log_probs: torch.Tensor  # [B, T', V] of CTC, or of tied states
     lengths: torch.Tensor  # [B], frames of T'
     frames: torch.Tensor | None  # [B, T', W] of the encoder, for a decoder; None: there is none
+
+    @property
+    def rows(self) -> list[NDArray[np.float32]]:
+        """The log-probabilities `[T, V]` of each utterance, without padding."""
+        rows = zip(self.log_probs.float().cpu().numpy(), self.lengths.tolist(), strict=True)
+        return [np.ascontiguousarray(row[:length]) for row, length in rows]
+
+    @property
+    def frame_rows(self) -> list[torch.Tensor]:
+        """The encoder's frames `[T, W]` of each utterance, without padding. Raises ValueError without a decoder."""
+        if self.frames is None:
+            raise ValueError("a recogniser without a decoder has no search and no scores of its own")
+        return [row[:length] for row, length in zip(self.frames, self.lengths.tolist(), strict=True)]
 
 
 @dataclass(eq=False)
@@ -149,7 +162,9 @@ class Recogniser:
 
     def matrix(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
         """The features `[T, F]` of one recording; shapes and errors as for `transcribe`."""
-        return self.features(self._prepare(waveform, rate))
+        if rate <= 0:
+            raise DataError(f"a sampling rate of {rate} Hz is impossible")
+        return self.features(resampled(mono(waveform), rate, self.features.sampling_rate))
 
     def recognise(
         self,
@@ -240,45 +255,29 @@ class Recogniser:
         if self._words is not None:
             return self._words(log_probs, lengths)
         if self.decoder is None or frames is None:
-            return greedy_decode(log_probs, lengths, self.tokenizer)
+            return decoders.greedy_decode(log_probs, lengths, self.tokenizer)
         with self.evaluating():
             found = decoders.greedy(self.decoder, frames, lengths)
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def searched(self, heard: Heard, beam: int) -> list[str]:
         """The text of each utterance by the decoder's beam search. Raises ValueError without a decoder."""
-        if self.decoder is None or heard.frames is None:
+        if self.decoder is None:
             raise ValueError("a recogniser without a decoder has no beam search of its own")
         with self.evaluating():
-            rows = zip(heard.frames, heard.lengths.tolist(), strict=True)
-            found = [decoders.best_text(self.decoder, row[:length], beam) for row, length in rows]
+            found = [decoders.best_text(self.decoder, row, beam) for row in heard.frame_rows]
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def attention_scores(self, heard: Heard, texts: Sequence[Sequence[str]]) -> list[list[float]]:
         """log p(text | audio) by the attention decoder, of some texts of each utterance. ValueError without one."""
-        if not isinstance(self.decoder, AttentionDecoder) or heard.frames is None:
+        if not isinstance(self.decoder, AttentionDecoder):
             raise ValueError("a recogniser without an attention decoder cannot score texts by it")
+        encode = self.tokenizer.encode
         with self.evaluating():
             return [
-                decoders.scores(
-                    self.decoder, row[:length], [self.tokenizer.encode(text) if text else [] for text in each]
-                )
-                for row, length, each in zip(heard.frames, heard.lengths.tolist(), texts, strict=True)
+                decoders.scores(self.decoder, row, [encode(text) if text else [] for text in each])
+                for row, each in zip(heard.frame_rows, texts, strict=True)
             ]
-
-    def _prepare(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
-        tensor = torch.as_tensor(waveform)
-        if tensor.ndim not in (1, 2) or tensor.numel() == 0:
-            raise DataError(f"audio of shape {list(tensor.shape)} cannot be transcribed: give [T] or [channels, T]")
-        if rate <= 0:
-            raise DataError(f"a sampling rate of {rate} Hz is impossible")
-        if not tensor.is_floating_point():
-            tensor = tensor.float() / -float(torch.iinfo(tensor.dtype).min)
-        tensor = tensor.float()
-        mono = tensor.mean(0) if tensor.ndim == 2 else tensor
-        if not bool(torch.isfinite(mono).all()):
-            raise DataError("the audio contains samples that are not finite (NaN or infinity): decode it again")
-        return resampled(mono, rate, self.features.sampling_rate)
 
     def _load_weights(self, path: Path) -> None:
         try:
@@ -302,6 +301,20 @@ class Recogniser:
         self.features.load_statistics(
             {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         )
+
+
+def mono(waveform: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Samples `[T]` in [-1, 1] of a recording `[T]` or `[channels, T]` (averaged). Raises DataError if it is empty or
+    not finite."""
+    tensor = torch.as_tensor(waveform)
+    if tensor.ndim not in (1, 2) or tensor.numel() == 0:
+        raise DataError(f"audio of shape {list(tensor.shape)} cannot be transcribed: give [T] or [channels, T]")
+    if not tensor.is_floating_point():
+        tensor = tensor.float() / -float(torch.iinfo(tensor.dtype).min)
+    samples = tensor.float().mean(0) if tensor.ndim == 2 else tensor.float()
+    if not bool(torch.isfinite(samples).all()):
+        raise DataError("the audio contains samples that are not finite (NaN or infinity): decode it again")
+    return samples
 
 
 def by_duration(durations: np.ndarray, max_duration: float) -> Iterable[list[int]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from starling.errors import ConfigError
-from starling.speech.decoding.greedy import greedy_tokens
+from starling.speech.decoding.decoders import emissions_of
 from starling.speech.features import WHOLE, LogMel
 from starling.speech.models.streaming import StreamingNetwork
 from starling.speech.recogniser import Recogniser
+from starling.speech.tokens import BLANK
 
 Seconds = float
 
@@ -93,7 +95,7 @@ class Stream:
         with recogniser.evaluating():
             self._state = self._network.initial_state()
         self._tokens: list[int] = []
-        self._last = -1  # the best token of the last frame
+        self._last = BLANK  # the best token of the last frame
         self.log_probs: list[torch.Tensor] = []
         """Those of each step, `[T', V]`, for other searches."""
 
@@ -115,11 +117,9 @@ class Stream:
         with self._recogniser.evaluating():
             log_probs, self._state = self._network.step(features[None].to(device), self._state, is_last)
         if log_probs.shape[1]:
-            best = log_probs[0].argmax(1)
-            (found,) = greedy_tokens(log_probs, torch.tensor([log_probs.shape[1]], device=device))
-            repeated = bool(found) and int(best[0]) == self._last == found[0]
-            self._tokens += found[1:] if repeated else found
-            self._last = int(best[-1])
+            path = np.array([self._last, *log_probs[0].argmax(1).tolist()])
+            self._tokens += [each.token for each in emissions_of(path) if each.first > 0]
+            self._last = int(path[-1])
             self.log_probs.append(log_probs[0].cpu())
         return self.text
 

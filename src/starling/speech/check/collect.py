@@ -10,7 +10,7 @@ from starling.speech.chance import one_thread
 from starling.speech.check.findings import CheckConfig, Finding
 from starling.speech.check.likeness import Sound, measure
 from starling.speech.corpora import Audio, Utterance
-from starling.speech.preparing.making import Meter, OnProgress
+from starling.speech.preparing.stages import Meter, OnProgress
 from starling.speech.store import SpeechSet
 from starling.speech.strings import plan_strings
 from starling.speech.usable import Checker, Checking, Dropped, FilterConfig, Source

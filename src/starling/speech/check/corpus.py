@@ -16,7 +16,7 @@ from starling.speech.corpora import Audio
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import check_ctc_fits
 from starling.speech.models import ModelConfig
-from starling.speech.preparing.making import OnProgress
+from starling.speech.preparing.stages import OnProgress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import TokenConfig, make_tokenizer
 from starling.speech.usable import Source

@@ -15,10 +15,9 @@ from starling.errors import DataError
 from starling.speech.chance import one_thread
 from starling.speech.check.collect import Record
 from starling.speech.check.findings import CheckConfig, Finding, Heard, SetHeard
-from starling.speech.decoding.greedy import greedy_tokens
+from starling.speech.decoding.decoders import emissions_of
 from starling.speech.recogniser import Recogniser, by_duration
 from starling.speech.tokens import BLANK, Tokenizer
-from starling.speech.usable import resampled
 
 _OTHERS = 16  # transcripts of other utterances that each transcript is compared with
 _MAX_DURATION = 60.0  # padded seconds of audio in a batch
@@ -80,6 +79,11 @@ def log_likelihoods(log_probs: Tensor, texts: Sequence[Sequence[int]]) -> NDArra
     return values
 
 
+def _greedy(log_probs: Tensor) -> list[int]:
+    """The tokens that are heard in `[T, V]`."""
+    return [each.token for each in emissions_of(log_probs.argmax(1).numpy())]
+
+
 class _Listener:
     """Listens to the utterances of a set."""
 
@@ -113,14 +117,14 @@ class _Listener:
         places = {each.id: place for place, each in enumerate(suspects)}
         gaps = np.full((len(suspects), len(suspects)), math.inf)
         for record, log_probs in self._listen(list(places)):
-            own = greedy_tokens(log_probs[None], torch.tensor([len(log_probs)]))[0]
+            own = _greedy(log_probs)
             best, *values = log_likelihoods(log_probs, [own, *texts])
             gaps[places[record.id]] = (best - np.array(values)) / lengths
         return gaps
 
     def _heard(self, record: Record, log_probs: Tensor, tokenizer: Tokenizer) -> Heard:
         tokens = self._tokens[record.id]
-        best_tokens = greedy_tokens(log_probs[None], torch.tensor([len(log_probs)]))[0]
+        best_tokens = _greedy(log_probs)
         own, best, *rest = log_likelihoods(log_probs, [tokens, best_tokens, *self._others.like(tokens)])
         others = [value for value in rest if math.isfinite(value)]
         fit = 0.0
@@ -134,19 +138,17 @@ class _Listener:
 
     def _listen(self, names: Sequence[str]) -> Iterator[tuple[Record, Tensor]]:
         """Each utterance, with the log-probabilities `[T, V]` of its audio on the CPU; longest first."""
-        rate = self._recogniser.features.sampling_rate
         for batch in by_duration(np.array([self.seconds[name] for name in names]), _MAX_DURATION):
             records, matrices = [], []
             for record in (self._records[names[place]] for place in batch):
                 try:
-                    matrices.append(self._recogniser.matrix(resampled(*record.read(), rate), rate))
+                    matrices.append(self._recogniser.matrix(*record.read()))
                     records.append(record)
                 except DataError as error:
                     self.skipped.append((record.id, str(error)))
             if records:
-                heard = self._recogniser.hear(matrices)
-                rows = zip(records, heard.log_probs.float().cpu(), heard.lengths.tolist(), strict=True)
-                yield from ((record, row[:length]) for record, row, length in rows)
+                rows = map(torch.from_numpy, self._recogniser.hear(matrices).rows)
+                yield from zip(records, rows, strict=True)
 
 
 class _Others:

@@ -141,7 +141,7 @@ class BestSearch:
 
     def texts(self, names: Sequence[str], heard: Heard) -> list[str]:
         """The best text of each utterance of a batch, whose hypotheses are collected; empty if no word fits."""
-        results = self._pool(_rows(heard), self.tuned.weights, self._num_best)
+        results = self._pool(heard.rows, self.tuned.weights, self._num_best)
         self.found.update(zip(names, results, strict=True))
         return [each[0].text if each else "" for each in results]
 
@@ -192,7 +192,7 @@ def best_search(
             else:
                 outputs: dict[str, NDArray[np.float32]] = {}
                 for names, heard in sample.heard(recogniser, partial(bars, f"hearing {sample.name}")):
-                    outputs.update(zip(names, _rows(heard), strict=True))
+                    outputs.update(zip(names, heard.rows, strict=True))
                 best, trials = tune(pools, outputs, sample.references, config)
                 vocabulary, weights = best.vocabulary, best.weights
             tuned = TunedSearch(
@@ -364,9 +364,3 @@ def _stored(path: Path, of: str) -> TunedSearch | None:
     except (OSError, ValueError, RecursionError):
         return None
     return tuned if tuned.of == of else None
-
-
-def _rows(heard: Heard) -> list[NDArray[np.float32]]:
-    """The log-probabilities `[T, V]` of each utterance of a batch, without padding."""
-    rows = heard.log_probs.float().cpu().numpy()
-    return [np.ascontiguousarray(row[:length]) for row, length in zip(rows, heard.lengths.tolist(), strict=True)]

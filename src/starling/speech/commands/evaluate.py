@@ -26,7 +26,7 @@ from starling.speech.commands.beam_search import BestSearch, TuningSample, best_
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.decoding.beam import Hypothesis
 from starling.speech.decoding.config import DecodingConfig
-from starling.speech.decoding.greedy import greedy_decode
+from starling.speech.decoding.decoders import greedy_decode
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.prepare import prepare
 from starling.speech.recipe import Recipe

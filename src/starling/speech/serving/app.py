@@ -36,10 +36,20 @@ from starling.errors import ConfigError, DataError, StarlingError
 from starling.reporting.progress import Say
 from starling.speech.serving.guard import LOOPBACK, App, Guard, Limits
 from starling.speech.transcribing.files import load_model
-from starling.speech.transcribing.formats import FORMATS, MEDIA_TYPES, Format, as_json, formatted, segment_as_json
 from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm
 from starling.speech.transcribing.transcriber import Transcriber
-from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update
+from starling.speech.transcribing.transcript import (
+    FORMATS,
+    MEDIA_TYPES,
+    Format,
+    Seconds,
+    Segment,
+    Transcript,
+    Update,
+    as_json,
+    formatted,
+    segment_as_json,
+)
 from starling.timeouts import ANSWERS_END
 
 _Result = TypeVar("_Result")

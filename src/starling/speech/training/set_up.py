@@ -17,7 +17,7 @@ from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.losses import TooShort, check_ctc_fits, transcripts
 from starling.speech.models import count_parameters
 from starling.speech.phones import Phones, make_phones
-from starling.speech.preparing.making import OnProgress
+from starling.speech.preparing.stages import OnProgress
 from starling.speech.recipe import Recipe, earlier_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import Tokenizer, make_tokenizer

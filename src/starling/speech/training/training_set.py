@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from starling.speech.partition import describe_parts, labels_are_domains
 from starling.speech.prepare import describe, prepare
 from starling.speech.preparing.executors import Executor
-from starling.speech.preparing.making import OnProgress
+from starling.speech.preparing.stages import OnProgress
 from starling.speech.recipe import Recipe
 from starling.speech.training.plan import divide_utterances, make_mixture, part_labels
 from starling.speech.union import SpeechSets

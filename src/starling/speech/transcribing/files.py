@@ -17,11 +17,10 @@ from starling.extras import require
 from starling.files import replace_file
 from starling.reporting.progress import Bars, Say
 from starling.speech.trained import is_model, load_newest, load_recogniser, open_experiment
-from starling.speech.transcribing.formats import FORMATS, Format, formatted
 from starling.speech.transcribing.segmenter import Piece
 from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
-from starling.speech.transcribing.transcript import Seconds, Segment, Transcript
+from starling.speech.transcribing.transcript import FORMATS, Format, Seconds, Segment, Transcript, formatted
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from starling.errors import DataError
-from starling.speech.decoding.greedy import Emission, emissions_of, words_in
+from starling.speech.decoding.decoders import Emission, emissions_of, words_in
 from starling.speech.hybrid.viterbi import ctc_row, ctc_spans, path_of
-from starling.speech.recogniser import Recogniser
+from starling.speech.recogniser import Recogniser, by_duration, mono
 from starling.speech.resampling import Resampler
 from starling.speech.streaming import Stream, can_stream
 from starling.speech.tokens import Tokenizer
@@ -84,7 +84,7 @@ class Transcriber:
         Raises:
             DataError: The audio is empty or not finite, or its shape or rate is impossible.
         """
-        samples = _mono(waveform)
+        samples = mono(waveform).detach().cpu().numpy()
         segments = tuple(segment for some in self.stream([samples], rate) for segment in some)
         return Transcript(segments, len(samples) / rate)
 
@@ -120,11 +120,8 @@ class Transcriber:
 
     def decode(self, pieces: Sequence[Piece]) -> list[Segment]:
         """What is said in pieces of audio at the rate of the recogniser, in batches of similar lengths."""
-        order = sorted(range(len(pieces)), key=lambda place: -len(pieces[place].samples))
         found: dict[int, Segment] = {}
-        while order:
-            size = max(1, int(_BATCH * self.rate / max(1, len(pieces[order[0]].samples))))
-            batch, order = order[:size], order[size:]
+        for batch in by_duration(np.array([len(each.samples) for each in pieces]) / self.rate, _BATCH):
             decoded = self._decode_batch([pieces[place] for place in batch])
             found.update(zip(batch, decoded, strict=True))
         return [found[place] for place in range(len(pieces))]
@@ -132,11 +129,7 @@ class Transcriber:
     def _decode_batch(self, pieces: Sequence[Piece]) -> list[Segment]:
         recogniser = self.recogniser
         heard = recogniser.hear(recogniser.features.batch([self._tensor(piece) for piece in pieces]))
-        lengths = heard.lengths.tolist()
-        rows = [
-            np.ascontiguousarray(row[:length].float().cpu().numpy())
-            for row, length in zip(heard.log_probs, lengths, strict=True)
-        ]
+        rows = heard.rows
         is_greedy = self.has_times and self._search is None and recogniser.decoder is None
         texts = recogniser.texts(*heard) if self._search is None else [self._search(row) for row in rows]
         return [
@@ -186,7 +179,8 @@ class Live:
         self._segmenter = segmenter
         self._resampler = Resampler(rate, transcriber.rate)
         self._is_streamed = can_stream(transcriber.recogniser)
-        self._stream: _Streamed | None = None
+        self._stream: Stream | None = None
+        self._start = self._heard = 0  # samples before the first that the stream heard, and those that it heard
         self._partial = ""
         self._next = 0  # samples after which to decode
 
@@ -211,11 +205,12 @@ class Live:
 
     def _streamed(self, pending: Piece) -> str:
         """The text of the chunks that are complete; what has been heard is not heard again."""
-        if self._stream is None or not self._stream.fits(pending):
-            self._stream = _Streamed(
-                Stream(self._transcriber.recogniser), pending.start, _MOVED * self._transcriber.rate
-            )
-        return self._stream.text(pending)
+        moved = abs(pending.start - self._start)  # with more sound, another beginning may be found
+        if self._stream is None or moved > min(_MOVED * self._transcriber.rate, self._heard):
+            self._stream, self._start, self._heard = Stream(self._transcriber.recogniser), pending.start, 0
+        new = pending.samples[self._start + self._heard - pending.start :]
+        self._heard += len(new)
+        return " ".join(self._stream.accept(torch.from_numpy(new)).split())
 
     def _decoded(self, pending: Piece) -> str:
         """The text of all of it, or the one before while that is recent."""
@@ -224,37 +219,6 @@ class Live:
         pause = max(_OFTEN * self._transcriber.rate, _GROWTH * len(pending.samples))
         self._next = self._segmenter.taken + round(pause)
         return self._transcriber.decode([pending])[0].text
-
-
-class _Streamed:
-    """A segment that has not ended, and what a stream has heard of it."""
-
-    def __init__(self, stream: Stream, start: int, moved: float) -> None:
-        self._stream = stream
-        self._start = start  # samples before the first one that the stream heard
-        self._heard = 0
-        self._moved = moved
-
-    def fits(self, pending: Piece) -> bool:
-        """Whether the segment begins where the stream does: with more sound, another beginning may be found."""
-        return abs(pending.start - self._start) <= min(self._moved, self._heard)
-
-    def text(self, pending: Piece) -> str:
-        """The text so far."""
-        new = pending.samples[self._start + self._heard - pending.start :]
-        self._heard += len(new)
-        return " ".join(self._stream.accept(torch.from_numpy(new)).split())
-
-
-def _mono(waveform: Waveform) -> NDArray[np.float32]:
-    """Samples `[T]` in [-1, 1]."""
-    tensor = torch.as_tensor(waveform)
-    if tensor.ndim not in (1, 2) or tensor.numel() == 0:
-        raise DataError(f"audio of shape {list(tensor.shape)} cannot be transcribed: give [T] or [channels, T]")
-    if not tensor.is_floating_point():
-        tensor = tensor.float() / -float(torch.iinfo(tensor.dtype).min)
-    tensor = tensor.detach().float().cpu()
-    return checked((tensor.mean(0) if tensor.ndim == 2 else tensor).numpy(), "the audio")
 
 
 def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emission] | None:
