@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from starling.checkpoint.state import name_of_state
 from starling.engines.processes import process_group as membership_group
 from starling.engines.processes.backend import (
     ConnectionFailed,
@@ -36,12 +35,11 @@ from starling.engines.processes.rounds import Rounds, StoreBoard
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
 from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker
 from starling.errors import PeerLost, ProtocolError
-from starling.learner import EncodedMean, Handle, Learner, Shard
+from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
 from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
-from starling.training.replica import Replica
-from starling.training.shards import MakeOptimizer, Shards, host_copy
+from starling.training.shards import ReplicaLearner, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
@@ -490,13 +488,10 @@ class Communicator:
         return mine
 
 
-class ConnectedLearner(Learner):
+class ConnectedLearner(ReplicaLearner):
     """A learner that is a process. Gradients, and when the strategy runs, are its subclasses' business."""
 
-    replica: Replica
     communicator: Communicator
-    statistics: Statistics
-    shards: Shards
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -513,37 +508,11 @@ class ConnectedLearner(Learner):
     def seed(self) -> int:
         return self._seed
 
-    @property
-    def weights(self) -> Tensor:
-        return self.replica.weights
-
-    @property
-    def version(self) -> int:
-        return self.replica.version
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        return [parameter.shape for parameter in self.replica.parameters]
-
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         self.replica.apply(delta, piece, in_round=self.communicator.is_behind)
 
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.replica.replace(weights, piece)
-
     def snapshot(self, piece: slice | None = None) -> Tensor:
         return self.replica.snapshot(piece, self.communicator.snapshot_memory(piece))
-
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, optimizer_state)
-
-    def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
-    ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
-
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.shards.keep(piece, make_optimizer)
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         for piece in pieces:

@@ -7,24 +7,23 @@ from functools import partial
 from typing import Any, TypeVar
 
 import simpy
-import torch
 from torch import Tensor
 
-from starling.checkpoint.state import LearnerState, name_of_state
+from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.batches import MembershipBatches, VirtualBatches
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.computation import Computation
 from starling.engines.virtual.faults import VirtualFaults
 from starling.engines.virtual.lives import VirtualLife
 from starling.engines.virtual.network import Network, VirtualGradient, VirtualHandle, VirtualRounds, first_of
-from starling.learner import EncodedMean, Handle, Learner, Shard
+from starling.learner import EncodedMean, Handle, Shard
 from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
 from starling.training.course import Course
 from starling.training.faults import Fault, Kill, Pause
 from starling.training.job import Job, Observer, Spent, Statistics
 from starling.training.pace import Pace
 from starling.training.replica import Replica
-from starling.training.shards import MakeOptimizer
+from starling.training.shards import ReplicaLearner
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position
 
@@ -59,7 +58,7 @@ class Surroundings:
     """Begins to drive a coroutine of a learner."""
 
 
-class VirtualLearner(Learner):
+class VirtualLearner(ReplicaLearner):
     """A learner that is a coroutine on the simulated clock, or two of them."""
 
     def __init__(
@@ -105,6 +104,7 @@ class VirtualLearner(Learner):
         self.shard_of_island, self.cut_agreement = None, self._rounds
         life.state = start
         self.course = Course(job, self, life, tickets, observer)
+        self.shards = self.course.shards
 
     @property
     def rank(self) -> int:
@@ -119,23 +119,11 @@ class VirtualLearner(Learner):
         return self._surroundings.job.seed
 
     @property
-    def weights(self) -> Tensor:
-        return self.replica.weights
-
-    @property
-    def version(self) -> int:
-        return self.replica.version
-
-    @property
     def step_metadata(self) -> Tensor:
         return self.course.step_metadata
 
     def learning_rate(self, piece: slice | None = None) -> float | Tensor:
         return self.course.learning_rate
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        return [parameter.shape for parameter in self.replica.parameters]
 
     def claim(self) -> bool:
         self._surroundings.check()
@@ -193,27 +181,13 @@ class VirtualLearner(Learner):
         self.replica.apply(delta, piece, in_round=self.activity == BACKGROUND)
         self._record("apply", b"")
 
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.replica.replace(weights, piece)
-
     def snapshot(self, piece: slice | None = None) -> Tensor:
         return self.replica.snapshot(piece)
 
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, optimizer_state)
-
-    def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
-    ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
-
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.course.shards.keep(piece, make_optimizer)
-
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         for piece in pieces:
-            self.course.shards.check(piece)
-        shards = self.course.shards.share(pieces, *self._surroundings.shared_memory(len(pieces)))
+            self.shards.check(piece)
+        shards = self.shards.share(pieces, *self._surroundings.shared_memory(len(pieces)))
         return VirtualHandle(self._environment.timeout(0.0), lambda: shards, lambda: "shared memory")
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
