@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import LearnerState, ShardState, name_of_state
+from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError, ConfigError
-from starling.learner import Handle, Learner, Shard
+from starling.learner import Handle, Shard
 from starling.training.flat import is_no_gradient, split
 from starling.training.job import Statistics
 from starling.training.replica import Replica
@@ -261,37 +261,3 @@ def _parts(parameters: Sequence[nn.Parameter], piece: slice, weights: Tensor) ->
             found[number] = nn.Parameter(view)
         start = stop
     return found
-
-
-class ReplicaLearner(Learner):
-    """What all learners do with their own replica and shards, on every engine."""
-
-    replica: Replica
-    statistics: Statistics
-    shards: Shards
-
-    @property
-    def weights(self) -> Tensor:
-        return self.replica.weights
-
-    @property
-    def version(self) -> int:
-        return self.replica.version
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        return [parameter.shape for parameter in self.replica.parameters]
-
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.replica.replace(weights, piece)
-
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, optimizer_state)
-
-    def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
-    ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
-
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.shards.keep(piece, make_optimizer)

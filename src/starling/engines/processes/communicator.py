@@ -39,7 +39,8 @@ from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
 from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
-from starling.training.shards import ReplicaLearner, host_copy
+from starling.training.replica import ReplicaLearner
+from starling.training.shards import MakeOptimizer, Shards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
@@ -492,6 +493,8 @@ class ConnectedLearner(ReplicaLearner):
     """A learner that is a process. Gradients, and when the strategy runs, are its subclasses' business."""
 
     communicator: Communicator
+    statistics: Statistics
+    shards: Shards
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -513,6 +516,9 @@ class ConnectedLearner(ReplicaLearner):
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         return self.replica.snapshot(piece, self.communicator.snapshot_memory(piece))
+
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        return self.shards.keep(piece, make_optimizer)
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         for piece in pieces:

@@ -22,8 +22,8 @@ from starling.training.course import Course
 from starling.training.faults import Fault, Kill, Pause
 from starling.training.job import Job, Observer, Spent, Statistics
 from starling.training.pace import Pace
-from starling.training.replica import Replica
-from starling.training.shards import ReplicaLearner
+from starling.training.replica import Replica, ReplicaLearner
+from starling.training.shards import MakeOptimizer
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position
 
@@ -183,6 +183,9 @@ class VirtualLearner(ReplicaLearner):
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         return self.replica.snapshot(piece)
+
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        return self.shards.keep(piece, make_optimizer)
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         for piece in pieces:
