@@ -145,6 +145,7 @@ def test_checkpoints_are_completed_in_their_order(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.wide
 def test_a_process_does_not_end_before_all_is_written(tmp_path: Path) -> None:
     """Even if nobody closes: here the thread begins to write when the main thread has ended."""
     command = [sys.executable, "-c", f"import {__name__} as me; me.save_and_go({str(tmp_path)!r})"]

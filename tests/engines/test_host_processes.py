@@ -119,6 +119,7 @@ class Failing(TinyRegression):
         return super().loss(model, examples)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("is_deadly", "message"),
     [(False, "ValueError: no such loss"), (True, "a process that computed gradients ended with exit code 7")],

@@ -99,6 +99,7 @@ def test_a_run_leaves_the_garbage_collector_as_the_program_had_it(is_frozen: boo
     assert len(frozen) == 4 and min(frozen) > 0
 
 
+@pytest.mark.wide
 def test_the_event_hash_does_not_depend_on_how_python_hashes() -> None:
     """Nothing in a virtual run is ordered by Python's hash of strings."""
     program = (

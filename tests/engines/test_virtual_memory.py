@@ -44,6 +44,7 @@ def only_what_is_new() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("only_what_is_new")
 @pytest.mark.parametrize("strategy", ["allreduce", "dpsgd-ring", "adpsgd-ring", "server-asynchronous"])
 def test_a_learner_is_its_weights_two_moments_and_one_more_vector_at_rest(strategy: str) -> None:

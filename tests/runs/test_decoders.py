@@ -170,6 +170,7 @@ def scored(experiment: Path, **options: Any) -> list[str]:
     return lines
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["attention", "transducer"])
 def test_a_decoder_is_scored_in_all_its_ways(tree: Tree, songs: Path, kind: str) -> None:
     """Greedy and by beam search, beside both searches of CTC; what `transcribe` says is the decoder's greedy text."""

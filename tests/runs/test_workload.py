@@ -28,6 +28,7 @@ def ready(tree: Tree) -> tuple[Recipe, SpeechWorkload]:
     return recipe, load_workload(recipe, folder)
 
 
+@pytest.mark.wide
 def test_every_process_loads_the_same_bits(tree: Tree) -> None:
     """A loading process gives the same batches as the learner itself would."""
     _, workload = ready(tree)

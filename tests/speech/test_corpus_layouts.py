@@ -54,6 +54,7 @@ def likeness(first: NDArray[np.float32], second: NDArray[np.float32]) -> float:
     return max(float(np.corrcoef(middle, second[shift : shift + length])[0, 1]) for shift in range(200))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "switchboard"])
 def test_a_recipe_prepares_the_corpus_as_it_is_downloaded(name: str, tmp_path: Path) -> None:
     """`starling prepare` with the recipe gives each set's utterances, speakers, transcripts and audio."""

@@ -18,6 +18,7 @@ from starling.speech.scoring.error_rates import error_rates
 from starling.speech.tokens import TokenConfig, make_tokenizer
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("decoder", "rate"),
     [

@@ -63,6 +63,7 @@ def signed(folder: Path, **changes: Any) -> SetSummary:
     return summary
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("is_forged", [False, True], ids=["damaged", "forged"])
 def test_mutations_are_the_same_set_or_data_errors(whole: Path, tmp_path: Path, is_forged: bool) -> None:
     """500 of every file, also deleted and swapped: nothing but DataError, or what was written, to the bit.

@@ -56,6 +56,7 @@ def saved(trained, tmp_path) -> Path:
     return tmp_path / "recogniser"
 
 
+@pytest.mark.wide
 def test_the_whole_chain_learns_a_language(trained, tmp_path):
     """Store, features, augmentation, plan, loss, network and decoding together: unseen songs at WER <= 5 %."""
     unseen = song_set(tmp_path / "test", 40, seed=99)

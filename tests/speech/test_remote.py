@@ -117,6 +117,7 @@ def test_audio_in_a_bucket_is_the_audio_on_the_disk(store: Store, songs: SpeechS
     assert len(store.requests.lines) <= len(some) + 1  # and at most one question about the bucket
 
 
+@pytest.mark.wide
 def test_a_machine_copies_each_shard_once_and_then_asks_the_store_for_nothing(
     store: Store, songs: SpeechSet, tmp_path: Path
 ) -> None:
@@ -184,6 +185,7 @@ def total(opened: SpeechSet) -> float:
     return float(sum(np.abs(samples).sum() for samples in opened.audios(range(len(opened)))))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_connect_by_themselves(store: Store, songs: SpeechSet, tmp_path: Path, method: str) -> None:
     """A set that has a connection already can be handed to forked and to spawned processes."""
@@ -240,6 +242,7 @@ def test_refused_access_says_where_credentials_belong(
         fetch_sets(address, store.options, tmp_path / "here", ["train"], 8000, silent)
 
 
+@pytest.mark.wide
 def test_a_store_that_does_not_answer_is_tried_a_few_times_and_named(
     store: Store, songs: SpeechSet, tmp_path: Path
 ) -> None:

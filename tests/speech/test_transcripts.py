@@ -129,6 +129,7 @@ def test_a_limit_follows_the_scores_of_the_set_and_a_tenth_of_wrong_ones_does_no
     assert usual_limit([], config) == 0.5
 
 
+@pytest.mark.wide
 def test_swapped_and_wrong_transcripts_are_found_and_nothing_else(planted: list[Record], good: Recogniser) -> None:
     """Each swapped one with its partner; every finding has the text, what was heard, and the score."""
     whole, findings = _hear(planted, good)
