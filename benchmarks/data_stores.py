@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from starling.chance import one_thread
 from starling.commands import Commands, Overrides, RecipeArgument, progress_console
 from starling.errors import ConfigError, DataError
 from starling.reporting.progress import Bars
-from starling.speech.chance import one_thread
 from starling.speech.recipe import load_recipe
 from starling.speech.resampling import resampled
 from starling.speech.shard_writer import SpeechWriter

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import MODELS, ModelConfig, build_model, conformer, count_parameters, zipformer
-from starling.speech.models.blstm import BidirectionalLayer, reversal
-from starling.speech.models.positions import distances, phases, rotate, sinusoids
+from starling.speech.models.network import distances, phases, rotate, sinusoids
+from starling.speech.models.recurrent import BidirectionalLayer, reversal
 from starling.speech.models.transformer import Block
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer

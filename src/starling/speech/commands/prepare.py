@@ -14,7 +14,7 @@ from starling.reporting.progress import Bars, Say
 from starling.speech.preparing.executors import Executor, Processes
 from starling.speech.preparing.on_ray import OnRay
 from starling.speech.recipe import load_recipe
-from starling.speech.training.training_set import prepare_all
+from starling.speech.training.plan import prepare_all
 
 MAX_JOBS = 1024
 

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import Layers
-from starling.speech.models.positions import distances, phases
+from starling.speech.models.network import ConvSubsampling, Layers, distances, frame_mask, phases
 from starling.speech.models.sections import Chunks
 from starling.speech.models.shape import ConformerShape
 from starling.speech.models.streaming import (
@@ -18,7 +17,6 @@ from starling.speech.models.streaming import (
     chunk_visible,
     convolve_once,
 )
-from starling.speech.models.subsampling import ConvSubsampling, frame_mask
 from starling.speech.models.transformer import SelfAttention
 
 

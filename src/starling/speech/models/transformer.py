@@ -6,12 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import Layers
-from starling.speech.models.positions import phases, rotate, sinusoids
+from starling.speech.models.network import ConvSubsampling, Layers, frame_mask, phases, rotate, sinusoids
 from starling.speech.models.sections import Chunks
 from starling.speech.models.shape import TransformerShape
 from starling.speech.models.streaming import Caches, StreamingNetwork, chunk_mask, chunk_visible
-from starling.speech.models.subsampling import ConvSubsampling, frame_mask
 
 
 class SelfAttention(nn.Module):

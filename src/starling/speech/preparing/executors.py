@@ -15,8 +15,8 @@ from typing import Self
 
 import torch
 
+from starling.chance import one_thread
 from starling.errors import DataError, StarlingError
-from starling.speech.chance import one_thread
 from starling.speech.preparing.stages import Stage, Tick
 
 _POLL_SECONDS = 0.1
