@@ -14,13 +14,13 @@ from lhotse import CutSet, Fbank, FbankConfig
 
 from benchmarks.measuring import Bar
 from benchmarks.runs import median_ratio
+from benchmarks.speech_writer import SpeechWriter
 from starling.chance import derive_seed
 from starling.errors import DataError
 from starling.speech.batch_plan import BatchConfig
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.prepare import prepare
 from starling.speech.recipe import load_recipe
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import Member, SpeechSet, SpeechSets
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.training.plan import Planner

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tones import song_set
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig, build_model
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
 from starling.speech.training.workload import Batch, ctc_loss, load_batch

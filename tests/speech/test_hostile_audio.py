@@ -12,7 +12,7 @@ import soundfile
 from corpus_builders import RATE, sound
 
 from starling.errors import DataError
-from starling.speech.corpora.audio import read_audio
+from starling.speech.corpora.utterance import read_audio
 
 
 def test_2000_mutations_end_soon_in_little_memory_and_in_nothing_but_data_errors(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tones import RATE
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import Member, SpeechSet, SpeechSets
 
 
