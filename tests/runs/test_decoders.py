@@ -19,15 +19,14 @@ from starling.comparing.api import load_comparison
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
 from starling.experiment.simulate import simulate
-from starling.speech.batches import Batch
 from starling.speech.commands.evaluate import evaluate
-from starling.speech.losses import ctc_loss, speech_loss
 from starling.speech.models import ModelConfig, build_model, count_parameters
 from starling.speech.recipe import check_recipe, fixed_settings
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring.error_rates import read_texts
 from starling.speech.task import SPEECH
 from starling.speech.trained import load_recogniser
+from starling.speech.training.workload import Batch, ctc_loss, speech_loss
 from starling.speech.transcribing.files import transcribe_files
 from starling.strategies.compression import TopK
 from starling.training.job import Job

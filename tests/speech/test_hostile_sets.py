@@ -18,11 +18,11 @@ from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 from lhotse.shar import SharWriter
 from pydantic import TypeAdapter
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
 from starling.files import sha256
 from starling.speech.corpora import CorpusConfig
 from starling.speech.set_summary import SetSummary, read_summary
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from tests.computing import computing_below
 from tests.mutations import damaged, mutated

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.features import spliced
+from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.alignment import (
     SPLICE,
     Gaussians,
@@ -22,7 +23,6 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.config import SequencesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, load_states, read_words
 from starling.speech.hybrid.store import AlignedFrames, Frames, FrameWriter, save_states
 from starling.speech.hybrid.tying import Statistics, grow_tree

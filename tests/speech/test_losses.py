@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.batches import Batch, load_batch
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import check_ctc_fits, ctc_loss, frames_needed, transcripts
 from starling.speech.models import ModelConfig, build_model
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
+from starling.speech.too_short import check_ctc_fits, frames_needed, transcripts
+from starling.speech.training.workload import Batch, ctc_loss, load_batch
 
 
 class Fixed(torch.nn.Module):

@@ -10,18 +10,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import CheckpointError, ConfigError, DataError
-from starling.speech.batches import Batch, load_batch
 from starling.speech.espeak import pronounce
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import speech_loss
 from starling.speech.models import ModelConfig, PhonesConfig, build_model
 from starling.speech.models.network import Network
 from starling.speech.phones import Phones, load_phones, make_phones, read_lexicon
 from starling.speech.recogniser import Recogniser
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
+from starling.speech.training.workload import Batch, load_batch, speech_loss
 from tests.speech.test_losses import path_sum
 
 NAMES = ("blstm", "lstm", "transformer", "conformer")

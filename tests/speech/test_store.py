@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lhotse import CutSet
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.shards import MAX_OPEN_SHARDS
 from starling.speech.store import SpeechSet
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from starling.chance import one_thread
 from starling.errors import ConfigError
-from starling.speech.chance import one_thread
 from starling.speech.check.findings import CheckConfig, Finding
 from starling.speech.check.likeness import Sound, measure
 from starling.speech.corpora import Audio, Utterance

@@ -14,11 +14,11 @@ from starling.speech.check.likeness import Near, likeness, near_texts
 from starling.speech.check.transcripts import misfits
 from starling.speech.corpora import Audio
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import check_ctc_fits
 from starling.speech.models import ModelConfig
 from starling.speech.preparing.stages import OnProgress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import TokenConfig, make_tokenizer
+from starling.speech.too_short import check_ctc_fits
 from starling.speech.usable import Source
 
 Told = Callable[[int, int], None]

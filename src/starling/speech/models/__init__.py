@@ -230,7 +230,7 @@ def build_model(
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
     Raises ConfigError for a decoder or phones of a network that cannot have them.
     """
-    from starling.speech.chance import borrowed_generators
+    from starling.chance import borrowed_generators
     from starling.speech.models.attention import AttentionDecoder
     from starling.speech.models.network import Network, PhoneOutput
     from starling.speech.models.streaming import StreamingNetwork

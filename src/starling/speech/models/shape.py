@@ -316,16 +316,16 @@ class Architecture:
 
 _HERE = "starling.speech.models"
 MODELS = {
-    "blstm": Architecture(f"{_HERE}.blstm:BlstmCtc", _BLSTM, can_have_phones=True),
-    "lstm": Architecture(f"{_HERE}.lstm:LstmCtc", _RECURRENT, can_stream=True, can_have_phones=True),
+    "blstm": Architecture(f"{_HERE}.recurrent:BlstmCtc", _BLSTM, can_have_phones=True),
+    "lstm": Architecture(f"{_HERE}.recurrent:LstmCtc", _RECURRENT, can_stream=True, can_have_phones=True),
     "transformer": Architecture(
         f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER, can_stream=True, can_have_phones=True
     ),
     "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER, can_stream=True, can_have_phones=True),
     "zipformer": Architecture(f"{_HERE}.zipformer:ZipformerCtc", _ZIPFORMER),
-    "deep-speech": Architecture(f"{_HERE}.deep_speech:DeepSpeechCtc", _DEEP_SPEECH),
-    "blstm-hybrid": Architecture(f"{_HERE}.blstm:BlstmHybrid", _HYBRID),
-    "dnn-hybrid": Architecture(f"{_HERE}.dnn_hybrid:DnnHybrid", _DNN_HYBRID),
+    "deep-speech": Architecture(f"{_HERE}.recurrent:DeepSpeechCtc", _DEEP_SPEECH),
+    "blstm-hybrid": Architecture(f"{_HERE}.recurrent:BlstmHybrid", _HYBRID),
+    "dnn-hybrid": Architecture(f"{_HERE}.recurrent:DnnHybrid", _DNN_HYBRID),
 }
 
 

@@ -16,6 +16,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.reporting.progress import Say
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.features import LogMel
+from starling.speech.hybrid import AlignmentConfig, StatesConfig
 from starling.speech.hybrid.alignment import (
     Labels,
     Scorer,
@@ -26,19 +27,17 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.config import AlignmentConfig, StatesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, words_of
 from starling.speech.hybrid.store import Frames, FrameWriter, save_states
 from starling.speech.hybrid.units import StateSpeller
 from starling.speech.hybrid.viterbi import ctc_row
-from starling.speech.losses import TooShort, frames_needed
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled
+from starling.speech.store import SpeechSets, Stored
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
+from starling.speech.too_short import TooShort, frames_needed, kept_utterances
 from starling.speech.trained import load_newest
-from starling.speech.training.plan import kept_utterances
-from starling.speech.union import SpeechSets
 
 _READ_TOGETHER = 32
 """Utterances whose features are made together."""
@@ -120,9 +119,9 @@ def _store(
             numbers = kept[first : first + _READ_TOGETHER].tolist()
             usable: list[tuple[int, float]] = []
             waveforms: list[Tensor] = []
-            for number, audio in zip(numbers, train.audios(numbers), strict=True):
+            for number, stored in zip(numbers, train.read(numbers), strict=True):
                 try:
-                    heard = [_at_speed(audio, speed, features, train.id(number)) for speed in speeds]
+                    heard = [_at_speed(stored, speed, features) for speed in speeds]
                 except DataError as error:
                     if recipe.data.filter.on_bad == "fail":
                         raise
@@ -145,13 +144,13 @@ def _store(
         say(f"{train.name}: {len(bad)} utterances cannot be used and are left out, such as: {bad[0]}")
 
 
-def _at_speed(audio: NDArray[np.float32] | DataError, speed: float, features: LogMel, utterance: str) -> Tensor:
+def _at_speed(utterance: Stored, speed: float, features: LogMel) -> Tensor:
     """The waveform `[T]` of an utterance, faster. Raises DataError for one that has no features."""
-    waveform = features.checked(audio, utterance)
+    waveform = features.checked(utterance.samples, utterance.id)
     if speed == 1.0:
         return waveform
     faster = resampled(waveform[None], round(features.sampling_rate * speed), features.sampling_rate)[0]
-    features.check(faster, utterance)
+    features.check(faster, utterance.id)
     return faster
 
 
@@ -215,8 +214,7 @@ def _scorer(model: Recogniser, train: SpeechSets, frames: Frames, chosen: Sequen
         stored = [chosen[place] for place in places]
         numbers, speeds = frames.utterances[stored].tolist(), frames.speeds[stored].tolist()
         waveforms = [
-            _at_speed(audio, speed, model.features, train.id(number))
-            for audio, number, speed in zip(train.audios(numbers), numbers, speeds, strict=True)
+            _at_speed(each, speed, model.features) for each, speed in zip(train.read(numbers), speeds, strict=True)
         ]
         log_probs = model.hear(model.features.batch(waveforms)).log_probs
         return log_probs if model.states is None else model.states.scaled(log_probs)

@@ -14,19 +14,18 @@ from starling.experiment.folder import ExperimentFolder
 from starling.reporting.progress import Say
 from starling.speech.features import LogMel
 from starling.speech.hybrid.lexicon import TiedStates
-from starling.speech.losses import TooShort, check_ctc_fits, transcripts
 from starling.speech.models import count_parameters
 from starling.speech.phones import Phones, make_phones
 from starling.speech.preparing.stages import OnProgress
 from starling.speech.recipe import Recipe, earlier_recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.store import SpeechSets
 from starling.speech.tokens import Tokenizer, make_tokenizer
+from starling.speech.too_short import TooShort, check_ctc_fits, list_too_short, transcripts
 from starling.speech.training.frames import make_frames, too_few_frames
-from starling.speech.training.plan import list_too_short, load_frame_plan, load_plan, open_training_set
-from starling.speech.training.training_set import describe_shares, prepare_all
+from starling.speech.training.plan import load_frame_plan, load_plan, open_training_set, prepare_all
 from starling.speech.training.warm_start import warm_start
 from starling.speech.training.workload import FrameWorkload, SpeechWorkload
-from starling.speech.union import SpeechSets
 from starling.training.freezing import freeze, in_words
 from starling.training.tensor_plan import tensor_plan
 from starling.training.tickets import TicketSequence
@@ -67,7 +66,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     workload = load_workload(recipe, folder)
     num_at_once = recipe.sync_group_size // recipe.island.learners_per_batch
     _check_share(len(workload.plan.utterances), num_at_once)
-    for line in describe_shares(recipe, workload.plan.speech_set, workload.plan.utterances):
+    for line in workload.plan.shares():
         say(line)
     if change := schedule_change(recipe, workload):
         say(change)
