@@ -15,7 +15,6 @@ from starling.chance import derive_seed
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import Planner
 from starling.speech.batches import BatchConfig, load_batch
-from starling.speech.check.collect import Record, collect, prepared_sources
 from starling.speech.check.findings import (
     CheckConfig,
     Finding,
@@ -26,6 +25,7 @@ from starling.speech.check.findings import (
     to_drop,
     write_report,
 )
+from starling.speech.check.recordings import Record, collect, prepared_sources
 from starling.speech.check.transcripts import log_likelihoods, misfits, usual_limit
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.losses import ctc_loss

@@ -139,14 +139,12 @@ def score(
 ) -> None:
     """Score decoded texts again, by speaker or column, normalised; test whether two experiments differ."""
     require("speech", "starling score")
-    from rich.console import Console
-
     from starling.speech.commands.score import score as score_texts
 
     if table is not None and by is None:
         raise ConfigError("score: --table needs --by, the column to group by")
     experiments = [each for each in (experiment, other) if each is not None]
-    score_texts(experiments, typer.echo, Console(), sets or (), by, table, normalise or (), language)
+    score_texts(experiments, sets or (), by, table, normalise or (), language)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling transcribe exp/demo talk.flac --format srt --output talk.srt[/bold]")

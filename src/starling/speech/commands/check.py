@@ -16,7 +16,6 @@ from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import apply_overrides
 from starling.recipe.problems import describe
 from starling.reporting.progress import Bars, Say
-from starling.speech.check.collect import prepared_sources
 from starling.speech.check.corpus import Training, check_corpus
 from starling.speech.check.findings import (
     HEARD,
@@ -28,6 +27,7 @@ from starling.speech.check.findings import (
     to_drop,
     write_report,
 )
+from starling.speech.check.recordings import prepared_sources
 from starling.speech.data import DataConfig, source_of
 from starling.speech.recipe import Recipe, load_recipe, load_resolved
 from starling.speech.recogniser import Recogniser
@@ -58,19 +58,6 @@ class _Keys(Config):
     data: PreparedConfig = PreparedConfig()
 
 
-class CheckTask(Config):
-    """One corpus to check, and the folder for its lists."""
-
-    folder: Path
-    train: str
-    check: CheckConfig
-    training: Training
-    data: DataConfig | None = None
-    """None: a prepared folder."""
-    leave_out: Path | None = None
-    """The list of utterances that are already left out."""
-
-
 def check(
     data: Path,
     overrides: Sequence[str],
@@ -89,23 +76,38 @@ def check(
     corpus; with `strict`, also if there are findings.
     """
     ear = None if model is None else Ear.open(model)
-    task, sources = _prepared(data, overrides) if data.is_dir() else _recipe(data, overrides)
+    keys: PreparedConfig | DataConfig
+    if data.is_dir():
+        folder, training = data, Training()
+        keys, sources = _prepared(data, overrides)
+        dropped = folder / _DROPPED
+        left_out = dropped if dropped.is_file() else None  # it may have been prepared with that
+    else:
+        recipe = load_recipe(data, overrides)
+        training = Training.model_validate({key: getattr(recipe, key) for key in Training.model_fields})
+        keys, sources = recipe.data, sources_of(recipe.data)
+        folder, left_out = recipe.data.folder, recipe.data.filter.leave_out
     with Bars(console) as bars:
-        report = check_corpus(
-            sources, task.train, task.check, task.training, bars, None if ear is None else ear.recogniser
-        )
-    path = write_report(task.folder, report)
+        recogniser = None if ear is None else ear.recogniser
+        report = check_corpus(sources, keys.train, keys.check, training, bars, recogniser)
+    path = write_report(folder, report)
     total = sum(each.utterances for each in report.sets)
     if report.findings:
         output.print(_table(report))
     if ear is not None:
         _show_heard(report, output)
-        for line in ear.remarks(report, task.folder, task.data):
+        for line in ear.remarks(report, folder, keys if isinstance(keys, DataConfig) else None):
             tell(line)
-        tell(f"what the model hears in each utterance, the worst fit first: {heard_path(task.folder)}")
+        tell(f"what the model hears in each utterance, the worst fit first: {heard_path(folder)}")
     tell(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
     if drop:
-        _drop(task, report, tell)
+        items = to_drop(report, keys.check, [] if left_out is None else read_left_out(left_out))
+        write_left_out(folder / _DROPPED, items)
+        hours = sum(item.seconds for item in items) / 3600
+        tell(
+            f"{len(items)} utterances ({hours:.2f} h) to leave out; use it with "
+            f"data.filter.leave_out={folder / _DROPPED}"
+        )
     if strict and report.findings:
         first = report.findings[0]
         raise DataError(
@@ -114,28 +116,13 @@ def check(
         )
 
 
-def _recipe(path: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Source]]:
-    recipe = load_recipe(path, overrides)
-    training = Training(tokens=recipe.tokens, features=recipe.features, augment=recipe.augment, model=recipe.model)
-    data = recipe.data
-    task = CheckTask(
-        folder=data.folder,
-        train=data.train,
-        check=data.check,
-        training=training,
-        data=data,
-        leave_out=data.filter.leave_out,
-    )
-    return task, sources_of(data)
-
-
 def sources_of(data: DataConfig) -> list[Source]:
     """The sets that a recipe uses, read from its corpus."""
     limits = data.filter.model_copy(update={"on_bad": "skip", "max_skipped": 1.0})
     return [source_of(data.model_copy(update={"filter": limits}), name) for name in data.used_sets]
 
 
-def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Source]]:
+def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[PreparedConfig, list[Source]]:
     tree = apply_overrides({}, overrides)
     try:
         data = _Keys.model_validate(tree).data
@@ -150,23 +137,7 @@ def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[S
         )
     chosen = known if data.test is None else [*([data.valid] if data.valid else []), *data.test]
     names = dict.fromkeys([data.train, *chosen])
-    task = CheckTask(
-        folder=folder,
-        train=data.train,
-        check=data.check,
-        training=Training(),
-        leave_out=dropped if (dropped := folder / _DROPPED).is_file() else None,  # it may have been prepared with that
-    )
-    return task, prepared_sources(folder, names)
-
-
-def _drop(task: CheckTask, report: Report, tell: Say) -> None:
-    path = task.folder / _DROPPED
-    earlier = read_left_out(task.leave_out) if task.leave_out is not None else []
-    items = to_drop(report, task.check, earlier)
-    write_left_out(path, items)
-    hours = sum(item.seconds for item in items) / 3600
-    tell(f"{len(items)} utterances ({hours:.2f} h) to leave out; use it with data.filter.leave_out={path}")
+    return data, prepared_sources(folder, names)
 
 
 def _show_heard(report: Report, output: Console) -> None:
@@ -247,7 +218,9 @@ class Ear:
 
     def _of_training(self, heard: SetHeard, others: Sequence[SetHeard]) -> str:
         line = f"{heard.name}: the model was trained on these transcripts, and may have learnt wrong ones by heart"
-        if others and (rate := _errors(others)) > _BY_HEART * heard.errors:
+        characters = sum(each.characters for each in others)
+        rate = sum(each.errors * each.characters for each in others) / max(characters, 1)
+        if rate > _BY_HEART * heard.errors:
             line += f": it hears {rate:.1%} of the characters wrong in sets that it was not trained on"
         return f"{line}; check with an early checkpoint, or with models of folds (data.hold_out)"
 
@@ -265,11 +238,6 @@ class Ear:
         if own.hold_out == data.hold_out:
             return name in used
         return data.source(name) in [own.source(each) for each in used]
-
-
-def _errors(sets: Sequence[SetHeard]) -> float:
-    """Character errors of what is heard in several sets, divided by the characters of their transcripts."""
-    return sum(each.errors * each.characters for each in sets) / sum(each.characters for each in sets)
 
 
 def _recipe_of(path: Path) -> Recipe | None:

@@ -286,27 +286,24 @@ class _Recording:
     ) -> None:
         self.name = name
         self.seconds: Seconds = 0.0
-        self._limits = limits
-        self.parts = self._all(transcriber, audio, raw_rate)
+        self.parts = self._all(transcriber, audio, raw_rate, limits.audio_seconds)
 
     def some(self) -> list[Segment] | None:
         """The next segments; None at the end. Raises DataError for what is no audio."""
         return next(self.parts, None)
 
     def _all(
-        self, transcriber: Transcriber, audio: IO[bytes], raw_rate: int | None
+        self, transcriber: Transcriber, audio: IO[bytes], raw_rate: int | None, longest: Seconds
     ) -> Generator[list[Segment], None, None]:
-        with opened(audio, self.name, raw_rate) as sound:
-            yield from transcriber.stream(self._counted(sound), sound.rate, _TOGETHER)
+        def blocks(sound: Sound) -> Iterator[NDArray[np.float32]]:
+            for block in sound:
+                self.seconds = sound.heard
+                if self.seconds > longest:
+                    raise DataError(f"{self.name}: longer than {longest / 60:g} minutes (--max-minutes)")
+                yield block
 
-    def _counted(self, sound: Sound) -> Iterator[NDArray[np.float32]]:
-        samples = 0
-        for block in sound.blocks:
-            samples += len(block)
-            self.seconds = samples / sound.rate
-            if self.seconds > self._limits.audio_seconds:
-                raise DataError(f"{self.name}: longer than {self._limits.audio_seconds / 60:g} minutes (--max-minutes)")
-            yield block
+        with opened(audio, self.name, raw_rate) as sound:
+            yield from transcriber.stream(blocks(sound), sound.rate, _TOGETHER)
 
 
 async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str]:
