@@ -16,12 +16,12 @@ from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import Planner
 from starling.speech.batches import BatchConfig, load_batch
 from starling.speech.check.findings import (
+    HEARD_LIST,
     CheckConfig,
     Finding,
     Report,
     SetHeard,
     SetSize,
-    heard_path,
     to_drop,
     write_report,
 )
@@ -186,7 +186,7 @@ def test_lists_name_everything_and_what_was_heard_before_is_removed(
     whole, findings = _hear(planted, good)
     report = Report("train", (SetSize("train", 120, 60.0, "digest"),), tuple(findings), (whole,))
     write_report(tmp_path, report)
-    lines = heard_path(tmp_path).read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / HEARD_LIST).read_text(encoding="utf-8").splitlines()
     assert lines[0] == "set\tid\tscore\tgap\tfit\terrors\ttext\theard"
     assert len(lines) == 121
     assert set(_partners()) <= {line.split("\t")[1] for line in lines[1:8]}
@@ -194,4 +194,4 @@ def test_lists_name_everything_and_what_was_heard_before_is_removed(
     assert reasons["song-3"] == "swapped with song-40 in train"
     assert reasons["song-50"] == "misfit"
     write_report(tmp_path, replace(report, findings=(), heard=()))
-    assert not heard_path(tmp_path).exists()
+    assert not (tmp_path / HEARD_LIST).exists()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
@@ -12,26 +13,25 @@ from rich.table import Table
 
 from starling.configuration import Config
 from starling.errors import ConfigError, DataError
-from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import apply_overrides
 from starling.recipe.problems import describe
-from starling.reporting.progress import Bars, Say
+from starling.reporting.progress import Bars
 from starling.speech.check.corpus import Training, check_corpus
 from starling.speech.check.findings import (
     HEARD,
+    HEARD_LIST,
     KINDS,
     CheckConfig,
     Report,
     SetHeard,
-    heard_path,
     to_drop,
     write_report,
 )
 from starling.speech.check.recordings import prepared_sources
 from starling.speech.data import DataConfig, source_of
-from starling.speech.recipe import Recipe, load_recipe, load_resolved
+from starling.speech.recipe import Recipe, load_recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.trained import is_model, load_newest, load_recogniser, open_experiment
+from starling.speech.trained import load_recogniser, recipe_around
 from starling.speech.usable import Source, read_left_out, write_left_out
 
 _POOR = 0.5
@@ -58,17 +58,8 @@ class _Keys(Config):
     data: PreparedConfig = PreparedConfig()
 
 
-def check(
-    data: Path,
-    overrides: Sequence[str],
-    drop: bool,
-    strict: bool,
-    tell: Say,
-    output: Console,
-    console: Console,
-    model: Path | None = None,
-) -> None:
-    """Check a recipe's corpus or a prepared folder, print the findings on `output`, and list them in check.tsv.
+def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, console: Console, model: Path | None) -> None:
+    """Check a recipe's corpus or a prepared folder, print the findings, and list them in check.tsv.
 
     With `drop`, also write the list of utterances to leave out. With `model`, an experiment, a checkpoint or a
     recogniser's folder, transcripts that do not fit their audio are findings, too. Progress is shown on `console`.
@@ -93,18 +84,18 @@ def check(
     path = write_report(folder, report)
     total = sum(each.utterances for each in report.sets)
     if report.findings:
-        output.print(_table(report))
+        Console().print(_table(report))
     if ear is not None:
-        _show_heard(report, output)
+        _show_heard(report)
         for line in ear.remarks(report, folder, keys if isinstance(keys, DataConfig) else None):
-            tell(line)
-        tell(f"what the model hears in each utterance, the worst fit first: {heard_path(folder)}")
-    tell(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
+            typer.echo(line)
+        typer.echo(f"what the model hears in each utterance, the worst fit first: {folder / HEARD_LIST}")
+    typer.echo(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
     if drop:
         items = to_drop(report, keys.check, [] if left_out is None else read_left_out(left_out))
         write_left_out(folder / _DROPPED, items)
         hours = sum(item.seconds for item in items) / 3600
-        tell(
+        typer.echo(
             f"{len(items)} utterances ({hours:.2f} h) to leave out; use it with "
             f"data.filter.leave_out={folder / _DROPPED}"
         )
@@ -140,7 +131,7 @@ def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[PreparedConfig, l
     return data, prepared_sources(folder, names)
 
 
-def _show_heard(report: Report, output: Console) -> None:
+def _show_heard(report: Report) -> None:
     """The transcripts that do not fit, and what was heard instead."""
     found = [each for each in report.findings if each.kind in HEARD]
     if not found:
@@ -155,9 +146,9 @@ def _show_heard(report: Report, output: Console) -> None:
         own = texts[each.set, each.id]
         fits = f"that of {each.other_id}" if each.other_id else ""
         table.add_row(each.set, each.id, escape(own.text), escape(own.heard), f"{own.score:.2f}", fits)
-    output.print(table)
+    Console().print(table)
     if len(found) > _SHOWN:
-        output.print(f"and {len(found) - _SHOWN} more")
+        Console().print(f"and {len(found) - _SHOWN} more")
 
 
 def _table(report: Report) -> Table:
@@ -188,10 +179,7 @@ class Ear:
 
         Raises CheckpointError if it cannot be loaded, and ConfigError if it is not a recogniser with CTC.
         """
-        if is_model(path):
-            recogniser, recipe = load_newest(path), _recipe_of(path)
-        else:
-            recogniser, (_, recipe) = load_recogniser(path), open_experiment(path)
+        recogniser, recipe = load_recogniser(path), recipe_around(path)
         if recogniser.states is not None:
             raise ConfigError(f"--model {path}: it was trained with loss: frames; give a model with CTC")
         return cls(recogniser, path, recipe)
@@ -238,12 +226,3 @@ class Ear:
         if own.hold_out == data.hold_out:
             return name in used
         return data.source(name) in [own.source(each) for each in used]
-
-
-def _recipe_of(path: Path) -> Recipe | None:
-    """The recipe of the experiment that a model's folder or a checkpoint belongs to."""
-    for folder in path.resolve().parents[:3]:
-        config = ExperimentFolder(folder).config
-        if config.is_file():
-            return load_resolved(config)
-    return None

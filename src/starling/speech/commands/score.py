@@ -10,13 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from starling.errors import ConfigError, DataError, did_you_mean
-from starling.experiment.folder import ExperimentFolder
 from starling.extras import require
 from starling.speech.codecs import set_of
 from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.manifests import TsvCorpus
-from starling.speech.recipe import Recipe, load_resolved
 from starling.speech.scoring.error_rates import (
     error_rates,
     matched_pairs,
@@ -25,6 +23,7 @@ from starling.speech.scoring.error_rates import (
     verdict_of,
 )
 from starling.speech.store import SpeechSet
+from starling.speech.trained import recipe_around
 
 Texts = dict[str, str]
 KINDS = ("numbers", "punctuation", "case")
@@ -169,7 +168,9 @@ def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | No
     """The group of each utterance of a set."""
     if table is not None:
         return _column(table, None, by)
-    recipe = _recipe(experiment, folder)
+    recipe = recipe_around(folder)
+    if recipe is None:
+        raise ConfigError(f"{experiment}: no config.yaml here, so its speakers are unknown; name a table with --table")
     if by == "speaker":
         speech_set = SpeechSet.open(recipe.set_folder(set_of(name)))
         return {speech_set.id(index): speech_set.speaker(index) for index in range(len(speech_set))}
@@ -181,13 +182,6 @@ def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | No
             f"the corpus of {experiment} is not a table, so it has no column {by!r}; name a table with --table"
         )
     return _column(corpus.located(), corpus.id, by)
-
-
-def _recipe(experiment: Path, folder: Path) -> Recipe:
-    for parent in (folder, *folder.absolute().parents[:2]):
-        if ExperimentFolder(parent).config.is_file():
-            return load_resolved(ExperimentFolder(parent).config)
-    raise ConfigError(f"{experiment}: no config.yaml here, so its speakers are unknown; name a table with --table")
 
 
 def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:

@@ -30,11 +30,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.reporting.progress import Say
-from starling.speech.serving.guard import LOOPBACK, App, Guard, Limits
+from starling.speech.serving.guard import LOOPBACK, Guard, Limits
 from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm
 from starling.speech.transcribing.transcriber import Transcriber
@@ -164,7 +165,7 @@ class Service:
         self._limits = limits or Limits()
         self.turns = Turns()
 
-    def app(self, is_local: bool = True) -> App:
+    def app(self, is_local: bool) -> ASGIApp:
         """The ASGI application. One that `is_local` answers only requests to this machine's loopback address."""
         inner = Starlette(
             routes=[

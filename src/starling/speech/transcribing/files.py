@@ -16,7 +16,7 @@ from starling.errors import ConfigError, DataError, did_you_mean
 from starling.extras import require
 from starling.files import replace_file
 from starling.reporting.progress import Bars, Say
-from starling.speech.trained import is_model, load_newest, load_recogniser, open_experiment
+from starling.speech.trained import is_model, load_recogniser, open_experiment
 from starling.speech.transcribing.segmenter import Piece
 from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
@@ -52,16 +52,14 @@ def load_model(
         'THREE SEVEN ONE'
     """
     path = Path(model)
-    if is_model(path):
-        if best or beam:
-            raise ConfigError(f"{path}: the best model and the beam search belong to an experiment; name its folder")
-        return Transcriber(load_newest(path))
+    if is_model(path) and (best or beam):
+        raise ConfigError(f"{path}: the best model and the beam search belong to an experiment; name its folder")
+    recogniser = load_recogniser(path, best)
     if not beam:
-        return Transcriber(load_recogniser(path, best))
+        return Transcriber(recogniser)
     folder, recipe = open_experiment(path)
     if recipe.loss != "ctc":
         raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {recipe.loss}")
-    recogniser = load_recogniser(path, best)
     require("decoding", "the beam search", ("flashlight",))
     from starling.speech.commands.beam_search import best_search
 
