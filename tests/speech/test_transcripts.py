@@ -15,17 +15,17 @@ from tones import WORDS, song_set
 from starling.chance import derive_seed
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import BatchConfig
-from starling.speech.check.collect import Record, collect, prepared_sources
 from starling.speech.check.findings import (
+    HEARD_LIST,
     CheckConfig,
     Finding,
     Report,
     SetHeard,
     SetSize,
-    heard_path,
     to_drop,
     write_report,
 )
+from starling.speech.check.recordings import Record, collect, prepared_sources
 from starling.speech.check.transcripts import log_likelihoods, misfits, usual_limit
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig
@@ -188,7 +188,7 @@ def test_lists_name_everything_and_what_was_heard_before_is_removed(
     whole, findings = _hear(planted, good)
     report = Report("train", (SetSize("train", 120, 60.0, "digest"),), tuple(findings), (whole,))
     write_report(tmp_path, report)
-    lines = heard_path(tmp_path).read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / HEARD_LIST).read_text(encoding="utf-8").splitlines()
     assert lines[0] == "set\tid\tscore\tgap\tfit\terrors\ttext\theard"
     assert len(lines) == 121
     assert set(_partners()) <= {line.split("\t")[1] for line in lines[1:8]}
@@ -196,4 +196,4 @@ def test_lists_name_everything_and_what_was_heard_before_is_removed(
     assert reasons["song-3"] == "swapped with song-40 in train"
     assert reasons["song-50"] == "misfit"
     write_report(tmp_path, replace(report, findings=(), heard=()))
-    assert not heard_path(tmp_path).exists()
+    assert not (tmp_path / HEARD_LIST).exists()

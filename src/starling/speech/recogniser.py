@@ -1,6 +1,5 @@
 """A recogniser: network, tokens, perhaps tied states, and features, which are saved, loaded and used together."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, Self, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field, field_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from starling.configuration import Config
+from starling.configuration import Config, read_saved
 from starling.errors import CheckpointError, DataError
 from starling.files import sha256
 from starling.speech.codecs import Codec, transmitted
@@ -47,6 +46,18 @@ class _Description(Config):
     model: ModelConfig
     vocab_size: int = Field(ge=2)
     sha256: dict[str, str]  # of each other file, by name
+
+    @field_validator("format")
+    @classmethod
+    def _is_ours(cls, value: int) -> int:
+        if value > _FORMAT:
+            raise ValueError(f"it is {value}, this version reads up to {_FORMAT}: use a newer Starling")
+        if value < _FORMAT:
+            raise ValueError(
+                f"it is {value}, which only versions before Starling 0.2 read: train again, or use the version that "
+                "wrote it"
+            )
+        return value
 
 
 class Heard(NamedTuple):
@@ -140,7 +151,9 @@ class Recogniser:
 
         Raises CheckpointError, naming the file, if a file is missing, damaged or inconsistent with the others.
         """
-        description = _read_description(folder)
+        if not (folder / _CONFIG_FILE).exists():
+            raise CheckpointError(f"{folder / _CONFIG_FILE} is missing: {folder} contains no complete recogniser")
+        description = read_saved(_Description, folder / _CONFIG_FILE)
         for name, digest in description.sha256.items():
             _verify(folder, name, digest)
         tokenizer = load_tokenizer(folder)
@@ -325,27 +338,6 @@ def by_duration(durations: np.ndarray, max_duration: float) -> Iterable[list[int
         size = max(1, int(max_duration / max(float(durations[order[0]]), 1e-3)))
         yield order[:size]
         order = order[size:]
-
-
-def _read_description(folder: Path) -> _Description:
-    path = folder / _CONFIG_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version = content.get("format") if isinstance(content, dict) else None
-        if isinstance(version, int) and version > _FORMAT:
-            raise CheckpointError(
-                f"{path} has format {version}, this version reads up to {_FORMAT}: use a newer Starling"
-            )
-        if isinstance(version, int) and version < _FORMAT:
-            raise CheckpointError(
-                f"{path} has format {version}, which only versions before Starling 0.2 read: train again, or use the "
-                "version that wrote it"
-            )
-        return _Description.model_validate(content)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} contains no complete recogniser") from None
-    except (OSError, ValueError, ValidationError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _verify(folder: Path, name: str, digest: str) -> None:

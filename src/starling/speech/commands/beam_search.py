@@ -8,7 +8,7 @@ exp/<name>/decode/beam/nbest-<set>.jsonl          the best texts of each utteran
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -92,15 +92,6 @@ class TunedSearch(Config):
 
 
 @dataclass(frozen=True)
-class Language:
-    """A language model on disk, and the closed vocabulary that goes with it (None: an open one)."""
-
-    file: Path
-    order: int
-    words: list[str] | None
-
-
-@dataclass(frozen=True)
 class TuningSample:
     """Utterances of the validation set to tune on."""
 
@@ -175,20 +166,15 @@ def best_search(
     home = folder.decode / "beam"
     train = open_training_set(recipe)
     texts = [train.text(index) for index in range(len(train))]
-    languages = _languages(config, texts, recogniser.tokenizer, home)
+    searches = _searches(config, texts, recogniser, home)
     of = _digest(recipe, config, recogniser, texts)
     with ExitStack() as stack:
-        pools = {
-            kind: stack.enter_context(
-                SearchPool(BeamSearch(recogniser.tokenizer, each.file, each.words, recogniser.output_seconds), jobs)
-            )
-            for kind, each in languages.items()
-        }
+        pools = {kind: stack.enter_context(SearchPool(search, jobs)) for kind, (search, _) in searches.items()}
         tuned = _stored(home / SEARCH, of)
         if tuned is None:
             sample, trials = TuningSample.of(recipe), list[Trial]()
             if sample is None:
-                vocabulary, weights = _likely(languages, texts), given(config)
+                vocabulary, weights = _likely(searches, texts), given(config)
             else:
                 outputs: dict[str, NDArray[np.float32]] = {}
                 for names, heard in sample.heard(recogniser, partial(bars, f"hearing {sample.name}")):
@@ -198,8 +184,8 @@ def best_search(
             tuned = TunedSearch(
                 of=of,
                 vocabulary=vocabulary,
-                num_words=len(languages[vocabulary].words or ()),
-                order=languages[vocabulary].order,
+                num_words=len(searches[vocabulary][0].words or ()),
+                order=searches[vocabulary][1],
                 weights=weights,
                 tuned_on=None if sample is None else sample.name,
                 num_utterances=0 if sample is None else len(sample.among),
@@ -279,11 +265,13 @@ def _middle_of_best(trials: Sequence[Trial], key: str) -> Trial:
     return best[median_low(best)]
 
 
-def _languages(
-    config: DecodingConfig, texts: Sequence[str], tokenizer: Tokenizer, home: Path
-) -> dict[Vocabulary, Language]:
-    """The language model of each vocabulary that the recipe allows; those that are estimated are written to `home`."""
-    found: dict[Vocabulary, Language] = {}
+def _searches(
+    config: DecodingConfig, texts: Sequence[str], recogniser: Recogniser, home: Path
+) -> dict[Vocabulary, tuple[BeamSearch, int]]:
+    """The search for each vocabulary that the recipe allows, and the order of its language model; those that are
+    estimated are written to `home`."""
+    found: dict[Vocabulary, tuple[BeamSearch, int]] = {}
+    tokenizer, seconds = recogniser.tokenizer, recogniser.output_seconds
     is_limited = config.word_list is not None or config.lm is not None
     if config.vocabulary != "open":
         if config.lm is not None:
@@ -296,14 +284,12 @@ def _languages(
             words = read_words(config.word_list)
         else:
             words = words_of(texts) if config.lm is None else model.words
-        found["closed"] = Language(file, model.order, _spelled(words, tokenizer, config))
+        found["closed"] = BeamSearch(tokenizer, file, _spelled(words, tokenizer, config), seconds), model.order
     if config.vocabulary == "open" or (config.vocabulary is None and not is_limited):
-        names = tokenizer.names
-        model = estimate(
-            [[names[token] for token in tokenizer.encode(each)] for each in texts], config.order or _ORDERS["open"]
-        )
-        model.write(home / LANGUAGE_FILES["open"])
-        found["open"] = Language(home / LANGUAGE_FILES["open"], model.order, None)
+        spelled = [[tokenizer.names[token] for token in tokenizer.encode(each)] for each in texts]
+        file, model = home / LANGUAGE_FILES["open"], estimate(spelled, config.order or _ORDERS["open"])
+        model.write(file)
+        found["open"] = BeamSearch(tokenizer, file, None, seconds), model.order
     return found
 
 
@@ -325,11 +311,11 @@ def _spelled(words: Iterable[str], tokenizer: Tokenizer, config: DecodingConfig)
     return found
 
 
-def _likely(languages: dict[Vocabulary, Language], texts: Sequence[str]) -> Vocabulary:
+def _likely(known: Collection[Vocabulary], texts: Sequence[str]) -> Vocabulary:
     """The vocabulary where there is nothing to tune on: open if more than a hundredth of the words to come will be
     unknown, by Good and Turing's estimate, the share of words that the training texts have once."""
-    if len(languages) == 1:
-        return next(iter(languages))
+    if len(known) == 1:
+        return next(iter(known))
     counts = Counter(word for text in texts for word in text.split())
     once = sum(count == 1 for count in counts.values())
     return "open" if once > RARE * counts.total() else "closed"

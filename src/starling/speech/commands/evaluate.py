@@ -34,11 +34,12 @@ from starling.speech.recogniser import Heard, Recogniser
 from starling.speech.scoring.error_rates import (
     count_errors,
     line_of_unseen,
+    matched_pairs,
     references_of,
+    verdict_of,
     without_tags,
     write_score_files,
 )
-from starling.speech.scoring.significance import matched_pairs, verdict_of
 from starling.speech.store import SpeechSet
 from starling.speech.trained import load_recogniser, open_experiment
 

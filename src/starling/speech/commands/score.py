@@ -5,21 +5,25 @@ import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from starling.errors import ConfigError, DataError, did_you_mean
-from starling.experiment.folder import ExperimentFolder
 from starling.extras import require
-from starling.reporting.progress import Say
 from starling.speech.codecs import set_of
 from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.manifests import TsvCorpus
-from starling.speech.recipe import Recipe, load_resolved
-from starling.speech.scoring.error_rates import ErrorRates, error_rates, read_texts
-from starling.speech.scoring.significance import matched_pairs, paired_bootstrap, verdict_of
+from starling.speech.scoring.error_rates import (
+    error_rates,
+    matched_pairs,
+    paired_bootstrap,
+    read_texts,
+    verdict_of,
+)
 from starling.speech.store import SpeechSet
+from starling.speech.trained import recipe_around
 
 Texts = dict[str, str]
 KINDS = ("numbers", "punctuation", "case")
@@ -34,15 +38,13 @@ _SET = "set"
 
 def score(
     experiments: Sequence[Path],
-    tell: Say,
-    console: Console,
-    sets: Sequence[str] = (),
-    by: str | None = None,
-    table: Path | None = None,
-    normalise: Sequence[str] = (),
-    language: str = "en",
+    sets: Sequence[str],
+    by: str | None,
+    table: Path | None,
+    normalise: Sequence[str],
+    language: str,
 ) -> None:
-    """Score one experiment, or two and their difference, and pass the lines to `tell`; tables go to `console`.
+    """Score one experiment, or two and their difference, and print the lines and tables.
 
     An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are those
     to score (default: all that the experiments have in common), `normalise` kinds of normalisers. Utterances are
@@ -57,16 +59,16 @@ def score(
     for name in names:
         read = _normalised([_read(folder, name) for folder in folders], normalise, language)
         _check_same(name, experiments, [references for references, _ in read])
-        _tell_scores(name, experiments, read, tell)
+        _tell_scores(name, experiments, read)
         if by is not None:
-            _show_groups(name, by, read, _groups(experiments[0], folders[0], name, by, table), console)
+            _show_groups(name, by, read, _groups(experiments[0], folders[0], name, by, table))
         for (references, hypotheses), (all_references, all_hypotheses) in zip(read, everything, strict=True):
             all_references |= {f"{name}/{each}": text for each, text in references.items()}
             all_hypotheses |= {f"{name}/{each}": text for each, text in hypotheses.items()}
             of_set |= dict.fromkeys((f"{name}/{each}" for each in references), name)
     if len(names) > 1:
-        _tell_scores(f"all {len(names)} sets", experiments, everything, tell)
-        _show_groups("all", _SET, everything, of_set, console)
+        _tell_scores(f"all {len(names)} sets", experiments, everything)
+        _show_groups("all", _SET, everything, of_set)
 
 
 def _decoded(path: Path) -> Path:
@@ -102,10 +104,10 @@ def _normalised(read: Sequence[tuple[Texts, Texts]], kinds: Sequence[str], langu
     normaliser = Normaliser(kinds, (text for texts, _ in read for text in texts.values()), language)
     return [
         (
-            {name: normaliser(text) for name, text in references.items()},
-            {name: normaliser(text) for name, text in hypotheses.items()},
+            {name: normaliser(text) for name, text in refs.items()},
+            {name: normaliser(text) for name, text in hyps.items()},
         )
-        for references, hypotheses in read
+        for refs, hyps in read
     ]
 
 
@@ -121,27 +123,25 @@ def _check_same(name: str, experiments: Sequence[Path], references: Sequence[Tex
     )
 
 
-def _tell_scores(title: str, experiments: Sequence[Path], read: Sequence[tuple[Texts, Texts]], tell: Say) -> None:
-    tell(title)
+def _tell_scores(title: str, experiments: Sequence[Path], read: Sequence[tuple[Texts, Texts]]) -> None:
+    typer.echo(title)
     for path, (references, hypotheses) in zip(experiments, read, strict=True):
         prefix = f"{path}: " if len(experiments) > 1 else ""
         for line in error_rates(references, hypotheses).lines():
-            tell(f"{prefix}{line}")
+            typer.echo(f"{prefix}{line}")
     if len(experiments) < 2:
         return
     (references, first), (_, second) = read
     if (found := paired_bootstrap(references, first, second)) is not None:
         low, high = found.interval
-        tell(
+        typer.echo(
             f"difference in WER, first - second: {found.difference:+.2f} % absolute, 95% interval {low:+.2f} to "
             f"{high:+.2f}; the second is better in {found.second_better:.1%} of bootstrap samples"
         )
-    tell(verdict_of(matched_pairs(references, first, second)))
+    typer.echo(verdict_of(matched_pairs(references, first, second)))
 
 
-def _show_groups(
-    title: str, by: str, read: Sequence[tuple[Texts, Texts]], groups: Mapping[str, str], console: Console
-) -> None:
+def _show_groups(title: str, by: str, read: Sequence[tuple[Texts, Texts]], groups: Mapping[str, str]) -> None:
     """A table with a line for each group, in the order of their names."""
     references = read[0][0]
     members: dict[str, list[str]] = {}
@@ -151,30 +151,26 @@ def _show_groups(
     table.add_column(by)
     for column in ("utterances", "words"):
         table.add_column(column, justify="right")
-    suffixes = ("",) if len(read) == 1 else (" 1", " 2")
-    for suffix in suffixes:
+    for suffix in ("",) if len(read) == 1 else (" 1", " 2"):
         for column in ("WER %", "95 %", "CER %"):
             table.add_column(f"{column}{suffix}", justify="right")
     for group in sorted(members):
-        scores = [
-            error_rates({name: texts[name] for name in members[group]}, {name: found[name] for name in members[group]})
-            for texts, found in read
-        ]
+        scores = [error_rates(*({name: each[name] for name in members[group]} for each in texts)) for texts in read]
         cells = [str(scores[0].sentences), str(scores[0].words.reference)]
-        table.add_row(group, *cells, *(cell for each in scores for cell in _cells(each)))
-    console.print(table)
-
-
-def _cells(result: ErrorRates) -> tuple[str, str, str]:
-    interval = "" if result.interval is None else f"{result.interval[0]:.2f} - {result.interval[1]:.2f}"
-    return f"{result.wer:.2f}", interval, f"{result.cer:.2f}"
+        for each in scores:
+            interval = "" if each.interval is None else f"{each.interval[0]:.2f} - {each.interval[1]:.2f}"
+            cells += [f"{each.wer:.2f}", interval, f"{each.cer:.2f}"]
+        table.add_row(group, *cells)
+    Console().print(table)
 
 
 def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | None) -> dict[str, str]:
     """The group of each utterance of a set."""
     if table is not None:
         return _column(table, None, by)
-    recipe = _recipe(experiment, folder)
+    recipe = recipe_around(folder)
+    if recipe is None:
+        raise ConfigError(f"{experiment}: no config.yaml here, so its speakers are unknown; name a table with --table")
     if by == "speaker":
         speech_set = SpeechSet.open(recipe.set_folder(set_of(name)))
         return {speech_set.id(index): speech_set.speaker(index) for index in range(len(speech_set))}
@@ -186,13 +182,6 @@ def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | No
             f"the corpus of {experiment} is not a table, so it has no column {by!r}; name a table with --table"
         )
     return _column(corpus.located(), corpus.id, by)
-
-
-def _recipe(experiment: Path, folder: Path) -> Recipe:
-    for parent in (folder, *folder.absolute().parents[:2]):
-        if ExperimentFolder(parent).config.is_file():
-            return load_resolved(ExperimentFolder(parent).config)
-    raise ConfigError(f"{experiment}: no config.yaml here, so its speakers are unknown; name a table with --table")
 
 
 def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:

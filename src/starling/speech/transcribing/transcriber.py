@@ -16,7 +16,6 @@ from starling.speech.hybrid.viterbi import ctc_row, ctc_spans, path_of
 from starling.speech.recogniser import Recogniser, by_duration, mono
 from starling.speech.resampling import Resampler
 from starling.speech.streaming import Stream, can_stream
-from starling.speech.tokens import Tokenizer
 from starling.speech.transcribing.segmenter import (
     FRAME,
     Piece,
@@ -159,11 +158,30 @@ class Transcriber:
         self, piece: Piece, text: str, log_probs: NDArray[np.float32], emissions: Sequence[Emission] | None
     ) -> Segment:
         start, end = piece.start / self.rate, (piece.start + len(piece.samples)) / self.rate
-        words = None
-        if emissions is not None:
-            seconds, tokenizer = self.recogniser.output_seconds, self.recogniser.tokenizer
-            words = timed_words(log_probs, emissions, tokenizer, seconds, piece.samples, self.rate, start)
+        words = None if emissions is None else tuple(self._words(piece, log_probs, emissions))
         return Segment(round(start, 3), round(end, 3), " ".join(text.split()), words)
+
+    def _words(self, piece: Piece, log_probs: NDArray[np.float32], emissions: Sequence[Emission]) -> Iterator[Word]:
+        """The words of a piece of audio whose tokens CTC emits in `log_probs` `[T', V]`.
+
+        A word begins where its first token does on the best path without blanks. Next to a pause, it begins and ends
+        with its sound.
+        """
+        tokenizer, seconds, offset = self.recogniser.tokenizer, self.recogniser.output_seconds, piece.start / self.rate
+        words = words_in(emissions, tokenizer.names)
+        if not words:
+            return
+        places = beginnings(log_probs, [each.token for each in emissions]).tolist()
+        begin_of = dict(zip(emissions, places, strict=True))
+        begins = [begin_of[word[0]] * seconds for word in words]
+        firsts = [word[0].first * seconds for word in words]
+        begins[0] = firsts[0]  # the first token has all frames before it
+        lasts = [(word[-1].last + 1) * seconds for word in words]
+        for word, (start, end) in zip(words, _placed(begins, firsts, lasts, piece.samples, self.rate), strict=True):
+            if text := tokenizer.decode([each.token for each in word]).strip():
+                best = [log_probs[each.first : each.last + 1, each.token].max() for each in word]
+                confidence = round(min(1.0, float(np.exp(np.mean(best, dtype=np.float64)))), 4)
+                yield Word(text, round(offset + start, 3), round(offset + end, 3), confidence)
 
 
 class Live:
@@ -239,37 +257,6 @@ def beginnings(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> NDArray
     """
     path = path_of(log_probs[:, tokens], np.zeros(len(tokens), bool))
     return np.searchsorted(path, np.arange(len(tokens)))
-
-
-def timed_words(
-    log_probs: NDArray[np.float32],
-    emissions: Sequence[Emission],
-    tokenizer: Tokenizer,
-    frame_seconds: Seconds,
-    samples: NDArray[np.float32],
-    rate: int,
-    offset: Seconds,
-) -> tuple[Word, ...]:
-    """The words of a segment of audio `[T]` that begins at `offset`, whose tokens CTC emits in `log_probs` `[T', V]`.
-
-    A word begins where its first token does on the best path without blanks. Next to a pause, it begins and ends with
-    its sound.
-    """
-    words = words_in(emissions, tokenizer.names)
-    if not words:
-        return ()
-    begin_of = dict(zip(emissions, beginnings(log_probs, [each.token for each in emissions]).tolist(), strict=True))
-    begins = [begin_of[word[0]] * frame_seconds for word in words]
-    firsts = [word[0].first * frame_seconds for word in words]
-    begins[0] = firsts[0]  # the first token has all frames before it
-    lasts = [(word[-1].last + 1) * frame_seconds for word in words]
-    found = []
-    for word, (start, end) in zip(words, _placed(begins, firsts, lasts, samples, rate), strict=True):
-        if text := tokenizer.decode([each.token for each in word]).strip():
-            best = [log_probs[each.first : each.last + 1, each.token].max() for each in word]
-            confidence = round(min(1.0, float(np.exp(np.mean(best, dtype=np.float64)))), 4)
-            found.append(Word(text, round(offset + start, 3), round(offset + end, 3), confidence))
-    return tuple(found)
 
 
 def _placed(
