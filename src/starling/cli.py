@@ -269,7 +269,7 @@ def _listed(text: str | None) -> list[Any] | None:
 
 
 def _compare(recipe: Path, overrides: Sequence[str], strategies: Sequence[str] = (), **options: Any) -> None:
-    from starling.comparing.api import compare_recipe, load_comparison
+    from starling.comparing.compare import compare_recipe, load_comparison
 
     compare_recipe(load_comparison(recipe, overrides, strategies, **options), typer.echo, progress_console())
 

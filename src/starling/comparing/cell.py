@@ -18,8 +18,7 @@ from torch import nn
 
 from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.state import LearnerState
-from starling.comparing.grid import Cell
-from starling.comparing.results import CellResult, Point
+from starling.comparing.grid import Cell, CellResult, Point
 from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
