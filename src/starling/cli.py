@@ -194,7 +194,7 @@ def report(
 @app.command(epilog="Example: [bold]starling strategies[/bold]")
 def strategies() -> None:
     """List the strategies by which learners can agree, by family, those of installed packages included."""
-    from starling.recipe.auto import AUTO_STRATEGY
+    from starling.recipe.run import AUTO_STRATEGY
     from starling.strategies import find_strategy, strategy_names
 
     found = {name: find_strategy(name) for name in strategy_names()} | {AUTO_STRATEGY.name: AUTO_STRATEGY}

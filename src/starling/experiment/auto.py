@@ -37,9 +37,8 @@ from starling.predict.costs import Costs
 from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
 from starling.predict.predict import Machines
-from starling.recipe.auto import AutoOptions
 from starling.recipe.file import parse_yaml
-from starling.recipe.run import RunConfig, StrategyChoice, dump_recipe
+from starling.recipe.run import AutoOptions, RunConfig, StrategyChoice, dump_recipe
 from starling.reporting.progress import Say
 from starling.strategies import NoOptions, Strategy
 from starling.strategies.base import all_learners, one_learner
