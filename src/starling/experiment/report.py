@@ -102,28 +102,28 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
     curve = _curve_of(stretches) or _curve_of_tensorboard(folder.tensorboard) or _curve_of_epochs(events)
     validations = _validations(events)
     staleness = _staleness(events)
-    distances = [] if _has_one_model(settings) else _distances(events)
-    missing: dict[Section, str] = {}
-    if not curve:
-        missing["training"] = "No training loss was recorded."
-    elif not stretches:
-        missing["training"] = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
-    if not validations:
-        missing["validation"] = (
-            "Simulations score no valid set while they train."
-            if is_virtual
-            else "No model was scored while it trained."
-        )
-    if not stretches:
-        missing["timeline"] = "No timeline: the run did not record when its learners computed (seen/*/times-*.tsv)."
-    if not sum(staleness):
-        missing["staleness"] = "No staleness was recorded."
-    if _has_one_model(settings):
-        missing["consensus"] = f"Under {_strategy(settings)}, all learners have the same weights."
-    elif not any(distance > 0.0 for _, distance in distances):
-        missing["consensus"] = "No consensus distance was recorded, or it was 0."
-    if not events:
-        missing["events"] = "The run recorded no events (log/events.jsonl)."
+    has_one_model = _has_one_model(settings)
+    distances = [] if has_one_model else _distances(events)
+    no_curve = "No training loss was recorded."
+    drawn_from = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
+    no_scores = (
+        "Simulations score no valid set while they train." if is_virtual else "No model was scored while it trained."
+    )
+    one_model = f"Under {_strategy(settings)}, all learners have the same weights."
+    no_distance = "No consensus distance was recorded, or it was 0."
+    parts: Sequence[tuple[Section, bool, str]] = (
+        ("training", bool(curve and stretches), drawn_from if curve else no_curve),
+        ("validation", bool(validations), no_scores),
+        (
+            "timeline",
+            bool(stretches),
+            "No timeline: the run did not record when its learners computed (seen/*/times-*.tsv).",
+        ),
+        ("staleness", sum(staleness) > 0, "No staleness was recorded."),
+        ("consensus", any(distance > 0.0 for _, distance in distances), one_model if has_one_model else no_distance),
+        ("events", bool(events), "The run recorded no events (log/events.jsonl)."),
+    )
+    missing = {section: sentence for section, is_there, sentence in parts if not is_there}
     sets = _sets(folder, settings, missing)
     return Evidence(
         label=label,

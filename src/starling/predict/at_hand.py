@@ -126,15 +126,6 @@ async def measure_together(me: Learner, allowance: Allowance, found: AtHand) -> 
             await _synchronous_step(me, found)
 
 
-@dataclass
-class _Rounds:
-    """What the background has done."""
-
-    busy: Seconds = 0.0
-    """In rounds."""
-    is_done: bool = False
-
-
 async def _measure_rounds(
     me: Learner,
     patterns: Mapping[str, Topology],
@@ -145,26 +136,29 @@ async def _measure_rounds(
 ) -> None:
     """Time the rounds of each pattern in the background while this learner computes gradients, as in a run, and find
     what the rounds cost the gradients."""
-    rounds = _Rounds()
+    under_way: list[Seconds] = []
+    """What each round took."""
+    is_done = False
 
     async def average() -> None:
+        nonlocal is_done
         try:
             await gather(me, 0.0, tags)  # all begin together
             for name, topology in patterns.items():
                 exchanging = partial(exchange, me, topology, tags)
                 share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
-                found.exchanges[name] = await _timed(me, exchanging, share, fewest, *longest, tags, rounds)
+                found.exchanges[name] = await _timed(me, exchanging, share, fewest, *longest, tags, under_way)
         finally:
-            rounds.is_done = True
+            is_done = True
 
     alone = fmean(found.gradients) + fmean(found.steps)
     begin, made = now(me), 0
     me.background(average())
-    while not rounds.is_done:
+    while not is_done:
         await _gradient(me)
         made += 1
-    if rounds.busy >= TELLING * alone:
-        found.lost = min(MOST_LOST, max(0.0, now(me) - begin - made * alone) / rounds.busy)
+    if sum(under_way) >= TELLING * alone:
+        found.lost = min(MOST_LOST, max(0.0, now(me) - begin - made * alone) / sum(under_way))
 
 
 def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
@@ -275,20 +269,20 @@ async def _timed(
     box: Seconds,
     most: Seconds,
     tags: Iterator[int],
-    rounds: _Rounds | None = None,
+    times: list[Seconds] | None = None,
 ) -> Seconds:
     """Seconds that `work` takes on 1 / `share` of the model, the mean over learners.
 
     It is repeated for about `box` seconds, and at least `fewest` times. A probe tells how often, and whether that would
-    take more than `most`. All seconds are added to those of `rounds`.
+    take more than `most`. All seconds are appended to `times`.
     """
 
     async def once(size: int) -> Seconds:
         begin = now(me)
         await work(size)
         seconds = now(me) - begin
-        if rounds is not None:
-            rounds.busy += seconds
+        if times is not None:
+            times.append(seconds)
         return seconds
 
     size = max(1, len(me.weights) // share)

@@ -90,9 +90,7 @@ class Meter:
             fraction=last.fraction,
             minutes=last.minutes,
             num_examples=self._new.examples,
-            computing=last.spent.computing,
-            waiting_for_data=last.spent.waiting_for_data,
-            waiting_for_peers=last.spent.waiting_for_peers,
+            **vars(last.spent),
         )
         self._new, self._audio = Sums(), 0.0
         self._since_minutes = last.minutes
@@ -100,7 +98,7 @@ class Meter:
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:
         """The learner's statistics of an epoch that ended after `step` mini-batches of all learners."""
-        spent, averaging, last = report.spent, report.averaging, self._last
+        averaging, last = report.averaging, self._last
         own = self._epoch if last is not None and last.ticket.epoch == report.epoch else Sums()
         return EpochEnd(
             learner_id=report.rank,
@@ -108,9 +106,7 @@ class Meter:
             epoch=report.epoch,
             num_steps=report.num_steps,
             seconds=report.seconds,
-            computing=spent.computing,
-            waiting_for_data=spent.waiting_for_data,
-            waiting_for_peers=spent.waiting_for_peers,
+            **vars(report.spent),
             step=step,
             num_rounds=averaging.rounds,
             bytes_sent=averaging.bytes_sent,

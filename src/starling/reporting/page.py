@@ -6,6 +6,7 @@ import html
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import groupby
 from operator import attrgetter
@@ -332,20 +333,11 @@ def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
 def _together(group: Sequence[Stretch]) -> Stretch:
     if len(group) == 1:
         return group[0]
-    frames = sum(each.frames for each in group)
-    return Stretch(
-        learner=group[0].learner,
-        begin=group[0].begin,
-        end=group[-1].end,
-        step=group[-1].step,
-        batches=sum(each.batches for each in group),
-        examples=sum(each.examples for each in group),
-        frames=frames,
-        loss=sum(each.loss * each.frames for each in group if each.frames) / frames if frames else math.nan,
-        computing=sum(each.computing for each in group),
-        waiting_for_data=sum(each.waiting_for_data for each in group),
-        waiting_for_peers=sum(each.waiting_for_peers for each in group),
-    )
+    names = ("batches", "examples", "frames", *(attribute for attribute, _, _ in KINDS))
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in group) for name in names}
+    losses = sum(each.loss * each.frames for each in group if each.frames)
+    loss = losses / sums["frames"] if sums["frames"] else math.nan
+    return replace(group[-1], begin=group[0].begin, loss=loss, **sums)
 
 
 def _spans(
@@ -359,12 +351,8 @@ def _spans(
     for place, row in enumerate(rows):
         for each in row:
             seconds: Seconds = getattr(each, attribute)
-            behind = {
-                "computing": 0.0,
-                "waiting_for_data": each.computing,
-                "waiting_for_peers": each.computing + each.waiting_for_data,
-            }[attribute]
-            end = each.end - behind
+            behind = {"waiting_for_data": each.computing, "waiting_for_peers": each.computing + each.waiting_for_data}
+            end = each.end - behind.get(attribute, 0.0)
             begin = max(each.begin, end - seconds)
             if end - begin <= 1e-6:
                 continue
