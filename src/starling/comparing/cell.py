@@ -1,12 +1,11 @@
 """One cell of a comparison: trained on either engine, and scored."""
 
 import io
-import json
 import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
 from starling.experiment.any_job import Simulated, train
+from starling.reporting.events import Event, read_events
 from starling.reporting.lines import mean_staleness
 from starling.training.job import EpochReport, Job, Silence, Spent, StepReport
 from starling.workload import Ticket, Workload
@@ -127,8 +127,7 @@ def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Mod
             engine=subject.engine(cell),
             console=Console(file=io.StringIO()),
         )
-    events = [json.loads(line) for line in (folder / "log" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    measured = _measured(events, examples_per_batch(job.workload))
+    measured = _measured(read_events(folder / "log" / "events.jsonl"), examples_per_batch(job.workload))
     if trained is None:
         return None, measured
     model, seconds = trained.model(), 60.0 * read_manifest(trained.checkpoint).minutes
@@ -136,7 +135,7 @@ def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Mod
     return model, measured | {"seconds": seconds}
 
 
-def _measured(events: list[dict[str, Any]], examples: float) -> dict[str, Any]:
+def _measured(events: Sequence[Event], examples: float) -> dict[str, Any]:
     """The fields of a result, from the events of a run: a point of the curve for each epoch."""
     epochs = [event for event in events if event["kind"] == "epoch"]
     learners = [each for epoch in epochs for each in epoch["learners"].values() if each["steps"]]

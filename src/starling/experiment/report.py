@@ -21,6 +21,7 @@ from starling.extras import require
 from starling.files import replace_file
 from starling.launch.messages import Status, decode_file
 from starling.recipe.file import Tree, read_recipe
+from starling.reporting.events import Event, read_events
 from starling.reporting.evidence import CurvePoint, Evidence, Happening, ScoredSet, Section, Stretch, Validation
 from starling.strategies import STRATEGIES
 
@@ -32,7 +33,6 @@ MAX_POINTS = 100
 """Of one experiment's loss curve: with more, the noise of single mini-batches hides the curve."""
 MAX_EVENTS = 200
 """Of one experiment's table of events: the first and the last ones."""
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -194,18 +194,6 @@ def _mean_curve(cells: Sequence[Event]) -> Iterator[CurvePoint]:
         step = round(examples / examples_per_batch)
         spread = (min(losses), max(losses)) if len(losses) > 1 else (None, None)
         yield CurvePoint(fmean(seconds), step, round(examples), fmean(losses), *spread)
-
-
-def read_events(path: Path) -> list[Event]:
-    """The events of a run, in their order; a line that is no event is left out, and so is a file that is not there."""
-    found: list[Event] = []
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and isinstance(event.get("kind"), str):
-                    found.append(event)
-    return found
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
