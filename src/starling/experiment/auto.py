@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from starling.experiment.packing import JobConfig, pack
 from starling.experiment.task import RunT, Task
 from starling.files import replace_file
 from starling.launch.launcher import launch
-from starling.predict.at_hand import Allowance, AtHand, measure_apart, measure_together
+from starling.predict.at_hand import Allowance, AtHand, Measuring
 from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
 from starling.predict.costs import Costs
 from starling.predict.deciding import Arm
@@ -160,7 +159,7 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
     allowance = Allowance(gradients, job.budget.minutes, options.seconds)
     bare = replace(
         job,
-        strategy=_measuring(partial(measure_apart, per_node=per_node, allowance=allowance, found=found), one_learner),
+        strategy=_measuring(lambda me: Measuring(me, allowance, found).apart(per_node), one_learner),
         options=NoOptions(),
         budget=Budget(steps=_MORE_THAN_ENOUGH),
         stragglers=Stragglers(slow=job.stragglers.slow, jitter=job.stragglers.jitter),
@@ -171,9 +170,7 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
     store = place.store
     device, seconds = choose_device(run.engine.device, place), run.engine.timeout_seconds
     begin = time.monotonic()
-    together = replace(
-        bare, strategy=_measuring(partial(measure_together, allowance=allowance, found=found), all_learners)
-    )
+    together = replace(bare, strategy=_measuring(lambda me: Measuring(me, allowance, found).together(), all_learners))
     with torch.random.fork_rng():
         for prefix, measuring in ((_APART, bare), (_TOGETHER, together)):
             own = replace(place, store=PrefixStore(prefix, store))
