@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starling.budget import Budget as Budget
     from starling.budget import Schedule as Schedule
-    from starling.comparing.api import compare as compare
+    from starling.comparing.compare import compare as compare
     from starling.comparing.table import Comparison as Comparison
     from starling.configuration import Config as Config
     from starling.engines.loop.joined import JoinedLearner as JoinedLearner
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "budget": "Budget Schedule",
-    "comparing.api": "compare",
+    "comparing.compare": "compare",
     "comparing.table": "Comparison",
     "configuration": "Config",
     "engines.loop.joined": "JoinedLearner LoopStats",

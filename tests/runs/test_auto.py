@@ -26,7 +26,7 @@ from starling.predict.choosing import Choice, Surroundings, choose, surroundings
 from starling.predict.costs import dump
 from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, Arm, worth
 from starling.predict.predict import Machines, simulate_briefly
-from starling.recipe.auto import CANDIDATES, AutoOptions
+from starling.recipe.run import CANDIDATES, AutoOptions
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
 from starling.topology import is_doubly_stochastic

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.chance import derive_seed
-from starling.comparing.api import load_comparison
+from starling.comparing.compare import load_comparison
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
 from starling.experiment.simulate import simulate

@@ -11,7 +11,7 @@ import soundfile
 import torch
 from rich.console import Console
 
-from starling.comparing.api import compare_recipe
+from starling.comparing.compare import compare_recipe
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.experiment.audit import audit
 from starling.experiment.claim import claim_folder

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from starling.comparing.grid import Cell, CompareConfig, Row
-from starling.comparing.results import Metric
+from starling.comparing.grid import Cell, CompareConfig, Metric, Row
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean

@@ -24,6 +24,7 @@ from starling.experiment.seen import count_lines, ends_of, segments
 from starling.launch.messages import Status, encode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
+from starling.reporting.epochs import together
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import say_on
@@ -272,11 +273,11 @@ def _lines(roster: Roster, counts: Counts, waits: Sequence[str], experiment: str
 
 
 def _shares(learner: LearnerRecord) -> list[str]:
-    total = sum(end.seconds for end in learner.epochs)
-    if total <= 0.0:
+    all_epochs = together(learner.epochs)
+    if all_epochs.seconds <= 0.0:
         return [""] * 3  # it reported no epoch
-    parts = ((end.computing, end.waiting_for_data, end.waiting_for_peers) for end in learner.epochs)
-    return [f"{100 * sum(part) / total:.1f} %" for part in zip(*parts, strict=True)]
+    parts = (all_epochs.computing, all_epochs.waiting_for_data, all_epochs.waiting_for_peers)
+    return [f"{all_epochs.share(part):.1f} %" for part in parts]
 
 
 def _became(learner: LearnerRecord) -> str:

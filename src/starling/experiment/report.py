@@ -21,6 +21,7 @@ from starling.extras import require
 from starling.files import replace_file
 from starling.launch.messages import Status, decode_file
 from starling.recipe.file import Tree, read_recipe
+from starling.reporting.events import Event, read_events
 from starling.reporting.evidence import CurvePoint, Evidence, Happening, ScoredSet, Section, Stretch, Validation
 from starling.strategies import STRATEGIES
 
@@ -32,7 +33,6 @@ MAX_POINTS = 100
 """Of one experiment's loss curve: with more, the noise of single mini-batches hides the curve."""
 MAX_EVENTS = 200
 """Of one experiment's table of events: the first and the last ones."""
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -102,28 +102,28 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
     curve = _curve_of(stretches) or _curve_of_tensorboard(folder.tensorboard) or _curve_of_epochs(events)
     validations = _validations(events)
     staleness = _staleness(events)
-    distances = [] if _has_one_model(settings) else _distances(events)
-    missing: dict[Section, str] = {}
-    if not curve:
-        missing["training"] = "No training loss was recorded."
-    elif not stretches:
-        missing["training"] = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
-    if not validations:
-        missing["validation"] = (
-            "Simulations score no valid set while they train."
-            if is_virtual
-            else "No model was scored while it trained."
-        )
-    if not stretches:
-        missing["timeline"] = "No timeline: the run did not record when its learners computed (seen/*/times-*.tsv)."
-    if not sum(staleness):
-        missing["staleness"] = "No staleness was recorded."
-    if _has_one_model(settings):
-        missing["consensus"] = f"Under {_strategy(settings)}, all learners have the same weights."
-    elif not any(distance > 0.0 for _, distance in distances):
-        missing["consensus"] = "No consensus distance was recorded, or it was 0."
-    if not events:
-        missing["events"] = "The run recorded no events (log/events.jsonl)."
+    has_one_model = _has_one_model(settings)
+    distances = [] if has_one_model else _distances(events)
+    no_curve = "No training loss was recorded."
+    drawn_from = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
+    no_scores = (
+        "Simulations score no valid set while they train." if is_virtual else "No model was scored while it trained."
+    )
+    one_model = f"Under {_strategy(settings)}, all learners have the same weights."
+    no_distance = "No consensus distance was recorded, or it was 0."
+    parts: Sequence[tuple[Section, bool, str]] = (
+        ("training", bool(curve and stretches), drawn_from if curve else no_curve),
+        ("validation", bool(validations), no_scores),
+        (
+            "timeline",
+            bool(stretches),
+            "No timeline: the run did not record when its learners computed (seen/*/times-*.tsv).",
+        ),
+        ("staleness", sum(staleness) > 0, "No staleness was recorded."),
+        ("consensus", any(distance > 0.0 for _, distance in distances), one_model if has_one_model else no_distance),
+        ("events", bool(events), "The run recorded no events (log/events.jsonl)."),
+    )
+    missing = {section: sentence for section, is_there, sentence in parts if not is_there}
     sets = _sets(folder, settings, missing)
     return Evidence(
         label=label,
@@ -194,18 +194,6 @@ def _mean_curve(cells: Sequence[Event]) -> Iterator[CurvePoint]:
         step = round(examples / examples_per_batch)
         spread = (min(losses), max(losses)) if len(losses) > 1 else (None, None)
         yield CurvePoint(fmean(seconds), step, round(examples), fmean(losses), *spread)
-
-
-def read_events(path: Path) -> list[Event]:
-    """The events of a run, in their order; a line that is no event is left out, and so is a file that is not there."""
-    found: list[Event] = []
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and isinstance(event.get("kind"), str):
-                    found.append(event)
-    return found
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:

@@ -17,8 +17,7 @@ from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes
 from starling.predict.costs import Costs, JobFacts, fit_compute
 from starling.predict.deciding import TIE, Arm, ranked, tried, worth
 from starling.predict.predict import AVERAGING, Machines, Speed, simulate_briefly
-from starling.recipe.auto import CANDIDATES, AutoOptions
-from starling.recipe.run import StrategyChoice
+from starling.recipe.run import CANDIDATES, AutoOptions, StrategyChoice
 from starling.reporting.lines import mean_staleness
 from starling.training.stragglers import Stragglers
 from starling.workload import Weighting

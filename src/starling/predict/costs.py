@@ -203,7 +203,7 @@ class Costs(Config):
 
 def read_profile(path: Path) -> Profile:
     """The profile in a file that `starling profile` wrote. ConfigError for anything else."""
-    return _read(path, Profile, "profile", "make one with `starling profile RECIPE --output profile.yaml`")
+    return loaded(Profile, path, "profile", "make one with `starling profile RECIPE --output profile.yaml`")
 
 
 def find_preset(name: str) -> Preset:
@@ -215,25 +215,21 @@ def find_preset(name: str) -> Preset:
             f"preset {name!r} is unknown; {did_you_mean(name, known)}known are {', '.join(known)}, or the "
             "path of a YAML file"
         )
-    return _read(path, Preset, "preset", "copy one of Starling's presets, and change it")
+    return loaded(Preset, path, "preset", "copy one of Starling's presets, and change it")
 
 
-def _read(path: Path, kind: type[ConfigT], what: str, advice: str) -> ConfigT:
-    where = f"{what} {path}"
-    return validated(read_yaml(path, where, advice), kind, where, advice)
-
-
-def read_yaml(path: Path, where: str, advice: str) -> Any:
-    """What a YAML file says. ConfigError with advice if it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot be read ({error}); {advice}") from None
-    return parse_yaml(text, where)
-
-
-def validated(tree: Any, kind: type[ConfigT], where: str, advice: str) -> ConfigT:
-    """A tree as a configuration. ConfigError with all problems, or with advice if it is no mapping."""
+def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advice: str) -> ConfigT:
+    """A configuration from a YAML file or a mapping, perhaps below the key `what`. ConfigError with all problems, or
+    with advice if it is no mapping."""
+    where, tree = what, given
+    if isinstance(given, Path):
+        where = f"{what} {given}"
+        try:
+            tree = parse_yaml(given.read_text(encoding="utf-8"), where)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: cannot be read ({error}); {advice}") from None
+    if isinstance(tree, Mapping) and set(tree) == {what}:
+        tree = tree[what]
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where}: must be a YAML mapping of keys to values; {advice}")
     try:

@@ -15,7 +15,7 @@ from starling.budget import Budget
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, LinkModel, NodeModel
 from starling.errors import ConfigError
-from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, read_profile, read_yaml, validated
+from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, loaded, read_profile
 from starling.predict.deciding import WORTH, Arm, is_clearly_ahead, ranked, tried, worth
 from starling.predict.facts import facts_of, memory_of
 from starling.predict.predict import Machines, Speed, bisect, simulate
@@ -402,13 +402,8 @@ def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Co
     """The sections of a cluster that a file or a mapping gives. ConfigError for anything else."""
     if cluster is None:
         return {}
-    where, tree, advice = "cluster", cluster, "give keys of a recipe's section, such as `link: {bandwidth: 1.25e9}`"
-    if isinstance(cluster, Path | str):
-        where = f"cluster {cluster}"
-        tree = read_yaml(Path(cluster), where, advice)
-    if isinstance(tree, Mapping) and set(tree) == {"cluster"}:
-        tree = tree["cluster"]
-    found = validated(tree, Cluster, where, advice)
+    advice = "give keys of a recipe's section, such as `link: {bandwidth: 1.25e9}`"
+    found = loaded(Cluster, Path(cluster) if isinstance(cluster, str) else cluster, "cluster", advice)
     return {name: getattr(found, name) for name in found.model_fields_set}
 
 

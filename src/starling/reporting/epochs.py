@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from starling.reporting.lines import duration, mean_staleness
 if TYPE_CHECKING:
     from starling.training.job import EpochReport, StepReport
 
-Seconds = float
 FAR = 255
 """The index of the last entry of `EpochEnd.staleness`, which counts this and any larger staleness."""
 _MUCH = 5.0
@@ -90,9 +89,7 @@ class Meter:
             fraction=last.fraction,
             minutes=last.minutes,
             num_examples=self._new.examples,
-            computing=last.spent.computing,
-            waiting_for_data=last.spent.waiting_for_data,
-            waiting_for_peers=last.spent.waiting_for_peers,
+            **vars(last.spent),
         )
         self._new, self._audio = Sums(), 0.0
         self._since_minutes = last.minutes
@@ -100,7 +97,7 @@ class Meter:
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:
         """The learner's statistics of an epoch that ended after `step` mini-batches of all learners."""
-        spent, averaging, last = report.spent, report.averaging, self._last
+        averaging, last = report.averaging, self._last
         own = self._epoch if last is not None and last.ticket.epoch == report.epoch else Sums()
         return EpochEnd(
             learner_id=report.rank,
@@ -108,9 +105,7 @@ class Meter:
             epoch=report.epoch,
             num_steps=report.num_steps,
             seconds=report.seconds,
-            computing=spent.computing,
-            waiting_for_data=spent.waiting_for_data,
-            waiting_for_peers=spent.waiting_for_peers,
+            **vars(report.spent),
             step=step,
             num_rounds=averaging.rounds,
             bytes_sent=averaging.bytes_sent,
@@ -158,6 +153,37 @@ class Score:
         return f"after {self.trained}, {self.set_name}: {self.line}"
 
 
+_SUMMED = (
+    *("num_steps", "seconds", "computing", "waiting_for_data", "waiting_for_peers"),
+    *("num_rounds", "bytes_sent", "num_not_finite", "num_frames"),
+)
+
+
+def together(ends: Sequence[EpochEnd]) -> EpochEnd:
+    """The statistics of several learners or epochs as if they were those of one. Times are sums, too; the learning rate
+    is the smallest one and thus the newest, as schedules decay."""
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in ends) for name in _SUMMED}
+    staleness = tuple(sum(counts) for counts in zip_longest(*(each.staleness for each in ends), fillvalue=0))
+    summed = sum(each.mean_staleness * sum(each.staleness) for each in ends)
+    losses, frames = sum(each.loss * each.num_frames for each in ends if each.loss is not None), sums["num_frames"]
+    means = [summed / sum(staleness)] if any(staleness) else [each.mean_staleness for each in ends]
+    return EpochEnd(
+        learner_id=-1,
+        world=len(ends),
+        epoch=max((each.epoch for each in ends), default=0),
+        **sums,
+        step=max((each.step for each in ends), default=0),
+        staleness=staleness,
+        mean_staleness=max(means, default=0.0),
+        largest_staleness=max((each.largest_staleness for each in ends), default=0),
+        consensus_distance=next(
+            (each.consensus_distance for each in ends if each.consensus_distance is not None), None
+        ),
+        loss=losses / frames if frames else None,
+        learning_rate=min((each.learning_rate for each in ends if each.learning_rate is not None), default=None),
+    )
+
+
 @dataclass(frozen=True)
 class EpochSummary:
     """The combined statistics of an epoch."""
@@ -168,108 +194,46 @@ class EpochSummary:
     missing: tuple[int, ...] = ()
     """Members that are too far behind and have not reported the epoch."""
 
-    @property
-    def num_steps(self) -> int:
-        """Gradients of all learners."""
-        return sum(each.num_steps for each in self.ends)
-
-    @property
-    def seconds(self) -> Seconds:
-        """The time of the slowest learner."""
-        return max((each.seconds for each in self.ends), default=0.0)
-
-    @property
-    def loss(self) -> float | None:
-        """Mean training loss per frame; None without frames."""
-        summed = sum(each.loss * each.num_frames for each in self.ends if each.loss is not None)
-        frames = sum(each.num_frames for each in self.ends)
-        return summed / frames if frames else None
-
-    @property
-    def learning_rate(self) -> float | None:
-        """The smallest of the learners' last learning rates, and thus the newest, as schedules decay."""
-        return min((each.learning_rate for each in self._computing if each.learning_rate is not None), default=None)
-
-    @property
-    def num_rounds(self) -> int:
-        """Averaging rounds, summed over the learners."""
-        return sum(each.num_rounds for each in self.ends)
-
-    @property
-    def mean_staleness(self) -> float:
-        """Mean staleness of all gradients."""
-        summed = sum(each.mean_staleness * sum(each.staleness) for each in self.ends)
-        counted = sum(sum(each.staleness) for each in self.ends)
-        return summed / counted if counted else max((each.mean_staleness for each in self.ends), default=0.0)
-
-    @property
-    def largest_staleness(self) -> int:
-        return max((each.largest_staleness for each in self.ends), default=0)
-
-    @property
-    def staleness(self) -> list[int]:
-        """How many gradients of all learners had a staleness of 0, 1, 2, …; see `EpochEnd.staleness`."""
-        return [sum(counts) for counts in zip_longest(*(each.staleness for each in self.ends), fillvalue=0)]
-
-    @property
-    def consensus_distance(self) -> float | None:
-        """At the epoch's end, where it is known."""
-        return next((each.consensus_distance for each in self.ends if each.consensus_distance is not None), None)
-
-    @property
-    def num_not_finite(self) -> int:
-        """Gradients that were skipped because they were not finite."""
-        return sum(each.num_not_finite for each in self.ends)
-
-    @property
-    def worst(self) -> EpochEnd | None:
-        """The learner with the smallest share of time spent computing; None if the difference is below `_MUCH`."""
-        worst = min(self._computing, key=lambda each: each.share(each.computing), default=None)
-        if worst is None or self.share("computing") - worst.share(worst.computing) < _MUCH:
-            return None
-        return worst
-
-    def share(self, what: str) -> float:
-        """`computing`, `waiting_for_data` or `waiting_for_peers` as a percentage of the workers' time."""
-        total = sum(each.seconds for each in self._computing)
-        return 100.0 * sum(getattr(each, what) for each in self._computing) / total if total > 0.0 else 0.0
-
     def line(self, score: Score | None = None) -> str:
         """The line to print, with `score` if it is new."""
-        begin = f"epoch {self.epoch + 1} ended after {duration(self.seconds)}"
+        every, workers = together(self.ends), together(self._computing)
+        begin = f"epoch {self.epoch + 1} ended after {duration(max(each.seconds for each in self.ends))}"
         if self.missing:
             begin += f" (without learner {', '.join(map(str, self.missing))})"
-        parts = [f"loss {self.loss:.4f}"] if self.loss is not None else []
-        if self.learning_rate is not None:
-            parts.append(f"lr {self.learning_rate:.3g}")
-        worst = self.worst
-        named = f" (learner {worst.learner_id}: {worst.share(worst.computing):.0f} %)" if worst else ""
+        parts = [f"loss {every.loss:.4f}"] if every.loss is not None else []
+        if workers.learning_rate is not None:
+            parts.append(f"lr {workers.learning_rate:.3g}")
+        computing = workers.share(workers.computing)
+        worst = min(self._computing, key=lambda each: each.share(each.computing))
+        least = worst.share(worst.computing)
+        named = f" (learner {worst.learner_id}: {least:.0f} %)" if computing - least >= _MUCH else ""
         parts += [
-            f"computing {self.share('computing'):.0f} %{named}",
-            f"waiting {self.share('waiting_for_data'):.0f} % for data",
-            f"{self.share('waiting_for_peers'):.0f} % for peers",
+            f"computing {computing:.0f} %{named}",
+            f"waiting {workers.share(workers.waiting_for_data):.0f} % for data",
+            f"{workers.share(workers.waiting_for_peers):.0f} % for peers",
         ]
-        if self.num_rounds or self.largest_staleness:
-            parts.append(f"staleness {self.mean_staleness:.1f} (at most {self.largest_staleness})")
-        if self.num_rounds and self.num_steps:
-            parts.append(f"{self.num_rounds / self.num_steps:.2f} rounds per gradient")
-        if self.num_not_finite:
-            parts.append(f"{self.num_not_finite} gradients not finite and left out")
+        if every.num_rounds or every.largest_staleness:
+            parts.append(f"staleness {every.mean_staleness:.1f} (at most {every.largest_staleness})")
+        if every.num_rounds and every.num_steps:
+            parts.append(f"{every.rounds_per_gradient:.2f} rounds per gradient")
+        if every.num_not_finite:
+            parts.append(f"{every.num_not_finite} gradients not finite and left out")
         if score is not None:
             parts.append(f"{score.set_name} WER {score.wer:.2f} % after {score.trained}")
         return f"{begin}: {', '.join(parts)}"
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event."""
+        every = together(self.ends)
         return {
             "epoch": self.epoch + 1,
-            "step": max((each.step for each in self.ends), default=0),
-            "steps_in_epoch": self.num_steps,
-            "seconds": self.seconds,
-            "loss": self.loss,
-            "learning_rate": self.learning_rate,
-            "staleness": self.staleness,
-            "consensus_distance": self.consensus_distance,
+            "step": every.step,
+            "steps_in_epoch": every.num_steps,
+            "seconds": max(each.seconds for each in self.ends),
+            "loss": every.loss,
+            "learning_rate": together(self._computing).learning_rate,
+            "staleness": every.staleness,
+            "consensus_distance": every.consensus_distance,
             "learners": {
                 str(each.learner_id): {
                     "steps": each.num_steps,

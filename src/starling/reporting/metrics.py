@@ -5,11 +5,11 @@ A scrape reads the roster; learners send nothing for it.
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 from starling.errors import ConfigError
 from starling.launch.roster import LearnerRecord, Roster
+from starling.reporting.epochs import together
 
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -60,8 +60,8 @@ class Metrics:
         yield _staleness(records)
 
 
-def _over_epochs(what: str) -> Callable[[Roster, LearnerRecord], float]:
-    return lambda roster, record: sum(getattr(end, what) for end in record.epochs)
+def _over_epochs(what: str) -> Callable[[Roster, LearnerRecord], float | None]:
+    return lambda roster, record: getattr(together(record.epochs), what, None)
 
 
 def _newest(what: str) -> Callable[[Roster, LearnerRecord], float | None]:
@@ -117,10 +117,11 @@ def _staleness(records: Sequence[LearnerRecord]) -> Any:
     text = "The staleness of gradients, up to the last epoch."
     family = HistogramMetricFamily("starling_staleness", text, labels=["learner"])
     for record in records:
-        counts = [sum(each) for each in zip_longest(*(end.staleness for end in record.epochs), fillvalue=0)]
+        every = together(record.epochs)
+        counts = every.staleness
         buckets = [(str(float(most)), sum(counts[: most + 1])) for most in STALENESS_BUCKETS]
-        summed = sum(end.mean_staleness * sum(end.staleness) for end in record.epochs)
-        family.add_metric([str(record.learner_id)], [*buckets, ("+Inf", sum(counts))], summed)
+        sum_of_all = every.mean_staleness * sum(counts)
+        family.add_metric([str(record.learner_id)], [*buckets, ("+Inf", sum(counts))], sum_of_all)
     return family
 
 

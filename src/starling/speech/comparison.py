@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from starling.comparing.grid import Cell, CompareConfig, Row, parse_section
-from starling.comparing.results import Metric
+from starling.comparing.grid import Cell, CompareConfig, Metric, Row, parse_section
 from starling.comparing.subject import compared_by
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
