@@ -1,5 +1,6 @@
 """The cluster that the virtual engine simulates: how long gradients, messages and memory accesses take."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -174,8 +175,9 @@ class Cluster(Config):
         return self
 
 
-class Uplinks:
-    """Until when the nodes' uplinks are busy, in one direction; `bandwidth` is in bytes per second.
+class Links:
+    """What a message and a mean cost on the links between learners, which are known by their names: inside a node,
+    between nodes, through uplinks.
 
     An uplink is first in, first out: messages leave a node, or enter one, whole and in the order in which they come.
     TCP would share it fairly; both are done with a burst at the same moment, because neither leaves the uplink idle,
@@ -184,38 +186,15 @@ class Uplinks:
     depends on a later one.
     """
 
-    def __init__(self, bandwidth: float) -> None:
-        self._bandwidth = bandwidth
-        self._free: dict[int, float] = {}
-
-    def take(self, node: int, now: float, num_bytes: int) -> float:
-        """Queue a message that comes at `now`; seconds until its first byte is let through."""
-        begin = max(now, self._free.get(node, 0.0))
-        self._free[node] = begin + num_bytes / self._bandwidth
-        return begin - now
-
-    def free_at(self, node: int) -> float:
-        """When the last message that was queued has passed."""
-        return self._free.get(node, 0.0)
-
-    def hold(self, node: int, until: float) -> None:
-        """Let nothing else through until then."""
-        self._free[node] = until
-
-
-class Links:
-    """What a message and a mean cost on the links between learners, which are known by their names: inside a node,
-    between nodes, through uplinks."""
-
     def __init__(self, cluster: Cluster) -> None:
         nodes, link = cluster.nodes, cluster.link
         self._size, self._algorithm = nodes.size, link.all_reduce
         self._inside = LinkModel(latency=nodes.latency, bandwidth=nodes.bandwidth)
-        self._uplink = uplink = cluster.uplink
-        rate = link.bandwidth if uplink is None else min(link.bandwidth, uplink)
+        self._uplink = math.inf if cluster.uplink is None else cluster.uplink
+        rate = min(link.bandwidth, self._uplink)
         self._between = link if rate == link.bandwidth else link.model_copy(update={"bandwidth": rate})
-        self._leaving = None if uplink is None else Uplinks(uplink)
-        self._entering = None if uplink is None else Uplinks(uplink)
+        self._free: dict[tuple[str, int], float] = {}
+        """When the last message that was queued has passed each uplink, by direction and node."""
 
     def node(self, name: int) -> int:
         """The node that a learner is on."""
@@ -228,13 +207,18 @@ class Links:
     def leave(self, sender: int, receiver: int, now: float, num_bytes: int) -> float | None:
         """Queue a message at its sender's uplink; seconds until its first byte leaves. None: it needs no uplink,
         or uplinks are unlimited."""
-        if self._leaving is None or self.node(sender) == self.node(receiver):
+        if self._uplink == math.inf or self.node(sender) == self.node(receiver):
             return None
-        return self._leaving.take(self.node(sender), now, num_bytes)
+        return self._queue(("leaving", self.node(sender)), now, num_bytes)
 
     def enter(self, receiver: int, now: float, num_bytes: int) -> float:
         """Queue a message at its receiver's uplink, which it has reached; seconds until its first byte comes in."""
-        return 0.0 if self._entering is None else self._entering.take(self.node(receiver), now, num_bytes)
+        return self._queue(("entering", self.node(receiver)), now, num_bytes)
+
+    def _queue(self, uplink: tuple[str, int], now: float, num_bytes: int) -> float:
+        begin = max(now, self._free.get(uplink, 0.0))
+        self._free[uplink] = begin + num_bytes / self._uplink
+        return begin - now
 
     def reduce(self, group: Sequence[int], now: float, num_bytes: int, longer: float = 1.0) -> float:
         """Seconds until an all-reduce is done that begins now and takes `longer` times as long as the links are fast.
@@ -242,15 +226,13 @@ class Links:
         One between nodes waits until their uplinks are free in both directions, and has them to itself until it ends.
         """
         seconds = self.reduce_seconds(group, num_bytes) * longer
-        nodes = sorted({self.node(name) for name in group})
-        if self._leaving is None or self._entering is None or len(nodes) == 1:
+        nodes = {self.node(name) for name in group}
+        if self._uplink == math.inf or len(nodes) == 1:
             return seconds
-        directions = self._leaving, self._entering
-        free = max(uplinks.free_at(node) for uplinks in directions for node in nodes)
+        uplinks = [(direction, node) for direction in ("leaving", "entering") for node in nodes]
+        free = max(self._free.get(each, 0.0) for each in uplinks)
         seconds += max(0.0, free - now)  # to the bit what the ring takes where nothing else is under way
-        for uplinks in directions:
-            for node in nodes:
-                uplinks.hold(node, now + seconds)
+        self._free |= dict.fromkeys(uplinks, now + seconds)
         return seconds
 
     def reduce_seconds(self, group: Sequence[int], num_bytes: int) -> float:
@@ -284,8 +266,6 @@ class Links:
         """
         part = -(-num_bytes // per_node)
         inside = 2 * (per_node - 1) * self._inside.send_seconds(part)
-        rate = self._between.bandwidth
-        if self._uplink is not None:
-            rate = min(rate, self._uplink / per_node)
+        rate = min(self._between.bandwidth, self._uplink / per_node)
         between = 2 * (num_nodes - 1) * (self._between.latency + -(-part // num_nodes) / rate)
         return inside + between

@@ -118,82 +118,53 @@ class _Message:
 
 
 class Mean:
-    """A mean of a group's vectors, summed in rank order; a vector that comes before its turn is kept as a copy."""
+    """A mean of a group's vectors, summed in rank order; a vector that comes before its turn is kept as a copy. Or a
+    mean of vectors that travel encoded, computed once all learners' parts are there."""
 
     def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
         self.event = event
         self.group = group
         self.result: Tensor | None = None
+        self._brought = ""  # what all bring
         self._num_summed = 0
-        self._early: dict[int, Tensor] = {}
+        self._early: dict[int, Any] = {}  # by place in the group
 
-    def join(self, rank: int, vector: Tensor) -> bool:
-        """Add a vector as it is now; returns whether it was the last."""
-        other = self.result if self.result is not None else next(iter(self._early.values()), vector)
-        if other.shape != vector.shape:
-            raise ProtocolError(
-                f"learner {rank} cannot join a mean with {list(vector.shape)}: others brought {list(other.shape)}"
-            )
+    def join(self, rank: int, part: Tensor | EncodedMean) -> bool:
+        """Add a learner's part as it is now; returns whether it was the last."""
+        brought = (
+            f"{list(part.shape)}" if isinstance(part, Tensor) else f"{part.size} numbers in {part.message_bytes} bytes"
+        )
+        self._brought = self._brought or brought
+        if brought != self._brought:
+            raise ProtocolError(f"learner {rank} cannot join a mean with {brought}: others brought {self._brought}")
         place = self.group.index(rank)
-        if place != self._num_summed:
-            self._early[place] = vector.clone()
-            return False
-        while True:
-            self.result = vector.clone() if self.result is None else self.result.add_(vector)
+        if isinstance(part, EncodedMean):
+            self._early[place] = part
+            if len(self._early) == len(self.group):
+                self.result = self._decode(part)
+        elif place != self._num_summed:
+            self._early[place] = part.clone()
+        else:
+            self.result = part.clone() if self.result is None else self.result.add_(part)
             self._num_summed += 1
-            if self._num_summed not in self._early:
-                break
-            vector = self._early.pop(self._num_summed)
-        if self._num_summed < len(self.group):
-            return False
-        self.result.div_(len(self.group))
-        return True
+            while self._num_summed in self._early:
+                self.result.add_(self._early.pop(self._num_summed))
+                self._num_summed += 1
+            if self._num_summed == len(self.group):
+                self.result.div_(len(self.group))
+        return self._num_summed + len(self._early) == len(self.group)
 
-    def num_bytes(self, vector: Tensor) -> int:
-        """What travels in a ring."""
-        return vector.nbytes
+    def _decode(self, last: EncodedMean) -> Tensor:
+        if not last.has_numbers:
+            return last.vector
+        parts: list[EncodedMean] = [self._early[place] for place in range(len(self.group))]
+        sent = [each.messages() for each in parts]
+        return last.result([each.combine([row[place] for row in sent]) for place, each in enumerate(parts)])
 
     def missing(self) -> list[int]:
         """The ranks that have not joined."""
         places = range(self._num_summed, len(self.group))
         return [self.group[place] for place in places if place not in self._early]
-
-
-class MeanOfEncoded:
-    """A mean whose vectors travel encoded; computed once all learners' parts are there."""
-
-    def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
-        self.event = event
-        self.group = group
-        self.result: Tensor | None = None
-        self._parts: dict[int, EncodedMean] = {}
-
-    def join(self, rank: int, part: EncodedMean) -> bool:
-        """Add a learner's part; returns whether it was the last."""
-        other = next(iter(self._parts.values()), part)
-        if (other.size, other.message_bytes) != (part.size, part.message_bytes):
-            raise ProtocolError(
-                f"learner {rank} cannot join a mean with {part.size} numbers in {part.message_bytes} bytes: others "
-                f"brought {other.size} in {other.message_bytes}"
-            )
-        self._parts[rank] = part
-        if len(self._parts) < len(self.group):
-            return False
-        parts = [self._parts[each] for each in self.group]
-        self.result = parts[0].vector
-        if part.has_numbers:
-            sent = [each.messages() for each in parts]
-            combined = [each.combine([row[place] for row in sent]) for place, each in enumerate(parts)]
-            self.result = part.result(combined)
-        return True
-
-    def num_bytes(self, part: EncodedMean) -> int:
-        """What travels in a ring."""
-        return len(self.group) * part.message_bytes
-
-    def missing(self) -> list[int]:
-        """The ranks that have not joined."""
-        return [rank for rank in self.group if rank not in self._parts]
 
 
 class Network:
@@ -221,7 +192,7 @@ class Network:
         self._channels: dict[tuple[int, int, int], deque[_Message]] = {}
         """By sender, receiver and tag: the messages, in order, that are sent and not yet wanted, or wanted and not yet
         sent."""
-        self._means: dict[tuple[int, str, int], Mean | MeanOfEncoded] = {}
+        self._means: dict[tuple[int, str, int], Mean] = {}
         self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # what each learner sent last
 
     def send(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
@@ -292,22 +263,15 @@ class Network:
         Means of a learner's foreground and of its background are numbered separately.
         """
         name = (group[0], activity, number)
-        kind = MeanOfEncoded if isinstance(of, EncodedMean) else Mean
-        mean = self._means.setdefault(name, kind(self._environment.event(), group))
-        if not isinstance(mean, kind):
-            raise ProtocolError(
-                f"learner {rank} cannot join a mean with encoded numbers: others do not encode"
-                if kind is MeanOfEncoded
-                else f"learner {rank} cannot join a mean with numbers: others encode theirs"
-            )
+        mean = self._means.setdefault(name, Mean(self._environment.event(), group))
 
-        def join(part: Any) -> None:
+        def join(part: Tensor | EncodedMean) -> None:
             if mean.join(rank, part):
                 del self._means[name]
                 names = [self._names[each] for each in group]
+                num_bytes = len(group) * part.message_bytes if isinstance(part, EncodedMean) else part.nbytes
                 longer = self._jitter.factor(names[0], names[-1])
-                seconds = self._links.reduce(names, self._environment.now, mean.num_bytes(part), longer)
-                self._happen(mean.event, seconds, group)
+                self._happen(mean.event, self._links.reduce(names, self._environment.now, num_bytes, longer), group)
 
         computing = 0.0
         if isinstance(of, VirtualHandle) and not of.event.processed:

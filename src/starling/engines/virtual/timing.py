@@ -230,18 +230,6 @@ class _CountingReplica(Replica):
     def learning_rate(self, factor: float) -> float:
         return 0.0
 
-    def apply(self, delta: Tensor, piece: slice | None = None, in_round: bool = False) -> None:
-        self.version += piece is None or piece.stop == self._size
-
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.version += piece is None or piece.stop == self._size
-
-    def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
-        return self.weights.clone() if piece is None else self.weights.new_empty(piece.stop - piece.start)
-
-    def on_host(self) -> Tensor:
-        return self.weights
-
     def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
         num_vectors = 1 + (self._optimizer_vectors if optimizer_state else 0)
         return [
