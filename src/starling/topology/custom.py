@@ -2,10 +2,10 @@
 # ruff: noqa: A002 - `round` is the name of an averaging round, as on the learner
 
 import operator
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -35,8 +35,7 @@ class _Custom(Topology):
         self._is_balanced = is_balanced
         self._function = function
         self._name = getattr(function, "__name__", repr(function))
-        self._plans: dict[int, _Plan] = {}
-        self._lock = threading.Lock()
+        self._plan = lru_cache(maxsize=_ROUNDS_KEPT)(self._draw)
         for k in range(rounds):
             if self._draw(k) != self._plan(k):
                 raise ConfigError(
@@ -62,16 +61,6 @@ class _Custom(Topology):
         if not self._is_balanced:
             mixing[np.diag_indices(self.world)] = [self.kept(round, rank) for rank in range(self.world)]
         return mixing
-
-    def _plan(self, round: int) -> _Plan:
-        plan = self._plans.get(round)
-        if plan is None:
-            plan = self._draw(round)
-            with self._lock:
-                self._plans[round] = plan
-                while len(self._plans) > _ROUNDS_KEPT:
-                    del self._plans[next(iter(self._plans))]
-        return plan
 
     def _draw(self, round: int) -> _Plan:
         """The checked result of the function for all learners in one round."""

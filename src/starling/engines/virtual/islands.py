@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.virtual.cluster import Cluster, ComputeTimes
-from starling.engines.virtual.links import Links
+from starling.engines.virtual.cluster import Cluster, ComputeTimes, Links
 from starling.errors import ConfigError
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import ClaimReport, EpochReport, Job, Observer, Silence, StepReport
