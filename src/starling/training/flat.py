@@ -1,7 +1,6 @@
 """A model with its parameters in one flat vector and its gradients in another."""
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, Self
 
@@ -30,12 +29,10 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+def split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive views into `flat` `[P]` with the shapes of `like`."""
-    start = 0
-    for tensor in like:
-        yield flat[start : start + tensor.numel()].view(tensor.shape)
-        start += tensor.numel()
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 NO_GRADIENT = -0.0
@@ -44,12 +41,17 @@ learners is right if only some of them used the parameter, and is -0.0 only if n
 never -0.0 throughout: it is accumulated onto 0.0, and 0.0 + -0.0 is 0.0."""
 
 
-def is_no_gradient(part: Tensor) -> bool:
-    """Whether a part of a gradient marks its parameter as without a gradient."""
-    if part.numel() == 0:
-        return False
-    first = float(part.reshape(-1)[0])
-    return first == 0.0 and math.copysign(1.0, first) < 0.0 and bool(torch.signbit(part).all()) and not part.any()
+def without_gradient(flat: Tensor, parts: Sequence[Tensor]) -> list[bool]:
+    """Whether each of the `parts` into which a gradient `flat` `[P]` is split marks its parameter as without one."""
+    sizes = torch.tensor([0, *(part.numel() for part in parts[:-1])], device=flat.device)
+    first = flat[sizes.cumsum(0).clamp_(max=len(flat) - 1)]
+    may_be = _is_negative_zero(first).tolist()  # from the first number of each part: few are read completely
+    pairs = zip(parts, may_be, strict=True)
+    return [mark and part.numel() > 0 and bool(_is_negative_zero(part).all()) for part, mark in pairs]
+
+
+def _is_negative_zero(numbers: Tensor) -> Tensor:
+    return (numbers == 0.0) & torch.signbit(numbers)
 
 
 def view_weights(model: nn.Module, parameters: Sequence[nn.Parameter], weights: Tensor) -> None:

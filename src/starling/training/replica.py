@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from starling.errors import ConfigError
-from starling.training.flat import is_no_gradient, split
+from starling.training.flat import split, without_gradient
 from starling.training.streams import lock_for
 
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
@@ -84,8 +84,9 @@ class Replica:
             return
         own = [parameter.grad for parameter in self._parameters]
         views = split(gradient, self._parameters)
-        for number, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
-            parameter.grad = None if number in self.sometimes_unused and is_no_gradient(view) else view
+        unused = without_gradient(gradient, views) if self.sometimes_unused else [False] * len(views)
+        for number, parameter in enumerate(self._parameters):
+            parameter.grad = None if unused[number] and number in self.sometimes_unused else views[number]
         try:
             yield
         finally:
