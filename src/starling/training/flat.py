@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol, Self
 
 import torch
@@ -31,8 +32,8 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive views into `flat` `[P]` with the shapes of `like`."""
-    parts = torch.split(flat, [tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    stops = accumulate(tensor.numel() for tensor in like)
+    return [flat[stop - tensor.numel() : stop].view(tensor.shape) for tensor, stop in zip(like, stops, strict=True)]
 
 
 NO_GRADIENT = -0.0
@@ -43,10 +44,10 @@ never -0.0 throughout: it is accumulated onto 0.0, and 0.0 + -0.0 is 0.0."""
 
 def without_gradient(flat: Tensor, parts: Sequence[Tensor]) -> list[bool]:
     """Whether each of the `parts` into which a gradient `flat` `[P]` is split marks its parameter as without one."""
-    sizes = torch.tensor([0, *(part.numel() for part in parts[:-1])], device=flat.device)
-    first = flat[sizes.cumsum(0).clamp_(max=len(flat) - 1)]
+    starts = torch.tensor([0, *accumulate(part.numel() for part in parts[:-1])], device=flat.device)
+    first = flat[starts.clamp_(max=len(flat) - 1)]
     may_be = _is_negative_zero(first).tolist()  # from the first number of each part: few are read completely
-    pairs = zip(parts, may_be, strict=True)
+    pairs = zip(parts, may_be, strict=False)
     return [mark and part.numel() > 0 and bool(_is_negative_zero(part).all()) for part, mark in pairs]
 
 
@@ -105,14 +106,8 @@ class Model(Protocol):
     def reached(self) -> set[int]:
         """The numbers of the parameters that received a gradient since the last call."""
 
-    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Set the model's buffers by name."""
-
     def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
         """The numbers of the parameters that are frozen."""
-
-    @property
-    def num_parameters(self) -> int: ...
 
 
 def load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
@@ -204,11 +199,3 @@ class FlatModel:
         """Replace the model's buffers, in the order of `own_buffers()`; nothing is copied."""
         for (module, name), buffer in zip(self._buffer_places, buffers, strict=True):
             module._buffers[name] = buffer
-
-    @property
-    def num_parameters(self) -> int:
-        return self.weights.numel()
-
-    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Set the model's buffers by name."""
-        load_buffers(self.model, buffers)

@@ -227,9 +227,14 @@ class OptimizerMemory:
         if not optimizer.state:
             self._begin(another)
         names = self._checked_names()
-        self.vectors = [
-            torch.cat([optimizer.state[parameter][name].reshape(-1) for parameter in parameters]) for name in names
-        ]
+        try:
+            every = [[optimizer.state[each][name].reshape(-1) for each in parameters] for name in names]
+        except KeyError as error:
+            raise ConfigError(
+                "strategy.optimizer_state: the optimizer's state differs between trainable parameters and cannot be "
+                "averaged; choose local"
+            ) from error
+        self.vectors = [torch.cat(each) for each in every]
         self.never_negative = [name in NEVER_NEGATIVE for name in names]
         self._views = [
             (parameter, name, view)

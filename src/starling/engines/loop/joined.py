@@ -211,7 +211,7 @@ class JoinedLearner:
         if run.final is not None and not self._is_closed:
             yield
             return
-        life.run(LoopLearner.prepare_consensus)
+        life.run(LoopLearner.check_in_use, "consensus()")
         self._warn_without_steps()
         if final:
             life.run(LoopLearner.finish, is_final_wanted=True)
@@ -288,7 +288,8 @@ class JoinedLearner:
 
     def _warn_without_steps(self) -> None:
         run = self._run
-        if run.steps_begun == 0 and not run.is_over and self._replica.has_gradients and not self._has_warned:
+        has_gradients = any(parameter.grad is not None for parameter in self._replica.parameters)
+        if run.steps_begun == 0 and not run.is_over and has_gradients and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"learner {self._learner_id} has computed gradients but made no step, so nothing was trained. Call "

@@ -9,8 +9,8 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -237,24 +237,20 @@ class LoopLearner(ConnectedLearner):
         run.gradient = "none"
         run.num_steps += 1
         if listener is not None and (listener.finished or listener.ended):  # who wait for this heartbeat
-            with self._naming_the_store():
+            with self.communicator.naming_the_lost("step()"):
                 self._peers.store.set(f"steps/{self._rank}", str(run.num_steps))
         self.replica.leave_to_loop()
         run.begin_computing()
         spent.computing += time.monotonic() - begin - (spent.waiting_for_peers - waited)
 
-    def prepare_consensus(self) -> None:
-        """Check that a consensus can be requested now."""
-        self.check_in_use("consensus()")
-        self.replica.take_from_loop(self._me)
-
     def agree(self) -> Consensus:
         """The mean of all learners' models, now."""
         self._release.check()
+        self.replica.take_from_loop(self._me)
         self._run.end_computing()
         if self._listener is None:
             return Consensus(self._contribution()[0], 0.0)
-        with self._naming_the_store():
+        with self.communicator.naming_the_lost("requesting a consensus"):
             request = self._listener.request()
         return self.communicator.wait_for("a consensus", lambda: self._release.wait(request))
 
@@ -324,13 +320,13 @@ class LoopLearner(ConnectedLearner):
                 self._end_together(listener)
             self._is_ending = True
             communicator.warn_of_few_rounds()
-            with self._naming_the_store():
+            with communicator.naming_the_lost("its last step"):
                 communicator.rounds.finish()
                 with suppress(LoopEnded, StopIteration):  # run it until it waits for the others' end
                     self._coroutine.throw(LoopEnded())
             if listener is not None:
                 self._meet_all(listener, "finished", lambda: self._wait_for_all(listener.finished))
-            with self._naming_the_store(), suppress(StopIteration):
+            with communicator.naming_the_lost("its last step"), suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
             communicator.join_background()
@@ -438,7 +434,7 @@ class LoopLearner(ConnectedLearner):
     ) -> None:
         """Announce that this learner has reached a stage, call `wait`, then meet all learners in a closing barrier,
         which fails immediately if one of them dies. A learner that survives losses hears of a death without it."""
-        with self._naming_the_store():
+        with self.communicator.naming_the_lost("close()"):
             listener.announce(stage, word)
             thread = Worker("starling-closing")
             met = None if self._survives else thread.submit(self._closing_barrier)
@@ -451,23 +447,12 @@ class LoopLearner(ConnectedLearner):
     def _proceed(self) -> None:
         """Run the strategy until it waits for the loop's next gradient."""
         try:
-            with self._naming_the_store():
+            with self.communicator.naming_the_lost("step()"):
                 while not _waits_for_loop(self._coroutine.send(None)):
                     pass
         except BaseException as error:
             self.fail(error)
             raise
-
-    @contextmanager
-    def _naming_the_store(self) -> Generator[None, None, None]:
-        try:
-            yield
-        except dist.DistError as error:
-            host = "the coordinator" if self._survives else "learner 0 or the launcher"
-            raise self._release.error or PeerLost(
-                f"{self._me} lost the store, {self._where()}: {host}, which hosts it, has "
-                f"ended ({str(error).splitlines()[0]})"
-            ) from error
 
     def _meet(self, listening: Store | None) -> None:
         """Make groups for consensus."""
@@ -580,7 +565,7 @@ class LoopLearner(ConnectedLearner):
             self._listener.announce("roll-call")  # learners that only compute respond to it as well
             lost = self._peers.silent()
         except dist.DistError:
-            return "the store"
+            return f"the store, which {'the coordinator' if self._survives else 'learner 0 or the launcher'} hosts,"
         failed = [f"{self._name(rank)} ({why})" for rank, why in self._listener.failed.items() if rank != self._rank]
         return failed[0] if failed else lost
 

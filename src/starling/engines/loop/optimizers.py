@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,16 +14,14 @@ _OF_SCHEDULES = {"params", "lr", "initial_lr", "max_lr", "min_lr", "momentum", "
 
 
 class OptimizerList(Optimizer):
-    """Several optimizers of one model as one: its parameter groups are theirs, and its step is a step of each.
-
-    Within `only(member)`, its step is a step of that member.
-    """
+    """Several optimizers of one model as one: its parameter groups are theirs, and its step is a step of each that is
+    `active`."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         # not Optimizer.__init__, which would make parameter groups of its own
         self.members = tuple(members)
         self.defaults: dict[str, Any] = {}
-        self._active = self.members
+        self.active = self.members
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -36,18 +33,9 @@ class OptimizerList(Optimizer):
         """The members' states, by parameter."""
         return {parameter: state for member in self.members for parameter, state in member.state.items()}
 
-    @contextmanager
-    def only(self, member: Optimizer) -> Iterator[None]:
-        """Within this context, `step` is a step of one member."""
-        self._active = (member,)
-        try:
-            yield
-        finally:
-            self._active = self.members
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make a step of each active member."""
-        for member in self._active:
+        for member in self.active:
             member.step()
 
     def state_dict(self) -> dict[str, Any]:

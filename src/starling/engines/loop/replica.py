@@ -17,7 +17,7 @@ from starling.checkpoint.state import OWN_PREFIX, LearnerState
 from starling.checkpoint.state import own as copied
 from starling.engines.loop.optimizers import OptimizerList, members_of, optimizer_like, parameters_of
 from starling.engines.loop.outside import AdoptedParameters, OutsideChanges
-from starling.errors import CheckpointError, ConfigError, ProtocolError
+from starling.errors import CheckpointError, ProtocolError
 from starling.training.flat import NO_GRADIENT, split, without_gradient
 from starling.training.replica import Replica
 from starling.workload import Position
@@ -198,38 +198,17 @@ class LoopReplica(Replica):
         others = [(each, each.grad) for each in self._parameters if id(each) not in own]
         for parameter, _ in others:
             parameter.grad = None
+        self.optimizer.active = (optimizer,)
         try:
-            with self.optimizer.only(optimizer):
-                yield
+            yield
         finally:
+            self.optimizer.active = self.optimizer.members
             for parameter, gradient in others:
                 parameter.grad = gradient
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
         """An optimizer like the loop's for `parameters`, with the same groups and options."""
         return optimizer_like(self.optimizer, parameters, self._parameters)
-
-    def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
-        if not optimizer_state or self._memory is not None:
-            return super().pieces(largest, optimizer_state)
-        gradients = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:  # optimizers keep no state for parameters without a gradient
-            parameter.grad = torch.zeros_like(parameter)
-        try:
-            return super().pieces(largest, optimizer_state)
-        except KeyError as error:
-            raise ConfigError(
-                "strategy.optimizer_state: the optimizer's state differs between trainable parameters and cannot be "
-                "averaged; choose local"
-            ) from error
-        finally:
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._parameters)
 
     # the loop's weights
 
