@@ -180,7 +180,7 @@ def steps_together(strategy: str, options: dict[str, Any]) -> bool:
     `options` are the keywords of `join`."""
     chosen = find_strategy(strategy)
     own = {name: value for name, value in options.items() if name in chosen.options.model_fields}
-    world = number_of_learners() if is_learner() else 1
+    world = number_of_learners()
     return chosen.sync_groups(_checked(chosen, own), world).size == world
 
 
