@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import starling
-from starling.engines.loop.progress import Past, plan
+from starling.engines.loop.run import Past, plan
 from starling.errors import ConfigError, FinishedApart
 from tests.engines.drop_in_process import flat
 from tests.engines.surviving_process import loss_of, make_model

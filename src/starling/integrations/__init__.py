@@ -14,11 +14,10 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.optim import Optimizer
 
 from starling.engines.loop.joined import JoinedLearner
 from starling.launch.joining import attach, shared_place
-from starling.launch.rendezvous import is_learner, number_of_learners
+from starling.launch.rendezvous import number_of_learners
 
 _NUM_GROUPS = count()
 
@@ -30,8 +29,7 @@ class HostLearner:
         self.strategy, self.options = strategy, options
         self.learner: JoinedLearner | None = None
         """The newest one, which may have left."""
-        self.is_training = False
-        """Between joining and leaving."""
+        self._training: JoinedLearner | None = None  # the same, between joining and leaving
         self.survives = options.get("on_loss") == "continue"
         """Whether it continues when others are lost."""
         self._num_started = 1
@@ -40,7 +38,7 @@ class HostLearner:
     @property
     def is_apart(self) -> bool:
         """Whether the host's collectives would wait for learners that are not in step, or that may be lost."""
-        return self.is_training and self.learner is not None and (self.survives or not self.learner.is_in_step)
+        return self._training is not None and (self.survives or not self._training.is_in_step)
 
     @property
     def has_lost(self) -> bool:
@@ -51,33 +49,33 @@ class HostLearner:
         """This learner's rank: `of_host`, unless learners have been lost."""
         return of_host if self.learner is None or not self.survives else self.learner.rank
 
-    def attach(self, optimizer: Optimizer, model: nn.Module, scaler: GradScaler | None) -> None:
-        """Join the other learners."""
-        self._num_started = number_of_learners() if is_learner() else 1
-        self.learner = attach(optimizer, model, self.strategy, scaler=scaler, **self.options)
-        self.is_training = True
+    def attach(self, optimizer: Any, model: nn.Module, scaler: GradScaler | None) -> None:
+        """Join the other learners, with an optimizer that accelerate may have wrapped."""
+        self._num_started = number_of_learners()
+        own = getattr(optimizer, "optimizer", optimizer)
+        self.learner = self._training = attach(own, model, self.strategy, scaler=scaler, **self.options)
 
     def finish(self) -> None:
         """Adopt the mean of all final weights, and leave once all learners have."""
-        if self.learner is not None and self.is_training:
-            with self.learner.consensus(final=True):
+        if (learner := self._training) is not None:
+            with learner.consensus(final=True):
                 pass
-            self.is_training = False
-            self.learner.close()
+            self._training = None
+            learner.close()
 
     def leave(self, error: BaseException) -> None:
         """Notify the others that training has failed, unless it has ended."""
-        if self.learner is not None and self.is_training:
-            self.is_training = False
-            self.learner.__exit__(type(error), error, error.__traceback__)
+        if (learner := self._training) is not None:
+            self._training = None
+            learner.__exit__(type(error), error, error.__traceback__)
 
     @contextmanager
     def consensus(self) -> Generator[None, None, None]:
         """A context in which the model holds the mean of all learners' models during training; contexts may nest."""
-        if self.learner is None or not self.is_training or self._is_showing:
+        if self._training is None or self._is_showing:
             yield
             return
-        with self.learner.consensus():
+        with self._training.consensus():
             self._is_showing = True
             try:
                 yield

@@ -32,8 +32,8 @@ def is_learner() -> bool:
 
 
 def number_of_learners() -> int:
-    """How many learners were started with this one."""
-    return _number("WORLD_SIZE")
+    """How many learners were started with this one, which is counted."""
+    return _number("WORLD_SIZE") if is_learner() else 1
 
 
 def is_first() -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from starling.checkpoint.state import name_of_state
 from starling.errors import ConfigError
 from starling.learner import Learner
-from starling.training.flat import is_no_gradient, split
+from starling.training.flat import split, without_gradient
 from starling.training.streams import lock_for
 
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
@@ -86,8 +86,9 @@ class Replica:
             return
         own = [parameter.grad for parameter in self._parameters]
         views = split(gradient, self._parameters)
-        for number, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
-            parameter.grad = None if number in self.sometimes_unused and is_no_gradient(view) else view
+        unused = without_gradient(gradient, views) if self.sometimes_unused else [False] * len(views)
+        for number, parameter in enumerate(self._parameters):
+            parameter.grad = None if unused[number] and number in self.sometimes_unused else views[number]
         try:
             yield
         finally:
@@ -228,9 +229,14 @@ class OptimizerMemory:
         if not optimizer.state:
             self._begin(another)
         names = self._checked_names()
-        self.vectors = [
-            torch.cat([optimizer.state[parameter][name].reshape(-1) for parameter in parameters]) for name in names
-        ]
+        try:
+            every = [[optimizer.state[each][name].reshape(-1) for each in parameters] for name in names]
+        except KeyError as error:
+            raise ConfigError(
+                "strategy.optimizer_state: the optimizer's state differs between trainable parameters and cannot be "
+                "averaged; choose local"
+            ) from error
+        self.vectors = [torch.cat(each) for each in every]
         self.never_negative = [name in NEVER_NEGATIVE for name in names]
         self._views = [
             (parameter, name, view)

@@ -54,8 +54,8 @@ class AdoptedParameters:
     """The parameters that learners train together, as views into `flat` `[P]`.
 
     These are the model's parameters that are trainable or in the optimizer when it joins. They may be frozen and
-    unfrozen later. At every step, `check` detects parameters that were reallocated or replaced, and trained parameters
-    that were unknown before. It takes about half a microsecond per parameter.
+    unfrozen later. At every step, `take_back` detects parameters that were reallocated or replaced, and trained
+    parameters that were unknown before. It takes about half a microsecond per parameter.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -71,20 +71,19 @@ class AdoptedParameters:
                 self.parameters.append(parameter)
         self._known = {id(parameter) for parameter in self.parameters}
         self._note_structure()
+        self.flat = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+        view_weights(model, self.parameters, self.flat)
+        self._views = [parameter.data for parameter in self.parameters]
+        self._addresses = [view.data_ptr() for view in self._views]
 
     names: list[str]
     parameters: list[nn.Parameter]
 
-    def view(self, flat: Tensor) -> None:
-        """Make the parameters views into `flat` `[P]`."""
-        view_weights(self._model, self.parameters, flat)
-        self._views = [parameter.data for parameter in self.parameters]
-        self._addresses = [view.data_ptr() for view in self._views]
+    def take_back(self, learner: str) -> None:
+        """Make reallocated parameters views into `flat` again, with their current values.
 
-    def check(self, learner: str) -> list[tuple[int, Tensor]]:
-        """The reallocated parameters, by number, each with a copy of its current values.
-
-        Raises `ProtocolError` for a trained parameter that was unknown when the model joined.
+        Raises `ProtocolError` if the dtype, shape or device of one has changed, or for a trained parameter that was
+        unknown when the model joined.
         """
         if self._structure() != self._noted or any(parameter.requires_grad for parameter in self._others):
             self._check_structure(learner)
@@ -93,22 +92,17 @@ class AdoptedParameters:
         if [parameter.data_ptr() for parameter in self.parameters] == self._addresses and all(
             map(Tensor.is_set_to, self.parameters, self._views)
         ):
-            return []
+            return
         moved = [number for number in range(len(self.parameters)) if self._has_moved(number)]
-        return [(number, self.parameters[number].data.clone()) for number in moved]
-
-    def take_back(self, number: int, learner: str) -> None:
-        """Make a reallocated parameter a view into the flat vector again, with that vector's values.
-
-        Raises `ProtocolError` if its dtype, shape or device has changed.
-        """
-        parameter, view = self.parameters[number], self._views[number]
-        if not _fits(parameter, view) or parameter.shape != view.shape:
-            raise ProtocolError(
-                f"{learner}: parameter {self.names[number]} is {_describe(parameter)}, but was {_describe(view)} at "
-                "starling.join; change the model's dtype, device or shapes before starling.join"
-            )
-        parameter.data = view
+        for number, values in [(number, self.parameters[number].data.clone()) for number in moved]:
+            parameter, view = self.parameters[number], self._views[number]
+            if not _fits(parameter, view) or parameter.shape != view.shape:
+                raise ProtocolError(
+                    f"{learner}: parameter {self.names[number]} is {_describe(parameter)}, but was {_describe(view)} "
+                    "at starling.join; change the model's dtype, device or shapes before starling.join"
+                )
+            parameter.data = view
+            view.copy_(values)
 
     def release(self) -> None:
         """Copy the flat vector's values to reallocated parameters of any dtype and device."""

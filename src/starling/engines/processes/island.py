@@ -30,7 +30,7 @@ from starling.engines.processes.backend import PassWithBackend, communicating, l
 from starling.engines.processes.handshake import Peers
 from starling.errors import CheckpointError, ConfigError
 from starling.strategies.islands import Island
-from starling.training.flat import load_buffers, split, trainable
+from starling.training.flat import split, trainable
 from starling.training.freezing import Freeze
 from starling.training.job import Statistics
 from starling.training.shards import MakeOptimizer
@@ -145,14 +145,6 @@ class IslandModel:
     def name_of(self, number: int) -> str:
         """The name of a parameter in the model."""
         return self._named[number]
-
-    @property
-    def num_parameters(self) -> int:
-        return self.weights.numel()
-
-    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Set the model's buffers by name."""
-        load_buffers(self.model, buffers)
 
     def own_part(self, state: LearnerState, make_optimizer: MakeOptimizer) -> LearnerState:
         """This rank's part of the state of a whole model; a state that is a part is returned as it is."""

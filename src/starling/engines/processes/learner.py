@@ -29,7 +29,7 @@ from starling.learner import Handle, Shard
 from starling.training.checks import changed_beneath, check_elementwise
 from starling.training.course import Course
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
-from starling.training.flat import Model
+from starling.training.flat import Model, load_buffers
 from starling.training.job import Job, Observer, Statistics
 from starling.training.loading import Loader
 from starling.training.replica import Replica
@@ -59,7 +59,7 @@ class ProcessLearner(ConnectedLearner):
         self.replica = self._make_replica(job, flat)
         start = life.state
         if start is not None:
-            flat.load_buffers(start.buffers)
+            load_buffers(flat.model, start.buffers)
         self._job, self._peers, self._flat, self._life = job, peers, flat, life
         self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from starling.checkpoint.state import LearnerState
 from starling.errors import ConfigError, StarlingError
 from starling.training.course import Course
-from starling.training.flat import FlatModel, split
+from starling.training.flat import FlatModel, load_buffers, split
 from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Job
 from starling.training.replica import Replica
@@ -102,7 +102,7 @@ class RealGradients(Computation):
         buffers = copy.deepcopy(list(self._first_buffers))
         if start is not None:
             self._model.use_buffers(buffers)
-            self._model.load_buffers(start.buffers)
+            load_buffers(self._model.model, start.buffers)
         return buffers
 
     def named(self, buffers: Sequence[Tensor | None]) -> dict[str, Tensor]:
