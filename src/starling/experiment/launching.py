@@ -77,7 +77,6 @@ def run_learners(
                     replaces=run.on_loss == "replace",
                     joins=[fault for fault in run.faults if isinstance(fault, Join)],
                     requests=requests,
-                    is_open=run.on_loss != "stop",
                     say=display.say,
                     on_join=on_join,
                     on_left_out=display.left_out,

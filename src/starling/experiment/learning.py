@@ -31,8 +31,7 @@ from starling.experiment.task import RunT, Task
 from starling.experiment.timeline import Timeline
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
-from starling.launch.rendezvous import find_membership, joins
-from starling.launch.stopping import save_requests_of
+from starling.launch.rendezvous import find_membership, joins, save_requests_of
 from starling.recipe.run import RunConfig, recipe_digest
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line

@@ -86,7 +86,7 @@ def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
             loss=record.loss if record.loss is not None and math.isfinite(record.loss) else None,
             heard=None if record.attempt.heard_at is None else now - record.attempt.heard_at,
             log=f"log/learner-{record.learner_id}.log",
-            node=record.process.node if record.process is not None else "",
+            node=record.process.node,
         )
 
 

@@ -22,8 +22,7 @@ from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, segments
 from starling.experiment.task import RecipeT, Task
 from starling.experiment.timeline import Timeline
-from starling.launch.process import signal_name
-from starling.launch.stopping import on_stop_signal
+from starling.launch.process import on_stop_signal, signal_name
 from starling.recipe.run import RunConfig
 from starling.reporting.events import Events
 from starling.reporting.lines import duration

@@ -7,10 +7,8 @@ process group of a host framework), it takes any free port, which learner 0 publ
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -25,20 +23,19 @@ from starling.engines.processes.process_group import Connections
 from starling.errors import PeerLost, ProtocolError
 from starling.launch.coordinator import LINK, OVER, PATIENCE, StartedCoordinator, await_coordinator, keep_alive
 from starling.launch.door import read_line
+from starling.launch.link import Link
 from starling.launch.messages import (
     Ended,
     Failed,
     Greeted,
-    Heartbeat,
     Hello,
-    LearnerMessage,
+    LauncherMessage,
     NewMembership,
     Ready,
     decode_from_launcher,
     encode,
 )
 from starling.launch.rendezvous import AGENT, LOOPBACK, USUAL_SECONDS, check_store, find_place, ranks_of_environment
-from starling.timeouts import HEARTBEAT_EVERY
 from starling.training.membership import Membership, MembershipFeed
 
 T = TypeVar("T")
@@ -59,16 +56,14 @@ class CoordinatorLink:
 
     def __init__(self, place: Place, line: socket.socket, store_connections: Connections, seconds: float) -> None:
         self.feed = MembershipFeed(place.rank, None, is_watched=True)
-        self._place, self._line, self._store_connections, self._seconds = place, line, store_connections, seconds
-        self._sending = threading.Lock()
+        self._place, self._store_connections, self._seconds = place, store_connections, seconds
+        self._refused = ""
         self._error: PeerLost | None = None
-        self._has_left = False
         self._on_lost: Callable[[PeerLost], None] = lambda error: None
         self.listening: Store = clone_store(place.store)
         self.listening.set_timeout(timedelta(days=20))
         store_connections.note()
-        for target, name in ((self._hear, "hears"), (self._beat, "beats")):
-            threading.Thread(target=target, name=f"starling-coordination-{name}", daemon=True).start()
+        self._link = Link(line, self._lose, self._hear)
 
     def watch(self, on_lost: Callable[[PeerLost], None]) -> None:
         """Call `on_lost` once if the connection is lost."""
@@ -80,7 +75,7 @@ class CoordinatorLink:
         """Report that this learner is ready; the first membership that includes it. Raises PeerLost."""
         store, world = self._place.store, self._place.world
         store.set(f"came/{self.feed.name}", "")
-        self._send(Ready())
+        self._link.send(Ready())
         deadline = time.monotonic() + self._seconds
         while (first := self.feed.beyond(Membership(-1, ()), _RETRY_SECONDS)) is None:
             if self._error is not None:
@@ -95,45 +90,24 @@ class CoordinatorLink:
 
     def leave(self, error: BaseException | None) -> None:
         """Disconnect: because the run has ended or, with `error`, because this learner ends without the others."""
-        self._has_left = True
-        with suppress(OSError):
-            self._send(Ended(0) if error is None else Failed(type(error).__name__, str(error).partition("\n")[0]))
-            self._line.shutdown(socket.SHUT_RDWR)
+        self._link.close(Ended(0) if error is None else Failed(type(error).__name__, str(error).partition("\n")[0]))
         await_coordinator(_REAP_SECONDS)
 
-    def _send(self, message: LearnerMessage) -> None:
-        line = encode(message)
-        with self._sending:
-            self._line.sendall(line)
+    def _hear(self, message: LauncherMessage) -> None:
+        if isinstance(message, NewMembership):
+            self.feed.announce(Membership(message.generation, message.members, message.reason))
+        elif isinstance(message, Greeted):
+            self._refused = message.refused
 
-    def _beat(self) -> None:
-        while not self._has_left:
-            time.sleep(HEARTBEAT_EVERY)
-            with suppress(OSError):  # the listening thread hears of it
-                self._send(Heartbeat())
-
-    def _hear(self) -> None:
-        why, refused = "its connection closed", ""
-        try:
-            with self._line.makefile("rb") as lines:
-                for line in lines:
-                    new = decode_from_launcher(line)
-                    if isinstance(new, NewMembership):
-                        self.feed.announce(Membership(new.generation, new.members, new.reason))
-                    elif isinstance(new, Greeted) and new.refused:
-                        refused = new.refused
-                        break
-        except (OSError, ProtocolError) as error:
-            why = str(error)
-        if not self._has_left:
-            self._error = PeerLost(
-                f"learner {self.feed.name} cannot join: {refused}, and no learner is left to continue with"
-                if refused
-                else f"learner {self.feed.name} lost the coordinator of its run ({why}): its process or machine has "
-                "ended, or the network to it; learners that reach it continue"
-            )
-            self._on_lost(self._error)
-            self._store_connections.cut()
+    def _lose(self, error: Exception) -> None:
+        self._error = PeerLost(
+            f"learner {self.feed.name} cannot join: {self._refused}, and no learner is left to continue with"
+            if self._refused
+            else f"learner {self.feed.name} lost the coordinator of its run ({error}): its process or machine has "
+            "ended, or the network to it; learners that reach it continue"
+        )
+        self._on_lost(self._error)
+        self._store_connections.cut()
 
 
 def connect(seconds: float, host_store: Store | None = None) -> tuple[Place, CoordinatorLink]:

@@ -135,7 +135,7 @@ def _this_node() -> tuple[str, str, float]:
 
 def _relay(process: LocalProcess, line: socket.socket) -> bool:
     """Pass on messages until the learner has exited; False if the launcher has gone, or cannot be reached."""
-    own = process.line
+    own = process.line.connection
     if own is None:
         return False
     with selectors.DefaultSelector() as selector:
@@ -170,7 +170,7 @@ def _pass_on(source: socket.socket, target: socket.socket) -> bool:
 
 def _end_without_launcher(process: LocalProcess) -> None:
     """End a learner whose launcher cannot be reached: it notices that its socket is closed, unless it is stuck."""
-    process.hang_up()
+    process.line.close()
     process.signal(signal.SIGCONT)
     if not process.wait(TERMINATION):
         process.kill()

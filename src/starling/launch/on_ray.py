@@ -23,7 +23,6 @@ from starling.extras import require
 from starling.launch.door import Door
 from starling.launch.keeper import Errand, Keeper
 from starling.launch.launcher import loopback_store
-from starling.launch.messages import LauncherMessage
 from starling.launch.process import LearnerProcess, Program, Site
 from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM
 
@@ -84,10 +83,9 @@ class _Process(LearnerProcess):
         self._is_killed = self._is_removed = False
         self.started_at = time.monotonic()
         self._code: int | None = None
-        self._code_at = self._closed_at = 0.0
-        self._unsent: list[LauncherMessage] = []
+        self._code_at = 0.0
         self._has_ended = threading.Event()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self.clearing: Any = None
         """Ray's reference to the removal of what the learner left."""
 
@@ -98,44 +96,30 @@ class _Process(LearnerProcess):
         actor.keep.remote(self.errand).future().add_done_callback(self._on_end)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its keeper has connected."""
+        return self.line.connection is not None
+
+    @property
     def exit_code(self) -> int | None:
-        now = time.monotonic()
-        if self._code is None and self._closed_at and now - self._closed_at > NODE_SILENT:
+        now, closed_at = time.monotonic(), self.line.closed_at
+        if self._code is None and closed_at and now - closed_at > NODE_SILENT:
             self._lose()
         if self._code is None:
             return None
         # its last messages come before the end of the connection
-        is_heard = self.line is None or self._closed_at > 0.0 or now - self._code_at > NODE_SILENT
+        is_heard = not self.has_begun or closed_at > 0.0 or now - self._code_at > NODE_SILENT
         return self._code if is_heard else None
 
     def connect(self, line: socket.socket, node: str) -> None:
         """Use the connection that its keeper has made. Called by another thread."""
-        with self._lock:
-            self.node, self.line = node, line
-            for message in self._unsent:
-                super().tell(message)
-            self._unsent.clear()
-
-    def tell(self, message: LauncherMessage) -> None:
-        with self._lock:
-            if self.line is None:
-                self._unsent.append(message)
-            else:
-                super().tell(message)
-
-    def tell_rest(self) -> None:
-        with self._lock:
-            super().tell_rest()
-
-    def hang_up(self) -> None:
-        super().hang_up()
-        self._closed_at = self._closed_at or time.monotonic()
+        self.node, self.line.connection = node, line
 
     def signal(self, number: int) -> None:
         self._is_killed = self._is_killed or number in (signal.SIGKILL, signal.SIGTERM)
         if not self.has_place:
             self._end(-number)
-        elif self.line is None and self._is_killed:  # it has not been started yet
+        elif self._is_killed and not self.has_begun:  # it has not been started yet
             self.remove_actor()
         else:
             self._actor.signal.remote(number)
@@ -149,15 +133,12 @@ class _Process(LearnerProcess):
             self.remove_actor()
         if not self.wait(NODE_SILENT):
             self._lose()
-        super().hang_up()
+        self.line.close()
 
-    def signal_group(self, number: int) -> bool:
-        return False  # its keeper ends its loading processes: see `forget`
-
-    def forget(self) -> None:
+    def forget(self) -> None:  # its keeper ends its loading processes
         if self.lost:
             self.remove_actor()
-        elif self.clearing is None and self.line is not None:
+        elif self.clearing is None and self.has_begun:
             self.clearing = self._actor.clear.remote()
 
     def remove_actor(self) -> None:
@@ -176,7 +157,7 @@ class _Process(LearnerProcess):
         if isinstance(error, RayTaskError):
             self.error = StarlingError(f"the learner could not be started: {error.cause or error}")
             self._end(1)
-        elif error is not None and self.line is None and not self._is_killed:
+        elif error is not None and not self.has_begun and not self._is_killed:
             self.why_again = (str(error).splitlines() or [type(error).__name__])[0]
             self.has_place = False
             if self._num_places >= MOST_PLACES:
@@ -300,7 +281,7 @@ class _Site:
         for name, process in list(self._processes.items()):
             if process.clearing is not None and self._ray.wait([process.clearing], timeout=0)[0]:
                 process.remove_actor()
-            if process.line is not None or process.exit_code is not None:
+            if process.has_begun or process.exit_code is not None:
                 continue
             if not process.has_place:
                 learner_id, why = process.errand.learner_id, process.why_again

@@ -1,5 +1,5 @@
 """A process's place among the learners, from the environment variables that Starling's launcher, torchrun and Slurm
-scripts set."""
+scripts set, and what it hears from Starling's launcher: memberships and stop requests."""
 
 import logging
 import os
@@ -7,16 +7,19 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous
 
+from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.forks import own_connections
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, ProtocolError
 from starling.launch.link import JOINS, OWN_DEVICE, WATCHED, Link
-from starling.launch.messages import Arrived, Entered, LauncherMessage, NewMembership, Ready
-from starling.launch.process import loopback_interface
+from starling.launch.messages import Arrived, CanStop, Entered, LauncherMessage, NewMembership, Ready, Signalled, Stop
+from starling.launch.process import end_now, loopback_interface, on_stop_signal
 from starling.timeouts import CONNECT
 from starling.training.membership import Membership, MembershipFeed
 
@@ -66,6 +69,37 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
 
     link.listen(hear)
     return membership
+
+
+@contextmanager
+def save_requests_of(link: Link | None, minutes: float | None) -> Generator[SaveRequests, None, None]:
+    """The checkpoints and stops that this learner process asks for inside the context: a checkpoint every `minutes`
+    minutes, and a stop after a signal.
+
+    Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may
+    signal all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the others.
+    """
+    save_requests = SaveRequests(minutes, ignores_signals=True)
+
+    def hear(message: LauncherMessage) -> None:
+        if isinstance(message, Stop):
+            save_requests.stop(message.signal_number)
+
+    if link is not None:
+        save_requests.on_ready = lambda: link.send(CanStop())
+        link.listen(hear)
+
+    def stop(number: int) -> None:
+        if not save_requests.is_ready:  # there is nothing to save
+            end_now(number)
+        if link is None:
+            save_requests.stop(number)
+        else:
+            with suppress(OSError):  # the launcher is gone: the link's thread ends this process
+                link.send(Signalled(number))
+
+    with on_stop_signal(stop):
+        yield save_requests
 
 
 def find_place(timeout_seconds: float = CONNECT) -> Place:

@@ -10,46 +10,64 @@ Files are written under a temporary name and renamed. Any user with write access
 import fcntl
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starling.errors import ProtocolError
 from starling.launch.messages import JoinAnswer, JoinRequest, decode_file, encode_file
 from starling.timeouts import LOCK, REQUESTS_EVERY
 
-Seconds = float
 _LOCK, _REQUEST, _ANSWER = "open", "request-{}.json", "answer-{}.json"
+
+
+@dataclass(eq=False)
+class Request:
+    """A request at the launcher's end, from its arrival to its answer."""
+
+    learners: int
+    """How many to add; 0, which is refused, if it could not be read."""
+    path: Path
+    """The file of its answer."""
+    open: list[int] = field(default_factory=list)
+    """The learners that have neither joined nor failed yet."""
+    joined: list[int] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def settle(self, num_members: int) -> None:
+        """Answer with what became of its learners."""
+        self.answer(JoinAnswer("", tuple(sorted(self.joined)), tuple(self.failed), num_members))
+
+    def answer(self, answer: JoinAnswer) -> None:
+        """Write the answer."""
+        with suppress(OSError):  # a full disk must not end the run
+            _write(self.path, answer)
 
 
 class Requests:
     """The launcher's end, in a folder that it has locked."""
 
-    def __init__(self, folder: Path, clock: Callable[[], Seconds] = time.monotonic) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._clock = clock
-        self._next_look = clock()
+        self._next_look = 0.0
 
-    def take(self) -> list[JoinRequest]:
-        """Remove and return the new requests. Looks only every `REQUESTS_EVERY` seconds; an unreadable request becomes
-        one for 0 learners, which is refused."""
-        if self._clock() < self._next_look:
+    def take(self) -> list[Request]:
+        """Remove and return the new requests. Looks only every `REQUESTS_EVERY` seconds."""
+        if time.monotonic() < self._next_look:
             return []
-        self._next_look = self._clock() + REQUESTS_EVERY
+        self._next_look = time.monotonic() + REQUESTS_EVERY
         found = []
         for path in sorted(self._folder.glob(_REQUEST.format("*"))):
-            name = path.stem.removeprefix("request-")
+            answer = self._folder / _ANSWER.format(path.stem.removeprefix("request-"))
             with suppress(OSError):
                 content = path.read_bytes()
                 path.unlink()
-                found.append(_request(content, name))
+                try:
+                    found.append(Request(decode_file(JoinRequest, content).learners, answer))
+                except ProtocolError:
+                    found.append(Request(0, answer))
         return found
-
-    def answer(self, request: JoinRequest, answer: JoinAnswer) -> None:
-        """Write the answer to a request."""
-        with suppress(OSError):  # a full disk must not end the run
-            _write(self._folder / _ANSWER.format(request.id), answer)
 
 
 @contextmanager
@@ -111,13 +129,6 @@ def withdraw(folder: Path, request: JoinRequest) -> None:
     """Remove the files of a request and its answer, if they still exist."""
     for name in (_REQUEST, _ANSWER):
         (folder / name.format(request.id)).unlink(missing_ok=True)
-
-
-def _request(content: bytes, name: str) -> JoinRequest:
-    try:
-        return replace(decode_file(JoinRequest, content), id=name)
-    except ProtocolError:
-        return JoinRequest(0, name)
 
 
 def _write(path: Path, content: JoinRequest | JoinAnswer) -> None:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from starling.launch.messages import EpochEnd, Snapshot
-from starling.reporting.lines import duration, mean_staleness
+from starling.reporting.lines import duration, mean_staleness, rounds_per_gradient, share
 
 if TYPE_CHECKING:
     from starling.training.job import EpochReport, StepReport
@@ -207,15 +207,10 @@ class EpochSummary:
     @property
     def worst(self) -> EpochEnd | None:
         """The learner with the smallest share of time spent computing; None if the difference is below `_MUCH`."""
-        worst = min(self._computing, key=lambda each: each.share(each.computing), default=None)
-        if worst is None or self.share("computing") - worst.share(worst.computing) < _MUCH:
+        worst = min(self._computing, key=lambda each: share([each], "computing"), default=None)
+        if worst is None or share(self._computing, "computing") - share([worst], "computing") < _MUCH:
             return None
         return worst
-
-    def share(self, what: str) -> float:
-        """`computing`, `waiting_for_data` or `waiting_for_peers` as a percentage of the workers' time."""
-        total = sum(each.seconds for each in self._computing)
-        return 100.0 * sum(getattr(each, what) for each in self._computing) / total if total > 0.0 else 0.0
 
     def line(self, score: Score | None = None) -> str:
         """The line to print, with `score` if it is new."""
@@ -226,16 +221,16 @@ class EpochSummary:
         if self.learning_rate is not None:
             parts.append(f"lr {self.learning_rate:.3g}")
         worst = self.worst
-        named = f" (learner {worst.learner_id}: {worst.share(worst.computing):.0f} %)" if worst else ""
+        named = f" (learner {worst.learner_id}: {share([worst], 'computing'):.0f} %)" if worst else ""
         parts += [
-            f"computing {self.share('computing'):.0f} %{named}",
-            f"waiting {self.share('waiting_for_data'):.0f} % for data",
-            f"{self.share('waiting_for_peers'):.0f} % for peers",
+            f"computing {share(self._computing, 'computing'):.0f} %{named}",
+            f"waiting {share(self._computing, 'waiting_for_data'):.0f} % for data",
+            f"{share(self._computing, 'waiting_for_peers'):.0f} % for peers",
         ]
         if self.num_rounds or self.largest_staleness:
             parts.append(f"staleness {self.mean_staleness:.1f} (at most {self.largest_staleness})")
         if self.num_rounds and self.num_steps:
-            parts.append(f"{self.num_rounds / self.num_steps:.2f} rounds per gradient")
+            parts.append(f"{rounds_per_gradient(self.ends):.2f} rounds per gradient")
         if self.num_not_finite:
             parts.append(f"{self.num_not_finite} gradients not finite and left out")
         if score is not None:
