@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from starling.engines.loop.joined import JoinedLearner
 from starling.launch.joining import attach, shared_place
-from starling.launch.rendezvous import is_learner, number_of_learners
+from starling.launch.rendezvous import number_of_learners
 
 _NUM_GROUPS = count()
 
@@ -50,7 +50,7 @@ class HostLearner:
 
     def attach(self, optimizer: Optimizer, model: nn.Module, scaler: GradScaler | None) -> None:
         """Join the other learners."""
-        self._num_started = number_of_learners() if is_learner() else 1
+        self._num_started = number_of_learners()
         self.learner = attach(optimizer, model, self.strategy, scaler=scaler, **self.options)
         self.is_training = True
 

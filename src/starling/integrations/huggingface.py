@@ -17,7 +17,7 @@ from starling.errors import ConfigError
 from starling.extras import require
 from starling.integrations.host_learner import HostLearner
 from starling.launch.joining import steps_together
-from starling.launch.rendezvous import is_learner, number_of_learners
+from starling.launch.rendezvous import number_of_learners
 from starling.launch.sharing import SharedSampler
 
 require("huggingface", "starling.integrations.huggingface")
@@ -102,7 +102,7 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
         if args.auto_find_batch_size or args.deepspeed or args.fsdp:
             raise ConfigError("args: auto_find_batch_size, deepspeed and fsdp cannot be used with StarlingTrainer")
         self._host = HostLearner(strategy, dict(options or {}))
-        self._world = number_of_learners() if is_learner() else 1
+        self._world = number_of_learners()
         self._is_in_step = steps_together(strategy, self._host.options)
         self._sampler: SharedSampler | None = None
         self._is_limited = True  # by steps instead of epochs, as far as is known before training

@@ -1,6 +1,7 @@
 """`starling.join`: turns an existing PyTorch training loop into one learner of several."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from starling.engines.loop.optimizers import OptimizerList, as_one
 from starling.engines.loop.traps import check_loop, check_modules, check_served
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
-from starling.launch.elastic import CoordinatorLink, connect, find_store
+from starling.launch.elastic import CoordinatorLink, connect
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.base import all_but_the_lost
@@ -76,7 +77,8 @@ def join(
         )
     elif on_loss == "continue":
         chosen.validate(checked, number_of_learners())
-        place, coordination = connect(timeout_seconds, _host_store())
+        coordination = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
+        place = coordination.place
         _surviving[:] = [place]
     else:
         place = _new_place(timeout_seconds)
@@ -160,7 +162,7 @@ def steps_together(strategy: str, options: dict[str, Any]) -> bool:
     `options` are the keywords of `join`."""
     chosen = find_strategy(strategy)
     own = {name: value for name, value in options.items() if name in chosen.options.model_fields}
-    world = number_of_learners() if is_learner() else 1
+    world = number_of_learners()
     return chosen.sync_groups(_checked(chosen, own), world).size == world
 
 
@@ -173,8 +175,10 @@ def shared_place(timeout_seconds: float = CONNECT) -> Place:
 
 
 def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
-    """Let samplers that begin before `join(…, on_loss="continue")` use the store that outlives every learner."""
-    _surviving[:] = [find_store(timeout_seconds, _host_store())]
+    """Connect to the coordinator before `join(…, on_loss="continue")`, so that samplers that begin earlier use the
+    store that outlives every learner."""
+    _prepared[:] = [connect(timeout_seconds, _host_store())]
+    _surviving[:] = [_prepared[0].place]
 
 
 def surviving_place() -> Place | None:
@@ -192,13 +196,13 @@ def _new_place(timeout_seconds: float) -> Place:
     The prefix is the number of earlier calls, which is the same on all learners.
     """
     place = shared_place(timeout_seconds)
-    store = PrefixStore(f"join/{next(_NUM_CALLS)}", place.store)
-    return Place(place.rank, place.world, place.local_rank, place.local_world, store)
+    return replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store))
 
 
 _NUM_CALLS: Iterator[int] = count()
 _places: list[Place] = []
 _surviving: list[Place] = []
+_prepared: list[CoordinatorLink] = []
 
 
 def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:

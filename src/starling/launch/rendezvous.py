@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from starling.engines.processes.checkpoint_barrier import SaveRequests
@@ -35,8 +37,8 @@ def is_learner() -> bool:
 
 
 def number_of_learners() -> int:
-    """How many learners were started with this one."""
-    return _number("WORLD_SIZE")
+    """How many learners were started with this one; 1 without any other."""
+    return _number("WORLD_SIZE") if is_learner() else 1
 
 
 def is_first() -> bool:
@@ -107,26 +109,25 @@ def find_place(timeout_seconds: float = CONNECT) -> Place:
 
     Raises `ConfigError` for an invalid environment variable, `ProtocolError` if the store does not answer.
     """
-    rank, world, local_rank, local_world = ranks_of_environment(joins())
-    address = os.environ["MASTER_ADDR"]
+    own, address = place_of_environment(joins()), os.environ["MASTER_ADDR"]
+    rank = own.rank
     if rank != 0 or os.environ.get(AGENT) == "True":  # otherwise it starts the store
         timeout_seconds = await_store(rank, address, _number("MASTER_PORT"), timeout_seconds)
     try:
         with own_connections():
-            store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
+            store, _, _ = next(rendezvous("env://", rank, own.world, timeout=timedelta(seconds=timeout_seconds)))
     except (RuntimeError, OSError) as error:
         port = os.environ["MASTER_PORT"]
         raise ProtocolError(
             f"learner {rank} cannot reach the store at {address}:{port}: {str(error).splitlines()[0]}; "
             "is the process that owns it alive, and is the port free?"
         ) from error
-    owns_device = os.environ.get(OWN_DEVICE) == "1"
-    return Place(rank, world, local_rank, local_world, store, owns_device)
+    return replace(own, store=store)
 
 
-def ranks_of_environment(may_join: bool) -> tuple[int, int, int, int]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Also keeps gloo on loopback if MASTER_ADDR is, and warns of
-    any other address.
+def place_of_environment(may_join: bool) -> Place:
+    """This process's place, with a store of its own. Also keeps gloo on loopback if MASTER_ADDR is, and warns of any
+    other address.
 
     Raises `ConfigError` for an invalid variable. A rank that `may_join` later may be any number from 0.
     """
@@ -139,7 +140,7 @@ def ranks_of_environment(may_join: bool) -> tuple[int, int, int, int]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     if rank == 0:
         _warn_if_exposed(address)
-    return rank, world, local_rank, local_world
+    return Place(rank, world, local_rank, local_world, HashStore(), os.environ.get(OWN_DEVICE) == "1")
 
 
 def _warn_if_exposed(address: str) -> None:
