@@ -24,7 +24,6 @@ from starling.engines.processes.place import Place, choose_device
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.claim import unwritable
-from starling.experiment.cores import use_threads
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.launching import machines_of, shared_folder
 from starling.experiment.packing import JobConfig, pack
@@ -143,7 +142,7 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
     if place.world == 1:
         return _lone()
     options = options_of(run)
-    use_threads(run, place.local_world)
+    place.use_threads(run.engine.threads)
     per_node = place.local_world if place.local_world < place.world else 1
     found = AtHand()
     allowance = Allowance(_gradients(job), job.budget.minutes, options.seconds)

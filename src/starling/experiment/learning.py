@@ -14,7 +14,6 @@ from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.processes.stalls import Stall, Waits
-from starling.experiment.cores import use_threads
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import (
     LearnersCurves,
@@ -41,7 +40,7 @@ from starling.training.job import Job, Silence, StepReport
 
 def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
     """Train as a learner until the run ends; return the signal if one stopped the run early, else None."""
-    use_threads(run, place.local_world)
+    place.use_threads(run.engine.threads)
 
     def tell(message: LearnerMessage) -> None:
         if link is not None:

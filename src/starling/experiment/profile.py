@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 
 from starling.budget import Budget
+from starling.engines.processes.place import cores_here
 from starling.engines.virtual.cluster import LinkModel
 from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
 from starling.experiment.any_job import train
-from starling.experiment.cores import cores_here
 from starling.predict.costs import (
     JobFacts,
     MachineFacts,

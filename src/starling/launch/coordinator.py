@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -235,33 +236,27 @@ _running: list["subprocess.Popen[bytes]"] = []
 """Coordinators that this process has started."""
 
 
-class StartedCoordinator:
-    """A coordinator that this process has started; it stays as long as this is not closed or learners are there."""
-
-    def __init__(self, address: str, port: int) -> None:
-        """Start one whose store listens on `port`, or on any if that is 0. `ProtocolError` if it cannot."""
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, address, str(port), "--parent"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to this process's group does not reach it
-        )
-        _running[:] = [each for each in _running if each.poll() is None] + [self._process]
-        said: dict[str, int | str] = json.loads((self._process.stdout and self._process.stdout.readline()) or b"{}")
+@contextmanager
+def started_coordinator(address: str, port: int) -> Generator[int, None, None]:
+    """Start a coordinator whose store listens on `port`, or on any if that is 0; yields that. It stays within this
+    context, and as long as learners are there. `ProtocolError` if it cannot be started."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, address, str(port), "--parent"],
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a signal to this process's group does not reach it
+    )
+    _running[:] = [each for each in _running if each.poll() is None] + [process]
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        said: dict[str, int | str] = json.loads(process.stdout.readline() or b"{}")
         if "port" not in said:
             raise ProtocolError(
                 f"no store can be started on port {port}: {said.get('error', 'its process ended')}; is the port free?"
             )
-        self.port = int(said["port"])
-
-    def close(self) -> None:
-        """Let it end with the last learner."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        yield int(said["port"])
 
 
 def await_coordinator(seconds: Seconds) -> None:

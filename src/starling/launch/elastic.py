@@ -22,7 +22,7 @@ from starling.engines.processes.forks import clone_store
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.errors import PeerLost, ProtocolError
-from starling.launch.coordinator import LINK, OVER, PATIENCE, StartedCoordinator, await_coordinator, keep_alive
+from starling.launch.coordinator import LINK, OVER, PATIENCE, await_coordinator, keep_alive, started_coordinator
 from starling.launch.door import read_line
 from starling.launch.link import Link
 from starling.launch.messages import (
@@ -134,7 +134,11 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorLink:
             except _NotThere as reason:
                 if own.rank == 0 and not has_started and str(reason) != OVER:
                     has_started = True
-                    stack.callback(_start(address, port, agent_store).close)
+                    listening = "127.0.0.1" if address in LOOPBACK else ""
+                    started = started_coordinator(listening, port if agent_store is None else 0)
+                    started_port = stack.enter_context(started)
+                    if agent_store is not None:
+                        agent_store.set(_PUBLISHED, str(started_port))
                 elif time.monotonic() - begin > seconds:
                     raise ProtocolError(
                         f"learner {own.rank} cannot reach the coordinator at {address}:{port}: {reason}; is learner 0 "
@@ -145,15 +149,6 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorLink:
                     what = "learner %d waits for the coordinator at %s:%d, which learner 0 starts (%s); %g s at most"
                     _LOG.warning(what, own.rank, address, port, reason, seconds)
                 time.sleep(_RETRY_SECONDS)
-
-
-def _start(address: str, port: int, agent_store: Store | None) -> StartedCoordinator:
-    listening = "127.0.0.1" if address in LOOPBACK else ""
-    if agent_store is None:
-        return StartedCoordinator(listening, port)
-    started = StartedCoordinator(listening, 0)
-    agent_store.set(_PUBLISHED, str(started.port))
-    return started
 
 
 def _published(agent_store: Store) -> int:

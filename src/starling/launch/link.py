@@ -31,8 +31,6 @@ JOINS = "STARLING_JOINS"
 """Environment variable: 1 if the learner joins a running experiment."""
 OWN_DEVICE = "STARLING_OWN_DEVICE"
 """Environment variable: 1 if the learner sees one CUDA device, which no other learner uses."""
-NODE_CPUS = "STARLING_NODE_CPUS"
-"""Environment variable: on a Ray cluster, the number of CPUs that the node offers, which may be fewer than it has."""
 ORPHANED = 3
 """The exit code of a learner whose launcher died."""
 
