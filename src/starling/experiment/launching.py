@@ -13,13 +13,12 @@ from starling.experiment.following import Following
 from starling.experiment.observers import show
 from starling.experiment.task import Scoring
 from starling.extras import require
-from starling.launch.joiners import Changes
+from starling.launch.joiners import Changes, launcher_id, taking_requests
 from starling.launch.launcher import launch, this_machine
 from starling.launch.messages import LearnerMessage
 from starling.launch.on_ray import RayMachines, connected
 from starling.launch.process import Machines
 from starling.launch.rendezvous import LOOPBACK
-from starling.launch.requests import launcher_id, taking_requests
 from starling.launch.roster import Loss
 from starling.recipe.run import RunConfig
 from starling.reporting.metrics import Metrics, serving

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from starling.errors import ConfigError, DataError, PeerLost, ProtocolError
 from starling.experiment.folder import existing
+from starling.launch.joiners import ask, launcher_id, take_answer, withdraw
 from starling.launch.messages import LearnerStatus, Status, decode_file
-from starling.launch.requests import ask, launcher_id, take_answer, withdraw
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.reporting.lines import duration
 from starling.reporting.progress import Say

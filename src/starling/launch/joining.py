@@ -65,8 +65,7 @@ def join(
     check_loop(model, joined := as_one(optimizer))
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     checked = _checked(chosen, options)
-    _check_optimizer(joined, chosen, checked)
-    _check_arguments(timeout_seconds, most_not_finite, on_loss, chosen)
+    _check(joined, chosen, checked, timeout_seconds, most_not_finite, on_loss)
     coordination: CoordinatorLink | None = None
     if not is_learner():
         place = Place(0, 1, 0, 1, HashStore())
@@ -89,31 +88,28 @@ def join(
     return JoinedLearner(place, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
 
 
-def _check_arguments(timeout_seconds: float, most_not_finite: int, on_loss: str, strategy: Strategy) -> None:
-    """Raise `ConfigError` for an argument of `join` that is out of its range."""
-    if not timeout_seconds > 0.0:
-        raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
-    if most_not_finite < 1:
-        raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
-    if on_loss not in ("stop", "continue"):
-        raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
-    if on_loss == "continue":
-        _check_survives(strategy)
-
-
-def _check_optimizer(optimizer: Optimizer, strategy: Strategy, options: Config) -> None:
-    """Raise `ConfigError` for an optimizer that does not suit the strategy."""
+def _check(
+    optimizer: Optimizer,
+    strategy: Strategy,
+    options: Config,
+    timeout_seconds: float,
+    most_not_finite: int,
+    on_loss: str,
+) -> None:
+    """Raise `ConfigError` for arguments of `join` that are out of their range or do not suit the strategy."""
     if strategy.is_served or not strategy.steps_itself:
         check_served(optimizer, strategy.name)
     if isinstance(optimizer, OptimizerList) and getattr(options, "optimizer_state", "local") == "averaged":
         raise ConfigError(
             "optimizer_state: several optimizers have no common state to average; leave it out, or join with one"
         )
-
-
-def _check_survives(strategy: Strategy) -> None:
-    """Raise `ConfigError` for a strategy whose learners cannot each be lost."""
-    if strategy.is_served or strategy.survivors is not all_but_the_lost:
+    if not timeout_seconds > 0.0:
+        raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
+    if most_not_finite < 1:
+        raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
+    if on_loss not in ("stop", "continue"):
+        raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
+    if on_loss == "continue" and (strategy.is_served or strategy.survivors is not all_but_the_lost):
         why = "its servers hold the model" if strategy.is_served else "its super-learners need all their learners"
         raise ConfigError(
             f"on_loss: {strategy.name} cannot continue without any one of its learners, because {why}; choose another "

@@ -1,7 +1,7 @@
 """Every message between a launcher, its learners, and the commands that look at a run or change it.
 
 Learners and launcher communicate over a socket, one JSON object per line (`launch/link.py`); `starling join` and the
-launcher exchange files (`launch/requests.py`); `starling status` reads a file that the launcher writes. Each message is
+launcher exchange files (`launch/joiners.py`); `starling status` reads a file that the launcher writes. Each message is
 one of the frozen classes below. Only the `encode…` and `decode_…` functions convert them to and from
 JSON. An unknown or missing field or a wrong type is a `ProtocolError`.
 

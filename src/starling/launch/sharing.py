@@ -81,11 +81,13 @@ class _Shared(Sampler[T], Generic[T]):
         yield from claims
         self._has_ended = True
 
+    def _find_place(self) -> Place:
+        return (surviving_place() or shared_place()) if is_learner() else Place(0, 1, 0, 1, HashStore())
+
     def _claims(self) -> Claims:
         """The claims of the present pass, or of the first one before it begins."""
         if self._present is None:
-            # not earlier: Lightning sets the ranks when a fit begins
-            place = (surviving_place() or shared_place()) if is_learner() else Place(0, 1, 0, 1, HashStore())
+            place = self._find_place()  # not earlier: Lightning sets the ranks when a fit begins
             store = PrefixStore(f"sampler/{self._number}/pass/{self._num_passes}", place.store)
             self._present = Claims(store, place.rank, self._remaining, self._claim_size)
         return self._present
