@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from starling.errors import ProtocolError, StarlingError
+from starling.files import replace_file
 from starling.launch.messages import JoinAnswer, JoinRequest, decode_file, encode_file
 from starling.launch.process import end_loaders
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
@@ -57,7 +58,7 @@ class Request:
     def answer(self, answer: JoinAnswer) -> None:
         """Write the answer."""
         with suppress(OSError):  # a full disk must not end the run
-            _write(self.path, answer)
+            replace_file(self.path, encode_file(answer))
 
 
 class Requests:
@@ -167,7 +168,7 @@ class Joiners:
                 request.answer(JoinAnswer(refused=problem))
         if is_ending:
             return
-        running = {each.learner_id for each in self._roster.learners.values() if each.is_running}
+        running = {each.learner_id for each in self._roster.learners.values() if each.process.is_running}
         due = [each for each in self._wanted if each not in running]
         self._wanted = [each for each in self._wanted if each in running]
         for learner_id in due:
@@ -184,7 +185,9 @@ class Joiners:
         ready = [
             each.learner_id
             for each in self._roster.joining(is_member=False)
-            if each.state is LearnerState.READY and each.is_running and self._roster.since_heard(each) < JOINER_FRESH
+            if each.state is LearnerState.READY
+            and each.process.is_running
+            and self._roster.since_heard(each) < JOINER_FRESH
         ]
         for number in range(len(ready), 0, -1):
             try:
@@ -268,7 +271,7 @@ class Joiners:
     def _free(self, number: int, taken: Collection[int]) -> list[int]:
         """`number` unused ids: those of lost learners first, then new ones."""
         known = sorted({*self._roster.learners, *taken})
-        running = {each.learner_id for each in self._roster.learners.values() if each.is_running}
+        running = {each.learner_id for each in self._roster.learners.values() if each.process.is_running}
         free = [each for each in known if each not in taken and each not in running]
         return [*free, *range(known[-1] + 1, known[-1] + 1 + number)][:number]
 
@@ -298,7 +301,7 @@ def launcher_id(folder: Path) -> bytes | None:
 def ask(folder: Path, learners: int) -> JoinRequest:
     """Write a request for more learners."""
     request = JoinRequest(learners, f"{time.time_ns():020d}-{secrets.token_hex(4)}")
-    _write(folder / _REQUEST.format(request.id), request)
+    replace_file(folder / _REQUEST.format(request.id), encode_file(request))
     return request
 
 
@@ -318,12 +321,6 @@ def withdraw(folder: Path, request: JoinRequest) -> None:
     """Remove the files of a request and its answer, if they still exist."""
     for name in (_REQUEST, _ANSWER):
         (folder / name.format(request.id)).unlink(missing_ok=True)
-
-
-def _write(path: Path, content: JoinRequest | JoinAnswer) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(encode_file(content), encoding="utf-8")
-    aside.replace(path)
 
 
 def _lock(descriptor: int, kind: int) -> bool:

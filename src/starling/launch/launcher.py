@@ -194,7 +194,7 @@ class Supervisor:
     def until_all_ended(self) -> None:
         """Handle messages until all processes have exited. Raises the first error that the run did not survive."""
         with self._selector:
-            while any(record.is_running for record in self._counted()):
+            while any(record.process.is_running for record in self._counted()):
                 self._read_for(READ)
                 if number := self._signal():
                     self._stop(number)
@@ -246,7 +246,7 @@ class Supervisor:
         exited = [
             record
             for record in self._roster.learners.values()
-            if (record.is_joining or not record.is_out) and not record.is_running
+            if (record.is_joining or not record.is_out) and not record.process.is_running
         ]
         self._exited = {record.learner_id for record in exited}
         deadline = self._roster.clock() + READ  # learners that still run may send messages without end
@@ -270,7 +270,7 @@ class Supervisor:
     def _others_may_follow(self, failed: list[LearnerRecord]) -> bool:
         """Whether to wait for the other learners of a lost node, so that one new membership is without all of them."""
         nodes = {each.process.node for each in failed if each.process.lost} - {""}
-        if not any(each.process.node in nodes and each.is_running for each in self._roster.learners.values()):
+        if not any(each.process.node in nodes and each.process.is_running for each in self._roster.learners.values()):
             self._node_lost_at = None
             return False
         now = self._roster.clock()
@@ -356,11 +356,11 @@ class Supervisor:
         for record in roster.joining(is_member=True):
             self._kill_if_silent(record, min(JOINER_SILENT, self._silence_seconds))
             patience = ENTRY if record.attempt.arrived < generation else max(ENTRY, self._silence_seconds)
-            if self._all_here is not None and roster.clock() - self._all_here > patience and record.is_running:
+            if self._all_here is not None and roster.clock() - self._all_here > patience and record.process.is_running:
                 record.kill(f"did not meet the others within {patience:g} s")
 
     def _kill_if_silent(self, record: LearnerRecord, limit: Seconds) -> None:
-        if (silence := self._roster.since_heard(record)) > limit and record.is_running:
+        if (silence := self._roster.since_heard(record)) > limit and record.process.is_running:
             record.kill(f"sent no heartbeat for {silence:.1f} s")
 
     def _read_for(self, seconds: Seconds) -> None:

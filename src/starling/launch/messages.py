@@ -333,6 +333,7 @@ class Status(_Message):
     format: Literal[2] = 2
 
 
+MessageT = TypeVar("MessageT", bound=_Message)
 FileT = TypeVar("FileT", JoinRequest, JoinAnswer, Status)
 _FILES = {
     JoinRequest: "a request for learners",
@@ -356,14 +357,12 @@ def encode(message: LearnerMessage | LauncherMessage) -> bytes:
 
 def decode_from_learner(line: bytes, learner_id: int) -> LearnerMessage:
     """Decode a line from a learner. Raises ProtocolError."""
-    message: LearnerMessage = _decode(LearnerMessage, line, f"learner {learner_id} sent a message that {_NOT_KNOWN}")
-    return message
+    return _decode(LearnerMessage, line, f"learner {learner_id} sent a message that {_NOT_KNOWN}")
 
 
 def decode_from_launcher(line: bytes) -> LauncherMessage:
     """Decode a line from the launcher. Raises ProtocolError."""
-    message: LauncherMessage = _decode(LauncherMessage, line, f"the launcher sent a message that {_NOT_KNOWN}")
-    return message
+    return _decode(LauncherMessage, line, f"the launcher sent a message that {_NOT_KNOWN}")
 
 
 def encode_file(content: JoinRequest | JoinAnswer | Status) -> str:
@@ -375,8 +374,7 @@ def encode_file(content: JoinRequest | JoinAnswer | Status) -> str:
 
 def decode_file(kind: type[FileT], content: bytes) -> FileT:
     """Decode the content of a file. Raises ProtocolError."""
-    message: FileT = _decode(kind, content, f"not {_FILES[kind]}")
-    return message
+    return _decode(kind, content, f"not {_FILES[kind]}")
 
 
 def values_of(message: LearnerMessage) -> Mapping[str, JsonValue]:
@@ -384,9 +382,11 @@ def values_of(message: LearnerMessage) -> Mapping[str, JsonValue]:
     return message.values if isinstance(message, Activity) else {}
 
 
-def _decode(kind: Any, content: bytes, what: str) -> Any:
+def _decode(kind: type[MessageT], content: bytes, what: str) -> MessageT:
+    known: Any = kind
     try:
-        return _adapter(kind).validate_json(content)
+        message: MessageT = _adapter(known).validate_json(content)
+        return message
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         first = next((each for each in errors if each["loc"] == ("format",)), errors[0])  # it explains the others

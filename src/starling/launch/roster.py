@@ -112,11 +112,6 @@ class LearnerRecord:
     """The epochs that it has reported."""
 
     @property
-    def is_running(self) -> bool:
-        """Whether its process runs."""
-        return self.process.is_running
-
-    @property
     def has_failed(self) -> bool:
         """Whether its process exited with an error or was killed."""
         return bool(self.process.exit_code)
