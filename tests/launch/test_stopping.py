@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from starling.checkpoint.reader import checkpoints_in, load
 from starling.errors import Stopped
-from starling.launch import watch
+from starling.launch import launcher
 from starling.launch.launcher import Loss, launch
 from starling.launch.messages import CanStop, LearnerMessage, values_of
 from tests.launch.stopping_process import Run
@@ -258,7 +258,7 @@ def test_survivors_of_a_learner_that_dies_while_a_barrier_is_wanted_save_and_end
 @pytest.mark.soak
 def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them is stopped: everything ends before a scheduler would end it."""
-    monkeypatch.setattr(watch, "STOP", 1.0)
+    monkeypatch.setattr(launcher, "STOP", 1.0)
     run = run_for(tmp_path, "run", strategy="delay-by-one")
 
     def harm() -> None:

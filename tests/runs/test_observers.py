@@ -22,6 +22,7 @@ from starling.launch.messages import (
     decode_from_learner,
     encode,
 )
+from starling.launch.roster import Roster
 from starling.reporting.epochs import FAR
 from starling.reporting.progress import Display
 from starling.training.job import Averaging, EpochReport, Spent
@@ -192,7 +193,9 @@ def test_what_a_learner_does_is_told_to_the_launcher() -> None:
     observer.on_step(step(13, epoch=1))
     (snapshot,) = sent
     assert isinstance(snapshot, Snapshot)
-    assert snapshot.doing == "computing batch 4 of epoch 2"
+    roster = Roster(2)
+    roster.hear(snapshot.learner_id, snapshot)
+    assert roster.learners[snapshot.learner_id].attempt.doing == "computing batch 4 of epoch 2"
 
 
 def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothing(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.epochs import together
 from starling.reporting.events import Events
-from starling.reporting.lines import duration
+from starling.reporting.lines import duration, share
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import Stalls
 from starling.timeouts import LOOK_EVERY
@@ -276,8 +276,7 @@ def _shares(learner: LearnerRecord) -> list[str]:
     all_epochs = together(learner.epochs)
     if all_epochs.seconds <= 0.0:
         return [""] * 3  # it reported no epoch
-    parts = (all_epochs.computing, all_epochs.waiting_for_data, all_epochs.waiting_for_peers)
-    return [f"{all_epochs.share(part):.1f} %" for part in parts]
+    return [f"{share(all_epochs, what):.1f} %" for what in ("computing", "waiting_for_data", "waiting_for_peers")]
 
 
 def _became(learner: LearnerRecord) -> str:

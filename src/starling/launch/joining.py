@@ -6,6 +6,7 @@ DistributedDataParallel, and what would harm learners."""
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.optimizers import OptimizerList, as_one, members_of, parameters_of
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
-from starling.launch.elastic import CoordinatorLink, connect, find_store
+from starling.launch.elastic import CoordinatorLink, connect
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.base import all_but_the_lost
@@ -72,8 +73,7 @@ def join(
     check_loop(model, joined := as_one(optimizer))
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     checked = _checked(chosen, options)
-    _check_optimizer(joined, chosen, checked)
-    _check_arguments(timeout_seconds, most_not_finite, on_loss, chosen)
+    _check(joined, chosen, checked, timeout_seconds, most_not_finite, on_loss)
     coordination: CoordinatorLink | None = None
     if not is_learner():
         place = Place(0, 1, 0, 1, HashStore())
@@ -84,7 +84,8 @@ def join(
         )
     elif on_loss == "continue":
         chosen.validate(checked, number_of_learners())
-        place, coordination = connect(timeout_seconds, _host_store())
+        coordination = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
+        place = coordination.place
         _surviving[:] = [place]
     else:
         place = _new_place(timeout_seconds)
@@ -95,21 +96,16 @@ def join(
     return JoinedLearner(place, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
 
 
-def _check_arguments(timeout_seconds: float, most_not_finite: int, on_loss: str, strategy: Strategy) -> None:
-    """Raise `ConfigError` for an argument of `join` that is out of its range."""
-    if not timeout_seconds > 0.0:
-        raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
-    if most_not_finite < 1:
-        raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
-    if on_loss not in ("stop", "continue"):
-        raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
-    if on_loss == "continue":
-        _check_survives(strategy)
-
-
-def _check_optimizer(optimizer: Optimizer, strategy: Strategy, options: Config) -> None:
-    """Raise `ConfigError` for an optimizer that does not suit the strategy, such as one whose steps cannot be made by
-    servers, or in shared memory."""
+def _check(
+    optimizer: Optimizer,
+    strategy: Strategy,
+    options: Config,
+    timeout_seconds: float,
+    most_not_finite: int,
+    on_loss: str,
+) -> None:
+    """Raise `ConfigError` for arguments of `join` that are out of their range or do not suit the strategy, such as an
+    optimizer whose steps cannot be made by servers, or in shared memory."""
     for member in members_of(optimizer) if strategy.is_served or not strategy.steps_itself else ():
         kind = type(member).__name__
         if callable(getattr(member, "train", None)) and callable(getattr(member, "eval", None)):
@@ -127,11 +123,13 @@ def _check_optimizer(optimizer: Optimizer, strategy: Strategy, options: Config) 
         raise ConfigError(
             "optimizer_state: several optimizers have no common state to average; leave it out, or join with one"
         )
-
-
-def _check_survives(strategy: Strategy) -> None:
-    """Raise `ConfigError` for a strategy whose learners cannot each be lost."""
-    if strategy.is_served or strategy.survivors is not all_but_the_lost:
+    if not timeout_seconds > 0.0:
+        raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
+    if most_not_finite < 1:
+        raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
+    if on_loss not in ("stop", "continue"):
+        raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
+    if on_loss == "continue" and (strategy.is_served or strategy.survivors is not all_but_the_lost):
         why = "its servers hold the model" if strategy.is_served else "its super-learners need all their learners"
         raise ConfigError(
             f"on_loss: {strategy.name} cannot continue without any one of its learners, because {why}; choose another "
@@ -193,8 +191,10 @@ def shared_place(timeout_seconds: float = CONNECT) -> Place:
 
 
 def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
-    """Let samplers that begin before `join(…, on_loss="continue")` use the store that outlives every learner."""
-    _surviving[:] = [find_store(timeout_seconds, _host_store())]
+    """Connect to the coordinator before `join(…, on_loss="continue")`, so that samplers that begin earlier use the
+    store that outlives every learner."""
+    _prepared[:] = [connect(timeout_seconds, _host_store())]
+    _surviving[:] = [_prepared[0].place]
 
 
 def surviving_place() -> Place | None:
@@ -212,13 +212,13 @@ def _new_place(timeout_seconds: float) -> Place:
     The prefix is the number of earlier calls, which is the same on all learners.
     """
     place = shared_place(timeout_seconds)
-    store = PrefixStore(f"join/{next(_NUM_CALLS)}", place.store)
-    return Place(place.rank, place.world, place.local_rank, place.local_world, store)
+    return replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store))
 
 
 _NUM_CALLS: Iterator[int] = count()
 _places: list[Place] = []
 _surviving: list[Place] = []
+_prepared: list[CoordinatorLink] = []
 
 
 def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from starling.launch.messages import EpochEnd, Snapshot
-from starling.reporting.lines import duration, mean_staleness
+from starling.reporting.lines import duration, mean_staleness, rounds_per_gradient, share
 
 if TYPE_CHECKING:
     from starling.training.job import EpochReport, StepReport
@@ -203,19 +203,19 @@ class EpochSummary:
         parts = [f"loss {every.loss:.4f}"] if every.loss is not None else []
         if workers.learning_rate is not None:
             parts.append(f"lr {workers.learning_rate:.3g}")
-        computing = workers.share(workers.computing)
-        worst = min(self._computing, key=lambda each: each.share(each.computing))
-        least = worst.share(worst.computing)
+        computing = share(workers, "computing")
+        worst = min(self._computing, key=lambda each: share(each, "computing"))
+        least = share(worst, "computing")
         named = f" (learner {worst.learner_id}: {least:.0f} %)" if computing - least >= _MUCH else ""
         parts += [
             f"computing {computing:.0f} %{named}",
-            f"waiting {workers.share(workers.waiting_for_data):.0f} % for data",
-            f"{workers.share(workers.waiting_for_peers):.0f} % for peers",
+            f"waiting {share(workers, 'waiting_for_data'):.0f} % for data",
+            f"{share(workers, 'waiting_for_peers'):.0f} % for peers",
         ]
         if every.num_rounds or every.largest_staleness:
             parts.append(f"staleness {every.mean_staleness:.1f} (at most {every.largest_staleness})")
         if every.num_rounds and every.num_steps:
-            parts.append(f"{every.rounds_per_gradient:.2f} rounds per gradient")
+            parts.append(f"{rounds_per_gradient(every):.2f} rounds per gradient")
         if every.num_not_finite:
             parts.append(f"{every.num_not_finite} gradients not finite and left out")
         if score is not None:

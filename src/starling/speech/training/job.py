@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from starling.experiment.cores import cores_here
+from starling.engines.processes.place import cores_here
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import job_of
 from starling.speech.recipe import Recipe
