@@ -110,7 +110,7 @@ def recording(
         (pass_on, SEND_EVERY),
     )
     try:
-        yield [*records, *(Metered(listener, world, every) for listener, every in listeners)]
+        yield [*records, Metered(listeners, world)]
     finally:
         curves.close()
         for record in records:

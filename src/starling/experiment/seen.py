@@ -249,7 +249,7 @@ class Timeline(Record):
     def _end(self, own: _Open, last: StepReport) -> None:
         """Write a learner's stretch, and begin the next."""
         now, sums, name = 60.0 * last.minutes, own.sums, f"times-{last.rank}.tsv"
-        loss = "nan" if sums.loss is None else f"{sums.loss:.6g}"
+        loss = "nan" if (mean := sums.loss) is None else f"{mean:.6g}"
         at = f"{now if self._clock is None else self._clock():.4f}"
         spent = (f"{each:.4f}" for each in own.spent)
         row = (at, f"{now:.4f}", last.ticket.step, sums.batches, sums.examples, sums.frames, loss, *spent)

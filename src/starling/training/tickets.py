@@ -165,6 +165,10 @@ class SyncGroupTickets:
         """The tickets of a `member` (its index in the sync group) in portion `number`."""
         return tuple(self._ticket_at(number * self.portion_size + place) for place in self.places(member))
 
+    def drawn(self, number: int, member: int) -> tuple[Ticket, ...]:
+        """The tickets of a member that has drawn portion `number`; none once the budget is spent."""
+        return () if self.is_beyond(number) else self.tickets(number, member)
+
     def ticket(self, number: int, member: int = 0) -> Ticket:
         """The first ticket of a `member` in portion `number`."""
         return self._ticket_at(number * self.portion_size + self.places(member).start)

@@ -108,12 +108,12 @@ class ProcessBatches:
         """Draw this learner's tickets."""
         for number in self._numbers() if self._is_worker else ():
             self.reach(number)
-            if self._tickets.is_beyond(number):
+            if not (drawn := self._tickets.drawn(number, self._member)):
                 return
             if not self._is_whole:
                 self._drawn_ahead.add(number)
                 self._newest_drawn = number
-            for ticket in self._tickets.tickets(number, self._member):
+            for ticket in drawn:
                 yield replace(ticket, part=self._part)
 
     def _numbers(self) -> Iterator[int]:

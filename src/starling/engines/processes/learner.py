@@ -61,6 +61,7 @@ class ProcessLearner(ConnectedLearner):
         if start is not None:
             load_buffers(flat.model, start.buffers)
         self._job, self._peers, self._flat, self._life = job, peers, flat, life
+        self._has_delays = job.stragglers != Stragglers()
         self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
         self.statistics, self._begun = Statistics(), time.monotonic()
@@ -187,7 +188,7 @@ class ProcessLearner(ConnectedLearner):
             return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
         # an injected delay must come before the gradient is sent; DDP sends it during backward
-        may_reduce = self._job.stragglers == Stragglers() and self.communicator.reduces_in_backward
+        may_reduce = not self._has_delays and self.communicator.reduces_in_backward
         return GradientHandle(self._peers.rank, result, may_reduce)
 
     def clip(self, gradient: Tensor) -> Tensor | None:
@@ -243,9 +244,8 @@ class ProcessLearner(ConnectedLearner):
                     self._peers.waits.end()  # begun by the forward hook of `Communicator.reducing`
         if flat is not self._flat:
             flat.use_weights(self.replica.weights)  # release the snapshot
-        delay = self._life.delays.after(time.monotonic() - begin - waited)
-        if delay > 0.0:
-            time.sleep(delay)
+        if self._has_delays:
+            time.sleep(self._life.delays.after(time.monotonic() - begin - waited))
         self.statistics.spent.computing += time.monotonic() - begin - waited
         self.statistics.spent.waiting_for_peers += waited
         course.report_step(loss)

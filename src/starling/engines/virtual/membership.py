@@ -99,13 +99,11 @@ class VirtualBatches:
         self._group, self._member, self._part = sync_group.start, rank - sync_group.start, part
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
-        tickets, number = self._shared.tickets, self._shared.draws.of(self._group, claim, self._shared.next_number)
-        if tickets.is_beyond(number):
-            return None
+        number = self._shared.draws.of(self._group, claim, self._shared.next_number)
         return [
             self._shared.load(ticket if ticket.part == self._part else replace(ticket, part=self._part))
-            for ticket in tickets.tickets(number, self._member)
-        ]
+            for ticket in self._shared.tickets.drawn(number, self._member)
+        ] or None
 
     def agreed_seconds(self, claim: int) -> float:
         """The time at which the first member of the sync group made the claim."""
