@@ -95,7 +95,7 @@ def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
     if recipe.resume is not None:
         return Recogniser.load(ExperimentFolder(recipe.resume.parent.parent).initial).phones
     made = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
-    say(f"{made.phones.num_outputs - 1} phones of {made.num_words - len(made.unknown)} words")
+    say(f"{len(made.phones.names)} phones of {made.num_words - len(made.unknown)} words")
     if made.unknown:
         shown = ", ".join(made.unknown[:3]) + (", …" if len(made.unknown) > 3 else "")
         say(
