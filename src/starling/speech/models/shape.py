@@ -1,4 +1,4 @@
-"""The sizes of acoustic models, their presets, and the sections of a recipe's model, which are checked without torch."""
+"""Sizes and presets of acoustic models, and the sections of a recipe that say which; all are checked without torch."""
 
 from __future__ import annotations
 
