@@ -1,6 +1,7 @@
 """Sub-sequences, stored frames, forced alignment and tied states, each against what it must be."""
 
 from collections import Counter
+from contextlib import closing
 from copy import copy
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def test_a_learner_draws_from_its_own_part_alone() -> None:
 
 
 def stored(folder: Path, matrices: list[np.ndarray]) -> Frames:
-    with FrameWriter(folder) as writer:
+    with closing(FrameWriter(folder)) as writer:
         for number, matrix in enumerate(matrices):
             writer.write(2 * number, matrix.astype(np.float32))
     return Frames(folder, matrices[0].shape[1])

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ def _store(
     num_written = 0
     bad: list[str] = []
     speeds = sorted(set(recipe.augment.speed))
-    with FrameWriter(folder) as writer:
+    with closing(FrameWriter(folder)) as writer:
         for first in range(0, len(kept), _READ_TOGETHER):
             numbers = kept[first : first + _READ_TOGETHER].tolist()
             usable: list[tuple[int, float]] = []

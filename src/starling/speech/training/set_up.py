@@ -4,7 +4,6 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Literal
 
 from starling.budget import Progress as Spent
 from starling.chance import derive_seed
@@ -21,7 +20,7 @@ from starling.speech.recipe import Recipe, earlier_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSets
 from starling.speech.tokens import Tokenizer, make_tokenizer
-from starling.speech.too_short import TooShort, check_ctc_fits, list_too_short, transcripts
+from starling.speech.too_short import list_too_short, too_short_for_ctc, transcripts
 from starling.speech.training.frames import make_frames, too_few_frames
 from starling.speech.training.plan import load_frame_plan, load_plan, open_training_set, prepare_all
 from starling.speech.training.warm_start import warm_start
@@ -206,29 +205,25 @@ def _leave_out_too_short(
     """Write to `path` the utterances that cannot be aligned. Raises DataError if the recipe does not allow so many to
     be skipped."""
     path.unlink(missing_ok=True)
-    skip = recipe.data.filter.on_bad == "skip"
-    found: list[TooShort]
     if recipe.loss == "frames":
-        whom, remedy = "their states", "lower states.per_unit, or raise that limit"
+        whom, what, remedy = "their states", "fewer frames than states", "lower states.per_unit"
         found = too_few_frames(recipe, train, tokenizer, features)
-        if found and not skip:
-            raise DataError(
-                f"{train.name}: {len(found)} of {len(train)} utterances have fewer frames than states, such as "
-                f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed): {remedy}, raise "
-                "data.filter.min_seconds, or leave them out with data.filter.on_bad=skip"
-            )
     else:
-        whom, remedy = "CTC", "lower model.subsampling, use longer tokens, or raise that limit"
-        on_too_short: Literal["list", "fail"] = "list" if skip else "fail"
-        found = check_ctc_fits(transcripts(train), tokenizer, recipe.model, features, recipe.augment, on_too_short)
+        speed, subsampling = math.prod(recipe.augment.fastest), recipe.model.shape.subsampling
+        whom, what = "CTC", f"too few encoder frames for CTC at speed {speed:g}"
+        remedy = f"lower model.subsampling (now {subsampling}), use longer tokens"
+        found = too_short_for_ctc(transcripts(train), tokenizer, recipe.model, features, recipe.augment)
     if not found:
         return
-    if len(found) > recipe.data.filter.max_skipped * len(train):
+    shown = ", ".join(f"{each.id} ({each.frames} frames, {each.needed} needed)" for each in found[:5])
+    problem = f"{train.name}: {len(found)} of {len(train)} utterances have {what}, such as {shown}"
+    if recipe.data.filter.on_bad == "fail":
         raise DataError(
-            f"{train.name}: {len(found)} of {len(train)} utterances have too few frames for {whom}, such as "
-            f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
-            f"{recipe.data.filter.max_skipped:.2%}: {remedy}"
+            f"{problem}: {remedy}, raise data.filter.min_seconds, or leave them out with data.filter.on_bad=skip"
         )
+    if len(found) > recipe.data.filter.max_skipped * len(train):
+        allowed = f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
+        raise DataError(f"{problem}; {allowed}: {remedy}, or raise that limit")
     list_too_short(found, train, path)
     listed = recipe.folder / path.name  # the list is moved there later
     names = ", ".join(each.id for each in found[:3]) + (", …" if len(found) > 3 else "")
