@@ -15,8 +15,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.speech.recipe import Recipe, check_recipe, fingerprints
 from starling.speech.recogniser import Recogniser
 from starling.speech.task import SPEECH
-from starling.speech.training.job import ModelWriter, make_job
-from starling.speech.training.set_up import load_workload, set_up
+from starling.speech.training.set_up import ModelWriter, load_workload, make_job, set_up
 
 Tree = dict[str, Any]
 

@@ -11,10 +11,10 @@ from starling.extras import require
 from starling.launch.on_ray import connected
 from starling.recipe.file import apply_overrides
 from starling.reporting.progress import Bars, Say
+from starling.speech.prepare import prepare_all
 from starling.speech.preparing.executors import Executor, Processes
 from starling.speech.preparing.on_ray import OnRay
 from starling.speech.recipe import load_recipe
-from starling.speech.training.plan import prepare_all
 
 MAX_JOBS = 1024
 
