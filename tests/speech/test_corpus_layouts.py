@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from starling.errors import ConfigError, DataError
 from starling.speech.data import set_digest
+from starling.speech.prepare import prepare_all
 from starling.speech.recipe import Recipe, load_recipe
 from starling.speech.store import SpeechSet
-from starling.speech.training.plan import prepare_all
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ONLY_TRAIN = ("data.valid=null", "data.test=train")

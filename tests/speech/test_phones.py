@@ -33,7 +33,7 @@ def config_of(name: str, decoder: str | None = None, **phones: Any) -> ModelConf
 
 
 def built(config: ModelConfig) -> Network:
-    model = build_model(config, 10, 6, seed=1, num_phones=PHONES.num_outputs)
+    model = build_model(config, 10, 6, seed=1, num_phones=len(PHONES.outputs))
     assert isinstance(model, Network)
     return model
 
@@ -70,7 +70,7 @@ def test_a_lexicon_is_read_as_cmudict_writes_it(tmp_path: Path) -> None:
     assert read_lexicon(path) == {"read": ["R", "EH", "D"], "lead": ["L", "IY", "D"]}
     made = make_phones(PhonesConfig(lexicon=path), ["READ THE LEAD", "READ"])
     assert (made.num_words, made.unknown) == (3, ["THE"])
-    assert made.phones.names == ["", "D", "EH", "IY", "L", "R"]
+    assert made.phones.outputs == ["", "D", "EH", "IY", "L", "R"]
     assert made.phones.encode("LEAD READ") == [4, 3, 1, 5, 2, 1]
     assert made.phones.encode("READ THE LEAD") == []
 
@@ -172,7 +172,7 @@ def test_a_batch_has_the_phones_of_its_texts(tmp_path: Path) -> None:
     batch = load_batch(speech_set, np.array([1, 0]), features, None, tokenizer, 1, phones=PHONES).to("cpu")
     assert batch.phones is not None
     assert batch.phone_lengths is not None
-    assert [PHONES.names[phone] for phone in batch.phones.tolist()] == ["a", "b", "b", "a"]
+    assert [PHONES.outputs[phone] for phone in batch.phones.tolist()] == ["a", "b", "b", "a"]
     assert batch.phone_lengths.tolist() == [0, 4]
 
 

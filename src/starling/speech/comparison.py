@@ -19,8 +19,7 @@ from starling.reporting.progress import Bars, Say
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.trained import recognised
-from starling.speech.training.job import make_job
-from starling.speech.training.set_up import set_up, set_up_like
+from starling.speech.training.set_up import make_job, set_up, set_up_like
 from starling.speech.training.workload import Batch, SpeechWorkload
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job

@@ -117,7 +117,7 @@ class Recogniser:
     ) -> Self:
         """A recogniser with randomly initialised weights."""
         num_outputs = tokenizer.vocab_size if states is None else states.num_states
-        num_phones = None if phones is None else phones.num_outputs
+        num_phones = None if phones is None else len(phones.outputs)
         model = build_model(model_config, features.num_features, num_outputs, seed, features.frame_seconds, num_phones)
         return cls(model, model_config, features, tokenizer, states, phones)
 

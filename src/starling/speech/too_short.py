@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,36 +42,25 @@ def frames_needed(tokens: list[int]) -> int:
     return len(tokens) + sum(first == second for first, second in pairwise(tokens))
 
 
-def check_ctc_fits(
+def too_short_for_ctc(
     utterances: Iterable[tuple[str, str, float]],
     tokenizer: Tokenizer,
     model: ModelConfig,
     features: LogMel,
     augment: AugmentConfig | None = None,
-    on_too_short: Literal["fail", "list"] = "fail",
 ) -> list[TooShort]:
     """The utterances that would have too few encoder frames at the highest factors of speed and tempo of `augment`.
 
     `utterances` are ids, texts and seconds, as `transcripts` gives them. It encodes all texts, so it also finds
-    characters outside the alphabet. Raises DataError for these, and for utterances that are too short unless
-    `on_too_short` is "list".
+    characters outside the alphabet, and raises DataError for these.
     """
     fastest, tempo = augment.fastest if augment is not None else (1.0, 1.0)
-    shape, found, total = model.shape, [], 0
-    for total, (name, text, seconds) in enumerate(utterances, 1):  # noqa: B007 - for the message below
+    shape, found = model.shape, []
+    for name, text, seconds in utterances:
         samples = math.ceil(round(seconds * features.sampling_rate) / fastest)
         frames = shape.encoder_frames(features.num_frames(samples, tempo))
-        needed = frames_needed(tokenizer.encode(text, name))
-        if frames < needed:
+        if frames < (needed := frames_needed(tokenizer.encode(text, name))):
             found.append(TooShort(name, frames, needed))
-    if found and on_too_short == "fail":
-        shown = ", ".join(f"{each.id} ({each.frames} frames, {each.needed} needed)" for each in found[:5])
-        raise DataError(
-            f"{len(found)} of {total} utterances have too few encoder frames for CTC at speed "
-            f"{fastest * tempo:g}: {shown}{', ...' if len(found) > 5 else ''}. Raise data.filter.min_seconds, lower "
-            f"model.subsampling (now {shape.subsampling}), use longer tokens, or leave them out with "
-            "data.filter.on_bad=skip"
-        )
     return found
 
 

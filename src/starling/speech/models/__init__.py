@@ -12,16 +12,20 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.registry import Registry
-from starling.speech.models.sections import AttentionConfig, ChunkConfig, DecoderConfig, TransducerConfig
 from starling.speech.models.shape import (
     MODELS,
     PUBLISHED,
     Architecture,
+    AttentionConfig,
+    ChunkConfig,
+    DecoderConfig,
     ModelShape,
     Positions,
     PublishedShape,
+    TransducerConfig,
     Wav2Vec2Shape,
     frames_ahead,
+    published_config,
 )
 from starling.speech.phones import PhonesConfig
 
@@ -137,8 +141,6 @@ class ModelConfig(Config):
     def _checkpoint_is_read(cls, tree: Any) -> Any:
         if not isinstance(tree, dict) or tree.get("checkpoint") is None or tree.get("encoder") is not None:
             return tree
-        from starling.speech.models.sections import published_config
-
         return tree | {"encoder": published_config(Path(tree["checkpoint"]))}
 
     @field_validator("name")

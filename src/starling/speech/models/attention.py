@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from starling.speech.models.network import Decoder, frame_mask, padded, sinusoids
-from starling.speech.models.sections import AttentionConfig
+from starling.speech.models.shape import AttentionConfig
 from starling.speech.tokens import BLANK
 
 END = BLANK

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from starling.speech.models.network import ConvSubsampling, Layers, distances, frame_mask, phases
-from starling.speech.models.sections import Chunks
-from starling.speech.models.shape import ConformerShape
+from starling.speech.models.shape import Chunks, ConformerShape
 from starling.speech.models.streaming import (
     Caches,
     StreamingNetwork,

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from starling.speech.models.network import Conv2dSubsampling, ConvSubsampling, Layers, Network, frame_mask
-from starling.speech.models.sections import Chunks
 from starling.speech.models.shape import (
     BlstmShape,
+    Chunks,
     DeepSpeechShape,
     DnnHybridShape,
     HybridShape,

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from starling.speech.models.network import ConvSubsampling, Layers, frame_mask, phases, rotate, sinusoids
-from starling.speech.models.sections import Chunks
-from starling.speech.models.shape import TransformerShape
+from starling.speech.models.shape import Chunks, TransformerShape
 from starling.speech.models.streaming import Caches, StreamingNetwork, chunk_mask, chunk_visible
 
 

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from starling.speech.hybrid.alignment import (
 )
 from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, words_of
 from starling.speech.hybrid.store import Frames, FrameWriter, save_states
-from starling.speech.hybrid.units import StateSpeller
+from starling.speech.hybrid.tying import StateSpeller
 from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
@@ -65,20 +65,20 @@ def make_frames(
     aligning model that cannot be used.
     """
     decoding = recipe.decoding or DecodingConfig()
-    if recipe.resume is not None:
-        states = _taken_over(ExperimentFolder(recipe.resume.parent.parent), folder, decoding)
-    else:
-        kept = kept_utterances(train, folder.too_short)
-        try:
-            _store(recipe, train, features, kept, folder.frames, say)
-            states = _align(recipe, train, tokenizer, Frames(folder.frames, features.num_bands), say)
-        except OSError as error:  # such as a full disk
-            raise unwritable(folder.frames, error) from error
     if decoding.word_list is not None:
         words = read_words(decoding.word_list)
     else:
         words = words_of([train.text(index) for index in range(len(train))])
-    states = replace(states, words=tuple(words), decoding=decoding)
+    if recipe.resume is not None:
+        states = _taken_over(ExperimentFolder(recipe.resume.parent.parent), folder)
+        states = states.model_copy(update={"words": tuple(words), "decoding": decoding})
+    else:
+        kept = kept_utterances(train, folder.too_short)
+        try:
+            _store(recipe, train, features, kept, folder.frames, say)
+            states = _align(recipe, train, tokenizer, Frames(folder.frames, features.num_bands), words, say)
+        except OSError as error:  # such as a full disk
+            raise unwritable(folder.frames, error) from error
     check_words(states, tokenizer)
     return states
 
@@ -88,7 +88,7 @@ def _speller(recipe: Recipe, tokenizer: Tokenizer) -> StateSpeller:
     return StateSpeller(tokenizer, config.per_unit, config.context)
 
 
-def _taken_over(before: ExperimentFolder, now: ExperimentFolder, decoding: DecodingConfig) -> TiedStates:
+def _taken_over(before: ExperimentFolder, now: ExperimentFolder) -> TiedStates:
     """The frames and the states of the experiment that is resumed."""
     if not before.frames.is_dir():
         raise DataError(f"{before.frames}: the aligned frames of the run to resume are missing; train again")
@@ -114,7 +114,7 @@ def _store(
     num_written = 0
     bad: list[str] = []
     speeds = sorted(set(recipe.augment.speed))
-    with FrameWriter(folder) as writer:
+    with closing(FrameWriter(folder)) as writer:
         for first in range(0, len(kept), _READ_TOGETHER):
             numbers = kept[first : first + _READ_TOGETHER].tolist()
             usable: list[tuple[int, float]] = []
@@ -154,7 +154,9 @@ def _at_speed(utterance: Stored, speed: float, features: LogMel) -> Tensor:
     return faster
 
 
-def _align(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Frames, say: Say) -> TiedStates:
+def _align(
+    recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Frames, words: list[str], say: Say
+) -> TiedStates:
     """Align all frames, tie their states, and store these."""
     wanted, config = recipe.states or StatesConfig(), recipe.alignment or AlignmentConfig()
     texts = [(train.id(number), train.text(number)) for number in frames.utterances.tolist()]
@@ -186,7 +188,14 @@ def _align(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Fram
     for each in tied:
         counts += np.bincount(each, minlength=tree.num_states)
     log_priors = np.log(np.maximum(counts, 0.5) / counts.sum())
-    return TiedStates(tree, wanted.per_unit, wanted.context, log_priors, (), recipe.decoding or DecodingConfig())
+    return TiedStates.of(
+        tree,
+        per_unit=wanted.per_unit,
+        context=wanted.context,
+        log_priors=log_priors.tolist(),
+        words=words,
+        decoding=recipe.decoding or DecodingConfig(),
+    )
 
 
 def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:

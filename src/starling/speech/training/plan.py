@@ -18,9 +18,6 @@ from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.store import AlignedFrames
 from starling.speech.mixture import Mixture
 from starling.speech.partition import PartDraws, describe_parts, divide, labels_are_domains
-from starling.speech.prepare import describe, prepare
-from starling.speech.preparing.executors import Executor
-from starling.speech.preparing.stages import OnProgress
 from starling.speech.recipe import Recipe
 from starling.speech.store import Member, SpeechSets
 from starling.speech.too_short import kept_utterances
@@ -357,19 +354,6 @@ def open_training_set(recipe: Recipe) -> SpeechSets:
             f"{recipe.data.sampling_rate}: prepare them again, or change data.sampling_rate"
         )
     return opened
-
-
-def prepare_all(
-    recipe: Recipe, progress: OnProgress | None = None, executor: Executor | None = None, overwrite: bool = False
-) -> str:
-    """Prepare the sets of `data` and the further ones of the mixture; return a description. Raises ConfigError and
-    DataError as `prepare` does."""
-    lines = [describe(prepare(recipe.data, progress, executor, overwrite))]
-    for name in recipe.mixture.sets if recipe.mixture else ():
-        if name in recipe.data.sets and name not in recipe.data.used_sets:
-            alone = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
-            lines.append(describe(prepare(alone, progress, executor, overwrite)))
-    return "\n".join(lines)
 
 
 def _recent(cache: dict[K, V], most: int, key: K, make: Callable[[], V]) -> V:

@@ -1,6 +1,6 @@
 """The workloads of speech recognition: prepared audio, the plan of its mini-batches, the model and its losses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -62,9 +62,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """A copy with all tensors on `device`."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return replace(self, **moved)
+        return replace(self, **_moved(vars(self), device))
 
 
 def load_batch(
@@ -159,12 +157,13 @@ class FrameBatch:
 
     def to(self, device: torch.device | str) -> "FrameBatch":
         """The same batch with its tensors on `device`."""
-        return replace(
-            self,
-            features=self.features.to(device, non_blocking=True),
-            lengths=self.lengths.to(device, non_blocking=True),
-            states=self.states.to(device, non_blocking=True),
-        )
+        return replace(self, **_moved(vars(self), device))
+
+
+def _moved(fields: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Those fields that are tensors, on `device`."""
+    tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+    return {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
 
 
 class RecipeWorkload(Workload[ExamplesT], Generic[PlanT, ExamplesT]):
