@@ -126,8 +126,8 @@ class Stream:
 
 def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
     """The network of a recogniser that can stream. Raises ConfigError for any other."""
-    network = _network(recogniser)
-    if network is None:
+    network = recogniser.model
+    if not isinstance(network, StreamingNetwork) or network.chunks is None:
         raise ConfigError(
             f"this {recogniser.model_config.name} needs whole recordings: to stream, train it with model.chunk"
         )
@@ -136,9 +136,6 @@ def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
 
 def can_stream(recogniser: Recogniser) -> bool:
     """Whether `Stream` takes a recogniser."""
-    return _network(recogniser) is not None and _comes_in_blocks(recogniser.features)
-
-
-def _network(recogniser: Recogniser) -> StreamingNetwork | None:
     network = recogniser.model
-    return network if isinstance(network, StreamingNetwork) and network.chunks is not None else None
+    has_chunks = isinstance(network, StreamingNetwork) and network.chunks is not None
+    return has_chunks and _comes_in_blocks(recogniser.features)

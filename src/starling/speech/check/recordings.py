@@ -216,9 +216,8 @@ def _alike(
     within 20 ms, and none is a copy. So the envelopes are compared, and if they are similar, the waveforms.
     """
     by_text: dict[str, list[Group]] = defaultdict(list)
-    for by_set in groups:
-        for places in by_set.values():
-            by_text[records[places[0]].text].append(places)
+    for places in (places for by_set in groups for places in by_set.values()):
+        by_text[records[places[0]].text].append(places)
     done = 0
     for candidates in by_text.values():
         if len(candidates) > 1:
@@ -230,9 +229,9 @@ def _alike(
 def _alike_of_one_text(
     records: Sequence[Record], groups: list[Group], train: str, config: CheckConfig
 ) -> Iterator[tuple[Group, Group, float]]:
-    groups = sorted(groups, key=lambda places: records[places[0]].sound.seconds)
+    groups = sorted(groups, key=lambda places: records[places[0]].seconds)
     members = [records[places[0]] for places in groups]
-    seconds = np.array([each.sound.seconds for each in members])
+    seconds = np.array([each.seconds for each in members])
     envelopes = np.stack([np.frombuffer(each.sound.envelope, np.int8) for each in members]).astype(np.int16)
     ends = np.searchsorted(seconds, seconds + config.length_tolerance + 1e-9, side="right")
     for i, first in enumerate(members):

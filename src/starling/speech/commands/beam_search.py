@@ -121,35 +121,37 @@ class TuningSample:
         return recogniser.heard(self.speech_set, progress=progress, among=self.among)
 
 
+@dataclass(frozen=True)
 class BestSearch:
-    """Searches utterances with the tuned weights, and collects the results."""
+    """Searches utterances with the tuned weights."""
 
-    def __init__(self, tuned: TunedSearch, pool: SearchPool, num_best: int) -> None:
-        self.tuned = tuned
-        self.found: dict[str, list[Hypothesis]] = {}
-        self._pool = pool
-        self._num_best = num_best
+    tuned: TunedSearch
+    pool: SearchPool
+    num_best: int
 
-    def texts(self, names: Sequence[str], heard: Heard) -> list[str]:
-        """The best text of each utterance of a batch, whose hypotheses are collected; empty if no word fits."""
-        results = self._pool(heard.rows, self.tuned.weights, self._num_best)
-        self.found.update(zip(names, results, strict=True))
-        return [each[0].text if each else "" for each in results]
+    def __call__(self, heard: Heard) -> list[list[Hypothesis]]:
+        """The best hypotheses of each utterance of a batch."""
+        return self.pool(heard.rows, self.tuned.weights, self.num_best)
 
     def text(self, log_probs: NDArray[np.float32]) -> str:
         """The best text of one utterance's log-probabilities `[T, V]`; empty if no word fits."""
-        (found,) = self._pool([log_probs], self.tuned.weights)
-        return found[0].text if found else ""
+        return first_text(*self.pool([log_probs], self.tuned.weights))
 
-    def write(self, path: Path) -> None:
-        """Write all hypotheses as JSON lines: id, rank from 1, text, score, lm, and the words with times in seconds."""
-        lines = [
-            json.dumps({"id": name, "rank": rank, **asdict(each)}, ensure_ascii=False)
-            for name, hypotheses in sorted(self.found.items())
-            for rank, each in enumerate(hypotheses, 1)
-        ]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+def first_text(hypotheses: Sequence[Hypothesis]) -> str:
+    """The best text; empty if no word fits."""
+    return hypotheses[0].text if hypotheses else ""
+
+
+def write_hypotheses(path: Path, found: Mapping[str, Sequence[Hypothesis]]) -> None:
+    """Write hypotheses as JSON lines: id, rank from 1, text, score, lm, and the words with times in seconds."""
+    lines = [
+        json.dumps({"id": name, "rank": rank, **asdict(each)}, ensure_ascii=False)
+        for name, hypotheses in sorted(found.items())
+        for rank, each in enumerate(hypotheses, 1)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 @contextmanager
@@ -221,7 +223,7 @@ def tune(
         if (found := next(known, None)) is not None:
             return found
         results = pools[vocabulary](list(utterances.values()), weights)
-        texts = {name: each[0].text if each else "" for name, each in zip(utterances, results, strict=True)}
+        texts = dict(zip(utterances, map(first_text, results), strict=True))
         words, characters = count_errors(references, texts)
         trials.append(
             Trial(

@@ -9,7 +9,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from starling.configuration import Config
 from starling.errors import ConfigError, DataError
@@ -136,11 +136,9 @@ def _show_heard(report: Report) -> None:
     found = [each for each in report.findings if each.kind in HEARD]
     if not found:
         return
-    table = Table(title="transcripts that do not fit", title_justify="left")
-    for column in ("set", "utterance", "transcript", "heard"):
-        table.add_column(column, overflow="fold")
-    table.add_column("score", justify="right")
-    table.add_column("fits")
+    folded = [Column(name, overflow="fold") for name in ("set", "utterance", "transcript", "heard")]
+    title = "transcripts that do not fit"
+    table = Table(*folded, Column("score", justify="right"), "fits", title=title, title_justify="left")
     texts = {(each.set, each.id): each for whole in report.heard for each in whole.heard}
     for each in found[:_SHOWN]:
         own = texts[each.set, each.id]

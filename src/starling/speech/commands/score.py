@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from starling.errors import ConfigError, DataError, did_you_mean
 from starling.extras import require
@@ -41,31 +41,29 @@ def score(
     sets: Sequence[str],
     by: str | None,
     table: Path | None,
-    normalise: Sequence[str],
+    kinds: Sequence[str],
     language: str,
 ) -> None:
     """Score one experiment, or two and their difference, and print the lines and tables.
 
     An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are those
-    to score (default: all that the experiments have in common), `normalise` kinds of normalisers. Utterances are
+    to score (default: all that the experiments have in common), `kinds` those of normalisers. Utterances are
     also scored in groups `by` speaker, or by a column: of `table`, a tab-separated file with a header whose first
     column has the ids, or of the corpus if that is None. Raises ConfigError and DataError for a folder, set or
     column that is not there, and for experiments that were scored on different utterances.
     """
     folders = [_decoded(path) for path in experiments]
     names = list(sets) or _common_sets(folders)
-    everything: list[tuple[Texts, Texts]] = [({}, {}) for _ in folders]
+    everything: list[Texts] = [{} for _ in range(1 + len(folders))]
     of_set: dict[str, str] = {}
     for name in names:
-        read = _normalised([_read(folder, name) for folder in folders], normalise, language)
-        _check_same(name, experiments, [references for references, _ in read])
-        _tell_scores(name, experiments, read)
+        texts = _texts(name, experiments, folders, kinds, language)
+        _tell_scores(name, experiments, texts)
         if by is not None:
-            _show_groups(name, by, read, _groups(experiments[0], folders[0], name, by, table))
-        for (references, hypotheses), (all_references, all_hypotheses) in zip(read, everything, strict=True):
-            all_references |= {f"{name}/{each}": text for each, text in references.items()}
-            all_hypotheses |= {f"{name}/{each}": text for each, text in hypotheses.items()}
-            of_set |= dict.fromkeys((f"{name}/{each}" for each in references), name)
+            _show_groups(name, by, texts, _groups(experiments[0], folders[0], name, by, table))
+        for whole, own in zip(everything, texts, strict=True):
+            whole |= {f"{name}/{each}": text for each, text in own.items()}
+        of_set |= {f"{name}/{each}": name for each in texts[0]}
     if len(names) > 1:
         _tell_scores(f"all {len(names)} sets", experiments, everything)
         _show_groups("all", _SET, everything, of_set)
@@ -88,6 +86,26 @@ def _common_sets(folders: Sequence[Path]) -> list[str]:
     return common
 
 
+def _texts(
+    name: str, experiments: Sequence[Path], folders: Sequence[Path], kinds: Sequence[str], language: str
+) -> list[Texts]:
+    """The references of a set, and the hypotheses of each experiment, normalised. Raises DataError if two experiments
+    were scored on different utterances or texts."""
+    read = [texts for folder in folders for texts in _read(folder, name)]
+    if kinds:
+        normaliser = Normaliser(kinds, (text for texts in read[::2] for text in texts.values()), language)
+        read = [{each: normaliser(text) for each, text in texts.items()} for texts in read]
+    first, second = read[0], read[-2]
+    if first != second:
+        differing = sorted(each for each in first.keys() | second.keys() if first.get(each) != second.get(each))
+        raise DataError(
+            f"set {name}: {experiments[0]} and {experiments[1]} differ in {len(differing)} references, such as "
+            f"{differing[0]!r}: {first.get(differing[0])!r} and {second.get(differing[0])!r}; score both on the same "
+            "data"
+        )
+    return [first, *read[1::2]]
+
+
 def _read(folder: Path, name: str) -> tuple[Texts, Texts]:
     path = folder / f"recogs-{name}.txt"
     if not path.is_file():
@@ -98,64 +116,38 @@ def _read(folder: Path, name: str) -> tuple[Texts, Texts]:
     return read_texts(path)
 
 
-def _normalised(read: Sequence[tuple[Texts, Texts]], kinds: Sequence[str], language: str) -> list[tuple[Texts, Texts]]:
-    if not kinds:
-        return list(read)
-    normaliser = Normaliser(kinds, (text for texts, _ in read for text in texts.values()), language)
-    return [
-        (
-            {name: normaliser(text) for name, text in refs.items()},
-            {name: normaliser(text) for name, text in hyps.items()},
-        )
-        for refs, hyps in read
-    ]
-
-
-def _check_same(name: str, experiments: Sequence[Path], references: Sequence[Texts]) -> None:
-    """Raise DataError if two experiments were scored on different utterances or texts."""
-    if len(references) == 1 or references[0] == references[1]:
-        return
-    first, second = references
-    differing = sorted(each for each in first.keys() | second.keys() if first.get(each) != second.get(each))
-    raise DataError(
-        f"set {name}: {experiments[0]} and {experiments[1]} differ in {len(differing)} references, such as "
-        f"{differing[0]!r}: {first.get(differing[0])!r} and {second.get(differing[0])!r}; score both on the same data"
-    )
-
-
-def _tell_scores(title: str, experiments: Sequence[Path], read: Sequence[tuple[Texts, Texts]]) -> None:
+def _tell_scores(title: str, experiments: Sequence[Path], texts: Sequence[Texts]) -> None:
     typer.echo(title)
-    for path, (references, hypotheses) in zip(experiments, read, strict=True):
+    references, *hypotheses = texts
+    for path, own in zip(experiments, hypotheses, strict=True):
         prefix = f"{path}: " if len(experiments) > 1 else ""
-        for line in error_rates(references, hypotheses).lines():
+        for line in error_rates(references, own).lines():
             typer.echo(f"{prefix}{line}")
     if len(experiments) < 2:
         return
-    (references, first), (_, second) = read
-    if (found := paired_bootstrap(references, first, second)) is not None:
+    if (found := paired_bootstrap(*texts)) is not None:
         low, high = found.interval
         typer.echo(
             f"difference in WER, first - second: {found.difference:+.2f} % absolute, 95% interval {low:+.2f} to "
             f"{high:+.2f}; the second is better in {found.second_better:.1%} of bootstrap samples"
         )
-    typer.echo(verdict_of(matched_pairs(references, first, second)))
+    typer.echo(verdict_of(matched_pairs(*texts)))
 
 
-def _show_groups(title: str, by: str, read: Sequence[tuple[Texts, Texts]], groups: Mapping[str, str]) -> None:
+def _show_groups(title: str, by: str, texts: Sequence[Texts], groups: Mapping[str, str]) -> None:
     """A table with a line for each group, in the order of their names."""
-    references = read[0][0]
+    references, *hypotheses = texts
     members: dict[str, list[str]] = {}
     for name in references:
         members.setdefault(groups.get(name, _NO_GROUP), []).append(name)
-    table = Table(title=f"{title} by {by}", title_justify="left")
-    table.add_column(by)
-    for column in ("utterances", "words"):
-        table.add_column(column, justify="right")
-    for suffix in ("",) if len(read) == 1 else (" 1", " 2"):
-        for column in ("WER %", "95 %", "CER %"):
-            table.add_column(f"{column}{suffix}", justify="right")
-    for group in sorted(members):
-        scores = [error_rates(*({name: each[name] for name in members[group]} for each in texts)) for texts in read]
+    columns = ["utterances", "words"]
+    for suffix in ("",) if len(hypotheses) == 1 else (" 1", " 2"):
+        columns += [f"{column}{suffix}" for column in ("WER %", "95 %", "CER %")]
+    table = Table(by, *(Column(each, justify="right") for each in columns), title=f"{title} by {by}")
+    table.title_justify = "left"
+    for group, names in sorted(members.items()):
+        own = {name: references[name] for name in names}
+        scores = [error_rates(own, {name: each[name] for name in names}) for each in hypotheses]
         cells = [str(scores[0].sentences), str(scores[0].words.reference)]
         for each in scores:
             interval = "" if each.interval is None else f"{each.interval[0]:.2f} - {each.interval[1]:.2f}"

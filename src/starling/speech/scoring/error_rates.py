@@ -21,6 +21,7 @@ _REPLICATIONS = 2000
 _BUFFER = 2
 """Consecutive words that both recognise, which end a segment."""
 _PAIRED_REPLICATIONS = 10_000
+_LEVEL = 0.05
 _AT_A_TIME = 200  # of the replications, to limit memory
 
 Alignment = list[tuple[str, str]]  # (reference word, recognised word), or `NOTHING` for a missing one
@@ -345,7 +346,7 @@ def _steps(alignment: Alignment) -> list[int]:
 
 
 def paired_bootstrap(
-    references: Mapping[str, str], first: Mapping[str, str], second: Mapping[str, str], seed: int = 0
+    references: Mapping[str, str], first: Mapping[str, str], second: Mapping[str, str]
 ) -> PairedBootstrap | None:
     """The difference of two word error rates over samples of the utterances, drawn with replacement; None where it
     cannot be estimated: of less than two utterances, or where a reference is empty.
@@ -360,7 +361,7 @@ def paired_bootstrap(
         np.array([num_errors(each) for each in align_words(references, texts).values()]) for texts in (first, second)
     )
     errors = first_errors - second_errors
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     sums = []
     for _ in range(_PAIRED_REPLICATIONS // _AT_A_TIME):
         drawn = generator.integers(len(words), size=(_AT_A_TIME, len(words)))
@@ -374,11 +375,11 @@ def paired_bootstrap(
     )
 
 
-def verdict_of(pairs: MatchedPairs, level: float = 0.05) -> str:
+def verdict_of(pairs: MatchedPairs) -> str:
     """The result of the test as a sentence."""
     told = f"matched pairs (MAPSSWE): {pairs.segments} segments, mean difference {pairs.difference:+.3f} errors"
     if pairs.p is None or pairs.t is None:
         return f"{told}; too few or all alike, so that there is no test"
-    verdict = "significant" if pairs.p < level else "not significant"
+    verdict = "significant" if pairs.p < _LEVEL else "not significant"
     p = f"p = {pairs.p:.3g}" if pairs.p >= 1e-4 else f"p = {max(pairs.p, math.ulp(0.0)):.1e}"
-    return f"{told}, t = {pairs.t:.2f}, {p}: {verdict} at {level:.0%}"
+    return f"{told}, t = {pairs.t:.2f}, {p}: {verdict} at {_LEVEL:.0%}"

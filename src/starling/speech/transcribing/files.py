@@ -99,9 +99,7 @@ def transcribe_files(
         check_rate(raw_rate, "--raw-pcm")
         if STANDARD_INPUT not in inputs:
             raise ConfigError("--raw-pcm is the rate of standard input: give - as a file")
-    sources, problems = _sources(inputs)
-    is_one = len(inputs) == 1 and (inputs[0] == STANDARD_INPUT or not inputs[0].is_dir())
-    into = _Output(sources, is_one, form, output, tell)
+    sources, problems = _sources(inputs, form, output)
     transcriber = load_model(experiment, is_best, with_beam, screen)
     if form == "ctm" and not transcriber.has_times:
         raise ConfigError(
@@ -110,8 +108,9 @@ def transcribe_files(
         )
     total = len(sources) + len(problems)
     with Bars(screen) as bars:
-        for source, transcript in _transcribed(transcriber, sources, raw_rate, into.is_at_once, problems, bars):
-            into.write(source, transcript)
+        is_at_once = form == "txt" and output is None
+        for source, transcript in _transcribed(transcriber, sources, raw_rate, is_at_once, problems, bars):
+            _write(source, transcript, form, tell)
     if problems:
         several = f"{len(problems)} of {total} files cannot be transcribed: " if total > 1 else ""
         raise DataError(several + "; ".join(problems))
@@ -130,75 +129,64 @@ class _Source:
     """A file to transcribe."""
 
     path: Path
-    relative: Path
-    """To the folder in which it was found; its name if it was given."""
+    name: str
+    """In the folder in which it was found; without suffix, unless another one differs in that alone."""
+    output: Path | None
+    """Where its transcript goes; None: to the screen."""
 
     @property
     def is_standard_input(self) -> bool:
         return self.path == STANDARD_INPUT
 
 
-def _sources(inputs: Sequence[Path]) -> tuple[list[_Source], list[str]]:
-    """The files that are given or in given folders, and folders that have none."""
-    found: list[_Source] = []
-    problems = []
+def _sources(inputs: Sequence[Path], form: Format, output: Path | None) -> tuple[list[_Source], list[str]]:
+    """The files that are given or in given folders, and folders that have none. Raises ConfigError for an `output` that
+    cannot hold their transcripts."""
+    found: list[tuple[Path, Path]] = []
+    problems, is_one = [], len(inputs) == 1
     for path in inputs:
         if path != STANDARD_INPUT and path.is_dir():
+            is_one = False
             inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in AUDIO and each.is_file())
-            found += [_Source(each, each.relative_to(path)) for each in inside]
+            found += [(each, each.relative_to(path)) for each in inside]
             if not inside:
                 problems.append(f"{path}: this folder has no audio files ({', '.join(sorted(AUDIO))})")
         else:
-            found.append(_Source(path, Path("stdin" if path == STANDARD_INPUT else path.name)))
-    return found, problems
+            found.append((path, Path("stdin" if path == STANDARD_INPUT else path.name)))
+    if output is None and form in ("srt", "vtt") and len(found) > 1:
+        raise ConfigError(f"--format {form}: subtitles of {len(found)} files need --output FOLDER")
+    into = output if output is not None and (not is_one or output.is_dir()) else None
+    if into is not None and into.exists() and not into.is_dir():
+        raise ConfigError(f"--output {into}: is a file; give a folder for {len(found)} transcripts")
+    twice = [name for name, count in Counter(relative for _, relative in found).items() if count > 1]
+    if into is not None and twice:
+        raise ConfigError(f"--output {into}: {len(twice)} names are given twice, such as {twice[0]}; run them apart")
+    counts = Counter(relative.with_suffix("") for _, relative in found)
+    sources = []
+    for path, relative in found:
+        plain = relative.with_suffix("")
+        name = str(relative if counts[plain] > 1 else plain)
+        sources.append(_Source(path, name, output if into is None else into / f"{name}.{form}"))
+    return sources, problems
 
 
-class _Output:
-    """Where transcripts go."""
-
-    def __init__(self, sources: Sequence[_Source], is_one: bool, form: Format, output: Path | None, tell: Say) -> None:
-        self._form: Format = form
-        self._output = output
-        self.tell = tell
-        self._is_folder = output is not None and (not is_one or output.is_dir())
-        if output is None and form in ("srt", "vtt") and len(sources) > 1:
-            raise ConfigError(f"--format {form}: subtitles of {len(sources)} files need --output FOLDER")
-        if self._is_folder and output is not None and output.exists() and not output.is_dir():
-            raise ConfigError(f"--output {output}: is a file; give a folder for {len(sources)} transcripts")
-        counts = Counter(each.relative.with_suffix("") for each in sources)
-        self._repeated = {name for name, count in counts.items() if count > 1}
-        twice = [name for name, count in Counter(each.relative for each in sources).items() if count > 1]
-        if self._is_folder and twice:
-            raise ConfigError(
-                f"--output {output}: {len(twice)} names are given twice, such as {twice[0]}; run them apart"
-            )
-
-    @property
-    def is_at_once(self) -> bool:
-        """Whether segments of standard input are told as soon as they are known."""
-        return self._form == "txt" and self._output is None
-
-    def write(self, source: _Source, transcript: Transcript) -> None:
-        """Write a transcript, or pass it on."""
-        plain = source.relative.with_suffix("")
-        name = source.relative if plain in self._repeated else plain
-        if self._output is None and self._form == "txt":
-            if not source.is_standard_input:
-                self.tell(f"{source.path}\t{transcript.text}")
-            elif transcript.text:
-                self.tell(transcript.text)
-            return
-        called = str(source.path) if self._form == "json" else str(name)
-        text = formatted(transcript, self._form, called)
-        if self._output is None:
-            self.tell(text.removesuffix("\n"))
-            return
-        path = self._output / f"{name}.{self._form}" if self._is_folder else self._output
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, text)
-        except OSError as error:
-            raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+def _write(source: _Source, transcript: Transcript, form: Format, tell: Say) -> None:
+    """Write a transcript, or pass it on."""
+    if source.output is None and form == "txt":
+        if not source.is_standard_input:
+            tell(f"{source.path}\t{transcript.text}")
+        elif transcript.text:
+            tell(transcript.text)
+        return
+    text = formatted(transcript, form, str(source.path) if form == "json" else source.name)
+    if source.output is None:
+        tell(text.removesuffix("\n"))
+        return
+    try:
+        source.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(source.output, text)
+    except OSError as error:
+        raise ConfigError(f"--output {source.output}: cannot be written: {error.strerror}") from error
 
 
 def _transcribed(
