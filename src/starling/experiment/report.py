@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
 
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder, existing
@@ -158,30 +160,27 @@ def _read_comparison(path: Path) -> Mapping[str, Any] | None:
 
 def _rows_of(path: Path, label: str, comparison: Mapping[str, Any]) -> tuple[Evidence, ...]:
     """Each row of a comparison as if it were an experiment: its training loss at its best rate."""
-    found = []
-    for row in comparison["rows"]:
-        cells = [
-            each
-            for each in comparison["cells"]
-            if all(each["cell"][key] == row[key] for key in ("setting", "arm", "learners", "rate"))
-        ]
-        name = f"{row['setting']}: {row['arm']}" if row["setting"] else row["arm"]
-        found.append(
-            Evidence(
-                label=f"{label}: {name}, {row['learners']}",
-                path=str(path),
-                strategy=row["strategy"] or row["arm"],
-                learners=row["learners"],
-                is_virtual=comparison["compare"]["engine"] == "virtual",
-                outcome=str(row["verdict"]),
-                settings=_text(path / "compare.yaml"),
-                environment=_text(path / "env.txt"),
-                commands=(),
-                unit="examples",
-                curve=tuple(_mean_curve(cells)),
-            )
+    return tuple(
+        Evidence(
+            label=f"{label}: {row['setting']}{': ' * bool(row['setting'])}{row['arm']}, {row['learners']}",
+            path=str(path),
+            strategy=row["strategy"] or row["arm"],
+            learners=row["learners"],
+            is_virtual=comparison["compare"]["engine"] == "virtual",
+            outcome=str(row["verdict"]),
+            settings=_text(path / "compare.yaml"),
+            environment=_text(path / "env.txt"),
+            commands=(),
+            unit="examples",
+            curve=tuple(_mean_curve([each for each in comparison["cells"] if row.items() >= _key_of(each).items()])),
         )
-    return tuple(found)
+        for row in comparison["rows"]
+    )
+
+
+def _key_of(result: Event) -> Event:
+    """What a cell shares with its row at the row's best rate."""
+    return {key: value for key, value in result["cell"].items() if key != "seed"}
 
 
 def _mean_curve(cells: Sequence[Event]) -> Iterator[CurvePoint]:
@@ -318,22 +317,14 @@ def _validations(events: Sequence[Event]) -> list[Validation]:
 
 def _interpolated(step: float, ends: Sequence[tuple[float, float]]) -> float | None:
     """How many epochs a step is, between the ends of epochs."""
-    points = [(0.0, 0.0), *ends]
-    for (first, before), (last, after) in pairwise(points):
-        if first <= step <= last and last > first:
-            return before + (after - before) * (step - first) / (last - first)
-    return None
+    steps, epochs = zip((0.0, 0.0), *ends, strict=True)
+    return float(np.interp(step, steps, epochs)) if ends and step <= steps[-1] else None
 
 
 def _staleness(events: Sequence[Event]) -> list[int]:
-    counts: list[int] = []
-    for each in _newest(events, "epoch"):
-        given = each.get("staleness")
-        if isinstance(given, list) and all(isinstance(count, int) for count in given):
-            counts += [0] * (len(given) - len(counts))
-            for place, count in enumerate(given):
-                counts[place] += count
-    return counts
+    given = [each.get("staleness") for each in _newest(events, "epoch")]
+    counts = [each for each in given if isinstance(each, list) and all(isinstance(count, int) for count in each)]
+    return [sum(each) for each in zip_longest(*counts, fillvalue=0)]
 
 
 def _distances(events: Sequence[Event]) -> list[tuple[int, float]]:
