@@ -80,10 +80,10 @@ class CheckpointWriter:
         partial = partial_folder(final)
         num_parts = state.shard_of_island.cut.size if state.shard_of_island else 1
         model_bytes = num_parts * state.weights.nbytes + sum(buffer.nbytes for buffer in state.buffers.values())
-        needed = model_bytes + sum(tensor.nbytes for tensor in state.tensors())
+        scalars, tensors = state.encode()
+        needed = model_bytes + sum(tensor.nbytes for tensor in tensors.values())
         with writing(final, needed, lambda: remove_part(partial, state.rank)):
             partial.mkdir(parents=True, exist_ok=True)
-            scalars, tensors = state.encode()
             write_tensors(partial / f"learner-{state.rank}.safetensors", tensors)
             write_json(partial / f"learner-{state.rank}.json", scalars)
         if self._arrive(final.name) < state.world:
@@ -143,7 +143,7 @@ class CheckpointWriter:
             consensus_distance=distance if math.isfinite(distance) else None,
             is_finite=math.isfinite(distance)
             and all_finite([weights, *buffers.values()])
-            and (num_saved == 0 or all(each.is_finite for each in states)),
+            and all(each.is_finite for each in states if isinstance(each, _Saved)),
             files=listing(partial),
         ).with_digest()
         write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
