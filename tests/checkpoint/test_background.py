@@ -49,7 +49,7 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path: Path) -> None:
     expected = state(0, 1, Ticket(1, 0, 8))
     background = BackgroundWriter(writer)
     background.save(mine, ignore)
-    for tensor in (*mine.tensors(), mine.weights):
+    for tensor in mine.encode()[1].values():
         tensor.fill_(99)
     mine.optimizer["param_groups"][0]["lr"] = 99.0
     writer.go.set()

@@ -35,10 +35,12 @@ def partial_folder(final: Path) -> Path:
 
 @contextmanager
 def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None]:
-    """Check that `needed` bytes are free before writing inside the context. If that or a write fails, call `undo` to
-    remove what was written, and raise a `CheckpointError` with the remedy."""
+    """Check that `needed` bytes are free before writing inside the context; a file system that does not report its size
+    passes. If that or a write fails, call `undo` to remove what was written, and raise a `CheckpointError` with the
+    remedy."""
     try:
-        check_room(final, needed)
+        if _free_bytes(final, unknown=needed) < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(final))
         yield
     except (OSError, SafetensorError) as error:
         with suppress(OSError):  # removing may fail on the same disk
@@ -49,12 +51,6 @@ def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None
         else:
             problem = f"a checkpoint cannot be written ({error}); check the disk and its permissions, then resume"
         raise CheckpointError(f"{final}: {problem}") from error
-
-
-def check_room(folder: Path, needed: int) -> None:
-    """Raise OSError if less than `needed` bytes are free. A file system that does not report its size passes."""
-    if _free_bytes(folder, unknown=needed) < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def write_json(path: Path, content: Any) -> None:

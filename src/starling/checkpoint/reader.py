@@ -168,7 +168,9 @@ def load(folder: Path) -> Checkpoint:
     try:
         return _load(folder)
     except CheckpointError as error:
-        older = _older(folder)
+        own = sort_key(folder.name)
+        others = checkpoints_in(folder.parent)
+        older = [path for path in others if own is not None and (sort_key(path.name) or own) < own]
         if not older:
             raise
         intact = next((path for path in reversed(older) if is_intact(path)), None)
@@ -191,11 +193,6 @@ def _load(folder: Path) -> Checkpoint:
     manifest = read_manifest(folder)
     verify(folder, manifest)
     return Checkpoint(folder, manifest)
-
-
-def _older(folder: Path) -> list[Path]:
-    own = sort_key(folder.name)
-    return [path for path in checkpoints_in(folder.parent) if own is not None and (sort_key(path.name) or own) < own]
 
 
 def latest(experiment: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,23 +123,13 @@ class LearnerState:
             start = stop
         return replace(self, weights=weights, under_shards=None)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All its tensors except the shards' weights, which are part of `weights`."""
-        kept = [self.strategy, [shard.optimizer for shard in self.shards], self.under_shards]
-        yield from _tensors([self.weights, self.buffers, self.optimizer, kept])
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all its numbers are finite."""
-        return all_finite(self.tensors())
-
     @property
     def kept(self) -> list[tuple[int, int]]:
         """`start` and `stop` of each of its shards."""
         return [(shard.start, shard.stop) for shard in self.shards]
 
     def encode(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The state as JSON and named tensors."""
+        """The state as JSON and named tensors. Raises CheckpointError for what cannot be saved."""
         tensors = {"weights": self.weights} | {_BUFFER + name: buffer for name, buffer in self.buffers.items()}
         if self.under_shards is not None:
             tensors["under_shards"] = self.under_shards
@@ -161,9 +151,8 @@ class LearnerState:
                 }
                 for shard in self.shards
             ],
-            "is_finite": self.is_finite,
         }
-        return scalars, tensors
+        return scalars | {"is_finite": all_finite(tensors.values())}, tensors
 
     @classmethod
     def decode(cls, scalars: dict[str, Any], tensors: dict[str, Tensor]) -> LearnerState:
@@ -214,17 +203,6 @@ def own(value: Any) -> Any:
         items = [own(each) for each in value]
         return items if isinstance(value, list) else tuple(items)
     return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dictionaries, lists and tuples."""
-    from torch import Tensor
-
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -80,10 +80,10 @@ class CheckpointWriter:
         partial = partial_folder(final)
         num_parts = state.shard_of_island.cut.size if state.shard_of_island else 1
         model_bytes = num_parts * state.weights.nbytes + sum(buffer.nbytes for buffer in state.buffers.values())
-        needed = model_bytes + sum(tensor.nbytes for tensor in state.tensors())
+        scalars, tensors = state.encode()
+        needed = model_bytes + sum(tensor.nbytes for tensor in tensors.values())
         with writing(final, needed, lambda: remove_part(partial, state.rank)):
             partial.mkdir(parents=True, exist_ok=True)
-            scalars, tensors = state.encode()
             write_tensors(partial / f"learner-{state.rank}.safetensors", tensors)
             write_json(partial / f"learner-{state.rank}.json", scalars)
         if self._arrive(final.name) < state.world:
@@ -96,7 +96,7 @@ class CheckpointWriter:
                     f"{final}: {', '.join(missing)} missing from {partial}; "
                     "the experiment folder must be on a file system that all learners share"
                 )
-            return self._complete(partial, final, list(map(_Saved, paths)), state, num_saved=state.world)
+            return self._complete(final, list(map(_Saved, paths)), state, num_saved=state.world)
 
     def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
         """Write a checkpoint with only the consensus model of `states`; it cannot be resumed."""
@@ -106,11 +106,10 @@ class CheckpointWriter:
         partial = partial_folder(final)
         with writing(final, states[0].weights.nbytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
             partial.mkdir(parents=True, exist_ok=True)
-            return self._complete(partial, final, states, states[0], num_saved=0)
+            return self._complete(final, states, states[0], num_saved=0)
 
     def _complete(
         self,
-        partial: Path,
         final: Path,
         states: Sequence["LearnerState | _Saved"],
         own: LearnerState,
@@ -118,7 +117,7 @@ class CheckpointWriter:
     ) -> Checkpoint:
         """Add the consensus model and the manifest, and publish the checkpoint, which has the states of so many
         learners. `own` is one of the states."""
-        shard = own.shard_of_island
+        partial, shard = partial_folder(final), own.shard_of_island
         size = 1 if shard is None else shard.cut.size
         parts, distance = [], 0.0
         for member in range(size):
@@ -143,7 +142,7 @@ class CheckpointWriter:
             consensus_distance=distance if math.isfinite(distance) else None,
             is_finite=math.isfinite(distance)
             and all_finite([weights, *buffers.values()])
-            and (num_saved == 0 or all(each.is_finite for each in states)),
+            and all(each.is_finite for each in states if isinstance(each, _Saved)),
             files=listing(partial),
         ).with_digest()
         write_json(partial / MANIFEST, manifest.model_dump(mode="json"))

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -50,13 +50,14 @@ class Life:
     tally: Tally | None = None
     """Its counters for the epoch that a membership change interrupted."""
 
-    @staticmethod
-    def begin(job: Job, name: int, is_new: bool) -> "Life":
+    @classmethod
+    def begin(cls, job: Job, name: int, is_new: bool, **more: Any) -> Self:
         """The `Life` of a learner that starts. A joiner or restarted learner (`is_new`) has no injected faults."""
-        return Life(
+        return cls(
             name=name,
             delays=Delays(job.stragglers, job.seed, name),
             faults=faults_of(() if is_new else job.faults, name),
+            **more,
         )
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from starling.engines.virtual.computation import Loss, Member, RealGradients
-from starling.training.flat import NO_GRADIENT, trainable
+from starling.training.flat import NO_GRADIENT
 from starling.training.job import Job
 from starling.training.replica import Replica
 
@@ -49,10 +49,9 @@ class BatchedGradients(RealGradients):
 
     def __init__(self, job: Job, device: torch.device) -> None:
         super().__init__(job, device)
-        self._device = device
-        self._loss = _LossOf(job.workload.make_model().to(device), job)
+        self._loss = _LossOf(self._model.model, job)
         names = {id(parameter): name for name, parameter in self._loss.named_parameters()}
-        self._parameters = trainable(self._loss.model)
+        self._parameters = self._model.parameters
         self._names = [names[id(parameter)] for parameter in self._parameters]
         stops = list(accumulate(each.numel() for each in self._parameters))
         self._places = [slice(stop - each.numel(), stop) for stop, each in zip(stops, self._parameters, strict=True)]
@@ -90,7 +89,7 @@ class BatchedGradients(RealGradients):
             return super().gradient(learner, at)
         if id(learner) in self._begun:  # its gradient before was not awaited
             self._compute_all()
-        begun = self._begun[id(learner)] = _Begun(learner, at, batch[0].to(self._device))
+        begun = self._begun[id(learner)] = _Begun(learner, at, batch[0].to(self._workspace.device))
 
         def loss() -> float | None:
             if id(learner) in self._begun:

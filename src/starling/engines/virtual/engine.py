@@ -31,8 +31,6 @@ from starling.training.membership import IgnoreMembership, Membership, Membershi
 from starling.training.succession import MembershipStart, next_membership, plan_after
 from starling.workload import Position
 
-__all__ = ["Outcome", "VirtualEngine", "VirtualLoss"]
-
 
 @dataclass(frozen=True)
 class Outcome:

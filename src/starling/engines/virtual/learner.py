@@ -161,7 +161,7 @@ class VirtualLearner(ReplicaLearner):
         else:
             self.course.is_averaged = True
         if isinstance(of, VirtualGradient) and not of.event.processed:
-            of.given_away = partial(given_away, self._rank)
+            of.give_away(given_away(self._rank))
         size, num_bytes = len(self._sync_group), self.weights.nbytes if isinstance(of, Handle) else of.nbytes
         return self._join_mean(of, 2 * (size - 1) * num_bytes // size)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import simpy
 import torch
@@ -35,44 +35,37 @@ class Killed(BaseException):
     """Ends a learner wherever it is. No strategy can catch it."""
 
 
-class SyncGroupWords(Generic[T]):
-    """What the first member of a sync group finds at a claim is what all its `size` members get, each once."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._words: dict[tuple[int, int], tuple[T, int]] = {}
-
-    def of(self, sync_group: int, claim: int, find: Callable[[], T]) -> T:
-        """What a member gets at a claim; forgotten once all members have made that claim."""
-        word, num_to_come = (
-            self._words.pop((sync_group, claim)) if (sync_group, claim) in self._words else (find(), self._size)
-        )
-        if num_to_come > 1:
-            self._words[sync_group, claim] = word, num_to_come - 1
-        return word
-
-    def __len__(self) -> int:
-        return len(self._words)
-
-
 class MembershipBatches:
     """The tickets of a membership and their mini-batches, for all its learners; `done` are the tickets done in it."""
 
     def __init__(self, simulation: Simulation, plan: MembershipStart, clock: Callable[[], float]) -> None:
         job = simulation.job
-        size = job.sync_group_size(plan.world)
+        self._size = job.sync_group_size(plan.world)
         self.done = DoneTickets(plan.position)
-        self.draws: SyncGroupWords[int] = SyncGroupWords(size)
-        self.times: SyncGroupWords[float] = SyncGroupWords(size)
-        self.clock = clock
-        self._workload = job.workload
+        self.tickets = SyncGroupTickets(job.workload, plan.position, job.budget, self._size, plan.shares)
+        self.agreed: dict[tuple[int, int, str], tuple[Any, int]] = {}
+        """What the first member of a sync group found at a claim, and how many members are to come."""
+        self._clock, self._workload = clock, job.workload
         self._num_drawn = 0  # portions that all sync groups together have drawn
-        self.tickets = SyncGroupTickets(job.workload, plan.position, job.budget, size, plan.shares)
-        self._batches = simulation.loader.load(self.tickets.take(count(), members=range(size)))
+        self._batches = simulation.loader.load(self.tickets.take(count(), members=range(self._size)))
         self._loaded: dict[int, Loaded] = {}
 
-    def next_number(self) -> int:
-        """The number of the next portion that no sync group has."""
+    def number(self, sync_group: int, claim: int) -> int:
+        """The number of the portion that a sync group draws at a claim: the next that none has."""
+        return self._agree((sync_group, claim, "number"), self._draw)
+
+    def seconds(self, sync_group: int, claim: int) -> float:
+        """The time at which the first member of the sync group made the claim."""
+        return self._agree((sync_group, claim, "seconds"), self._clock)
+
+    def _agree(self, what: tuple[int, int, str], find: Callable[[], T]) -> T:
+        """What the first member finds is what all members get, each once; it is then forgotten."""
+        found, num_to_come = self.agreed.pop(what) if what in self.agreed else (find(), self._size)
+        if num_to_come > 1:
+            self.agreed[what] = found, num_to_come - 1
+        return found
+
+    def _draw(self) -> int:
         self._num_drawn += 1
         return self._num_drawn - 1
 
@@ -99,15 +92,14 @@ class VirtualBatches:
         self._group, self._member, self._part = sync_group.start, rank - sync_group.start, part
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
-        number = self._shared.draws.of(self._group, claim, self._shared.next_number)
+        number = self._shared.number(self._group, claim)
         return [
             self._shared.load(ticket if ticket.part == self._part else replace(ticket, part=self._part))
             for ticket in self._shared.tickets.drawn(number, self._member)
         ] or None
 
     def agreed_seconds(self, claim: int) -> float:
-        """The time at which the first member of the sync group made the claim."""
-        return self._shared.times.of(self._group, claim, self._shared.clock)
+        return self._shared.seconds(self._group, claim)
 
     def reach(self, portion: int) -> None:
         """There are no checkpoint barriers to agree on."""

@@ -27,6 +27,9 @@ class VirtualHandle(Handle[T]):
     the learner's own computation.
     """
 
+    is_own = False
+    """Whether it waits for nobody else: for a gradient of the learner itself."""
+
     def __init__(
         self,
         event: simpy.Event,
@@ -47,11 +50,6 @@ class VirtualHandle(Handle[T]):
 
     def result(self) -> T:
         return self._result()
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it waits only for the learner's own computation."""
-        return False
 
     def _happened(self, _: object) -> None:
         self.place = next(_ORDER)
@@ -74,15 +72,16 @@ def first_of(environment: simpy.Environment, handles: Mapping[int, Handle[Any]])
 class VirtualGradient(VirtualHandle[Tensor]):
     """A gradient; once `mean` has taken it, only the mean may be awaited, as on the `processes` engine."""
 
-    given_away: Callable[[], ProtocolError] | None = None
+    is_own = True
+    _refusal: ProtocolError | None = None
 
-    @property
-    def is_own(self) -> bool:
-        return self.given_away is None
+    def give_away(self, refusal: ProtocolError) -> None:
+        """A mean has taken it: who awaits it now gets the `refusal`."""
+        self.is_own, self._refusal = False, refusal
 
     def result(self) -> Tensor:
-        if self.given_away is not None:
-            raise self.given_away()
+        if self._refusal is not None:
+            raise self._refusal
         return super().result()
 
 

@@ -12,11 +12,10 @@ import simpy
 from starling.engines.virtual.cluster import Cluster, ComputeTimes
 from starling.engines.virtual.network import Network
 from starling.errors import PeerLost
-from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split, faults_of
+from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split
 from starling.training.job import Job
 from starling.training.loading import Loader
 from starling.training.membership import Membership
-from starling.training.stragglers import Delays
 from starling.training.succession import Life
 
 
@@ -104,14 +103,8 @@ class Simulation:
 
     def begin_life(self, name: int) -> VirtualLife:
         """Start or restart a learner; only the learners that begin with the run suffer injected faults of their own."""
-        job, is_first = self.job, self.environment.now == 0.0
-        life = self.lives[name] = VirtualLife(
-            name=name,
-            delays=Delays(job.stragglers, job.seed, name),
-            faults=faults_of(job.faults if is_first else (), name),
-            times=self._times(name),
-        )
-        return life
+        self.lives[name] = VirtualLife.begin(self.job, name, is_new=self.now > 0.0, times=self._times(name))
+        return self.lives[name]
 
     def living(self) -> tuple[int, ...]:
         """The names of the living learners, in order."""
