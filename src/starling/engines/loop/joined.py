@@ -110,7 +110,7 @@ class JoinedLearner:
         self._run = LoopRun(strategy, options, replica, seed, most_not_finite)
         root = Peers(place, timeout_seconds, feed=coordination.feed if coordination else None)
         self._life = LoopLife(root, self._run, handshake, coordination)
-        replica.leave_to_loop()
+        replica.adopted.leave()
         self._learner_id = place.rank
         self._hooks = StepHooks(replica, f"learner {place.rank}")
         self._process = os.getpid()
