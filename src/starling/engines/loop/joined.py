@@ -102,7 +102,6 @@ class JoinedLearner:
             configuration=f"{options.model_dump_json()}, seed {seed}, model {_digest(model)}, "
             f"{len(optimizer.param_groups)} parameter groups" + (", on_loss continue" if coordination else ""),
             optimizer=describe(optimizer),
-            **Handshake.of_versions(),
         )
         self._is_closed = self._has_warned = False
         self._num_calls = 0
