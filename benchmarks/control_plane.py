@@ -386,7 +386,7 @@ class Dummy:
         peers = root.enter(membership)
         rank, world, store = peers.rank, peers.world, peers.store
         self._feed.arrive(membership)
-        mine = Handshake(world, "adpsgd", 1, "torch.float32", "benchmark", **Handshake.of_versions())
+        mine = Handshake(world, "adpsgd", 1, "torch.float32", "benchmark")
         peers.shake_hands(mine)
         if membership.number == 0:
             write_first_plan(store, rank, MembershipStart(world, Position(), 0.0))

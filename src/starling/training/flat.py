@@ -166,7 +166,7 @@ class FlatModel:
     def use_gradients(self, gradients: Tensor) -> None:
         """Make `param.grad` views into `gradients` `[P]`; nothing is copied."""
         self.gradients = gradients
-        self.gradients_of = list(split(gradients, self.parameters))
+        self.gradients_of = split(gradients, self.parameters)
         for parameter, view in zip(self.parameters, self.gradients_of, strict=True):
             parameter.grad = view
 

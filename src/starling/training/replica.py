@@ -159,14 +159,14 @@ class Replica:
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         with self._lock:
-            (self.weights if piece is None else self._at(piece)[1]).copy_(weights)
+            self._at(piece).copy_(weights)
             if piece is None or piece.stop == self._size:  # all pieces together count as one change
                 self.version += 1
 
     def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
         """A copy of the weights or of a piece of them, in new memory or in `into`, of the same shape."""
         with self._lock:
-            own = self.weights if piece is None else self._at(piece)[1]
+            own = self._at(piece)
             return own.clone() if into is None else into.copy_(own)
 
     def on_host(self) -> Tensor:
@@ -204,11 +204,13 @@ class Replica:
         self.strategy_state[name] = kept = kept.to(initial.device)
         return kept
 
-    def _at(self, piece: slice) -> tuple[int, Tensor]:
-        """The number of the vector that contains a piece (0: the weights), and a view of the piece."""
+    def _at(self, piece: slice | None) -> Tensor:
+        """A view of a piece of the weights or of the optimizer's averaged state; None: all weights."""
+        if piece is None:
+            return self.weights
         number, start = divmod(piece.start, self._size)
-        vector = self.weights if number == 0 or self._memory is None else self._memory.vectors[number - 1]
-        return number, vector[start : start + piece.stop - piece.start]
+        part: Tensor = self._vectors[number][start : start + piece.stop - piece.start]
+        return part
 
 
 class OptimizerMemory:

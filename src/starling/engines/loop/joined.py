@@ -102,7 +102,6 @@ class JoinedLearner:
             configuration=f"{options.model_dump_json()}, seed {seed}, model {_digest(model)}, "
             f"{len(optimizer.param_groups)} parameter groups" + (", on_loss continue" if coordination else ""),
             optimizer=describe(optimizer),
-            **Handshake.of_versions(),
         )
         self._is_closed = self._has_warned = False
         self._num_calls = 0
@@ -110,7 +109,7 @@ class JoinedLearner:
         self._run = LoopRun(strategy, options, replica, seed, most_not_finite)
         root = Peers(place, timeout_seconds, feed=coordination.feed if coordination else None)
         self._life = LoopLife(root, self._run, handshake, coordination)
-        replica.leave_to_loop()
+        replica.adopted.leave()
         self._learner_id = place.rank
         self._hooks = StepHooks(replica, f"learner {place.rank}")
         self._process = os.getpid()

@@ -238,7 +238,7 @@ class LoopLearner(ConnectedLearner):
         if listener is not None and (listener.finished or listener.ended):  # who wait for this heartbeat
             with self.communicator.naming_the_lost("step()"):
                 self._peers.store.set(f"steps/{self._rank}", str(run.num_steps))
-        self.replica.leave_to_loop()
+        self.replica.adopted.leave()
         run.begin_computing()
         spent.computing += time.monotonic() - begin - (spent.waiting_for_peers - waited)
 

@@ -65,7 +65,7 @@ class LoopLife:
         """Enter the first membership of the learners `root`."""
         self.peers = self._root = root
         self.membership = Membership(0, tuple(range(root.world)))
-        self._run, self._handshake, self._coordination = run, handshake, coordination
+        self._run, self._handshake, self._coordination, self._feed = run, handshake, coordination, root.feed
         self._stack = ExitStack()
         self._connections: Connections | None = None
         self._lock = threading.RLock()  # held while the loop is in a learner, and while learners are regrouped
@@ -87,7 +87,7 @@ class LoopLife:
         coordination.watch(self._fail)
         store = PrefixStore(Membership(0, ()).key, self._root.store)
         if store.check([OF_LEARNER_0]):
-            check_alike(store, coordination.feed.name, self._handshake)
+            check_alike(store, self._feed.name, self._handshake)
         first = coordination.await_first()
         self._run.has_joined = first.number > 0
         self._regroup(coordination, first)
@@ -105,7 +105,7 @@ class LoopLife:
             except _LOSSES as error:
                 if self._coordination is None or error is self._failure.error:
                     raise
-                self._await_next(self._coordination.feed, membership, error)
+                self._await_next(membership, error)
 
     def close(self) -> None:
         """Close the learner, and leave once all have closed."""
@@ -170,9 +170,9 @@ class LoopLife:
         if self._connections is not None:
             self._connections.cut()
 
-    def _await_next(self, feed: MembershipFeed, membership: Membership, error: BaseException) -> None:
+    def _await_next(self, membership: Membership, error: BaseException) -> None:
         """Wait until the learners have regrouped after `membership`. Raises `error` if nothing explains it."""
-        if self._later(feed, membership) is None and not self._has_ended:
+        if self._later(membership) is None and not self._has_ended:
             raise error
         with self._changed:
             self._changed.wait_for(lambda: self.membership.number > membership.number or self._has_ended)
@@ -184,18 +184,18 @@ class LoopLife:
     def _has_ended(self) -> bool:
         return self._is_over or self._failure.error is not None
 
-    def _later(self, feed: MembershipFeed, membership: Membership) -> Membership | None:
+    def _later(self, membership: Membership) -> Membership | None:
         """Wait for a later membership, at most for `REGROUP`; None if none comes or this learner has failed."""
         deadline = time.monotonic() + REGROUP
         while time.monotonic() < deadline and not self._has_ended:
-            if change := feed.beyond(membership, 0.2):
+            if change := self._feed.beyond(membership, 0.2):
                 return change
         return None
 
     def _follow(self, coordination: Coordination) -> None:
         """Regroup after each change of the membership. The target of a thread."""
         try:
-            while (change := coordination.feed.beyond(self.membership, _FOREVER)) and not self._is_over:
+            while (change := self._feed.beyond(self.membership, _FOREVER)) and not self._is_over:
                 with self._lock:
                     if not self._is_over and not self._leave():
                         self._regroup(coordination, change)
@@ -230,8 +230,7 @@ class LoopLife:
                 if self._connections is not None:
                     self._connections.cut()
                 self._stack.close()
-                later = self._later(coordination.feed, change)
-                if later is None:
+                if (later := self._later(change)) is None:
                     raise self._failure.error or error from error
                 change = later
         if change.number and self.peers.rank == 0:
@@ -241,7 +240,7 @@ class LoopLife:
             self._changed.notify_all()
 
     def _enter(self, coordination: Coordination, membership: Membership) -> LoopLearner:
-        name = coordination.feed.name
+        name = self._feed.name
         if name not in membership.members:
             raise PeerLost(f"learner {name} was taken for lost, and the others continue without it")
         world, run = len(membership.members), self._run

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 from starling.checkpoint.state import OWN_PREFIX, LearnerState, encode_state
 from starling.checkpoint.state import own as copied
 from starling.engines.loop.optimizers import OptimizerList, members_of, optimizer_like, parameters_of
-from starling.engines.loop.outside import AdoptedParameters, OutsideChanges
 from starling.errors import CheckpointError, ProtocolError
-from starling.training.flat import NO_GRADIENT, split, without_gradient
+from starling.training.flat import NO_GRADIENT, in_cudnn_order, split, trainable, view_weights, without_gradient
 from starling.training.replica import Replica
 from starling.workload import Position
 
@@ -25,6 +24,14 @@ _BUFFER, _FROZEN, _FINAL, _DISTANCE = "buffer ", "frozen ", "final", "distance"
 """Names, or beginnings of names, of the tensors beside the weights that one learner copies from another."""
 _SMALL = 10_000
 """Up to this number of elements, copying takes less time than calling a torch function."""
+
+
+_SAME_PARAMETERS = (
+    "at starling.join all parameters that will be trained must belong to the model and must require gradients or be in "
+    "the optimizer; to train some only later, freeze them with requires_grad_(False) after starling.join"
+)
+_ROUNDING = 1e-6
+"""Relative to the weights: what remains of a change that was made and undone, such as by a schedule-free optimizer."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,9 @@ class LoopReplica(Replica):
         self, model: nn.Module, optimizer: Optimizer, is_shared: bool, refuses_changes: str | None = None
     ) -> None:
         """`refuses_changes` is the name of the strategy if it cannot adopt changes that the loop makes itself."""
-        self._adopted = AdoptedParameters(model, optimizer)
-        self.model, self.loop = model, self._adopted.flat
-        parameters, weights = self._adopted.parameters, self.loop if is_shared else self.loop.clone()
+        self.adopted = AdoptedParameters(model, optimizer)
+        self.model, self.loop = model, self.adopted.flat
+        parameters, weights = self.adopted.parameters, self.loop if is_shared else self.loop.clone()
         super().__init__(weights, torch.empty_like(weights), parameters, lambda _: optimizer, clip_norm=None)
         self.is_stepping = False
         """Whether this replica is calling the optimizer's `step`."""
@@ -102,9 +109,8 @@ class LoopReplica(Replica):
         self._own_gradient.fill = self.own_gradient
         self._is_filled = False
         self._refuses_changes = refuses_changes
-        # without a copy to compute at, the loop changes the learner's own weights
-        is_noticing = refuses_changes is not None or not is_shared
-        self._outside = OutsideChanges(parameters, self.loop) if is_noticing else None
+        if refuses_changes is not None or not is_shared:  # otherwise the loop changes the learner's own weights
+            self.adopted.notice_changes()
         self._rates: tuple[tuple[float, ...], Tensor] | None = None
 
     # gradients and steps
@@ -211,28 +217,23 @@ class LoopReplica(Replica):
 
     # the loop's weights
 
-    def leave_to_loop(self) -> None:
-        """The loop computes at its weights from now on, and may change them."""
-        if self._outside is not None:
-            self._outside.leave()
-
     def take_from_loop(self, learner: str) -> None:
         """Adopt what the loop has changed in its weights, apart from this learner.
 
         Reallocated parameters become views into the loop's weights again, with their current values. Raises
         `ProtocolError` if `AdoptedParameters` does, or if the strategy cannot adopt a change.
         """
-        self._adopted.take_back(learner)
+        self.adopted.take_back(learner)
         if self._memory is not None:
             with self._lock:
                 self._memory.take_back()
-        if self._outside is None or (change := self._outside.find()) is None:
+        if (change := self.adopted.change()) is None:
             return
         if self._refuses_changes is None:
             with self._lock:  # in delta form, which keeps concurrent changes of the background
                 self.weights.add_(change)
-        elif not self._outside.is_rounding(change):
-            changes = zip(self._adopted.names, split(change, self._parameters), strict=True)
+        elif not bool(torch.linalg.vector_norm(change) <= _ROUNDING * torch.linalg.vector_norm(self.loop)):
+            changes = zip(self.adopted.names, split(change, self._parameters), strict=True)
             names = [name for name, part in changes if bool(part.any())]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ProtocolError(
@@ -242,7 +243,7 @@ class LoopReplica(Replica):
                 "(register_step_post_hook), if learners step themselves; or choose a strategy that adopts such "
                 "changes, such as adpsgd or allreduce"
             )
-        self._outside.leave()
+        self.adopted.leave()
 
     def refresh_loop(self, at: Tensor | None = None) -> None:
         """Copy the current weights, or `at` `[P]`, to the weights at which the loop computes."""
@@ -253,7 +254,7 @@ class LoopReplica(Replica):
     def finish(self) -> None:
         """Copy this learner's weights to the model, including reallocated parameters."""
         self.refresh_loop()
-        self._adopted.release()
+        self.adopted.release()
 
     # the consensus
 
@@ -332,7 +333,7 @@ class LoopReplica(Replica):
                 self.weights.copy_(state.weights)
                 self.loop.copy_(state.weights)
                 self._changed()
-                self.leave_to_loop()
+                self.adopted.leave()
                 for name, tensor in self._beside_weights().items():
                     tensor.copy_(state.buffers[name])
                 self._memory = None
@@ -354,3 +355,129 @@ class LoopReplica(Replica):
         """The buffers, by name; of a complex one, a view of its real and imaginary parts."""
         named = self.model.named_buffers()
         return {name: torch.view_as_real(each) if each.is_complex() else each for name, each in named}
+
+
+class AdoptedParameters:
+    """The parameters that learners train together, as views into `flat` `[P]`, and what the loop changes in them.
+
+    These are the model's parameters that are trainable or in the optimizer when it joins. They may be frozen and
+    unfrozen later. At every step, `take_back` detects parameters that were reallocated or replaced, and trained
+    parameters that were unknown before. It takes about half a microsecond per parameter.
+
+    `change` compares `flat` with what it was when the learner left it to the loop. Most steps need no comparison: a
+    change in place shows in the version counters of the parameters, and one that avoids them, such as
+    `parameter.data.clamp_`, in the sum of all weights.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._left: Tensor | None = None
+        like = trainable(model)[0]
+        in_optimizer = {id(parameter) for parameter in parameters_of(optimizer)}
+        self.names, self.parameters = [], []
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter in in_cudnn_order(model):
+            may_be_unfrozen = id(parameter) in in_optimizer and _fits(parameter, like)
+            if parameter.requires_grad or may_be_unfrozen:
+                self.names.append(names[parameter])
+                self.parameters.append(parameter)
+        self._known = {id(parameter) for parameter in self.parameters}
+        self._note_structure()
+        self.flat = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+        view_weights(model, self.parameters, self.flat)
+        self._views = [parameter.data for parameter in self.parameters]
+        self._addresses = [view.data_ptr() for view in self._views]
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+
+    def notice_changes(self) -> None:
+        """Let `change` find what the loop changes from now on."""
+        self._left = torch.empty_like(self.flat)
+        self.leave()
+
+    def leave(self) -> None:
+        """The learner leaves the weights to the loop, as they are now."""
+        if self._left is not None:
+            self._left.copy_(self.flat)
+            self._signs = self._now()
+
+    def change(self) -> Tensor | None:
+        """What the loop has changed since `leave`, `[P]`; None: nothing, or it does not matter."""
+        if self._left is None or self._now() == self._signs or torch.equal(self.flat, self._left):
+            return None
+        return self.flat - self._left
+
+    def _now(self) -> tuple[float, list[int]]:
+        precise = torch.promote_types(self.flat.dtype, torch.float32)
+        return float(self.flat.sum(dtype=precise)), [parameter._version for parameter in self.parameters]
+
+    def take_back(self, learner: str) -> None:
+        """Make reallocated parameters views into `flat` again, with their current values.
+
+        Raises `ProtocolError` if the dtype, shape or device of one has changed, or for a trained parameter that was
+        unknown when the model joined.
+        """
+        if self._structure() != self._noted or any(parameter.requires_grad for parameter in self._others):
+            self._check_structure(learner)
+            self._note_structure()
+        # addresses first: `is_set_to`, which also compares sizes and strides, fails for tensors on two devices
+        if [parameter.data_ptr() for parameter in self.parameters] == self._addresses and all(
+            map(Tensor.is_set_to, self.parameters, self._views)
+        ):
+            return
+        moved = [number for number in range(len(self.parameters)) if self._has_moved(number)]
+        for number, values in [(number, self.parameters[number].data.clone()) for number in moved]:
+            parameter, view = self.parameters[number], self._views[number]
+            if not _fits(parameter, view) or parameter.shape != view.shape:
+                raise ProtocolError(
+                    f"{learner}: parameter {self.names[number]} is {_describe(parameter)}, but was {_describe(view)} "
+                    "at starling.join; change the model's dtype, device or shapes before starling.join"
+                )
+            parameter.data = view
+            view.copy_(values)
+
+    def release(self) -> None:
+        """Copy the flat vector's values to reallocated parameters of any dtype and device."""
+        for number, parameter in enumerate(self.parameters):
+            if self._has_moved(number) and parameter.shape == self._views[number].shape:
+                parameter.data.copy_(self._views[number])
+
+    def _has_moved(self, number: int) -> bool:
+        parameter, view = self.parameters[number], self._views[number]
+        return not (_fits(parameter, view) and parameter.is_set_to(view))
+
+    def _structure(self) -> list[int]:
+        """The `id`s of the model's and the optimizer's modules and parameters; `_alive` keeps these objects alive."""
+        inside = [id(each) for contents in self._contents for each in contents.values()]
+        return inside + [id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _note_structure(self) -> None:
+        modules = list(self._model.modules())
+        self._contents = [contents for module in modules for contents in (module._parameters, module._modules)]
+        self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in self._known]
+        self._alive = modules, list(parameters_of(self._optimizer))
+        self._noted = self._structure()
+
+    def _check_structure(self, learner: str) -> None:
+        named = list(self._model.named_parameters())
+        unknown = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in self._known]
+        names = {id(parameter): name for name, parameter in named}
+        for parameter in parameters_of(self._optimizer):
+            name = names.get(id(parameter), f"of shape {list(parameter.shape)} in the optimizer")
+            if parameter.requires_grad and id(parameter) not in self._known and name not in unknown:
+                unknown.append(name)
+        if unknown:
+            shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+            raise ProtocolError(
+                f"{learner}: parameter {shown} is trained but was unknown when the model joined, so its changes would "
+                f"not reach other learners; {_SAME_PARAMETERS}"
+            )
+
+
+def _fits(tensor: Tensor, like: Tensor) -> bool:
+    return tensor.dtype == like.dtype and tensor.device == like.device
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

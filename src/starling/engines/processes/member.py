@@ -315,7 +315,6 @@ class _Member:
             num_parameters=self._num_parameters,
             dtype=self._dtype,
             configuration=self.digest,
-            **Handshake.of_versions(),
         )
 
 

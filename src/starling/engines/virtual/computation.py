@@ -87,7 +87,7 @@ class RealGradients(Computation):
         self._model = FlatModel(job.workload.make_model(), device)
         self._first_buffers = self._model.own_buffers()
         self._workspace = torch.empty_like(self._model.weights)  # for the step of any learner, `[P]`
-        self._gradients_of = list(split(self._workspace, self._model.parameters))
+        self._gradients_of = split(self._workspace, self._model.parameters)
 
     def new_replica(self) -> Replica:
         job, model = self._job, self._model
