@@ -20,7 +20,7 @@ import starling
 from starling import extras
 from starling.engines.processes.stalls import Stall
 from starling.errors import ConfigError, MissingExtraError
-from starling.launch.messages import EpochEnd, Heartbeat, LearnerMessage, NewMembership, Ready, Snapshot
+from starling.launch.messages import Entered, EpochEnd, Heartbeat, LearnerMessage, NewMembership, Ready, Snapshot
 from starling.launch.roster import Roster
 from starling.reporting.metrics import Metrics, serving
 from starling.training.faults import Kill
@@ -168,7 +168,7 @@ def test_deaths_and_joins_are_counted(served: Served) -> None:
     served.hear(1, Heartbeat(num_steps=3))
     served.roster.lose(1, "learner 1 was killed")
     served.roster.announce(NewMembership(1, (0,)))
-    served.metrics.joined()
+    served.hear(0, Entered(1))
     found = served.scrape()
     assert found["starling_deaths_total"] == found["starling_joins_total"] == {"": 1.0}
     assert found["starling_learners_alive"] == found["starling_membership"] == {"": 1.0}

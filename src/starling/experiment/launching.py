@@ -59,7 +59,6 @@ def run_learners(
 
     def on_join(learner_id: int, num_learners: int) -> None:
         display.joined(learner_id, num_learners)
-        metrics.joined()
         display.train_with(roster.membership.members)
 
     try:

@@ -106,8 +106,8 @@ class LearnerRecord:
     """The training loss of its last snapshot."""
     is_joining: bool = False
     """Whether it was started as a joiner and has neither trained nor failed since."""
-    has_joined: bool = False
-    """Whether one of its processes has joined the run after the start."""
+    num_joins: int = 0
+    """How many of its processes have joined the run after the start."""
     epochs: list[EpochEnd] = field(default_factory=list)
     """The epochs that it has reported."""
 
@@ -246,7 +246,7 @@ class Roster:
                 case Arrived():
                     attempt.arrived = message.generation
                 case Entered():
-                    record.has_joined = record.has_joined or (attempt.generation < 0 < message.generation)
+                    record.num_joins += attempt.generation < 0 < message.generation
                     attempt.generation = message.generation
                     _advance(record, LearnerState.TRAINING)
                 case Ended():

@@ -59,7 +59,6 @@ class Metrics:
     def __init__(self, roster: Roster, name: str, strategy: str) -> None:
         self._roster, self._name, self._strategy = roster, name, strategy
         self._learners: dict[int, _Learner] = {}
-        self._num_joins = 0
         self._lock = threading.Lock()
 
     def hear(self, learner_id: int, message: LearnerMessage) -> None:
@@ -84,11 +83,6 @@ class Metrics:
             learner.staleness = [before + more for before, more in counts]
             learner.staleness_sum += message.mean_staleness * sum(message.staleness)
 
-    def joined(self) -> None:
-        """Count a learner that has joined."""
-        with self._lock:
-            self._num_joins += 1
-
     def collect(self) -> list[Any]:
         """The metric families of a scrape."""
         with self._roster.lock, self._lock:
@@ -104,13 +98,14 @@ class Metrics:
         run = InfoMetricFamily("starling_run", "The run.")
         run.add_metric([], {"name": self._name, "strategy": self._strategy})
         yield run
+        num_joins = sum(record.num_joins for record in records)
         fractions = [learner.snapshot.fraction for _, learner in learners if learner.snapshot is not None]
         for kind, name, text, value in (
             (_GAUGE, "learners_alive", "Learners that are starting, ready or training.", len(list(roster.present()))),
             (_GAUGE, "membership", "The number of the newest membership.", roster.membership.generation),
             (_GAUGE, "progress_ratio", "The spent fraction of the budget.", max(fractions, default=0.0)),
             (_COUNTER, "deaths", "Learners that were lost.", len(roster.lost)),
-            (_COUNTER, "joins", "Learners that joined after the start, restarted ones included.", self._num_joins),
+            (_COUNTER, "joins", "Learners that joined after the start, restarted ones included.", num_joins),
             (_COUNTER, "checkpoints", "Checkpoints that are complete.", roster.num_saved),
         ):
             yield kinds[kind](f"starling_{name}", text, float(value))
