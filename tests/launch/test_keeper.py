@@ -40,7 +40,7 @@ def door(token: str = TOKEN) -> Iterator[tuple[int, list[tuple[str, str, socket.
 
 def errand(folder: Path, port: int) -> Errand:
     program = Program((sys.executable, "-c", LEARNER), 1, folder, "", is_watched=False)
-    return Errand(program, 0, False, "first", folder, folder / "run-token", LOOPBACK, port, 1, {"CPU": 1.0})
+    return Errand(program, folder, folder / "run-token", LOOPBACK, port, 1, {"CPU": 1.0}, name="first")
 
 
 CUT_CABLE = """
