@@ -21,7 +21,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.checkpoint.files import apart
-from starling.checkpoint.state import LearnerState, decode_state, encode_state
+from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.handshake import Handshake, Peers, check_alike
@@ -62,7 +62,6 @@ from starling.training.tensor_plan import tensor_plan
 from starling.workload import Position, Ticket
 
 _PLAN, _PAST = "plan", "past"
-_BUFFER = "buffer."
 
 
 def run_learner(
@@ -367,28 +366,16 @@ def share_state(state: LearnerState, source: int) -> LearnerState:
     All learners of the default process group must call it. A learner's shards of the model remain its own.
     """
     tensors: dict[str, Tensor] = {}
-    scalars: Any = None
+    said: Any = None
     if state.rank == source:
-        optimizer = encode_state(state.optimizer, "optimizer", tensors)
-        strategy = encode_state(state.strategy, "strategy", tensors)
-        tensors |= {"weights": state.weights, **{_BUFFER + name: each for name, each in state.buffers.items()}}
+        scalars, tensors = replace(state, shards=(), under_shards=None, shard_of_island=None).encode()
         tensors = apart(tensors)
-        scalars = {
-            "optimizer": optimizer,
-            "strategy": strategy,
-            "tensors": {name: [str(each.dtype).partition(".")[2], list(each.shape)] for name, each in tensors.items()},
-        }
-    scalars = json.loads(_broadcast_bytes(json.dumps(scalars).encode(), source))
-    received = {
-        name: _broadcast(tensors.get(name), dtype, shape, source) for name, (dtype, shape) in scalars["tensors"].items()
-    }
-    return replace(
-        state,
-        weights=received["weights"],
-        buffers={name.removeprefix(_BUFFER): each for name, each in received.items() if name.startswith(_BUFFER)},
-        optimizer=decode_state(scalars["optimizer"], received),
-        strategy=decode_state(scalars["strategy"], received),
-    )
+        said = scalars, {name: (str(each.dtype).partition(".")[2], list(each.shape)) for name, each in tensors.items()}
+    scalars, shapes = json.loads(_broadcast_bytes(json.dumps(said).encode(), source))
+    received = {name: _broadcast(tensors.get(name), dtype, shape, source) for name, (dtype, shape) in shapes.items()}
+    shared = LearnerState.decode(scalars, received)
+    copied = {name: getattr(shared, name) for name in ("weights", "buffers", "optimizer", "strategy")}
+    return replace(state, **copied)
 
 
 def _broadcast_bytes(content: bytes, source: int) -> bytes:
