@@ -224,7 +224,7 @@ class JoinedLearner:
             with self._replica.showing(agreed.mean):
                 yield
         finally:
-            run.begin_computing()
+            life.learner.begin_computing()
 
     def stats(self) -> LoopStats:
         """This learner's counters so far."""

@@ -105,7 +105,7 @@ class LoopLearner(ConnectedLearner):
         start_on_memory = self.communicator.start_on_memory
         self.shards = Shards(self._rank, self.replica, self._statistics, _set_rates, start_on_memory)
         self._begin(plan, listening)
-        run.begin_computing()
+        self.begin_computing()
 
     def _begin(self, plan: LoopPlan | None, listening: Store | None) -> None:
         """Meet the other learners, and run the strategy to its first gradient."""
@@ -222,7 +222,7 @@ class LoopLearner(ConnectedLearner):
             if scaler is not None:
                 for member in members_of(optimizer or self.replica.optimizer):
                     _unscale(scaler, member, self._me)
-            run.end_computing()
+            self._end_computing()
             run.gradient = "given"
         else:
             self._release.check()
@@ -240,14 +240,14 @@ class LoopLearner(ConnectedLearner):
             with self.communicator.naming_the_lost("step()"):
                 self._peers.store.set(f"steps/{self._rank}", str(run.num_steps))
         self.replica.adopted.leave()
-        run.begin_computing()
+        self.begin_computing()
         spent.computing += time.monotonic() - begin - (spent.waiting_for_peers - waited)
 
     def agree(self) -> Consensus:
         """The mean of all learners' models, now."""
         self._release.check()
         self.replica.take_from_loop(self._me)
-        self._run.end_computing()
+        self._end_computing()
         if self._listener is None:
             return Consensus(self._contribution()[0], 0.0)
         with self.communicator.naming_the_lost("requesting a consensus"):
@@ -313,7 +313,7 @@ class LoopLearner(ConnectedLearner):
         if run.final is None:
             if not run.is_over:
                 self.replica.take_from_loop(self._me)
-                run.end_computing()
+                self._end_computing()
             run.is_over = True
             begin = time.monotonic()
             if listener is not None and len(self._sync_group) > 1:
@@ -344,7 +344,16 @@ class LoopLearner(ConnectedLearner):
         if is_final_wanted and run.final is not None:
             self.replica.adopt(run.final.mean)
 
+    def begin_computing(self) -> None:
+        """The loop computes from now on."""
+        self._resumed_at = time.monotonic()
+
     # implementation
+
+    def _end_computing(self) -> None:
+        """Count the time for which the loop has computed."""
+        begun, self._resumed_at = self._resumed_at, time.monotonic()
+        self._statistics.spent.computing += self._resumed_at - begun
 
     def _end_together(self, listener: AnnouncementListener) -> None:
         """Wait until the loops of all learners have ended. Those that step together end after the same step: one whose

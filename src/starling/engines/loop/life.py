@@ -95,17 +95,18 @@ class LoopLife:
         thread.start()
 
     def run(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `action` on the learner, repeated with the next one if a membership change interrupts it."""
+        """The result of `action` on the learner, repeated with the next one if a membership change interrupts it.
+        Every `action` begins with a check of whether the learner has failed."""
         while True:
             try:
                 with self._lock:
-                    self._failure.check()
                     learner, membership = self.learner, self.membership
                     return action(learner, *args, **kwargs)
             except _LOSSES as error:
                 if self._coordination is None or error is self._failure.error:
                     raise
-                self._await_next(membership, error)
+                interruption = error
+            self._await_next(membership, interruption)  # here, so that what it raises is shown alone
 
     def close(self) -> None:
         """Close the learner, and leave once all have closed."""

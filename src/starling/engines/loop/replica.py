@@ -17,7 +17,7 @@ from starling.checkpoint.state import OWN_PREFIX, LearnerState
 from starling.checkpoint.state import own as copied
 from starling.engines.loop.optimizers import OptimizerList, members_of, optimizer_like, parameters_of
 from starling.errors import CheckpointError, ProtocolError
-from starling.training.flat import NO_GRADIENT, in_cudnn_order, split, trainable, view_weights, without_gradient
+from starling.training.flat import NO_GRADIENT, in_cudnn_order, split, split_gradient, trainable, view_weights
 from starling.training.replica import Replica
 from starling.workload import Position
 
@@ -167,10 +167,10 @@ class LoopReplica(Replica):
     def _give_to_parameters(self, gradient: Tensor) -> None:
         """Make the parameters' gradients views into `gradient` `[P]`, or None if no learner had one. Those of sparse
         gradients have the rows that are not 0."""
-        parts = split(gradient, self._parameters)
-        for number, is_unused in enumerate(without_gradient(gradient, parts)):
-            part = parts[number].to_sparse(1) if number in self._sparse else parts[number]
-            self._parameters[number].grad = None if is_unused else part
+        for number, part in enumerate(split_gradient(gradient, self._parameters)):
+            if part is not None and number in self._sparse:
+                part = part.to_sparse(1)
+            self._parameters[number].grad = part
 
     def _step_optimizer(self, factor: float) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups] if factor != 1.0 else []

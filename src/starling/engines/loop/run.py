@@ -1,6 +1,5 @@
 """What a loop's learner keeps from one membership to the next, and how the learners of a membership begin."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -62,16 +61,6 @@ class LoopRun:
         self.num_not_finite = self.not_finite_in_a_row = 0
         """Gradients that were not finite, and made no optimizer step."""
         self._most_not_finite = most_not_finite
-        self._resumed_at = time.monotonic()
-
-    def begin_computing(self) -> None:
-        """The loop computes from now on."""
-        self._resumed_at = time.monotonic()
-
-    def end_computing(self) -> None:
-        """Count the time for which the loop has computed."""
-        begun, self._resumed_at = self._resumed_at, time.monotonic()
-        self.statistics.spent.computing += self._resumed_at - begun
 
     @property
     def steps_begun(self) -> int:
