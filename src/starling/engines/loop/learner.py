@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -34,7 +33,7 @@ from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Commu
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
 from starling.engines.processes.threads import Worker
-from starling.errors import PeerLost, ProtocolError, StarlingError
+from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
 from starling.learner import Handle, LoopEnded
 from starling.training.checks import check_group
 from starling.training.shards import Shards
@@ -160,7 +159,7 @@ class LoopLearner(ConnectedLearner):
 
     def clip(self, gradient: Tensor) -> Tensor | None:
         is_finite = math.isfinite(self.replica.clip(gradient))
-        self._run.count_finite(is_finite, self._me)
+        self._count_finite(is_finite)
         return gradient if is_finite else None
 
     @property
@@ -175,7 +174,7 @@ class LoopLearner(ConnectedLearner):
         if self._run.gradient == "given":
             self._run.gradient = "used"
         self.communicator.rounds.gradient_made()
-        self._run.count_finite(is_finite, self._me)
+        self._count_finite(is_finite)
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         super().apply(delta, piece)
@@ -355,6 +354,18 @@ class LoopLearner(ConnectedLearner):
         begun, self._resumed_at = self._resumed_at, time.monotonic()
         self._statistics.spent.computing += self._resumed_at - begun
 
+    def _count_finite(self, is_finite: bool) -> None:
+        """Count gradients that are not finite. Raises NonFiniteError after many in a row."""
+        run = self._run
+        run.num_not_finite += not is_finite
+        run.not_finite_in_a_row = 0 if is_finite else run.not_finite_in_a_row + 1
+        if run.not_finite_in_a_row == run.most_not_finite:
+            raise NonFiniteError(
+                f"{self._me}: the gradient of step {run.steps_begun} is not finite, nor were the "
+                f"{run.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
+                "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
+            )
+
     def _end_together(self, listener: AnnouncementListener) -> None:
         """Wait until the loops of all learners have ended. Those that step together end after the same step: one whose
         loop ended before makes the steps that it lacks without a gradient."""
@@ -480,9 +491,9 @@ class LoopLearner(ConnectedLearner):
         run, replica, is_taker = self._run, self.replica, self._rank in plan.takers
         replica.strategy_state = beyond_membership(replica.strategy_state)
         if plan.source is not None and self._world > 1:
-            own = replica.state(self._rank, self._world, run.final if self._rank == plan.source else None)
-            if not self._survives:  # each loop begins with the optimizer's state that it may have loaded itself
-                own = replace(own, optimizer={})
+            final = run.final if self._rank == plan.source else None
+            # unless it may be lost, each loop begins with the optimizer's state that it may have loaded itself
+            own = replica.state(self._rank, self._world, final, has_optimizer=self._survives)
             with self.communicator.naming_the_lost(f"copying the model of {self._name(plan.source)}"):
                 state = share_state(own, plan.source)
             run.final = run.final or replica.take(state, is_taker)

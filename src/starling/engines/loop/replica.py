@@ -305,7 +305,7 @@ class LoopReplica(Replica):
 
     # states of other learners
 
-    def state(self, rank: int, world: int, final: Consensus | None) -> LearnerState:
+    def state(self, rank: int, world: int, final: Consensus | None, has_optimizer: bool) -> LearnerState:
         """A copy of the whole model, the optimizer's state and the strategy's, for another learner to `take`."""
         with self._lock:
             weights, *floating = self._contributed()
@@ -314,7 +314,7 @@ class LoopReplica(Replica):
             tensors |= zip(averaged, floating, strict=True)
             if final is not None:
                 tensors |= {_FINAL: final.mean, _DISTANCE: torch.tensor(final.distance, dtype=torch.float64)}
-            optimizer = {"state": self.optimizer.state_dict()["state"]}
+            optimizer = {"state": self.optimizer.state_dict()["state"]} if has_optimizer else {}
             try:
                 encode_state(optimizer, "optimizer", {})
             except CheckpointError:  # an optimizer whose state cannot be sent starts afresh elsewhere
