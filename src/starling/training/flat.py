@@ -42,15 +42,18 @@ learners is right if only some of them used the parameter, and is -0.0 only if n
 never -0.0 throughout: it is accumulated onto 0.0, and 0.0 + -0.0 is 0.0."""
 
 
-def without_gradient(flat: Tensor, parts: Sequence[Tensor]) -> list[bool]:
-    """Whether each of the `parts` into which a gradient `flat` `[P]` is split marks its parameter as without one."""
+def split_gradient(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor | None]:
+    """As `split`, of a gradient `[P]`; None for each part that marks its parameter as without one."""
+    parts = split(flat, like)
     if not parts:  # as in a simulation of time alone
         return []
     starts = torch.tensor([0, *accumulate(part.numel() for part in parts[:-1])], device=flat.device)
     first = flat[starts.clamp_(max=len(flat) - 1)]
     may_be = _is_negative_zero(first).tolist()  # from the first number of each part: few are read completely
-    pairs = zip(parts, may_be, strict=True)
-    return [mark and part.numel() > 0 and bool(_is_negative_zero(part).all()) for part, mark in pairs]
+    return [
+        None if mark and part.numel() and bool(_is_negative_zero(part).all()) else part
+        for part, mark in zip(parts, may_be, strict=True)
+    ]
 
 
 def _is_negative_zero(numbers: Tensor) -> Tensor:

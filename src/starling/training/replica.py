@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from starling.checkpoint.state import name_of_state
 from starling.errors import ConfigError
 from starling.learner import Learner
-from starling.training.flat import split, without_gradient
+from starling.training.flat import split, split_gradient
 from starling.training.streams import lock_for
 
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
@@ -86,9 +86,9 @@ class Replica:
             return
         own = [parameter.grad for parameter in self._parameters]
         views = split(gradient, self._parameters)
-        unused = without_gradient(gradient, views) if self.sometimes_unused else [False] * len(views)
+        marked = split_gradient(gradient, self._parameters) if self.sometimes_unused else []
         for number, parameter in enumerate(self._parameters):
-            parameter.grad = None if unused[number] and number in self.sometimes_unused else views[number]
+            parameter.grad = marked[number] if number in self.sometimes_unused else views[number]
         try:
             yield
         finally:

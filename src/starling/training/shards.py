@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError, ConfigError
 from starling.learner import Handle, Shard
-from starling.training.flat import split, without_gradient
+from starling.training.flat import split, split_gradient
 from starling.training.job import Statistics
 from starling.training.replica import Replica
 
@@ -235,9 +235,8 @@ class _Fork:
 @contextmanager
 def _gradients(parts: Sequence[nn.Parameter], gradient: Tensor) -> Generator[None, None, None]:
     """Within this context the parts of a shard have their parts of a gradient `[n]`."""
-    own = split(gradient, parts)
-    for part, view, is_unused in zip(parts, own, without_gradient(gradient, own), strict=True):
-        part.grad = None if is_unused else view
+    for part, own in zip(parts, split_gradient(gradient, parts), strict=True):
+        part.grad = own
     yield
     for part in parts:
         part.grad = None

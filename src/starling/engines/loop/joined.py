@@ -119,12 +119,12 @@ class JoinedLearner:
     def rank(self) -> int:
         """This learner's number, in [0, world). Use it to choose data, and the learner that prints and saves. With
         `on_loss="continue"` it changes with the membership."""
-        return self._life.peers.rank
+        return self._life.learner.peers.rank
 
     @property
     def world(self) -> int:
         """The number of learners. With `on_loss="continue"` it changes with the membership."""
-        return self._life.peers.world
+        return self._life.learner.peers.world
 
     @property
     def learner_id(self) -> int:
@@ -135,7 +135,7 @@ class JoinedLearner:
     def membership(self) -> int:
         """The number of membership changes so far: learners that were lost or have joined. Compare it with an earlier
         value to notice a change, for example to divide data again."""
-        return self._life.membership.number
+        return self._life.learner.peers.membership.number
 
     @property
     def num_steps(self) -> int:
@@ -224,7 +224,7 @@ class JoinedLearner:
             with self._replica.showing(agreed.mean):
                 yield
         finally:
-            run.begin_computing()
+            life.learner.begin_computing()
 
     def stats(self) -> LoopStats:
         """This learner's counters so far."""
@@ -303,7 +303,9 @@ class JoinedLearner:
         if self._is_in_child:
             return
         error = getattr(sys, "last_value", None)
-        is_attached = self._hooks.is_attached and (self._life.survives or self._life.learner.failure is None)
+        is_attached = self._hooks.is_attached and (
+            self._life.learner.survives or self._life.learner.release.error is None
+        )
         if error is None and not self._is_closed and (is_attached or self._run.final is not None):
             try:
                 self.close()
@@ -318,7 +320,7 @@ class JoinedLearner:
                 "joined learner at the end, or use it in a with statement\n"
             )
         self._abandon(error)
-        if self.world > 1 or self._life.survives:
+        if self.world > 1 or self._life.learner.survives:
             end_now(_exit_code(error), self._at_exit)
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -34,7 +33,7 @@ from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Commu
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
 from starling.engines.processes.threads import Worker
-from starling.errors import PeerLost, ProtocolError, StarlingError
+from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
 from starling.learner import Handle, LoopEnded
 from starling.training.checks import check_group
 from starling.training.shards import Shards
@@ -78,9 +77,9 @@ class LoopLearner(ConnectedLearner):
     ) -> None:
         super().__init__(run.seed)
         self.replica, self.statistics = run.replica, run.statistics
-        self._run, self._peers, self._rank, self._world = run, peers, peers.rank, peers.world
+        self._run, self.peers, self._rank, self._world = run, peers, peers.rank, peers.world
         self._me = self._name(peers.rank)
-        self._survives = peers.feed.is_watched
+        self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
         self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self._is_ending = self._has_finished = False
@@ -101,10 +100,10 @@ class LoopLearner(ConnectedLearner):
             name_lost=self._name_lost,
             has_other_threads=self._world > 1,
         )
-        self._release = self.communicator.release
+        self.release = self.communicator.release
         self.shards = Shards(self._rank, self.replica, self.statistics, _set_rates, self.start_on_memory)
         self._begin(plan, listening)
-        run.begin_computing()
+        self.begin_computing()
 
     def _begin(self, plan: LoopPlan | None, listening: Store | None) -> None:
         """Meet the other learners, and run the strategy to its first gradient."""
@@ -145,7 +144,7 @@ class LoopLearner(ConnectedLearner):
         return of_weights if piece is None else of_weights[piece]
 
     def claim(self) -> bool:
-        self._release.check()
+        self.release.check()
         return not self._is_ending
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
@@ -159,7 +158,7 @@ class LoopLearner(ConnectedLearner):
 
     def clip(self, gradient: Tensor) -> Tensor | None:
         is_finite = math.isfinite(self.replica.clip(gradient))
-        self._run.count_finite(is_finite, self._me)
+        self._count_finite(is_finite)
         return gradient if is_finite else None
 
     @property
@@ -174,7 +173,7 @@ class LoopLearner(ConnectedLearner):
         if self._run.gradient == "given":
             self._run.gradient = "used"
         self.communicator.rounds.gradient_made()
-        self._run.count_finite(is_finite, self._me)
+        self._count_finite(is_finite)
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         super().apply(delta, piece)
@@ -221,10 +220,10 @@ class LoopLearner(ConnectedLearner):
             if scaler is not None:
                 for member in members_of(optimizer or self.replica.optimizer):
                     _unscale(scaler, member, self._me)
-            run.end_computing()
+            self._end_computing()
             run.gradient = "given"
         else:
-            self._release.check()
+            self.release.check()
         begin, waited = time.monotonic(), spent.waiting_for_peers
         if listener is not None and listener.ended:
             self._news()
@@ -237,25 +236,25 @@ class LoopLearner(ConnectedLearner):
         run.num_steps += 1
         if listener is not None and (listener.finished or listener.ended):  # who wait for this heartbeat
             with self.communicator.naming_the_lost("step()"):
-                self._peers.store.set(f"steps/{self._rank}", str(run.num_steps))
+                self.peers.store.set(f"steps/{self._rank}", str(run.num_steps))
         self.replica.adopted.leave()
-        run.begin_computing()
+        self.begin_computing()
         spent.computing += time.monotonic() - begin - (spent.waiting_for_peers - waited)
 
     def agree(self) -> Consensus:
         """The mean of all learners' models, now."""
-        self._release.check()
+        self.release.check()
         self.replica.take_from_loop(self._me)
-        self._run.end_computing()
+        self._end_computing()
         if self._listener is None:
             return Consensus(self._contribution()[0], 0.0)
         with self.communicator.naming_the_lost("requesting a consensus"):
             request = self._listener.request()
-        return self.communicator.wait_for("a consensus", lambda: self._release.wait(request))
+        return self.communicator.wait_for("a consensus", lambda: self.release.wait(request))
 
     def check_in_use(self, what: str) -> None:
         """Raise an error of another thread, or `ProtocolError` if `what` cannot be called now."""
-        self._release.check()
+        self.release.check()
         if self._run.is_over:
             how = "closed" if self._run.final is None else "finished"
             raise ProtocolError(f"{self._me} has {how}: {what} must be called before that")
@@ -264,13 +263,13 @@ class LoopLearner(ConnectedLearner):
 
     def close(self) -> None:
         """Finish, and continue averaging and taking part in consensus until all learners have closed."""
-        self._release.check()
+        self.release.check()
         if self._run.final is None and not self._has_finished:
             self.finish(is_final_wanted=False)
         begin, listener = time.monotonic(), self._listener
         if listener is not None:
             self._meet_all(listener, "closed", lambda: self._wait_until(lambda: listener.is_over))
-        self._peers.end()
+        self.peers.end()
         if listener is not None:
             listener.join()
             self._consensus_means.close()
@@ -299,20 +298,15 @@ class LoopLearner(ConnectedLearner):
         if self._listener is not None:
             self._listener.announce("lost peer" if isinstance(error, PeerLost) else "failed", one_line(error))
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Why this learner has failed, also because of another one."""
-        return self._release.error
-
     def finish(self, is_final_wanted: bool) -> None:
         """Run the strategy to its end once all learners have made their last steps. If any learner wants the consensus
         of the final weights, this one takes it for good if it does."""
         run, communicator, listener = self._run, self.communicator, self._listener
-        self._release.check()
+        self.release.check()
         if run.final is None:
             if not run.is_over:
                 self.replica.take_from_loop(self._me)
-                run.end_computing()
+                self._end_computing()
             run.is_over = True
             begin = time.monotonic()
             if listener is not None and len(self._sync_group) > 1:
@@ -329,11 +323,11 @@ class LoopLearner(ConnectedLearner):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
             communicator.join_background()
-            self._release.check()
+            self.release.check()
             agreed = None
             if listener is not None:
                 self._meet_all(listener, "settled", lambda: self._wait_for_all(listener.settled), int(is_final_wanted))
-                agreed = self._release.wait(listener.final)
+                agreed = self.release.wait(listener.final)
             communicator.close()
             self._has_finished = True
             self.replica.refresh_loop()
@@ -343,7 +337,28 @@ class LoopLearner(ConnectedLearner):
         if is_final_wanted and run.final is not None:
             self.replica.adopt(run.final.mean)
 
+    def begin_computing(self) -> None:
+        """The loop computes from now on."""
+        self._resumed_at = time.monotonic()
+
     # implementation
+
+    def _end_computing(self) -> None:
+        """Count the time for which the loop has computed."""
+        begun, self._resumed_at = self._resumed_at, time.monotonic()
+        self.statistics.spent.computing += self._resumed_at - begun
+
+    def _count_finite(self, is_finite: bool) -> None:
+        """Count gradients that are not finite. Raises NonFiniteError after many in a row."""
+        run = self._run
+        run.num_not_finite += not is_finite
+        run.not_finite_in_a_row = 0 if is_finite else run.not_finite_in_a_row + 1
+        if run.not_finite_in_a_row == run.most_not_finite:
+            raise NonFiniteError(
+                f"{self._me}: the gradient of step {run.steps_begun} is not finite, nor were the "
+                f"{run.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
+                "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
+            )
 
     def _end_together(self, listener: AnnouncementListener) -> None:
         """Wait until the loops of all learners have ended. Those that step together end after the same step: one whose
@@ -356,7 +371,7 @@ class LoopLearner(ConnectedLearner):
         def make_up() -> None:
             while True:
                 self._wait_for_all(listener.ended, is_behind)
-                self._release.check()
+                self.release.check()
                 if not is_behind():
                     return
                 self._step_without_gradient()
@@ -402,7 +417,7 @@ class LoopLearner(ConnectedLearner):
                     f"{self._name(rank)} has closed after {steps} steps, but {self._me} {done} "
                     f"{begun}: under {self._run.strategy.name} they must make equal numbers of steps; give "
                     "them equal numbers of mini-batches"
-                    + (" (let learner.num_steps count them)" if self._survives else "")
+                    + (" (let learner.num_steps count them)" if self.survives else "")
                     + ", or choose an asynchronous strategy, such as adpsgd"
                 )
                 self._fail_together(listener, unequal)
@@ -412,12 +427,12 @@ class LoopLearner(ConnectedLearner):
 
     def _fail_together(self, listener: AnnouncementListener, unequal: str) -> None:
         """End all learners with one error, none of them with a model that the others do not have."""
-        store = self._peers.store
+        store = self.peers.store
         first = store.compare_set(UNEQUAL, "", unequal).decode()
         if not listener.unequal:
             listener.unequal[self._rank] = first
             listener.announce(UNEQUAL, first)
-        if not self._survives:  # otherwise the store outlives this learner
+        if not self.survives:  # otherwise the store outlives this learner
             store.set(f"{UNEQUAL}/{self._rank}", "")
             with suppress(dist.DistError):  # some may have ended already
                 others = [f"{UNEQUAL}/{rank}" for rank in range(self._world) if rank != self._rank]
@@ -426,7 +441,7 @@ class LoopLearner(ConnectedLearner):
 
     def _name(self, rank: int) -> str:
         """How messages name a learner: by its permanent number, which is its rank unless learners may be lost."""
-        return f"learner {self._peers.membership.members[rank]}"
+        return f"learner {self.peers.membership.members[rank]}"
 
     def _meet_all(
         self, listener: AnnouncementListener, stage: str, wait: Callable[[], object], word: int | Sequence[int] = 0
@@ -436,11 +451,11 @@ class LoopLearner(ConnectedLearner):
         with self.communicator.naming_the_lost("close()"):
             listener.announce(stage, word)
             thread = Worker("starling-closing")
-            met = None if self._survives else thread.submit(self._closing_barrier)
+            met = None if self.survives else thread.submit(self._closing_barrier)
             wait()
-            self._release.check()
+            self.release.check()
             if met is not None:
-                self._release.wait(met)
+                self.release.wait(met)
             thread.close()
 
     def _proceed(self) -> None:
@@ -456,13 +471,13 @@ class LoopLearner(ConnectedLearner):
     def _meet(self, listening: Store | None) -> None:
         """Make groups for consensus."""
         ranks = range(self._world)
-        usual = timedelta(seconds=self._peers.timeout_seconds)
+        usual = timedelta(seconds=self.peers.timeout_seconds)
         means = self._consensus_means = OrderedMean(dist.new_group(ranks, backend="gloo", timeout=usual), self._world)
-        if not self._survives:
+        if not self.survives:
             # a learner that has closed waits for the others without a time-out, but fails immediately if one dies
             self._closing_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))
         self._listener = AnnouncementListener(
-            self._peers, means, self._run, self._contribution, self._news, self._failed_behind, listening
+            self.peers, means, self._run, self._contribution, self._news, self._failed_behind, listening
         )
 
     def _continue(self, plan: LoopPlan) -> None:
@@ -470,9 +485,9 @@ class LoopLearner(ConnectedLearner):
         run, replica, is_taker = self._run, self.replica, self._rank in plan.takers
         replica.strategy_state = beyond_membership(replica.strategy_state)
         if plan.source is not None and self._world > 1:
-            own = replica.state(self._rank, self._world, run.final if self._rank == plan.source else None)
-            if not self._survives:  # each loop begins with the optimizer's state that it may have loaded itself
-                own = replace(own, optimizer={})
+            final = run.final if self._rank == plan.source else None
+            # unless it may be lost, each loop begins with the optimizer's state that it may have loaded itself
+            own = replica.state(self._rank, self._world, final, has_optimizer=self.survives)
             with self.communicator.naming_the_lost(f"copying the model of {self._name(plan.source)}"):
                 state = share_state(own, plan.source)
             run.final = run.final or replica.take(state, is_taker)
@@ -501,23 +516,23 @@ class LoopLearner(ConnectedLearner):
     def _wait_until(self, is_done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait for news after which this `is_done`, or for a failure. Returns whether one of them came in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: is_done() or self._release.error is not None, seconds)
+            return self._changed.wait_for(lambda: is_done() or self.release.error is not None, seconds)
 
     def _wait_for_all(self, ready: Collection[int], is_enough: Callable[[], bool] = lambda: False) -> None:
         """Wait until all learners are `ready`, or `is_enough`, as long as one that is not ready makes steps."""
 
         def progress() -> list[tuple[int, bytes]]:
             others = [rank for rank in range(self._world) if rank not in ready]
-            store = self._peers.store
+            store = self.peers.store
             return [(rank, store.get(key) if store.check([key := f"steps/{rank}"]) else b"") for rank in others]
 
         before = progress()
-        while not self._wait_until(lambda: is_enough() or len(ready) == self._world, self._peers.timeout_seconds):
+        while not self._wait_until(lambda: is_enough() or len(ready) == self._world, self.peers.timeout_seconds):
             if (now := progress()) == before:
                 names = " and ".join(self._name(rank) for rank, _ in now)
                 raise PeerLost(
                     f"{self._me} has closed and lost {names}: no step and no close() within "
-                    f"{self._peers.timeout_seconds:g} s; increase timeout_seconds if steps take that long"
+                    f"{self.peers.timeout_seconds:g} s; increase timeout_seconds if steps take that long"
                 )
             before = now
 
@@ -530,18 +545,18 @@ class LoopLearner(ConnectedLearner):
             if rank != self._rank:
                 self.fail(PeerLost(f"{self._me} lost {self._name(rank)}, {self._where()}: {why}"))
         for rank, why in list(listener.lost_peer.items()):
-            if rank != self._rank and self._release.error is None:
+            if rank != self._rank and self.release.error is None:
                 lost = self._name_lost(None)
                 self.fail(PeerLost(f"{self._me} lost {lost}, {self._where()}: {why}"))
         with suppress(dist.DistError):  # a lost store is noticed elsewhere
-            if listener.unequal and self._release.error is None:
+            if listener.unequal and self.release.error is None:
                 self._fail_together(listener, next(iter(listener.unequal.values())))
-            elif self._release.error is None:
+            elif self.release.error is None:
                 self._check_ends(listener)
         with self._changed:
             self._changed.notify_all()
         if not self._run.is_over and threading.current_thread() is not listener:
-            self._release.check()
+            self.release.check()
 
     def _follow(self) -> None:
         """If the loop's own thread has changed the weights, copy them to those at which the loop computes."""
@@ -559,12 +574,12 @@ class LoopLearner(ConnectedLearner):
     def _name_lost(self, suspect: int | None) -> str:
         """Name the lost learners with `silent_learners`, after a roll-call."""
         if self._listener is None:
-            return self._peers.silent(suspect)
+            return self.peers.silent(suspect)
         try:
             self._listener.announce("roll-call")  # learners that only compute respond to it as well
-            lost = self._peers.silent()
+            lost = self.peers.silent()
         except dist.DistError:
-            return f"the store, which {'the coordinator' if self._survives else 'learner 0 or the launcher'} hosts,"
+            return f"the store, which {'the coordinator' if self.survives else 'learner 0 or the launcher'} hosts,"
         failed = [f"{self._name(rank)} ({why})" for rank, why in self._listener.failed.items() if rank != self._rank]
         return failed[0] if failed else lost
 

@@ -63,8 +63,7 @@ class LoopLife:
 
     def __init__(self, root: Peers, run: LoopRun, handshake: Handshake, coordination: Coordination | None) -> None:
         """Enter the first membership of the learners `root`."""
-        self.peers = self._root = root
-        self.membership = Membership(0, tuple(range(root.world)))
+        self._root = root
         self._run, self._handshake, self._coordination, self._feed = run, handshake, coordination, root.feed
         self._stack = ExitStack()
         self._connections: Connections | None = None
@@ -95,17 +94,18 @@ class LoopLife:
         thread.start()
 
     def run(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `action` on the learner, repeated with the next one if a membership change interrupts it."""
+        """The result of `action` on the learner, repeated with the next one if a membership change interrupts it.
+        Every `action` begins with a check of whether the learner has failed."""
         while True:
             try:
                 with self._lock:
-                    self._failure.check()
-                    learner, membership = self.learner, self.membership
+                    learner = self.learner
                     return action(learner, *args, **kwargs)
             except _LOSSES as error:
                 if self._coordination is None or error is self._failure.error:
                     raise
-                self._await_next(membership, error)
+                interruption = error
+            self._await_next(learner.peers.membership, interruption)  # here, so that what it raises is shown alone
 
     def close(self) -> None:
         """Close the learner, and leave once all have closed."""
@@ -113,7 +113,7 @@ class LoopLife:
             with suppress(Closed):
                 self.run(LoopLearner.close)
         except PeerLost as error:
-            if not self.survives or self._run.final is None:
+            if self._coordination is None or self._run.final is None:
                 raise
             raise FinishedApart(
                 f"learner {self._root.rank} has finished apart from the others, which may end with another model than "
@@ -123,14 +123,9 @@ class LoopLife:
             self._is_over = True
             if self._coordination is not None:
                 self._coordination.leave(None)
-            elif self.peers.world > 1:
-                self.peers.part()
+            elif self._root.world > 1:
+                self._root.part()
             self._stack.close()
-
-    @property
-    def survives(self) -> bool:
-        """Whether this learner continues when others are lost."""
-        return self._coordination is not None
 
     def abandon(self, error: BaseException | None) -> None:
         """Leave without the others: they are notified. Connections stay open, because threads may be waiting in
@@ -175,7 +170,7 @@ class LoopLife:
         if self._later(membership) is None and not self._has_ended:
             raise error
         with self._changed:
-            self._changed.wait_for(lambda: self.membership.number > membership.number or self._has_ended)
+            self._changed.wait_for(lambda: self.learner.peers.membership.number > membership.number or self._has_ended)
             if self._is_over:
                 raise Closed
             self._failure.check()
@@ -195,7 +190,7 @@ class LoopLife:
     def _follow(self, coordination: Coordination) -> None:
         """Regroup after each change of the membership. The target of a thread."""
         try:
-            while (change := self._feed.beyond(self.membership, _FOREVER)) and not self._is_over:
+            while (change := self._feed.beyond(self.learner.peers.membership, _FOREVER)) and not self._is_over:
                 with self._lock:
                     if not self._is_over and not self._leave():
                         self._regroup(coordination, change)
@@ -205,13 +200,13 @@ class LoopLife:
     def _leave(self) -> bool:
         """Leave the membership that has ended. Returns whether the run is over: all learners have closed in it, or this
         one has failed, which its loop may not have noticed yet."""
-        store, failure = self.peers.store, self.learner.failure
+        store, failure = self.learner.peers.store, self.learner.release.error
         if store.check([UNEQUAL]):
             failure = ProtocolError(store.get(UNEQUAL).decode())
         if failure is not None and not isinstance(failure, _LOSSES):
             self._fail(failure)
             return True
-        if self.peers.decide(is_over=False):
+        if self.learner.peers.decide(is_over=False):
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
@@ -233,10 +228,10 @@ class LoopLife:
                 if (later := self._later(change)) is None:
                     raise self._failure.error or error from error
                 change = later
-        if change.number and self.peers.rank == 0:
-            _LOG.warning("%s: %d learners continue", change.reason or "the membership changed", self.peers.world)
+        if change.number and learner.peers.rank == 0:
+            _LOG.warning("%s: %d learners continue", change.reason or "the membership changed", learner.world)
         with self._changed:
-            self.learner, self.membership = learner, change
+            self.learner = learner
             self._changed.notify_all()
 
     def _enter(self, coordination: Coordination, membership: Membership) -> LoopLearner:
@@ -248,7 +243,7 @@ class LoopLife:
             run.strategy.validate(run.options, world)
         except ConfigError as error:
             raise PeerLost(f"{membership.reason}; {run.strategy.name} cannot continue: {error}") from error
-        peers = self.peers = self._root.enter(membership, self._failure.check)
+        peers = self._root.enter(membership, self._failure.check)
         peers.shake_hands(replace(self._handshake, world=world))
         found = peers.gather_all("past", asdict(run.past), "entering the next membership")
         pasts = [Past(**each) for each in found]

@@ -16,7 +16,7 @@ from starling.checkpoint.state import OWN_PREFIX, LearnerState, encode_state
 from starling.checkpoint.state import own as copied
 from starling.engines.loop.optimizers import OptimizerList, members_of, optimizer_like, parameters_of
 from starling.errors import CheckpointError, ProtocolError
-from starling.training.flat import NO_GRADIENT, in_cudnn_order, split, trainable, view_weights, without_gradient
+from starling.training.flat import NO_GRADIENT, in_cudnn_order, split, split_gradient, trainable, view_weights
 from starling.training.replica import Replica
 from starling.workload import Position
 
@@ -166,10 +166,10 @@ class LoopReplica(Replica):
     def _give_to_parameters(self, gradient: Tensor) -> None:
         """Make the parameters' gradients views into `gradient` `[P]`, or None if no learner had one. Those of sparse
         gradients have the rows that are not 0."""
-        parts = split(gradient, self._parameters)
-        for number, is_unused in enumerate(without_gradient(gradient, parts)):
-            part = parts[number].to_sparse(1) if number in self._sparse else parts[number]
-            self._parameters[number].grad = None if is_unused else part
+        for number, part in enumerate(split_gradient(gradient, self._parameters)):
+            if part is not None and number in self._sparse:
+                part = part.to_sparse(1)
+            self._parameters[number].grad = part
 
     def _step_optimizer(self, factor: float) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups] if factor != 1.0 else []
@@ -304,7 +304,7 @@ class LoopReplica(Replica):
 
     # states of other learners
 
-    def state(self, rank: int, world: int, final: Consensus | None) -> LearnerState:
+    def state(self, rank: int, world: int, final: Consensus | None, has_optimizer: bool) -> LearnerState:
         """A copy of the whole model, the optimizer's state and the strategy's, for another learner to `take`."""
         with self._lock:
             weights, *floating = self._contributed()
@@ -313,7 +313,7 @@ class LoopReplica(Replica):
             tensors |= zip(averaged, floating, strict=True)
             if final is not None:
                 tensors |= {_FINAL: final.mean, _DISTANCE: torch.tensor(final.distance, dtype=torch.float64)}
-            optimizer = {"state": self.optimizer.state_dict()["state"]}
+            optimizer = {"state": self.optimizer.state_dict()["state"]} if has_optimizer else {}
             try:
                 encode_state(optimizer, "optimizer", {})
             except CheckpointError:  # an optimizer whose state cannot be sent starts afresh elsewhere

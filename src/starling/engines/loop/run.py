@@ -1,13 +1,11 @@
 """What a loop's learner keeps from one membership to the next, and how the learners of a membership begin."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from starling.configuration import Config
 from starling.engines.loop.replica import Consensus, LoopReplica
-from starling.errors import NonFiniteError
 from starling.strategies import Strategy
 from starling.training.job import Statistics
 
@@ -59,35 +57,14 @@ class LoopRun:
         """Whether the loop has made its last step."""
         self.final: Consensus | None = None
         self.consensus_bytes = 0
-        self.num_not_finite = self.not_finite_in_a_row = 0
-        """Gradients that were not finite, and made no optimizer step."""
-        self._most_not_finite = most_not_finite
-        self._resumed_at = time.monotonic()
-
-    def begin_computing(self) -> None:
-        """The loop computes from now on."""
-        self._resumed_at = time.monotonic()
-
-    def end_computing(self) -> None:
-        """Count the time for which the loop has computed."""
-        begun, self._resumed_at = self._resumed_at, time.monotonic()
-        self.statistics.spent.computing += self._resumed_at - begun
+        self.most_not_finite, self.num_not_finite, self.not_finite_in_a_row = most_not_finite, 0, 0
+        """Gradients that were not finite, and made no optimizer step: how many in a row end the run, and how many there
+        were."""
 
     @property
     def steps_begun(self) -> int:
         """Steps of the run, with the one under way."""
         return self.num_steps + (self.gradient != "none")
-
-    def count_finite(self, is_finite: bool, learner: str) -> None:
-        """Count gradients that are not finite. Raises NonFiniteError after many in a row."""
-        self.num_not_finite += not is_finite
-        self.not_finite_in_a_row = 0 if is_finite else self.not_finite_in_a_row + 1
-        if self.not_finite_in_a_row == self._most_not_finite:
-            raise NonFiniteError(
-                f"{learner}: the gradient of step {self.steps_begun} is not finite, nor were the "
-                f"{self._most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
-                "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
-            )
 
     @property
     def past(self) -> Past:
