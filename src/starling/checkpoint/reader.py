@@ -57,14 +57,12 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.folder}: its learners' weights have different shapes, {sorted(shapes)}; use another checkpoint"
             )
-        if shard is None:
-            return consensus(
-                (self.learner(rank).weights for rank in ranks), [self.learner(rank).kept for rank in ranks]
-            )
-        size = shard.cut.size
-        return shard.cut.whole(
-            [consensus((self.learner(rank).weights for rank in ranks[member::size]), ()) for member in range(size)]
-        )
+        size = 1 if shard is None else shard.cut.size
+        parts = [
+            consensus((self.learner(rank).weights for rank in island), [self.learner(rank).kept for rank in island])
+            for island in (ranks[member::size] for member in range(size))
+        ]
+        return parts[0] if shard is None else shard.cut.whole(parts)
 
     def start(self, rank: int, world: int, strategy: str, island: int = 1, is_tensor: bool = False) -> LearnerState:
         """The state from which learner `rank` of `world` resumes under a `strategy`, as `Strategy.described` has it,

@@ -205,7 +205,7 @@ class BackgroundWriter:
 
 
 class _Saved:
-    """A learner's state in its files, of whose tensors only those are read that are asked for."""
+    """A learner's state in its files. Only the tensors that are asked for are read."""
 
     def __init__(self, path: Path) -> None:
         scalars = read_json(path.with_suffix(".json"))

@@ -28,7 +28,7 @@ class VirtualHandle(Handle[T]):
     """
 
     is_own = False
-    """Whether it waits for nobody else: for a gradient of the learner itself."""
+    """Whether it waits only for a gradient of the learner itself."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class VirtualGradient(VirtualHandle[Tensor]):
     _refusal: ProtocolError | None = None
 
     def give_away(self, refusal: ProtocolError) -> None:
-        """A mean has taken it: who awaits it now gets the `refusal`."""
+        """A mean has taken it: from now on, awaiting it raises `refusal`."""
         self.is_own, self._refusal = False, refusal
 
     def result(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""One virtual run: its clock and its events, the learners that ever lived in it, and the faults that befall them."""
+"""One virtual run: its clock, its events, all learners that ever lived in it, and the faults injected into them."""
 
 import hashlib
 import struct
@@ -58,8 +58,8 @@ class Affected(Protocol):
 
 
 class Simulation:
-    """What all memberships of a virtual run share. It injects the faults of the job, and stands in for the launcher,
-    which notices them.
+    """What all memberships of a virtual run share. It injects the job's faults, and plays the launcher's part: it
+    notices deaths and joiners.
 
     The store and the launcher are on the side of a network partition that the fault does not name.
     """

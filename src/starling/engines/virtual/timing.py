@@ -286,14 +286,8 @@ class Sizes(Tensor):
     def __len__(self) -> int:
         return self._shape[0]
 
-    def dim(self) -> int:
-        return len(self._shape)
-
     def numel(self) -> int:
         return self._shape.numel()
-
-    def element_size(self) -> int:
-        return self._dtype.itemsize
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), self._dtype)
@@ -307,13 +301,6 @@ class Sizes(Tensor):
         return _vector(len(range(*where.indices(self._length))), self._dtype)
 
     def __setitem__(self, where: Any, value: Any) -> None: ...
-
-    def new_empty(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], int) and not kwargs:
-            return _vector(args[0], self._dtype)
-        return super().new_empty(*args, **kwargs)
-
-    new_zeros = new_empty
 
     def _with(self, other: Any = 0.0, *others: Any) -> Any:
         """The vector that this one and another, or a number, make element by element; None: ask torch."""
