@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from starling.budget import Budget
-from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
-from starling.checkpoint.writer import CheckpointWriter
+from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.regrouping import Regrouping, SharedCounts

@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import Store
 
 from benchmarks.control_plane import Figures
 from starling.budget import Budget
-from starling.engines.processes.done_notes import noted
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.place import Place
+from starling.engines.processes.tickets import noted
 from starling.errors import ProtocolError
 from starling.launch import launcher
 from starling.launch.launcher import NO_CHANGES, Supervisor

@@ -125,6 +125,7 @@ def test_asynchronous_learners_that_stop_and_resume_see_everything_once(
     assert_seen_once([stopped, resumed], world)
 
 
+@pytest.mark.wide
 def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path: Path) -> None:
     """In step, each is exact: the state of all after the mini-batches that it counts, and of none behind them."""
     timed = run_for(

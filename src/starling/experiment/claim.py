@@ -12,8 +12,7 @@ from pathlib import Path
 
 from starling.checkpoint.files import PARTIAL, remove_partial
 from starling.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, read_manifest, sort_key
-from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load
-from starling.checkpoint.retention import is_finite, newest_good
+from starling.checkpoint.reader import Checkpoint, checkpoints_in, is_finite, latest, load, newest_good
 from starling.errors import CheckpointError, ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import begin_segment

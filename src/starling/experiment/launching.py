@@ -20,7 +20,7 @@ from starling.launch.messages import LearnerMessage
 from starling.launch.on_ray import RayMachines, connected
 from starling.launch.process import Machines
 from starling.launch.rendezvous import LOOPBACK
-from starling.launch.roster import Loss
+from starling.launch.roster import Loss, Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.metrics import Metrics, serving
 from starling.reporting.progress import Display, Say
@@ -47,11 +47,9 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
     ):
         following.on_look = display.tick
         roster = following.roster
-        metrics = Metrics(roster, run.name, run.strategy.name)
 
         def hear(learner_id: int, message: LearnerMessage) -> None:
             show(message, display)
-            metrics.hear(learner_id, message)
             scoring.hear(message)
 
         def on_loss(loss: Loss) -> None:
@@ -63,7 +61,7 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
             display.train_with(roster.membership.members)
 
         try:
-            with taking_requests(folder.joins) as requests, _monitoring(run, metrics, display):
+            with taking_requests(folder.joins) as requests, _monitoring(run, roster, display):
                 losses = launch(
                     command,
                     run.learners,
@@ -96,13 +94,13 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
 
 
 @contextmanager
-def _monitoring(run: RunConfig, metrics: Metrics, display: Display) -> Generator[None, None, None]:
+def _monitoring(run: RunConfig, roster: Roster, display: Display) -> Generator[None, None, None]:
     """Within this context, the metrics of a run are served if it asks for that."""
     if run.launch.metrics_port is None:
         yield
         return
     address = run.launch.metrics_address
-    with serving(metrics, address, run.launch.metrics_port) as port:
+    with serving(Metrics(roster, run.name, run.strategy.name), address, run.launch.metrics_port) as port:
         display.say(f"metrics for Prometheus: http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
         if address not in LOOPBACK:
             display.say(

@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from starling.engines.loop.joined import JoinedLearner
 from starling.errors import ConfigError
 from starling.extras import require
-from starling.integrations.host_learner import HostLearner
+from starling.integrations import HostLearner
 from starling.launch.joining import steps_together
 from starling.launch.rendezvous import number_of_learners
 from starling.launch.sharing import SharedSampler
@@ -127,8 +127,7 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **options)
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wraps it
-        self._host.attach(optimizer, self.model, self.accelerator.scaler)
+        self._host.attach(self.optimizer, self.model, self.accelerator.scaler)
         return prepared
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal, get_args
 
 from starling import errors
 from starling.engines.processes.stalls import Stall
@@ -41,6 +42,8 @@ from starling.launch.process import LearnerProcess, signal_name
 from starling.timeouts import SILENT_AFTER
 
 Seconds = float
+What = Literal["computing", "waiting_for_data", "waiting_for_peers"]
+_WHAT: tuple[What, ...] = get_args(What)
 
 
 class LearnerState(Enum):
@@ -102,14 +105,46 @@ class LearnerRecord:
     """Its rank in the present membership; None if it is not a member."""
     num_steps: int = 0
     """Mini-batches that all its processes have computed."""
-    loss: float | None = None
-    """The training loss of its last snapshot."""
-    is_joining: bool = False
-    """Whether it was started as a joiner and has neither trained nor failed since."""
     num_joins: int = 0
     """How many of its processes have joined the run after the start."""
+    is_joining: bool = False
+    """Whether it was started as a joiner and has neither trained nor failed since."""
+    newest: Snapshot | None = None
+    num_examples: int = 0
+    """Examples in all its snapshots."""
+    num_frames: int = 0
     epochs: list[EpochEnd] = field(default_factory=list)
     """The epochs that it has reported."""
+    cut_short: list[Snapshot] = field(default_factory=list)
+    """The last snapshots of epochs that it began again, in another process or membership."""
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss of its last snapshot."""
+        return None if self.newest is None else self.newest.loss
+
+    def spent(self, what: What) -> Seconds:
+        """How long all its processes together have done this, as far as they have reported."""
+        seconds: Iterable[Seconds] = (getattr(each, what) for each in (*self.epochs, *self.cut_short, *self._under_way))
+        return sum(seconds)
+
+    def report(self, message: Snapshot | EpochEnd) -> None:
+        """Note its progress."""
+        self.cut_short += [
+            each for each in self._under_way if any(getattr(message, what) < getattr(each, what) for what in _WHAT)
+        ]
+        if isinstance(message, EpochEnd):
+            self.epochs.append(message)
+            return
+        self.newest = message
+        self.num_examples += message.num_examples
+        self.num_frames += message.num_frames
+
+    @property
+    def _under_way(self) -> list[Snapshot]:
+        """Its last snapshot, unless the statistics of the epoch have come."""
+        ended = self.epochs[-1].epoch if self.epochs else -1
+        return [] if self.newest is None or self.newest.epoch <= ended else [self.newest]
 
     @property
     def has_failed(self) -> bool:
@@ -235,10 +270,10 @@ class Roster:
                     attempt.wait_began_at = now - message.stall.seconds if message.stall else 0.0
                 case Snapshot():
                     attempt.does(f"computing batch {message.batch + 1} of epoch {message.epoch + 1}", now)
-                    record.loss = message.loss
+                    record.report(message)
                 case EpochEnd():
                     attempt.does(f"saving after epoch {message.epoch + 1}", now)
-                    record.epochs.append(message)
+                    record.report(message)
                 case Activity() if message.doing:
                     attempt.does(message.doing, now)
                 case Ready():
