@@ -317,11 +317,11 @@ class Roster:
         ]
         return sorted(found, key=lambda each: each.attempt.started_at)
 
-    def waiting(self) -> dict[int, LearnerRecord]:
-        """The learners in a long wait, by `learner_id`."""
-        return {each.learner_id: each for each in self.present() if each.attempt.wait is not None}
+    def waiting(self) -> dict[int, Stall]:
+        """The long waits of learners, by `learner_id`."""
+        return {each.learner_id: wait for each in self.present() if (wait := each.attempt.wait) is not None}
 
-    def present(self) -> Iterable[LearnerRecord]:
+    def present(self) -> list[LearnerRecord]:
         """The learners that are starting, ready or training."""
         return [each for each in self.learners.values() if each.is_present]
 
