@@ -296,8 +296,7 @@ class Supervisor:
         processes = [self.roster.learners[each].process for each in chosen]
         self._killed_at, self._was_announced = now, False
         for process in processes:
-            if process is not None:
-                process.signal(signal.SIGKILL)
+            process.signal(signal.SIGKILL)
         self._killed.update(chosen)
         for each in chosen:
             self._entered.pop(each, None)

@@ -84,7 +84,7 @@ def _pauses(
     roster = Roster(WORLD)
 
     def kill_one(pids: dict[int, int]) -> None:
-        kill(next(pid for each, pid in pids.items() if node in _node_of(each, roster)))
+        kill(next(pid for each, pid in pids.items() if node in roster.learners[each].process.node))
 
     killing = Killing(WORLD, KILLED_AT, kill_one)
     command = [sys.executable, "-m", "benchmarks.on_ray", strategy]
@@ -93,11 +93,6 @@ def _pauses(
     if len(lost) != num_lost:
         raise RuntimeError(f"{len(lost)} learners were lost, not {num_lost}")
     return killing.pauses(lost)
-
-
-def _node_of(learner_id: int, roster: Roster) -> str:
-    process = roster.learners[learner_id].process
-    return process.node if process is not None else ""
 
 
 def _learn(strategy: str, link: Link) -> None:

@@ -95,11 +95,11 @@ def test_a_learner_that_is_started_again_keeps_its_record() -> None:
     run = Clocked(2)
     run.hear(1, Entered(0), Heartbeat(30), EpochEnd(1, 2, 0, 30, 10.0, 9.0, 0.5, 0.5), Failed("DataError", "no audio"))
     record = run.roster.learners[1]
-    assert isinstance(record.attempt.error, DataError)
+    assert isinstance(record.process.error, DataError)
     run.roster.lose(1, "killed")
     run.roster.announce(NewMembership(1, (0,)))
     assert run.roster.start(1, is_joiner=True) is record
-    assert (record.state, record.rank, record.attempt.generation, record.attempt.error) == (
+    assert (record.state, record.rank, record.attempt.generation, record.process.error) == (
         LearnerState.STARTING,
         None,
         -1,
@@ -113,9 +113,9 @@ def test_an_error_that_is_not_starlings_keeps_its_name() -> None:
     """And whatever a learner sends, no other class is made of it."""
     run = Clocked(1)
     run.hear(0, Failed("ValueError", "too long"))
-    assert str(run.roster.learners[0].attempt.error) == "ValueError: too long"
+    assert str(run.roster.learners[0].process.error) == "ValueError: too long"
     run.hear(0, Failed("Stopped", "by whom"))
-    assert type(run.roster.learners[0].attempt.error) is StarlingError
+    assert type(run.roster.learners[0].process.error) is StarlingError
 
 
 def test_the_newest_checkpoint_is_known() -> None:

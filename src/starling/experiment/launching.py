@@ -1,9 +1,10 @@
 """The launcher of a run: starts the learners, shows their progress, and cleans up the experiment's folder."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 import torch
+from rich.console import Console
 
 from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in
@@ -11,7 +12,7 @@ from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following
 from starling.experiment.observers import show
-from starling.experiment.task import Scoring
+from starling.experiment.task import RunT, Task
 from starling.extras import require
 from starling.launch.joiners import Changes, launcher_id, taking_requests
 from starling.launch.launcher import launch, this_machine
@@ -29,66 +30,67 @@ MAX_LEARNERS_PER_CORE = 4
 """More learners than this are likely a mistake, and cause a warning."""
 
 
-def run_learners(
-    run: RunConfig,
-    folder: ExperimentFolder,
-    command: Sequence[str],
-    following: Following,
-    display: Display,
-    scoring: Scoring,
-    how_to_resume: str,
-) -> None:
-    """Run the learners of `run`, each a process of `command`, until all have exited.
+def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console: Console) -> Following:
+    """Run the learners of `run`, each a process of the task's command, until all have exited; return what has followed
+    them.
 
-    Their messages are shown and then passed to `scoring`, by which they may save and end early. Raises the error that
-    ended the run; if there is a checkpoint, with a note that contains `how_to_resume`.
+    Their messages are shown and then passed to the task's scoring, by which they may save and end early. Raises the
+    error that ended the run; if there is a checkpoint, with a note on how to resume.
     """
-    following.on_look = display.tick
-    roster = following.roster
+    title = f"{run.name}: {run.learners} learners, {run.strategy.name}"
     strategy, options = run.between, run.strategy.options
+    with (
+        task.learner_command(run, folder) as command,
+        Following(run, folder, console) as following,
+        Display(title, run.learners, console, following.events) as display,
+        task.scoring(run, folder, display.say, display.scored) as scoring,
+    ):
+        following.on_look = display.tick
+        roster = following.roster
 
-    def hear(learner_id: int, message: LearnerMessage) -> None:
-        show(message, display)
-        scoring.hear(message)
+        def hear(learner_id: int, message: LearnerMessage) -> None:
+            show(message, display)
+            scoring.hear(message)
 
-    def on_loss(loss: Loss) -> None:
-        display.lost(loss.learner, loss.reason)
-        display.train_with(roster.membership.members)
+        def on_loss(loss: Loss) -> None:
+            display.lost(loss.learner, loss.reason)
+            display.train_with(roster.membership.members)
 
-    def on_join(learner_id: int, num_learners: int) -> None:
-        display.joined(learner_id, num_learners)
-        display.train_with(roster.membership.members)
+        def on_join(learner_id: int, num_learners: int) -> None:
+            display.joined(learner_id, num_learners)
+            display.train_with(roster.membership.members)
 
-    try:
-        with taking_requests(folder.joins) as requests, _monitoring(run, roster, display):
-            losses = launch(
-                command,
-                run.learners,
-                folder.log,
-                hear,
-                None if run.on_loss == "stop" else on_loss,
-                run.engine.timeout_seconds,
-                Changes(
-                    succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
-                    replaces=run.on_loss == "replace",
-                    joins=[fault for fault in run.faults if isinstance(fault, Join)],
-                    requests=requests,
-                    say=display.say,
-                    on_join=on_join,
-                    on_left_out=display.left_out,
-                ),
-                roster,
-                scoring.is_enough,
-                machines_of(run, display.say),
-            )
-    except StarlingError as error:
-        raise resumable(error, folder, how_to_resume) from None
-    finally:
-        with suppress(OSError):
-            remove_partial(folder.checkpoints)  # all learners have exited
-    for loss in losses:
-        if loss.learner in display.away:
-            display.say(f"{run.name} ended without learner {loss.learner}: {loss.reason}")
+        try:
+            with taking_requests(folder.joins) as requests, _monitoring(run, roster, display):
+                losses = launch(
+                    command,
+                    run.learners,
+                    folder.log,
+                    hear,
+                    None if run.on_loss == "stop" else on_loss,
+                    run.engine.timeout_seconds,
+                    Changes(
+                        succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
+                        replaces=run.on_loss == "replace",
+                        joins=[fault for fault in run.faults if isinstance(fault, Join)],
+                        requests=requests,
+                        say=display.say,
+                        on_join=on_join,
+                        on_left_out=display.left_out,
+                    ),
+                    roster,
+                    scoring.is_enough,
+                    machines_of(run, display.say),
+                )
+        except StarlingError as error:
+            raise resumable(error, folder, task.how_to_resume(folder)) from None
+        finally:
+            with suppress(OSError):
+                remove_partial(folder.checkpoints)  # all learners have exited
+        for loss in losses:
+            if loss.learner in display.away:
+                display.say(f"{run.name} ended without learner {loss.learner}: {loss.reason}")
+    return following
 
 
 @contextmanager

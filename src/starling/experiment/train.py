@@ -12,7 +12,6 @@ from starling.errors import PeerLost, Stopped
 from starling.experiment.auto import kept, launched_choice, measured_choice, settled
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.following import Following
 from starling.experiment.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
 from starling.experiment.learning import learn
 from starling.experiment.task import RunT, Task, load_recipe
@@ -20,7 +19,7 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.process import signal_name
 from starling.launch.rendezvous import find_place, is_first, is_learner, number_of_learners
 from starling.recipe.file import apply_overrides, read_recipe
-from starling.reporting.progress import Bars, Display, Say, say_on
+from starling.reporting.progress import Bars, Say, say_on
 from starling.timeouts import SET_UP
 
 
@@ -53,14 +52,7 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
         folder = set_up_and_claim(task, recipe, say, bars)
     choose = partial(launched_choice, recipe, folder, say)
     recipe = settled(task, recipe, folder, recipe.learners, say, choose)
-    title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
-    with (
-        task.learner_command(recipe, folder) as command,
-        Following(recipe, folder, console) as following,
-        Display(title, recipe.learners, console, following.events) as display,
-        task.scoring(recipe, folder, display.say, display.scored) as scoring,
-    ):
-        run_learners(recipe, folder, command, following, display, scoring, task.how_to_resume(folder))
+    following = run_learners(task, recipe, folder, console)
     with following.scoring():
         task.score(recipe, folder, tell, console, may_be_best=True)
     return recipe

@@ -201,7 +201,7 @@ class Joiners:
         failed, is_one_missing = [], False
         for record in (*self._roster.joining(is_member=True), *self._roster.joining(is_member=False)):
             if record.attempt.generation >= 0:
-                record.is_joining = False
+                record.attempt.is_joining = False
                 self._changes.on_join(record.learner_id, len(self._members))
                 self._note(record.learner_id, "")
             elif record.learner_id in exited:
@@ -234,7 +234,7 @@ class Joiners:
             request.settle(len(self._members))
 
     def _leave_out(self, record: LearnerRecord, reason: str) -> None:
-        record.is_joining = False
+        record.attempt.is_joining = False
         self._roster.lose(record.learner_id)
         end_loaders([record.process])
         self._changes.on_left_out(record.learner_id, reason)

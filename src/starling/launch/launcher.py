@@ -238,7 +238,7 @@ class Supervisor:
     def _counted(self) -> list[LearnerRecord]:
         """The learners whose failure is a failure of the run: not those that the others train without, and not
         joiners."""
-        return [each for each in self._roster.learners.values() if not each.is_out and not each.is_joining]
+        return [each for each in self._roster.learners.values() if not each.is_out and not each.attempt.is_joining]
 
     def _handle_exits(self) -> bool:
         """Announce a membership without the learners that have failed, if any; return False if the run cannot survive
@@ -246,7 +246,7 @@ class Supervisor:
         exited = [
             record
             for record in self._roster.learners.values()
-            if (record.is_joining or not record.is_out) and not record.process.is_running
+            if (record.attempt.is_joining or not record.is_out) and not record.process.is_running
         ]
         self._exited = {record.learner_id for record in exited}
         deadline = self._roster.clock() + READ  # learners that still run may send messages without end
@@ -254,8 +254,7 @@ class Supervisor:
             pass
         for record in exited:
             self._read_rest(record)
-            record.attempt.error = record.attempt.error or record.process.error
-        failed = [record for record in exited if record.has_failed and not record.is_joining]
+        failed = [record for record in exited if record.has_failed and not record.attempt.is_joining]
         if self._others_may_follow(failed):
             return True
         if failed and (
@@ -348,7 +347,7 @@ class Supervisor:
         met = [record for record in self._counted() if record.attempt.generation >= 0]
         for record in (*met, *roster.joining(is_member=False)):
             self._kill_if_silent(record, self._silence_seconds)
-        others = [record for record in roster.records(self._members) if not record.is_joining]
+        others = [record for record in roster.records(self._members) if not record.attempt.is_joining]
         if not all(max(record.attempt.arrived, record.attempt.generation) >= generation for record in others):
             self._all_here = None
         elif self._all_here is None:
@@ -435,7 +434,7 @@ class Supervisor:
 def _is_unexplained(records: list[LearnerRecord]) -> bool:
     """Whether all failed learners failed because they lost another one."""
     failed = [record for record in records if record.has_failed]
-    return bool(failed) and all(isinstance(record.attempt.error, PeerLost) for record in failed)
+    return bool(failed) and all(isinstance(record.process.error, PeerLost) for record in failed)
 
 
 def _cause(failed: list[LearnerRecord]) -> StarlingError:
@@ -445,10 +444,10 @@ def _cause(failed: list[LearnerRecord]) -> StarlingError:
         if record.was_killed:
             return PeerLost(f"{record.describe_death()}; its log: {record.process.log}")
     for record in failed:
-        if record.attempt.error is None:
+        if record.process.error is None:
             return StarlingError(
                 f"learner {record.learner_id} exited with code {record.process.exit_code} while "
                 f"{record.attempt.doing}; its log: {record.process.log}"
             )
-    errors = [record.attempt.error for record in failed if record.attempt.error is not None]
+    errors = [record.process.error for record in failed if record.process.error is not None]
     return next((error for error in errors if not isinstance(error, PeerLost)), errors[0])

@@ -59,7 +59,7 @@ class LearnerProcess:
     lost: str = ""
     """How it was lost, if not by a signal; empty otherwise."""
     error: StarlingError | None = None
-    """Why it could not be started."""
+    """Why it could not be started, or by which error it says that it failed."""
     killed_because: str = ""
     """Why the launcher killed it; empty if it did not."""
     is_read: bool = False

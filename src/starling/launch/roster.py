@@ -68,6 +68,8 @@ class Attempt:
     doing_since: float
     is_joiner: bool = False
     """Whether it was started as a joiner."""
+    is_joining: bool = False
+    """Whether that has neither trained nor failed since."""
     num_before: int = 0
     """Mini-batches that earlier processes of the learner have computed."""
     generation: int = -1
@@ -80,8 +82,6 @@ class Attempt:
     """Its activity as text."""
     has_computed: bool = False
     """Whether it has reported progress since it entered a membership."""
-    error: StarlingError | None = None
-    """The error by which it says that it failed."""
     wait: Stall | None = None
     """Its current long wait, as last reported."""
     wait_began_at: float = 0.0
@@ -107,8 +107,6 @@ class LearnerRecord:
     """Mini-batches that all its processes have computed."""
     num_joins: int = 0
     """How many of its processes have joined the run after the start."""
-    is_joining: bool = False
-    """Whether it was started as a joiner and has neither trained nor failed since."""
     newest: Snapshot | None = None
     num_examples: int = 0
     """Examples in all its snapshots."""
@@ -154,7 +152,7 @@ class LearnerRecord:
     @property
     def was_killed(self) -> bool:
         """Whether a signal ended its process, and it reported no error."""
-        return (self.process.exit_code or 0) < 0 and self.attempt.error is None
+        return (self.process.exit_code or 0) < 0 and self.process.error is None
 
     @property
     def is_out(self) -> bool:
@@ -186,7 +184,7 @@ class LearnerRecord:
         code = self.process.exit_code
         if code == 0:
             return f"learner {self.learner_id} exited: its sync group lost a member"
-        how = self.attempt.error or f"it exited with code {code} while {self.attempt.doing}"
+        how = self.process.error or f"it exited with code {code} while {self.attempt.doing}"
         return f"learner {self.learner_id}: {how}; its log: {self.process.log}"
 
 
@@ -240,8 +238,7 @@ class Roster:
             record = self.learners.setdefault(learner_id, self._record(learner_id))
             now = self.clock()
             record.process, record.state = process or LearnerProcess(), LearnerState.STARTING
-            record.is_joining = is_joiner
-            record.attempt = Attempt(now, now, is_joiner, record.num_steps)
+            record.attempt = Attempt(now, now, is_joiner, is_joiner, record.num_steps)
             return record
 
     def announce(self, membership: NewMembership) -> None:
@@ -289,7 +286,7 @@ class Roster:
                     record.num_steps, attempt.wait = attempt.num_before + message.num_steps, None
                     _advance(record, LearnerState.ENDED)
                 case Failed():
-                    attempt.error = _error_from(message)
+                    record.process.error = _error_from(message)
                 case Saved():
                     self.saved, self.saved_at, self.num_saved = message.folder, now, self.num_saved + 1
                 case CanStop():
@@ -315,14 +312,16 @@ class Roster:
     def joining(self, is_member: bool) -> list[LearnerRecord]:
         """The joiners under way, in the order in which they were started: those for which the other members wait, or
         those that are not members yet."""
-        found = [each for each in self.learners.values() if each.is_joining and (each.rank is not None) is is_member]
+        found = [
+            each for each in self.learners.values() if each.attempt.is_joining and (each.rank is not None) is is_member
+        ]
         return sorted(found, key=lambda each: each.attempt.started_at)
 
-    def waiting(self) -> dict[int, LearnerRecord]:
-        """The learners in a long wait, by `learner_id`."""
-        return {each.learner_id: each for each in self.present() if each.attempt.wait is not None}
+    def waiting(self) -> dict[int, Stall]:
+        """The long waits of learners, by `learner_id`."""
+        return {each.learner_id: wait for each in self.present() if (wait := each.attempt.wait) is not None}
 
-    def present(self) -> Iterable[LearnerRecord]:
+    def present(self) -> list[LearnerRecord]:
         """The learners that are starting, ready or training."""
         return [each for each in self.learners.values() if each.is_present]
 

@@ -37,7 +37,7 @@ class Metrics:
         fractions = [record.newest.fraction for record in records if record.newest is not None]
         num_joins = sum(record.num_joins for record in records)
         for kind, name, text, value in (
-            (_GAUGE, "learners_alive", "Learners that are starting, ready or training.", len(list(roster.present()))),
+            (_GAUGE, "learners_alive", "Learners that are starting, ready or training.", len(roster.present())),
             (_GAUGE, "membership", "The number of the newest membership.", roster.membership.generation),
             (_GAUGE, "progress_ratio", "The spent fraction of the budget.", max(fractions, default=0.0)),
             (_COUNTER, "deaths", "Learners that were lost.", len(roster.lost)),

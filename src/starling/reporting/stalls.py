@@ -54,8 +54,8 @@ class Stalls:
         lines = []
         waiting = self._roster.waiting()
         for episode in list(self._episodes):
-            waits = episode.waits
-            episode.waits = {each: waits[each] for each in waits if _number(waiting.get(each)) == waits[each]}
+            now = {each: waiting[each].number for each in episode.waits if each in waiting}
+            episode.waits = dict(episode.waits.items() & now.items())
             if not episode.waits:
                 self._episodes.remove(episode)
                 cause = episode.cause if isinstance(episode.cause, tuple) else ()
@@ -65,11 +65,9 @@ class Stalls:
             self._narrow(episode)
         self._unite()
         known = {learner_id for episode in self._episodes for learner_id in episode.waits}
-        for each in waiting.values():
-            is_new = each.learner_id not in known
-            wait = each.attempt.wait
-            if is_new and wait and wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
-                self._join(each, wait)
+        for learner_id, wait in waiting.items():
+            if learner_id not in known and wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
+                self._join(self._roster.learners[learner_id], wait)
         for episode in self._episodes:
             if (lasted := self._roster.clock() - episode.since) >= episode.again_at:
                 episode.again_at = 2.0 * lasted
@@ -163,13 +161,10 @@ def _late(waiters: Sequence[int], roster: Roster) -> list[int]:
     """The learners for which `waiters` wait, as far as they are known."""
     waiting = roster.waiting()
     waiting_in: dict[str, set[int]] = {}
-    for each in waiting.values():
-        if each.attempt.wait is not None:
-            waiting_in.setdefault(each.attempt.wait.what, set()).add(each.learner_id)
+    for learner_id, wait in waiting.items():
+        waiting_in.setdefault(wait.what, set()).add(learner_id)
     late: set[int] = set()
-    for wait in (waiting[waiter].attempt.wait for waiter in waiters):
-        if wait is None:
-            continue
+    for wait in (waiting[waiter] for waiter in waiters):
         group = wait.whom or tuple(each.learner_id for each in roster.present())
         if wait.whom and not wait.is_group:
             late.update(wait.whom)
@@ -214,10 +209,6 @@ def _state(record: LearnerRecord, roster: Roster) -> str:
     if attempt.wait is not None and not attempt.wait.is_behind:
         state += f", and has waited {duration(attempt.wait.seconds)} in {attempt.wait.what}"
     return f"{state}; {reported}"
-
-
-def _number(record: LearnerRecord | None) -> int | None:
-    return None if record is None or record.attempt.wait is None else record.attempt.wait.number
 
 
 def _names(learners: Sequence[int]) -> str:
