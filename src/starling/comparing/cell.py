@@ -1,6 +1,5 @@
 """One cell of a comparison: trained on either engine, and scored."""
 
-import io
 import math
 import os
 import shutil
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from starling.checkpoint.manifest import read_manifest
@@ -20,7 +18,7 @@ from starling.comparing.grid import Cell, CellResult, Point
 from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
-from starling.experiment.any_job import Simulated, train
+from starling.experiment.any_job import Simulated, train_quietly
 from starling.launch.messages import EpochEnd
 from starling.reporting.epochs import Meter, together
 from starling.reporting.events import Event, read_events
@@ -111,17 +109,7 @@ def _simulated(subject: Subject, job: Job, cell: Cell) -> tuple[nn.Module | None
 def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Module | None, dict[str, Any]]:
     folder, trained = runs / cell.name, None
     with suppress(NonFiniteError):
-        trained = train(
-            job,
-            cell.learners,
-            name=cell.name,
-            exp=runs,
-            overwrite=True,
-            on_loss="stop",
-            checkpoints={"minutes": None},
-            engine=subject.engine(cell),
-            console=Console(file=io.StringIO()),
-        )
+        trained = train_quietly(job, cell.learners, name=cell.name, exp=runs, engine=subject.engine(cell))
     measured = _measured(read_events(folder / "log" / "events.jsonl"), examples_per_batch(job.workload))
     if trained is None:
         return None, measured
