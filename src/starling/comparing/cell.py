@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -61,11 +62,11 @@ class Watcher(Silence):
         for point in self._points:
             parts.setdefault(min(int(point.share * CURVE_POINTS), CURVE_POINTS - 1), []).append(point)
         curve = [
-            Point((part + 0.5) / CURVE_POINTS, *(_mean([point[field] for point in own]) for field in (1, 2, 3)))
+            Point((part + 0.5) / CURVE_POINTS, *(fmean([point[field] for point in own]) for field in (1, 2, 3)))
             for part, own in sorted(parts.items())
         ]
         return {
-            "loss": _mean(last) if last else None,
+            "loss": fmean(last) if last else None,
             "curve": tuple(curve),
             "num_gradients": self.num_gradients,
             "num_samples": self.num_samples,
@@ -154,13 +155,9 @@ def examples_per_batch(workload: Workload[Any]) -> float:
     """The mean over the first epoch, as planned; that of the first mini-batch where nothing is planned."""
     tickets = [Ticket(0, index, index) for index in range(workload.num_batches(0))]
     try:
-        return _mean([workload.planned_size(ticket, "utterances") for ticket in tickets])
+        return fmean([workload.planned_size(ticket, "utterances") for ticket in tickets])
     except ConfigError:
         return float(sum(each.num_examples for each in workload.load(tickets[0])))
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _cpu_seconds() -> float:
