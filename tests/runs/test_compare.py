@@ -19,7 +19,7 @@ from rich.console import Console
 
 from starling.comparing.cell import run_cell
 from starling.comparing.compare import compare_recipe, compute, load_comparison
-from starling.comparing.grid import Cell, CellResult, ResultFolder
+from starling.comparing.grid import Cell, CellResult
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder
 from starling.speech.comparison import check_comparison
@@ -207,12 +207,11 @@ def _kill_children() -> None:
 def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """It was changed by hand; to remove it is enough."""
     cell = Cell(arm="server", learners=3, rate=0.01, seed=1)
-    folder = ResultFolder(tmp_path / "cells")
-    assert folder.read(cell, "") is None
+    assert CellResult.read(tmp_path / "cells", cell, "") is None
     (tmp_path / "cells").mkdir()
     (tmp_path / "cells" / f"{cell.name}.json").write_text("{")
     with pytest.raises(DataError, match=rf"{cell.name}\.json: not the result of a cell .*remove it"):
-        folder.read(cell, "")
+        CellResult.read(tmp_path / "cells", cell, "")
 
 
 def test_a_folder_that_cannot_be_written_is_named(compared: Tree, tmp_path: Path) -> None:

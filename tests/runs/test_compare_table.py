@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from starling.comparing import table
-from starling.comparing.grid import Cell, Metric, ResultFolder, Row
+from starling.comparing.grid import Cell, CellResult, Metric, Row
 from starling.comparing.table import choose, estimate
 from tests.runs.compare_results import WORD_ERRORS, made_up, result
 
@@ -224,8 +224,7 @@ def test_scipy_and_pandas_are_loaded_only_to_answer() -> None:
 def test_a_result_with_a_field_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     """One that knew the joules of a cell."""
     cell = Cell(arm="one", learners=1, rate=0.5, seed=1)
-    folder = ResultFolder(tmp_path)
-    folder.write(result(cell))
+    result(cell).write(tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), "joules": 7.5}))
-    assert folder.read(cell, "") == result(cell)
+    assert CellResult.read(tmp_path, cell, "") == result(cell)

@@ -1,6 +1,5 @@
 """One cell of a comparison: trained on either engine, and scored."""
 
-import io
 import math
 import os
 import shutil
@@ -8,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from starling.checkpoint.manifest import read_manifest
@@ -20,7 +19,7 @@ from starling.comparing.grid import Cell, CellResult, Point
 from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
-from starling.experiment.any_job import Simulated, train
+from starling.experiment.any_job import Simulated, train_quietly
 from starling.launch.messages import EpochEnd
 from starling.reporting.epochs import Meter, together
 from starling.reporting.events import Event, read_events
@@ -64,11 +63,11 @@ class Watcher(Silence):
         for point in self._points:
             parts.setdefault(min(int(point.share * CURVE_POINTS), CURVE_POINTS - 1), []).append(point)
         curve = [
-            Point((part + 0.5) / CURVE_POINTS, *(_mean([point[field] for point in own]) for field in (1, 2, 3)))
+            Point((part + 0.5) / CURVE_POINTS, *(fmean([point[field] for point in own]) for field in (1, 2, 3)))
             for part, own in sorted(parts.items())
         ]
         return {
-            "loss": _mean(last) if last else None,
+            "loss": fmean(last) if last else None,
             "curve": tuple(curve),
             "num_gradients": self.num_gradients,
             "num_samples": self.num_samples,
@@ -112,17 +111,7 @@ def _simulated(subject: Subject, job: Job, cell: Cell) -> tuple[nn.Module | None
 def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Module | None, dict[str, Any]]:
     folder, trained = runs / cell.name, None
     with suppress(NonFiniteError):
-        trained = train(
-            job,
-            cell.learners,
-            name=cell.name,
-            exp=runs,
-            overwrite=True,
-            on_loss="stop",
-            checkpoints={"minutes": None},
-            engine=subject.engine(cell),
-            console=Console(file=io.StringIO()),
-        )
+        trained = train_quietly(job, cell.learners, name=cell.name, exp=runs, engine=subject.engine(cell))
     measured = _measured(read_events(folder / "log" / "events.jsonl"), examples_per_batch(job.workload))
     if trained is None:
         return None, measured
@@ -167,13 +156,9 @@ def examples_per_batch(workload: Workload[Any]) -> float:
     """The mean over the first epoch, as planned; that of the first mini-batch where nothing is planned."""
     tickets = [Ticket(0, index, index) for index in range(workload.num_batches(0))]
     try:
-        return _mean([workload.planned_size(ticket, "utterances") for ticket in tickets])
+        return fmean([workload.planned_size(ticket, "utterances") for ticket in tickets])
     except ConfigError:
         return float(sum(each.num_examples for each in workload.load(tickets[0])))
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _cpu_seconds() -> float:

@@ -25,7 +25,6 @@ from starling.comparing.grid import (
     CompareConfig,
     Metric,
     Rate,
-    ResultFolder,
     Row,
     beyond,
     chosen_arms,
@@ -206,14 +205,14 @@ class _Cells:
 
     def __init__(self, subject: Subject, folder: Path, say: Say, bars: Bars) -> None:
         self._subject, self._folder = subject, folder
-        self._results = ResultFolder(folder / "cells")
+        self._kept = folder / "cells"
         self._say, self._bars = say, bars
         self._num_done = self._total = 0
 
     def complete(self, cells: Sequence[Cell], num_more: int = 0) -> list[CellResult]:
         """The results of cells, in their order; `num_more` will follow, which are not known yet."""
         digests = {cell: self._subject.digest(cell) for cell in cells}
-        found = {cell: self._results.read(cell, digest) for cell, digest in digests.items()}
+        found = {cell: CellResult.read(self._kept, cell, digest) for cell, digest in digests.items()}
         results = {cell: result for cell, result in found.items() if result is not None}
         missing = self._ordered([cell for cell in cells if cell not in results])
         self._total = max(self._total, self._num_done + len(cells) + num_more)
@@ -223,13 +222,12 @@ class _Cells:
         if missing:
             try:
                 self._subject.prepare(missing, self._say, self._bars)
-                with closing(self._computed({cell: digests[cell] for cell in missing})) as coming:
-                    results |= {result.cell: result for result in coming}
+                results |= self._computed({cell: digests[cell] for cell in missing})
             except (KeyboardInterrupt, Stopped) as error:
                 number = getattr(error, "signal_number", None) or next(iter(error.args), signal.SIGINT)
-                raise Stopped(f"stopped; {self._kept()}", number) from None
+                raise Stopped(f"stopped; {self._advice()}", number) from None
             except StarlingError as error:
-                error.add_note(self._kept())
+                error.add_note(self._advice())
                 raise
         return [results[cell] for cell in cells]
 
@@ -240,17 +238,19 @@ class _Cells:
         seeds = list(dict.fromkeys(cell.seed for cell in cells))
         return sorted(cells, key=lambda cell: (seeds.index(cell.seed), first[keys[cell]]))
 
-    def _computed(self, digests: dict[Cell, str]) -> Generator[CellResult, None, None]:
-        """Each result as soon as it is there, once it is kept."""
+    def _computed(self, digests: dict[Cell, str]) -> dict[Cell, CellResult]:
+        """The results of cells, each of which is kept as soon as it is there."""
         jobs, name = self._subject.section.jobs, self._folder.name
+        results = {}
         self._bars(name, self._num_done, self._total)
         with closing(compute(self._subject, digests, jobs, self._folder / "runs")) as coming:
             for result in coming:
-                self._results.write(result)
+                result.write(self._kept)
+                results[result.cell] = result
                 self._num_done += 1
                 self._bars(name, self._num_done, self._total)
                 self._say(f"{self._num_done}/{self._total} {result.cell.name}: {self._outcome(result)}")
-                yield result
+        return results
 
     def _outcome(self, result: CellResult) -> str:
         if result.diverged:
@@ -259,9 +259,8 @@ class _Cells:
         parts = [f"{name} {value:.4g}" for name, value in scores.items() if value is not None]
         return f"{', '.join(parts)}, staleness {result.mean_staleness:.1f}, {result.cpu_seconds:.1f} s"
 
-    def _kept(self) -> str:
-        where = self._results.path
-        return f"{self._num_done} of {self._total} cells are kept in {where}; run the same command to continue"
+    def _advice(self) -> str:
+        return f"{self._num_done} of {self._total} cells are kept in {self._kept}; run the same command to continue"
 
 
 @contextmanager

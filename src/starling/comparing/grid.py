@@ -335,32 +335,23 @@ class CellResult(Config):
             before = point
         return None
 
+    def write(self, folder: Path) -> None:
+        """Keep it as a JSON file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / f"{self.cell.name}.json", self.model_dump_json(indent=1))
 
-class ResultFolder:
-    """One JSON file for each finished cell."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, result: CellResult) -> None:
-        """Keep a result."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        replace_file(self._file(result.cell), result.model_dump_json(indent=1))
-
-    def read(self, cell: Cell, digest: str) -> CellResult | None:
-        """The result of a cell, if all that it depends on has this digest.
+    @classmethod
+    def read(cls, folder: Path, cell: Cell, digest: str) -> "CellResult | None":
+        """The result of a cell in a folder, if all that it depends on has this digest.
 
         Raises DataError for a file that cannot be read.
         """
-        file = self._file(cell)
+        file = folder / f"{cell.name}.json"
         if not file.is_file():
             return None
         try:
-            result = CellResult.model_validate_json(file.read_text(encoding="utf-8"))
+            result = cls.model_validate_json(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            reason = "; ".join(describe(error, CellResult, {})) if isinstance(error, ValidationError) else str(error)
+            reason = "; ".join(describe(error, cls, {})) if isinstance(error, ValidationError) else str(error)
             raise DataError(f"{file}: not the result of a cell ({reason}); remove it to compute it again") from error
         return result if result.digest == digest else None
-
-    def _file(self, cell: Cell) -> Path:
-        return self.path / f"{cell.name}.json"

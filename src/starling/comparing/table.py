@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from starling.comparing.grid import CellResult, CompareConfig, Metric, Point, Row
@@ -23,11 +24,6 @@ class Estimate:
 
     mean: float
     half: float | None
-
-    def text(self, digits: int = 1, sign: str = "") -> str:
-        """`12.3 ± 1.5`, or the mean alone."""
-        mean = f"{self.mean:{sign}.{digits}f}"
-        return mean if self.half is None else f"{mean} ± {self.half:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,8 @@ def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric
         own = [result for result in results if result.cell.rate == rate]
         losses = [result.loss for result in own if result.loss is not None and not result.diverged]
         valid = [result.valid for result in own if result.valid is not None]
-        by_loss = _mean(losses) if len(losses) == len(own) else math.inf
-        return 0.0 if metric.of_loss else sign * _mean(valid) if len(valid) == len(own) else math.inf, by_loss
+        by_loss = fmean(losses) if len(losses) == len(own) else math.inf
+        return 0.0 if metric.of_loss else sign * fmean(valid) if len(valid) == len(own) else math.inf, by_loss
 
     best = min(rates, key=cost)
     return Best(best, {rates[0]: "lowest", rates[-1]: "highest"}.get(best, ""))
@@ -63,7 +59,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     """The mean of independent values with its interval."""
     from scipy import stats
 
-    mean, count = math.fsum(values) / len(values), len(values)
+    mean, count = fmean(values), len(values)
     return Estimate(mean, float(stats.t.ppf(0.975, count - 1) * stats.sem(values)) if count > 1 else None)
 
 
@@ -86,7 +82,7 @@ def paired(before: dict[int, float], after: dict[int, float]) -> tuple[Estimate 
         return estimate(differences), float(differences[0] == 0.0)
     test = stats.ttest_ind(second, first, equal_var=False)
     interval = test.confidence_interval()
-    return Estimate(_mean(differences), float(interval.high - interval.low) / 2.0), float(test.pvalue)
+    return Estimate(fmean(differences), float(interval.high - interval.low) / 2.0), float(test.pvalue)
 
 
 @dataclass
@@ -185,7 +181,7 @@ class Comparison:
     def _limit(self, own: dict[int, float], base: dict[int, float]) -> str:
         """Why a row is not compared with the baseline; empty if it is."""
         for values, whose in ((own, ""), (base, "baseline: ")):
-            reason = self.metric.limit(_mean(list(values.values()))) if values else "diverged"
+            reason = self.metric.limit(fmean(list(values.values()))) if values else "diverged"
             if reason:
                 return whose + reason
         return ""
@@ -196,8 +192,8 @@ class Comparison:
         speedup = theirs / ours if ours and theirs else None
         learners = base[0].cell.learners / own[0].cell.learners
         return {
-            "target_seconds": _mean([point.seconds for point in reached]) if reached else None,
-            "target_samples": _mean([point.samples for point in reached]) if reached else None,
+            "target_seconds": fmean([point.seconds for point in reached]) if reached else None,
+            "target_samples": fmean([point.samples for point in reached]) if reached else None,
             "speedup": speedup,
             "efficiency": None if speedup is None else 100.0 * speedup * learners,
             **{name: _mean_of([getattr(each, name) for each in own]) for name in _COSTS},
@@ -213,7 +209,7 @@ class Comparison:
         """Mean seconds to the target, or for a sample where there is none."""
         if self.section.target is not None:
             reached = self._reached(results)
-            return _mean([point.seconds for point in reached]) if reached else None
+            return fmean([point.seconds for point in reached]) if reached else None
         samples = sum(each.num_samples for each in results)
         return sum(each.seconds for each in results) / samples if samples else None
 
@@ -325,7 +321,7 @@ def _text(mean: Value, half: Value = None, sign: str = "", digits: int | None = 
         return "—"
     size = max(abs(mean), half if isinstance(half, float) else 0.0)
     shown = digits if digits is not None else 1 if size >= 10.0 else 2 if size >= 1.0 else 4
-    return Estimate(mean, half if isinstance(half, float) else None).text(shown, sign)
+    return f"{mean:{sign}.{shown}f}" + (f" ± {half:.{shown}f}" if isinstance(half, float) else "")
 
 
 def _p(p: Value) -> str:
@@ -347,8 +343,4 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _mean_of(values: Sequence[float | None]) -> float | None:
     """The mean of the values that are there."""
     there = [value for value in values if value is not None]
-    return _mean(there) if there else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return fmean(there) if there else None

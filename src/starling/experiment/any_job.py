@@ -1,5 +1,6 @@
 """`starling.train` and `starling.simulate`: train any PyTorch model and data with all features of a recipe's run."""
 
+import io
 import sys
 import tempfile
 from collections.abc import Generator, Mapping
@@ -149,6 +150,12 @@ def train(
     else:
         run = run_training(GivenJob(job), run, lambda line: None, console)
     return Trained(with_settings(job, run), run.folder, latest(run.folder))
+
+
+def train_quietly(job: Job, learners: int, **given: Any) -> Trained:
+    """Train to measure: without output and without checkpoints by time; a lost learner ends the run."""
+    quiet, rarely = Console(file=io.StringIO()), {"minutes": None}
+    return train(job, learners, overwrite=True, on_loss="stop", checkpoints=rarely, console=quiet, **given)
 
 
 def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:

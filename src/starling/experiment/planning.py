@@ -2,7 +2,6 @@
 `starling profile` and `starling plan` print and write.
 """
 
-import io
 import platform
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from starling.engines.processes.place import cores_here
 from starling.engines.virtual.cluster import LinkModel
 from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
-from starling.experiment.any_job import train
+from starling.experiment.any_job import train_quietly
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import RecipeT, Task
 from starling.files import replace_file
@@ -149,17 +148,9 @@ def _run(
     """Train with a budget of `steps` in a temporary folder; return the figures that each learner noted."""
     with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
         folder = Path(name)
-        train(
-            replace(job, budget=Budget(steps=steps)),
-            learners,
-            strategy={**strategy, "folder": str(folder)},
-            name="profile",
-            exp=folder,
-            checkpoints={"minutes": None},
-            engine=engine,
-            on_loss="stop",
-            console=Console(file=io.StringIO()),
-        )
+        job = replace(job, budget=Budget(steps=steps))
+        strategy = {**strategy, "folder": str(folder)}
+        train_quietly(job, learners, name="profile", exp=folder, engine=engine, strategy=strategy)
         return [Figures.read(folder, rank) for rank in range(learners)]
 
 

@@ -15,8 +15,6 @@ TEMPLATE = Path(__file__).parent / "published.md"
 MOST_ITERATIONS = 20
 ROUNDS = 4
 """Gradients of a device in half a simulation: devices are alike, and their pace is steady from the beginning."""
-WHOLE: dict[str, Any] = {"piece_megabytes": 256}
-"""The model travels in one piece."""
 EPOCHS = 16
 UTTERANCE_WINDOWS = 34_300_000
 """Sub-sequences of 21 frames in 2,000 hours of frames of 10 ms: an epoch."""
@@ -44,95 +42,40 @@ class Published:
     system: str
     preset: str
     devices: int
-    batch: int
-    """Sequences of one device."""
     strategy: dict[str, Any] | None
     """The one of ours that is simulated; None: gradients alone, without any exchange."""
     hours: float
     source: str
     not_comparable: str = ""
     """Why the prediction cannot be expected to meet the published time; empty where it can."""
+    batch: int = 128
+    """Sequences of one device."""
 
 
-FITTED = Published(
-    "64 V100, H-ADPSGD, 8 nodes of 8",
-    "v100-2019",
-    64,
-    128,
-    {"name": "hadpsgd", "per_node": 8, "pattern": "ring", **WHOLE},
-    5.2,
-    "arXiv 1907.05701",
+WHOLE: dict[str, Any] = {"piece_megabytes": 256}
+"""The model travels in one piece."""
+RING, RANDOM = ({"name": "adpsgd", "pattern": pattern, **WHOLE} for pattern in ("ring", "random"))
+HYBRID = {"name": "hadpsgd", "per_node": 8, "pattern": "ring", **WHOLE}
+OTHER_GPU = "another GPU, which reaches another share of its peak; and faster than linear scaling from the fitted row"
+OTHER_ALGORITHM = (
+    "another algorithm: weights are averaged 12 times an epoch; and faster than linear scaling from the fitted row"
 )
+FASTER = "faster than linear scaling from one V100 (192 h / 64 = 3.0 h): faster nodes, or a better implementation"
+OTHER_MACHINE = (
+    "another machine and implementation than the fitted row's: its 64 devices are faster than linear scaling"
+)
+V100, P9, P100 = "v100-2019", "p9-v100-2020", "p100-2018"
+CONG, ON_P9 = "Cong et al., ICASSP 2020", "V100, IBM P9, randomised and delay-by-one"
+FITTED = Published("64 V100, H-ADPSGD, 8 nodes of 8", V100, 64, HYBRID, 5.2, "arXiv 1907.05701")
 ROWS = (
-    Published(
-        "1 V100",
-        "v100-2019",
-        1,
-        256,
-        None,
-        192.0,
-        "a talk's notes; IBM's blog says one week, 168 h",
-    ),
-    Published(
-        "16 P100, ADPSGD",
-        "p100-2018",
-        16,
-        128,
-        {"name": "adpsgd", "pattern": "ring", **WHOLE},
-        14.0,
-        "arXiv 1904.04956",
-        "another GPU, which reaches another share of its peak; and faster than linear scaling from the fitted row",
-    ),
-    Published(
-        "32 V100, hybrid",
-        "v100-2019",
-        32,
-        128,
-        {"name": "hadpsgd", "per_node": 8, "pattern": "ring", **WHOLE},
-        11.5,
-        "arXiv 1904.04956",
-    ),
+    Published("1 V100", V100, 1, None, 192.0, "a talk's notes; IBM's blog says one week, 168 h", batch=256),
+    Published("16 P100, ADPSGD", P100, 16, RING, 14.0, "arXiv 1904.04956", OTHER_GPU),
+    Published("32 V100, hybrid", V100, 32, HYBRID, 11.5, "arXiv 1904.04956"),
     FITTED,
-    Published(
-        "48 V100, 12 reductions an epoch",
-        "v100-2019",
-        48,
-        128,
-        None,
-        5.0,
-        "Cong et al., ICASSP 2020",
-        "another algorithm: weights are averaged 12 times an epoch; and faster than linear scaling from the fitted row",
-    ),
-    Published(
-        "96 V100, 12 reductions an epoch",
-        "v100-2019",
-        96,
-        128,
-        None,
-        3.0,
-        'Cong et al., ICASSP 2020 ("about 3")',
-        "another algorithm: weights are averaged 12 times an epoch; and faster than linear scaling from the fitted row",
-    ),
-    Published(
-        "64 V100, IBM P9, randomised and delay-by-one",
-        "p9-v100-2020",
-        64,
-        128,
-        {"name": "adpsgd", "pattern": "random", **WHOLE},
-        2.28,
-        "arXiv 2002.01119",
-        "faster than linear scaling from one V100 (192 h / 64 = 3.0 h): faster nodes, or a better implementation",
-    ),
-    Published(
-        "128 V100, IBM P9, randomised and delay-by-one",
-        "p9-v100-2020",
-        128,
-        128,
-        {"name": "adpsgd", "pattern": "random", **WHOLE},
-        1.98,
-        "arXiv 2002.01119",
-        "another machine and implementation than the fitted row's: its 64 devices are faster than linear scaling",
-    ),
+    Published("48 V100, 12 reductions an epoch", V100, 48, None, 5.0, CONG, OTHER_ALGORITHM),
+    Published("96 V100, 12 reductions an epoch", V100, 96, None, 3.0, f'{CONG} ("about 3")', OTHER_ALGORITHM),
+    Published(f"64 {ON_P9}", P9, 64, RANDOM, 2.28, "arXiv 2002.01119", FASTER),
+    Published(f"128 {ON_P9}", P9, 128, RANDOM, 1.98, "arXiv 2002.01119", OTHER_MACHINE),
 )
 
 

@@ -68,6 +68,10 @@ def _newest(what: str) -> Callable[[Roster, LearnerRecord], float | None]:
     return lambda roster, record: getattr(record.newest, what, None)
 
 
+def _waited(roster: Roster, record: LearnerRecord) -> float:
+    return roster.clock() - record.attempt.wait_began_at if record.attempt.wait else 0.0
+
+
 _COUNTER, _GAUGE = "counter", "gauge"
 _BY_LEARNER: Sequence[tuple[str, str, str, Callable[[Roster, LearnerRecord], float | None]]] = (
     (_COUNTER, "steps", "Mini-batches computed.", lambda roster, record: record.num_steps),
@@ -81,24 +85,9 @@ _BY_LEARNER: Sequence[tuple[str, str, str, Callable[[Roster, LearnerRecord], flo
         "Seconds of audio trained on per second, in the last report.",
         _newest("audio_rate"),
     ),
-    (
-        _GAUGE,
-        "silence_seconds",
-        "The time since the last message.",
-        lambda roster, record: roster.since_heard(record),
-    ),
-    (
-        _GAUGE,
-        "wait_seconds",
-        "How long the present wait has lasted; waits below 1 s count as 0.",
-        lambda roster, record: roster.clock() - record.attempt.wait_began_at if record.attempt.wait else 0.0,
-    ),
-    (
-        _COUNTER,
-        "computing_seconds",
-        "Time spent on gradients and steps.",
-        lambda roster, record: record.spent("computing"),
-    ),
+    (_GAUGE, "silence_seconds", "The time since the last message.", Roster.since_heard),
+    (_GAUGE, "wait_seconds", "How long the present wait has lasted; waits below 1 s count as 0.", _waited),
+    (_COUNTER, "computing_seconds", "Time spent on gradients and steps.", lambda _, record: record.spent("computing")),
     (_COUNTER, "rounds", "Averaging rounds, up to the last epoch.", _over_epochs("num_rounds")),
     (_COUNTER, "sent_bytes", "Bytes sent to other learners, up to the last epoch.", _over_epochs("bytes_sent")),
     (
