@@ -10,9 +10,10 @@ import torch
 from pydantic import ValidationError
 
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import MODELS, ModelConfig, build_model, conformer, count_parameters, zipformer
+from starling.speech.models import ModelConfig, build_model, conformer, count_parameters, zipformer
 from starling.speech.models.network import distances, phases, rotate, sinusoids
 from starling.speech.models.recurrent import BidirectionalLayer, reversal
+from starling.speech.models.shape import MODELS
 from starling.speech.models.transformer import Block, Sight
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer
