@@ -10,7 +10,7 @@ from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer
-from starling.speech.training.workload import Batch, ctc_loss
+from starling.speech.training.workload import Batch, speech_loss
 from tests.speech.tones import RATE, WORDS, performance
 
 FOLDER = Path(__file__).parent / "tones"
@@ -44,7 +44,7 @@ def main() -> None:
             ("",) * UTTERANCES,
         )
         optimizer.zero_grad()
-        loss = ctc_loss(recogniser.model, batch)
+        loss = speech_loss(recogniser.model, batch, ModelConfig())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(recogniser.model.parameters(), 5.0)
         optimizer.step()

@@ -7,8 +7,9 @@ import torch
 from pydantic import ValidationError
 
 from starling.speech.decoding import decoders as decoding
-from starling.speech.models import AttentionConfig, ModelConfig, TransducerConfig, build_model
+from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.attention import END, AttentionDecoder, DecoderBlock
+from starling.speech.models.shape import AttentionConfig, TransducerConfig
 
 FRAMES = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(3))
 LENGTHS = torch.tensor([7, 4, 1])

@@ -16,7 +16,7 @@ from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
-from starling.speech.training.workload import Batch, ctc_loss, load_batch
+from starling.speech.training.workload import Batch, load_batch, speech_loss
 
 INDICES = np.array([3, 0, 7, 5])
 EVERYTHING = AugmentConfig(
@@ -170,7 +170,7 @@ def test_a_batch_with_nothing_left_has_a_loss_of_zero_and_gradients_of_zero(tmp_
     assert [name for name, _ in batch.skipped] == ["song-0", "song-1"]
     assert (batch.num_examples, batch.num_frames, batch.seconds) == (0, 0, 0.0)
     model = build_model(ModelConfig(name=name, preset="tiny"), log_mel.num_features, tokenizer.vocab_size, seed=1)
-    loss = ctc_loss(model, batch.to("cpu"))
+    loss = speech_loss(model, batch.to("cpu"), ModelConfig())
     loss.backward()
     assert loss.item() == 0.0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())

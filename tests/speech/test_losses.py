@@ -15,7 +15,7 @@ from starling.speech.models import ModelConfig, build_model
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.too_short import frames_needed, too_short_for_ctc, transcripts
-from starling.speech.training.workload import Batch, ctc_loss, load_batch
+from starling.speech.training.workload import Batch, load_batch, speech_loss
 
 
 class Fixed(torch.nn.Module):
@@ -52,12 +52,14 @@ def test_the_loss_is_the_sum_over_all_paths_per_token():
     lengths, tokens = [6, 4, 5], [[1, 2, 2], [2], [1, 2]]
     log_probs = features.log_softmax(2)
     expected = sum(path_sum(log_probs[row, : lengths[row]], tokens[row]) for row in range(3)) / 6
-    assert float(ctc_loss(Fixed(), batch_of(features, lengths, tokens))) == pytest.approx(expected, rel=1e-5)
+    assert float(speech_loss(Fixed(), batch_of(features, lengths, tokens), ModelConfig())) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_an_impossible_utterance_gives_infinity():
     """Nothing is silently set to zero: too few frames are visible in the loss."""
-    loss = ctc_loss(Fixed(), batch_of(torch.zeros(1, 2, 3), [2], [[1, 1]]))
+    loss = speech_loss(Fixed(), batch_of(torch.zeros(1, 2, 3), [2], [[1, 1]]), ModelConfig())
     assert math.isinf(float(loss))
 
 
@@ -66,7 +68,7 @@ def test_equal_neighbours_need_a_blank_between_them(tokens, needed):
     """The number of frames needed is exactly where the loss turns finite."""
     assert frames_needed(tokens) == needed
     for frames in (needed - 1, needed):
-        loss = ctc_loss(Fixed(), batch_of(torch.zeros(1, max(frames, 1), 4), [frames], [tokens]))
+        loss = speech_loss(Fixed(), batch_of(torch.zeros(1, max(frames, 1), 4), [frames], [tokens]), ModelConfig())
         assert math.isinf(float(loss)) == (frames < needed)
 
 

@@ -14,9 +14,9 @@ from benchmarks.speech_writer import SpeechWriter
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.speech.espeak import pronounce
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig, PhonesConfig, build_model
+from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.network import Network
-from starling.speech.phones import Phones, load_phones, make_phones, read_lexicon
+from starling.speech.phones import Phones, PhonesConfig, load_phones, make_phones, read_lexicon
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer

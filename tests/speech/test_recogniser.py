@@ -22,7 +22,7 @@ from starling.speech.scoring.error_rates import error_rates
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer
 from starling.speech.training.plan import Planner
-from starling.speech.training.workload import ctc_loss, load_batch
+from starling.speech.training.workload import load_batch, speech_loss
 
 AUGMENT = AugmentConfig(spec_augment=SpecAugmentConfig(frequency_mask_size=4, num_time_masks=1, time_mask_size=5))
 
@@ -45,7 +45,7 @@ def trained(songs) -> Recogniser:
         for number, mini in enumerate(epoch_of(planner, epoch)):
             batch = load_batch(songs, mini[0], features, AUGMENT, tokenizer, derive_seed(1, "batch", epoch, number))
             optimizer.zero_grad()
-            ctc_loss(recogniser.model, batch).backward()
+            speech_loss(recogniser.model, batch, ModelConfig()).backward()
             torch.nn.utils.clip_grad_norm_(recogniser.model.parameters(), 5.0)
             optimizer.step()
     return recogniser

@@ -8,8 +8,8 @@ import torch
 
 from starling.errors import ConfigError
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ChunkConfig, ModelConfig, build_model
-from starling.speech.models.shape import Chunks
+from starling.speech.models import ModelConfig, build_model
+from starling.speech.models.shape import ChunkConfig, Chunks
 from starling.speech.models.streaming import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.streaming import Stream, StreamingLogMel

@@ -12,7 +12,8 @@ import torch
 from starling.errors import DataError
 from starling.speech.decoding.decoders import emissions_of
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import AttentionConfig, ChunkConfig, ModelConfig, TransducerConfig
+from starling.speech.models import ModelConfig
+from starling.speech.models.shape import AttentionConfig, ChunkConfig, TransducerConfig
 from starling.speech.models.streaming import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled

@@ -33,7 +33,7 @@ from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer
 from starling.speech.training.plan import Planner
-from starling.speech.training.workload import ctc_loss, load_batch
+from starling.speech.training.workload import load_batch, speech_loss
 
 SWAPS = ((3, 40), (17, 71), (25, 90))
 
@@ -50,7 +50,7 @@ def _train(songs: SpeechSet, epochs: int) -> Recogniser:
             seed = derive_seed(1, "batch", epoch, number)
             batch = load_batch(songs, mini[0], features, AugmentConfig.none(), tokenizer, seed)
             optimizer.zero_grad()
-            ctc_loss(recogniser.model, batch).backward()
+            speech_loss(recogniser.model, batch, ModelConfig()).backward()
             torch.nn.utils.clip_grad_norm_(recogniser.model.parameters(), 5.0)
             optimizer.step()
     return recogniser

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from starling.speech.decoding import decoders as decoding
-from starling.speech.models import ModelConfig, TransducerConfig, build_model
+from starling.speech.models import ModelConfig, build_model
+from starling.speech.models.shape import TransducerConfig
 from starling.speech.models.transducer import Transducer, lattice_loss, transducer_loss
 
 LENGTHS, TOKEN_LENGTHS = torch.tensor([4, 2, 1, 3]), torch.tensor([3, 2, 0, 1])

@@ -8,16 +8,13 @@ from __future__ import annotations
 import io
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator
 
 from starling.errors import DataError
-
-if TYPE_CHECKING:
-    pass
 
 _NAME = re.compile(r"(rate|mp3|opus)-([1-9][0-9]{0,5})")
 _LIMITS = {"rate": (1000, 192_000), "mp3": (8, 64), "opus": (6, 256)}
@@ -59,6 +56,10 @@ def transmitted(samples: NDArray[np.float32], rate: int, codec: str) -> NDArray[
 
     The result is a function of the arguments. What exceeds -1..1 is clipped.
     """
+    import torch
+
+    from starling.speech.resampling import resampled
+
     found = _NAME.fullmatch(check_codec(codec))
     kind, value = (found[1], int(found[2])) if found is not None else (codec, 0)
     if kind == "rate":
@@ -69,7 +70,7 @@ def transmitted(samples: NDArray[np.float32], rate: int, codec: str) -> NDArray[
         own = next((each for each in _MP3_KBITS if each >= rate), max(_MP3_KBITS))
     else:
         own = TELEPHONE_RATE
-    sent = np.clip(_resampled(np.clip(samples, -1.0, 1.0), rate, own), -1.0, 1.0)
+    sent = resampled(torch.from_numpy(np.clip(samples, -1.0, 1.0)), rate, own).clamp(-1.0, 1.0).numpy()
     if kind == "rate":
         received = sent
     elif kind == "opus":
@@ -81,7 +82,7 @@ def transmitted(samples: NDArray[np.float32], rate: int, codec: str) -> NDArray[
             received = received[_MP3_DELAY:]
     else:
         received = _coded(_telephone_band(sent), own, "WAV", "ULAW" if kind == "telephone" else "GSM610")
-    back = _resampled(received, own, rate)[: len(samples)]
+    back = resampled(torch.from_numpy(received), own, rate).numpy()[: len(samples)]
     return np.pad(back, (0, len(samples) - len(back)))
 
 
@@ -121,14 +122,6 @@ def _coded(
             f"libsndfile cannot encode {subtype} ({kind}): {error}; install soundfile 0.13 or later"
         ) from error
     return np.asarray(decoded, np.float32)
-
-
-def _resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
-    import torch
-
-    from starling.speech.resampling import resampled
-
-    return np.asarray(resampled(torch.from_numpy(samples), rate, wanted).numpy())
 
 
 def _telephone_band(samples: NDArray[np.float32]) -> NDArray[np.float32]:

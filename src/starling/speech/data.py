@@ -177,15 +177,11 @@ def set_digest(config: DataConfig, name: str) -> str:
 def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
     """All settings that determine a set, as JSON. They do not depend on other sets, nor on how unusable utterances are
     handled, so changing that does not require preparing the set again."""
-    settings = config.model_dump(mode="json", include={"sampling_rate", "text", "filter", "shard_size"})
-    for name_of_key in (
-        "leave_out",
-        "on_bad",
-        "max_skipped",
-    ):  # the list itself is recorded below
-        del settings["filter"][name_of_key]
+    not_of_the_set = {"leave_out", "on_bad", "max_skipped"}  # the list itself is recorded below
     if config.filter.trim is None:
-        del settings["filter"]["trim"]  # so that sets prepared before the key existed keep their digest
+        not_of_the_set.add("trim")  # so that sets prepared before the key existed keep their digest
+    included = {"sampling_rate", "text", "filter", "shard_size"}
+    settings = config.model_dump(mode="json", include=included, exclude={"filter": not_of_the_set})
     if left_out := left_out_of(config.filter.leave_out, name):
         settings["left_out"] = sorted(left_out)
     source = config.source(name)
@@ -199,9 +195,7 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
         corpus["tag"] = tag
     if config.hold_out is not None and source == config.hold_out.of:
         settings["hold_out"] = config.hold_out.model_dump(mode="json")
-    strings = config.strings.model_dump(mode="json") if config.strings else None
-    if strings is not None and config.strings is not None:
-        strings["copies"] = config.strings.copies_of(name)
+    strings = config.strings and config.strings.model_dump(mode="json") | {"copies": config.strings.copies_of(name)}
     return {
         "format": FORMAT,
         "set": name,

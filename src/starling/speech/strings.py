@@ -93,15 +93,15 @@ def join_strings(
     recordings: Sequence[Utterance], plans: Sequence[StringPlan], config: StringsConfig, sampling_rate: int
 ) -> list[Utterance]:
     """The strings as utterances. Their recordings must have the rate `sampling_rate`, in Hz."""
-    return [_joined(recordings, plan, config, sampling_rate) for plan in plans]
-
-
-def _joined(recordings: Sequence[Utterance], plan: StringPlan, config: StringsConfig, sampling_rate: int) -> Utterance:
-    members = tuple(recordings[i] for i in plan.members)
-    text = " ".join(member.text for member in members)
-    origin = f"a string of {', '.join(member.id for member in members)}"
-    segment = "; ".join(member.segment for member in members)
-    return Utterance(plan.id, plan.speaker, text, origin, partial(_read, members, plan, config, sampling_rate), segment)
+    strings = []
+    for plan in plans:
+        members = tuple(recordings[i] for i in plan.members)
+        text = " ".join(member.text for member in members)
+        origin = f"a string of {', '.join(member.id for member in members)}"
+        segment = "; ".join(member.segment for member in members)
+        read = partial(_read, members, plan, config, sampling_rate)
+        strings.append(Utterance(plan.id, plan.speaker, text, origin, read, segment))
+    return strings
 
 
 def _read(members: Sequence[Utterance], plan: StringPlan, config: StringsConfig, sampling_rate: int) -> Audio:

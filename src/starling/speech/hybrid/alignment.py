@@ -141,9 +141,9 @@ def align_with_gaussians(
         weights, biases = _estimated(frames, labels, positions, len(keys)).linear()
 
         def scores(chosen: Sequence[int], weights: Tensor = weights, biases: Tensor = biases) -> Tensor:
-            return torch.addmm(biases, _padded(frames, chosen).flatten(0, 1), weights).view(
-                len(chosen), -1, len(biases)
-            )
+            whole = np.asarray([[each, 0, frames.lengths[each]] for each in chosen])
+            spliced = torch.from_numpy(frames.cut(whole, SPLICE))
+            return torch.addmm(biases, spliced.flatten(0, 1), weights).view(len(chosen), -1, len(biases))
 
         following = positions.copy()
         for each, path in align(frames.lengths, labels, transcripts.optional, scores):
@@ -213,9 +213,3 @@ def _estimated(frames: Frames, labels: Labels, positions: Labels, num_labels: in
         features = [torch.from_numpy(frames.features(each, SPLICE)) for each in chosen]
         gaussians.add(torch.cat(features), torch.from_numpy(own))
     return gaussians
-
-
-def _padded(frames: Frames, chosen: Sequence[int]) -> Tensor:
-    """Spliced features `[B, T, D]` of whole utterances."""
-    pieces = np.asarray([[each, 0, frames.lengths[each]] for each in chosen])
-    return torch.from_numpy(frames.cut(pieces, SPLICE))

@@ -22,7 +22,6 @@ from starling.speech.models.shape import (
     ModelShape,
     Positions,
     PublishedShape,
-    TransducerConfig,
     Wav2Vec2Shape,
     frames_ahead,
     published_config,
@@ -34,20 +33,7 @@ if TYPE_CHECKING:
 
     N = TypeVar("N", bound=nn.Module)
 
-__all__ = [
-    "MODELS",
-    "Architecture",
-    "AttentionConfig",
-    "ChunkConfig",
-    "DecoderConfig",
-    "ModelConfig",
-    "ModelShape",
-    "PhonesConfig",
-    "TransducerConfig",
-    "build_model",
-    "count_parameters",
-    "find_model",
-]
+__all__ = ["Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters", "find_model"]
 
 
 def _is_architecture(found: object) -> TypeGuard[Architecture]:

@@ -4,17 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import ConvSubsampling, Layers, distances, frame_mask, phases
 from starling.speech.models.shape import Chunks, ConformerShape
-from starling.speech.models.streaming import (
-    Caches,
-    StreamingNetwork,
-    chunk_convolution,
-    chunk_mask,
-    chunk_visible,
-    convolve_once,
-)
-from starling.speech.models.transformer import SelfAttention
+from starling.speech.models.streaming import Caches, chunk_convolution, convolve_once
+from starling.speech.models.transformer import AttentionNetwork, SelfAttention, Sight
 
 
 class RelativeAttention(SelfAttention):
@@ -126,26 +118,20 @@ class Block(nn.Module):
     def forward(
         self,
         frames: torch.Tensor,
-        inside: torch.Tensor,
-        places: torch.Tensor,
-        visible: torch.Tensor,
-        chunk: int | None = None,
-        past: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
+        sight: Sight,
+        past: torch.Tensor | None = None,
+        convolved: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The outputs, and the pasts of attention and convolution for the next chunk.
-
-        `inside` `[B, T, 1]` is true inside the utterance; `visible` and `places` are those of the attention, `chunk`
-        that of the convolution; `past` is that of either, if the frames are a chunk.
-        """
+        """The outputs, and the pasts of attention and convolution for the next chunk."""
         frames = frames + 0.5 * self.first(frames)
-        attended, attention = self.attention(self.attention_norm(frames), visible, places, past[0])
+        attended, past = self.attention(self.attention_norm(frames), sight.visible, sight.places, past)
         frames = frames + self.dropout(attended)
-        mixed, convolution = self.convolution(frames, inside, chunk, past[1])
+        mixed, convolved = self.convolution(frames, sight.inside, sight.chunk, convolved)
         frames = frames + mixed
-        return self.norm(frames + 0.5 * self.second(frames)), attention, convolution
+        return self.norm(frames + 0.5 * self.second(frames)), past, convolved
 
 
-class ConformerCtc(StreamingNetwork):
+class ConformerCtc(AttentionNetwork):
     """Convolutional subsampling, a projection to the width, Conformer blocks, CTC outputs.
 
     Source: Gulati et al. 2020, "Conformer: convolution-augmented Transformer for speech recognition" (arXiv
@@ -157,52 +143,11 @@ class ConformerCtc(StreamingNetwork):
     cache_names = ("attention", "convolution", "remembered")
 
     def __init__(self, shape: ConformerShape, num_features: int, vocab_size: int) -> None:
-        super().__init__()
-        self.rotary = shape.positions == "rotary"
-        self.heads, self.width, self.reach = shape.heads, shape.width, shape.kernel // 2
-        self.head_size = shape.width // shape.heads
-        self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
-        self.projection = nn.Linear(shape.channels, shape.width)
-        self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.stacked = Layers(self.blocks, shape.width)
-        self.output = nn.Linear(shape.width, vocab_size)
-
-    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
-        frames, lengths = self.subsampling(features, lengths)
-        frames = self.dropout(self.projection(frames))
-        num_frames, width = frames.shape[1:]
-        device = frames.device
-        places = phases(num_frames, self.head_size, device) if self.rotary else distances(num_frames, width, device)
-        inside = frame_mask(lengths, num_frames)
-        chunks = self.pass_chunks()
-        visible = inside[:, None, None, :, 0] if chunks is None else chunk_mask(inside, chunks)
-        for block in self.blocks:
-            frames, *_ = block(frames, inside, places, visible, None if chunks is None else chunks.frames)
-        return frames, lengths
+        super().__init__(shape, num_features, vocab_size, lambda: Block(shape), nn.Identity())
+        self.convolved = shape.width, shape.kernel // 2
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before, what the convolutions hear of them
-        `[B, layers, width, kernel // 2]`, and which of them exist `[B, L]`."""
-        before, layers = chunks.left * chunks.frames, len(self.blocks)
-        past = self.output.weight.new_zeros(batch_size, layers, before, 2, self.heads, self.head_size)
-        convolved = past.new_zeros(batch_size, layers, self.width, self.reach)
-        return past, convolved, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)
-
-    def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
-        """As for `StreamingNetwork`."""
-        past, convolved, remembered = caches
-        before = past.shape[2]
-        frames, inside = self.subsampling.of_window(window, inside)
-        frames = self.projection(frames)
-        angles = phases(before + frames.shape[1], self.head_size, frames.device)
-        visible = chunk_visible(remembered, inside)
-        pasts, heard = [], []
-        for number, block in enumerate(self.blocks):
-            pair = past[:, number], convolved[:, number]
-            frames, known, mixed = block(frames, inside[:, :, None], angles, visible, None, pair)
-            pasts.append(known)
-            heard.append(mixed)
-        remembered = torch.cat([remembered, inside], dim=1)[:, -before:]
-        return frames, (torch.stack(pasts, dim=1), torch.stack(heard, dim=1), remembered)
+        """Those of attention, and between them what the convolutions hear of the frames before,
+        `[B, layers, width, kernel // 2]`."""
+        past, remembered = super().caches(batch_size, chunks)
+        return past, past.new_zeros(batch_size, len(self.blocks), *self.convolved), remembered

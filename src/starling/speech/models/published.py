@@ -17,16 +17,15 @@ class PublishedNetwork(Network):
     Raises ConfigError for features, MissingExtraError without `transformers`.
     """
 
+    published: tuple[nn.Module, type, str]
+    """The encoder; the class of `transformers` whose checkpoints have it; and the name that it has in there, empty for
+    all of it."""
+
     def __init__(self, name: str, num_features: int) -> None:
         require("huggingface", f"model.name: {name}", ("transformers",))
         super().__init__()
         if num_features != 1:
             raise ConfigError(f"model.name: {name} hears waveforms: set features.kind: raw")
-
-    def published_part(self) -> tuple[nn.Module, type, str]:
-        """The encoder; the class of `transformers` whose checkpoints have it; and the name that it has in there, empty
-        for all of it."""
-        raise NotImplementedError
 
 
 def load_published(network: nn.Module, checkpoint: Path) -> str:
@@ -36,7 +35,7 @@ def load_published(network: nn.Module, checkpoint: Path) -> str:
     """
     if not isinstance(network, PublishedNetwork):
         raise ConfigError(f"model.checkpoint: {type(network).__name__} has no published checkpoints; leave it out")
-    encoder, kind, part = network.published_part()
+    encoder, kind, part = network.published
     name = checkpoint.as_posix()
     try:
         whole, found = kind.from_pretrained(  # type: ignore[attr-defined]
@@ -72,6 +71,7 @@ class Wav2Vec2Ctc(PublishedNetwork):
         self.has_mask = config.feat_extract_norm == "layer"
         self.shape = shape
         self.wav2vec2 = Wav2Vec2Model(config)
+        self.published = self.wav2vec2, Wav2Vec2Model, ""
         self.dropout = nn.Dropout(shape.dropout)
         self.output = nn.Linear(config.hidden_size, vocab_size)
 
@@ -84,10 +84,6 @@ class Wav2Vec2Ctc(PublishedNetwork):
         for kernel, stride in self.shape.convolutions:
             lengths = (lengths - kernel) // stride + 1
         return self.dropout(frames), lengths
-
-    def published_part(self) -> tuple[nn.Module, type, str]:
-        """As for `PublishedNetwork`."""
-        return self.wav2vec2, type(self.wav2vec2), ""
 
 
 _WINDOW, _HOP = 400, WhisperShape.HOP  # samples, 25 and 10 ms at 16 kHz
@@ -105,12 +101,13 @@ class WhisperCtc(PublishedNetwork):
 
     def __init__(self, shape: WhisperShape, num_features: int, vocab_size: int) -> None:
         super().__init__("whisper", num_features)
-        from transformers import WhisperConfig
+        from transformers import WhisperConfig, WhisperModel
         from transformers.audio_utils import mel_filter_bank
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
         config = WhisperConfig.from_dict(shape.encoder or {})
         self.whisper = WhisperEncoder(config)
+        self.published = self.whisper, WhisperModel, "encoder"
         self.dropout = nn.Dropout(shape.dropout)
         self.output = nn.Linear(config.d_model, vocab_size)
         bank = mel_filter_bank(1 + _WINDOW // 2, config.num_mel_bins, 0.0, 8000.0, 16_000, "slaney", "slaney")
@@ -156,9 +153,3 @@ class WhisperCtc(PublishedNetwork):
         inside = frame_mask(lengths, mel.shape[2]).transpose(1, 2)
         loudest = mel.masked_fill(~inside, -torch.inf).amax(dim=(1, 2), keepdim=True)
         return (torch.maximum(mel, loudest - _RANGE) + 4.0) / 4.0 * inside, lengths
-
-    def published_part(self) -> tuple[nn.Module, type, str]:
-        """As for `PublishedNetwork`."""
-        from transformers import WhisperModel
-
-        return self.whisper, WhisperModel, "encoder"

@@ -1,12 +1,24 @@
-"""A Transformer encoder with CTC outputs."""
+"""Encoders of blocks with attention, and of them a Transformer with CTC outputs."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import ConvSubsampling, Layers, frame_mask, phases, rotate, sinusoids
-from starling.speech.models.shape import Chunks, TransformerShape
+from starling.speech.models.network import ConvSubsampling, Layers, distances, frame_mask, phases, rotate, sinusoids
+from starling.speech.models.shape import AttentionShape, Chunks, TransformerShape
 from starling.speech.models.streaming import Caches, StreamingNetwork, chunk_mask, chunk_visible
+
+
+class Sight(NamedTuple):
+    """What the frames of a pass, or of a chunk, see of each other."""
+
+    inside: torch.Tensor  # [B, T, 1], true inside the utterance
+    visible: torch.Tensor  # which frames are attended to, as `SelfAttention` takes it
+    places: torch.Tensor | None  # of frames, as the attention takes them
+    chunk: int | None = None  # frames of a chunk, in a pass over whole utterances; None: full context
 
 
 class SelfAttention(nn.Module):
@@ -76,14 +88,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self,
-        frames: torch.Tensor,
-        visible: torch.Tensor,
-        angles: torch.Tensor | None,
-        past: torch.Tensor | None = None,
+        self, frames: torch.Tensor, sight: Sight, past: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The outputs, and the past of the next chunk; the arguments are those of `SelfAttention`."""
-        attended, past = self.attention(self.attention_norm(frames), visible, angles, past)
+        """The outputs, and the past of the next chunk; the `past` is that of `SelfAttention`."""
+        attended, past = self.attention(self.attention_norm(frames), sight.visible, sight.places, past)
         frames = frames + self.dropout(attended)
         wide = torch.relu(self.widening(self.feed_forward_norm(frames)))
         return frames + self.dropout(self.narrowing(self.wide_dropout(wide))), past
@@ -95,24 +103,31 @@ def _near(num_frames: int, span: int, device: torch.device) -> torch.Tensor:
     return (place[:, None] - place).abs() <= span
 
 
-class TransformerCtc(StreamingNetwork):
-    """Convolutional subsampling, a projection to the width, positions, pre-norm blocks, LayerNorm, CTC outputs."""
+class AttentionNetwork(StreamingNetwork):
+    """Convolutional subsampling, a projection to the width, positions, blocks with attention, `norm`, CTC outputs.
 
-    cache_names = ("attention", "remembered")
+    A block takes frames and a `Sight`, and for a chunk what it returned for the chunk before; it returns frames and
+    what the next chunk needs.
+    """
 
-    def __init__(self, shape: TransformerShape, num_features: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        num_features: int,
+        vocab_size: int,
+        make_block: Callable[[], nn.Module],
+        norm: nn.Module,
+        span: int = 0,
+    ) -> None:
         super().__init__()
-        self.rotary = shape.positions == "rotary"
-        self.span = shape.span
+        self.positions, self.span = shape.positions, span
         self.heads, self.head_size = shape.heads, shape.width // shape.heads
         self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
         self.projection = nn.Linear(shape.channels, shape.width)
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(
-            Block(shape.width, shape.heads, shape.feed_forward, shape.dropout) for _ in range(shape.layers)
-        )
+        self.blocks = nn.ModuleList(make_block() for _ in range(shape.layers))
         self.stacked = Layers(self.blocks, shape.width)
-        self.norm = nn.LayerNorm(shape.width)
+        self.norm = norm
         self.output = nn.Linear(shape.width, vocab_size)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,17 +135,23 @@ class TransformerCtc(StreamingNetwork):
         frames, lengths = self.subsampling(features, lengths)
         frames = self.projection(frames)
         num_frames, width = frames.shape[1:]
-        angles = phases(num_frames, self.head_size, frames.device) if self.rotary else None
-        if not self.rotary:
+        places: torch.Tensor | None = None
+        if self.positions == "sinusoidal":
             frames = frames + sinusoids(num_frames, width, frames.device).to(frames.dtype)
+        elif self.positions == "rotary":
+            places = phases(num_frames, self.head_size, frames.device)
+        else:
+            places = distances(num_frames, width, frames.device)
         frames = self.dropout(frames)
-        visible = frame_mask(lengths, num_frames)[:, None, None, :, 0]
+        inside = frame_mask(lengths, num_frames)
+        visible = inside[:, None, None, :, 0]
         if self.span:
             visible = visible & _near(num_frames, self.span, frames.device) | ~visible.transpose(2, 3)
         if (chunks := self.pass_chunks()) is not None:
-            visible = chunk_mask(frame_mask(lengths, num_frames), chunks)
+            visible = chunk_mask(inside, chunks)
+        sight = Sight(inside, visible, places, None if chunks is None else chunks.frames)
         for block in self.blocks:
-            frames, _ = block(frames, visible, angles)
+            frames, *_ = block(frames, sight)
         return self.norm(frames), lengths
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
@@ -140,15 +161,28 @@ class TransformerCtc(StreamingNetwork):
         return past, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
-        """As for `StreamingNetwork`."""
-        past, remembered = caches
-        before = past.shape[2]
+        """As for `StreamingNetwork`; the last of `caches` says which frames exist, the others are the blocks' pasts."""
+        *pasts, remembered = caches
+        before = remembered.shape[1]
         frames, inside = self.subsampling.of_window(window, inside)
         frames = self.projection(frames)
         angles = phases(before + frames.shape[1], self.head_size, frames.device)
-        visible = chunk_visible(remembered, inside)
-        pasts = []
+        sight = Sight(inside[:, :, None], chunk_visible(remembered, inside), angles)
+        following = []
         for number, block in enumerate(self.blocks):
-            frames, known = block(frames, visible, angles, past[:, number])
-            pasts.append(known)
-        return self.norm(frames), (torch.stack(pasts, dim=1), torch.cat([remembered, inside], dim=1)[:, -before:])
+            frames, *known = block(frames, sight, *(each[:, number] for each in pasts))
+            following.append(known)
+        stacked = [torch.stack(each, dim=1) for each in zip(*following, strict=True)]
+        return self.norm(frames), (*stacked, torch.cat([remembered, inside], dim=1)[:, -before:])
+
+
+class TransformerCtc(AttentionNetwork):
+    """Convolutional subsampling, a projection to the width, positions, pre-norm blocks, LayerNorm, CTC outputs."""
+
+    cache_names = ("attention", "remembered")
+
+    def __init__(self, shape: TransformerShape, num_features: int, vocab_size: int) -> None:
+        def make() -> Block:
+            return Block(shape.width, shape.heads, shape.feed_forward, shape.dropout)
+
+        super().__init__(shape, num_features, vocab_size, make, nn.LayerNorm(shape.width), shape.span)

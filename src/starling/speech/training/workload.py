@@ -36,8 +36,7 @@ ExamplesT = TypeVar("ExamplesT", "Batch", "FrameBatch")
 class Batch:
     """One micro-batch, ready for a model.
 
-    A batch is void if all its utterances were skipped: one row of zeros without tokens, whose `ctc_loss` and gradients
-    are 0.
+    A batch is void if all its utterances were skipped: one row of zeros without tokens, whose loss and gradients are 0.
     """
 
     features: Tensor  # [B, T, F] float32, zero in the padding
@@ -271,16 +270,21 @@ def speech_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
 
         (1 - weight) * (the above) + weight * CTC of phones,
 
-    divided likewise, which keeps the loss a mean over tokens. Scalar, float32; of a void batch as `ctc_loss`. `model`
-    is built from `config`.
+    divided likewise, which keeps the loss a mean over tokens. Scalar, float32. `model` is built from `config`.
+
+    An utterance with too few frames gives infinity; `too_short_for_ctc` finds these before training. A void batch gives
+    0 and gradients of 0 for all parameters that take part, as DDP requires.
     """
-    if config.decoder is None and config.phones is None:
-        return ctc_loss(model, batch)
-    log_probs, lengths, *others = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
+    inputs = [batch.features, batch.feature_lengths]
+    if config.decoder is not None or config.phones is not None:
+        inputs += [batch.tokens, batch.token_lengths]
+    log_probs, lengths, *others = model(*inputs)
     if not batch.ids:
         nothing: Tensor = sum((each.sum() * 0.0 for each in others), (log_probs * 0.0).sum())
         return nothing
-    total = _ctc(log_probs, lengths, batch)
+    log_probs = log_probs.transpose(0, 1)
+    total = F.ctc_loss(log_probs, batch.tokens, lengths, batch.token_lengths, blank=BLANK, reduction="sum")
+    total = total / len(batch.tokens)
     if config.decoder is not None:
         share = config.decoder.ctc_weight
         total = share * total + (1.0 - share) * others[0] / len(batch.tokens)
@@ -305,26 +309,6 @@ def _phone_ctc(log_probs: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
         zero_infinity=True,
     )
     return losses[batch.phone_lengths > 0].sum() / len(batch.tokens)
-
-
-def ctc_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean negative log-likelihood per token: the sum over the batch, divided by its number of tokens.
-
-    Scalar, float32. An utterance with too few frames gives infinity; `check_ctc_fits` finds these before training. A
-    void batch gives 0 and gradients of 0 for all parameters that take part, as DDP requires.
-    """
-    log_probs, lengths = model(batch.features, batch.feature_lengths)
-    if not batch.ids:
-        nothing: Tensor = (log_probs * 0.0).sum()
-        return nothing
-    return _ctc(log_probs, lengths, batch)
-
-
-def _ctc(log_probs: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
-    total = F.ctc_loss(
-        log_probs.transpose(0, 1), batch.tokens, lengths, batch.token_lengths, blank=BLANK, reduction="sum"
-    )
-    return total / len(batch.tokens)
 
 
 def frame_loss(model: nn.Module, batch: FrameBatch) -> Tensor:
