@@ -107,7 +107,7 @@ def train(run: Training, place: Place, files: Path) -> dict[str, Any]:
                 "trains": "bench",
             }
         )
-        found = measured_choice(settings, job, replace(place, store=PrefixStore("choosing", place.store)))
+        found = measured_choice(settings, replace(place, store=PrefixStore("choosing", place.store)), job)
         choosing = time.monotonic() - begin
         said = {"strategy": found.chosen.strategy, "lines": found.lines(), "choosing": choosing, **found.measured}
         job = replace(run.job(place.world), strategy=found.strategy.strategy, options=found.strategy.options)

@@ -28,7 +28,7 @@ from benchmarks.starting import (
     run_side_by_side,
 )
 from starling.engines.virtual.timing import simulate_timing
-from starling.experiment.profile import profile_of
+from starling.experiment.planning import profile_of
 from starling.predict.costs import JobFacts, Profile
 from starling.predict.deciding import Arm
 from starling.predict.measure import MEASURE, Figures

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from starling.budget import Budget as Budget
     from starling.budget import Schedule as Schedule
-    from starling.comparing.api import compare as compare
+    from starling.comparing.compare import compare as compare
     from starling.comparing.table import Comparison as Comparison
     from starling.configuration import Config as Config
     from starling.engines.loop.joined import JoinedLearner as JoinedLearner
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starling.experiment.any_job import Trained as Trained
     from starling.experiment.any_job import simulate as simulate
     from starling.experiment.any_job import train as train
-    from starling.experiment.profile import profile as profile
+    from starling.experiment.planning import profile as profile
     from starling.experiment.report import report as report
     from starling.experiment.task import Task as Task
     from starling.experiment.task import TaskRecipe as TaskRecipe
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "budget": "Budget Schedule",
-    "comparing.api": "compare",
+    "comparing.compare": "compare",
     "comparing.table": "Comparison",
     "configuration": "Config",
     "engines.loop.joined": "JoinedLearner LoopStats",
@@ -65,7 +65,7 @@ _NAMES = {
     "engines.virtual.engine": "VirtualEngine",
     "errors": "StarlingError",
     "experiment.any_job": "Simulated Trained simulate train",
-    "experiment.profile": "profile",
+    "experiment.planning": "profile",
     "experiment.report": "report",
     "experiment.task": "Task TaskRecipe job_of",
     "launch.joining": "attach join",

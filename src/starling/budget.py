@@ -51,6 +51,11 @@ class Budget(Config):
         """Whether any limit is reached."""
         return self.fraction(progress) >= 1.0
 
+    def num_batches(self, per_epoch: int) -> int | None:
+        """The mini-batches after which it is spent at the latest; None: only `minutes` limits it."""
+        limits = [self.steps, None if self.epochs is None else self.epochs * per_epoch]
+        return min((each for each in limits if each is not None), default=None)
+
 
 class Schedule(Config):
     """The learning rate as a factor of its peak; a pure function of progress, and therefore equal on all learners.

@@ -135,7 +135,7 @@ def plan(
         *load_recipe(Path(recipe), overrides or (), command="starling plan"),
         typer.echo,
         progress_console(),
-        profile_file=profile,
+        profile=profile,
         preset=preset,
         cluster=cluster,
         learners=learners,
@@ -194,7 +194,7 @@ def report(
 @app.command(epilog="Example: [bold]starling strategies[/bold]")
 def strategies() -> None:
     """List the strategies by which learners can agree, by family, those of installed packages included."""
-    from starling.recipe.auto import AUTO_STRATEGY
+    from starling.recipe.run import AUTO_STRATEGY
     from starling.strategies import find_strategy, strategy_names
 
     found = {name: find_strategy(name) for name in strategy_names()} | {AUTO_STRATEGY.name: AUTO_STRATEGY}
@@ -269,7 +269,7 @@ def _listed(text: str | None) -> list[Any] | None:
 
 
 def _compare(recipe: Path, overrides: Sequence[str], strategies: Sequence[str] = (), **options: Any) -> None:
-    from starling.comparing.api import compare_recipe, load_comparison
+    from starling.comparing.compare import compare_recipe, load_comparison
 
     compare_recipe(load_comparison(recipe, overrides, strategies, **options), typer.echo, progress_console())
 

@@ -19,7 +19,7 @@ from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerStat
 from starling.engines.processes.rounds import StoreCuts
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
-from starling.engines.virtual.network import VirtualRounds
+from starling.engines.virtual.membership import VirtualRounds
 from starling.experiment.observers import Keep, Saver
 from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
 from starling.training.cuts import CutAgreement, Cuts

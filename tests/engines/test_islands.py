@@ -16,7 +16,7 @@ from starling.checkpoint.cut import Cut
 from starling.checkpoint.reader import load
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError
-from starling.predict.memory import memory_of
+from starling.predict.facts import memory_of
 from starling.training.flat import trainable
 from starling.training.tensor_plan import traffic_of
 from starling.workload import Ticket

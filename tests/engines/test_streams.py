@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from starling.engines.processes.backend import Staging
 from starling.engines.processes.communicator import Communicator
-from starling.engines.processes.staging import Staging
 from starling.training import replica
 from starling.training import streams as engine_streams
 from starling.training.replica import Replica

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from starling.launch.joiners import Changes
+from starling.launch.joiners import Changes, ask, launcher_id, take_answer, taking_requests
 from starling.launch.launcher import launch
 from starling.launch.messages import Entered, JoinAnswer, JoinRequest, LearnerMessage, values_of
-from starling.launch.requests import ask, launcher_id, take_answer, taking_requests
 from starling.launch.roster import Loss
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island, between_islands

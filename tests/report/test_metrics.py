@@ -20,7 +20,7 @@ import starling
 from starling import extras
 from starling.engines.processes.stalls import Stall
 from starling.errors import ConfigError, MissingExtraError
-from starling.launch.messages import EpochEnd, Heartbeat, LearnerMessage, NewMembership, Ready, Snapshot
+from starling.launch.messages import Entered, EpochEnd, Heartbeat, LearnerMessage, NewMembership, Ready, Snapshot
 from starling.launch.roster import Roster
 from starling.reporting.metrics import Metrics, serving
 from starling.training.faults import Kill
@@ -92,7 +92,6 @@ class Served:
     def hear(self, learner_id: int, *messages: LearnerMessage) -> None:
         for message in messages:
             self.roster.hear(learner_id, message)
-            self.metrics.hear(learner_id, message)
 
     def scrape(self) -> Scrape:
         return scraped(self.port)
@@ -167,8 +166,10 @@ def test_deaths_and_joins_are_counted(served: Served) -> None:
     """A learner that was lost is not alive, and keeps its figures."""
     served.hear(1, Heartbeat(num_steps=3))
     served.roster.lose(1, "learner 1 was killed")
-    served.roster.announce(NewMembership(1, (0,)))
-    served.metrics.joined()
+    served.roster.announce(NewMembership(1, (0, 2)))
+    served.roster.start(2, is_joiner=True)
+    served.hear(2, Ready(), Entered(1))
+    served.roster.lose(2)
     found = served.scrape()
     assert found["starling_deaths_total"] == found["starling_joins_total"] == {"": 1.0}
     assert found["starling_learners_alive"] == found["starling_membership"] == {"": 1.0}

@@ -150,8 +150,8 @@ def test_speed_up_is_relative_to_the_fewest_learners() -> None:
 
 def test_there_is_no_speed_up_where_nothing_differs_or_clocks_do() -> None:
     """Equal numbers of learners; a real clock beside a simulated one."""
-    assert figures.speed_up([evidence(), evidence(label="b")]) is None
-    assert figures.speed_up([evidence(), evidence(label="b", learners=4, is_virtual=True)]) is None
+    assert not figures.speed_up([evidence(), evidence(label="b")]).data
+    assert not figures.speed_up([evidence(), evidence(label="b", learners=4, is_virtual=True)]).data
 
 
 def test_experiments_are_drawn_over_each_other() -> None:

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from starling.comparing.grid import Cell, CompareConfig, Row
-from starling.comparing.results import CellResult, Metric, Point
+from starling.comparing.grid import Cell, CellResult, CompareConfig, Metric, Point, Row
 from starling.comparing.table import Best, Comparison
 
 WORD_ERRORS = Metric(name="WER %", all_right=0.0, all_wrong=95.0, diverged=100.0)

@@ -25,8 +25,8 @@ from starling.predict.at_hand import ACROSS, INSIDE, Allowance, AtHand, topologi
 from starling.predict.choosing import Choice, Surroundings, choose, surroundings_of
 from starling.predict.costs import dump
 from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, Arm, worth
-from starling.predict.predict import simulate_briefly
-from starling.recipe.auto import CANDIDATES, AutoOptions
+from starling.predict.predict import Machines, simulate_briefly
+from starling.recipe.run import CANDIDATES, AutoOptions
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
 from starling.topology import is_doubly_stochastic
@@ -222,7 +222,7 @@ def test_plan_and_auto_choose_the_same_strategy_for_the_same_cluster(
     own = own.model_copy(update={"exchange": of_link, "mean": of_link, "gradient_mean": of_link})
     among = ("allreduce", "delay-by-one", "dpsgd", "adpsgd")
     planned = starling.plan(profile=own, learners=[world], strategies=among, stragglers=slow, crossings=False)
-    around = Surroundings(world, 1, slow, own.costs)
+    around = Surroundings(world, 1, Machines(own.costs, slow))
     found = choose(around, AutoOptions(among=among))
     assert (planned.recommended.strategy, found.chosen.name) == (expected, expected)
     assert {row.strategy for row in planned.rows} == {each.name for each in found.predicted}
@@ -331,6 +331,7 @@ def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -
     assert found == hash_with(recorded)
 
 
+@pytest.mark.wide
 def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tree: Tree, tmp_path: Path) -> None:
     """The placeholder is none of them."""
     (tmp_path / "profile.yaml").write_text(dump(measured_profile()))
@@ -340,7 +341,7 @@ def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tre
         check_recipe(tree | {"strategy": "auto"}, "r.yaml"),
         lines.append,
         Console(file=io.StringIO()),
-        profile_file=tmp_path / "profile.yaml",
+        profile=tmp_path / "profile.yaml",
         preset=None,
         cluster=None,
         learners="2",

@@ -17,11 +17,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from starling.comparing.api import compare_recipe, load_comparison
 from starling.comparing.cell import run_cell
-from starling.comparing.compare import compute
-from starling.comparing.grid import Cell
-from starling.comparing.results import CellResult, ResultFolder
+from starling.comparing.compare import compare_recipe, compute, load_comparison
+from starling.comparing.grid import Cell, CellResult, ResultFolder
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder
 from starling.speech.comparison import check_comparison
@@ -138,6 +136,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(compared: Tree, tmp_path: Path) -> None:
     """One message and the shell's exit code for SIGINT; what several processes have found is what one finds."""

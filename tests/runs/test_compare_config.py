@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from starling.cli import app
-from starling.comparing.api import load_comparison
+from starling.comparing.compare import load_comparison
 from starling.comparing.grid import Cell, Row
 from starling.errors import ConfigError
 from starling.speech.comparison import SpeechComparison, check_comparison

@@ -11,8 +11,7 @@ import pytest
 from scipy import stats
 
 from starling.comparing import table
-from starling.comparing.grid import Cell, Row
-from starling.comparing.results import Metric, ResultFolder
+from starling.comparing.grid import Cell, Metric, ResultFolder, Row
 from starling.comparing.table import choose, estimate
 from tests.runs.compare_results import WORD_ERRORS, made_up, result
 

@@ -11,7 +11,7 @@ import soundfile
 import torch
 from rich.console import Console
 
-from starling.comparing.api import compare_recipe
+from starling.comparing.compare import compare_recipe
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.experiment.audit import audit
 from starling.experiment.claim import claim_folder
@@ -96,6 +96,7 @@ def trained(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return experiment
 
 
+@pytest.mark.wide
 def test_the_whole_chain_recognises_songs_that_it_never_heard(trained: Path, tmp_path: Path) -> None:
     """Alignment, tied states, training and search together: WER at most 5 %, and a file is transcribed."""
     lines: list[str] = []
@@ -185,6 +186,7 @@ def test_mini_batches_are_a_function_of_the_ticket_alone(tree: Tree) -> None:
     assert frames == workload.plan.frames.ends[-1]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_trains_frames(tree: Tree, name: str) -> None:
     """A mini-batch for each of four learners, and the weights have moved."""

@@ -16,12 +16,22 @@ import starling
 from starling.cli import app
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
-from starling.experiment.profile import profile
+from starling.experiment.planning import profile
 from starling.predict import published
-from starling.predict.costs import Costs, JobFacts, Profile, Validation, dump, find_preset, read_profile
+from starling.predict.costs import (
+    Costs,
+    JobFacts,
+    Profile,
+    Validation,
+    dump,
+    find_preset,
+    fit_compute,
+    fit_link,
+    gradient_times,
+    read_profile,
+)
 from starling.predict.deciding import TIE, WORTH, Arm, ranked
 from starling.predict.facts import facts_of
-from starling.predict.fits import fit_compute, fit_link, gradient_times
 from starling.predict.plan import plan, read_cluster
 from starling.predict.predict import Machines, bisect, simulate
 from starling.strategies import NoOptions
@@ -403,6 +413,7 @@ def test_a_recurrent_layer_s_operations_are_counted() -> None:
     assert 0.7 < counted / (6 * (8 + 16) * 64 * 4 * 5) < 1.05
 
 
+@pytest.mark.wide
 def test_real_learners_are_measured_as_they_are_started_and_planned_with() -> None:
     """One learner and two, processes of their own: every figure is there, and the plan rests on them."""
     said: list[str] = []

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from starling.experiment.seen import begin_segment, segments
-from starling.experiment.timeline import EXACT, Timeline, read_timeline
+from starling.experiment.seen import EXACT, Timeline, begin_segment, read_timeline, segments
 from starling.training.job import EpochReport, Spent, StepReport
 from starling.workload import Position, Ticket
 from tests.report.steps import step

@@ -21,7 +21,7 @@ from starling.speech.recogniser import Recogniser
 from starling.speech.task import SPEECH
 from starling.speech.trained import load_recogniser
 from starling.speech.training import validate
-from starling.speech.training.job import ModelWriter
+from starling.speech.training.set_up import ModelWriter
 from starling.speech.training.validate import Validation, best_model
 from starling.training.job import EpochReport, Spent
 from starling.workload import Position, Ticket

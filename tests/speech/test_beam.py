@@ -146,6 +146,7 @@ def test_where_no_word_fits_there_is_no_hypothesis(tmp_path: Path) -> None:
     assert BeamSearch(TOKENS, tmp_path / "lm", ["AB"])(never_blank, Weights()) == []
 
 
+@pytest.mark.wide
 def test_several_processes_find_the_same(tmp_path: Path) -> None:
     """In the same order."""
     model_of(tmp_path / "lm", TOKENS, TEXTS, is_closed=True)

@@ -98,6 +98,7 @@ def _prepare_by_command(recipe: Path, progress: Connection) -> None:
     app(["prepare", str(recipe), "jobs=2"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_preparation_can_be_resumed_and_leaves_no_process(
     tmp_path: Path, stages_run: list[int], end: signal.Signals

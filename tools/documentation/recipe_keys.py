@@ -15,8 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from starling.comparing.grid import CompareConfig
-from starling.recipe.auto import AUTO_STRATEGY
-from starling.recipe.run import StrategyChoice
+from starling.recipe.run import AUTO_STRATEGY, StrategyChoice
 from starling.speech.recipe import Recipe
 from starling.strategies import STRATEGIES
 from tools.documentation.docstrings import beneath_fields

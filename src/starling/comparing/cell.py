@@ -1,12 +1,10 @@
 """One cell of a comparison: trained on either engine, and scored."""
 
 import io
-import json
 import math
 import os
 import shutil
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +16,16 @@ from torch import nn
 
 from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.state import LearnerState
-from starling.comparing.grid import Cell
-from starling.comparing.results import CellResult, Point
+from starling.comparing.grid import Cell, CellResult, Point
 from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
 from starling.experiment.any_job import Simulated, train
-from starling.reporting.lines import mean_staleness
-from starling.training.job import EpochReport, Job, Silence, Spent, StepReport
+from starling.launch.messages import EpochEnd
+from starling.reporting.epochs import Meter, together
+from starling.reporting.events import Event, read_events
+from starling.reporting.lines import share
+from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.workload import Ticket, Workload
 
 CURVE_POINTS = 50
@@ -37,12 +37,11 @@ class Watcher(Silence):
     """An observer that keeps what a comparison reports of a run."""
 
     def __init__(self) -> None:
-        self.staleness: Counter[int] = Counter()
-        self.num_gradients = self.num_samples = self.bytes_sent = 0
-        self.seconds = self.learner_seconds = 0.0
-        self.spent = Spent()
+        self.num_gradients = self.num_samples = 0
+        self.seconds = 0.0
         self.consensus_distance: float | None = None
         self._points: list[Point] = []
+        self._ends: list[EpochEnd] = []
 
     def on_step(self, report: StepReport) -> None:
         self.num_gradients += 1
@@ -52,18 +51,14 @@ class Watcher(Silence):
             self._points.append(Point(report.fraction, self.num_samples, self.seconds, report.loss))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self.staleness += report.averaging.staleness
-        self.bytes_sent += report.averaging.bytes_sent
+        self._ends.append(Meter(world=1).end_epoch(report, step=0))
         if report.consensus_distance is not None and math.isfinite(report.consensus_distance):
             self.consensus_distance = report.consensus_distance
-        if report.num_steps:  # a server that computes nothing waits for nothing
-            self.learner_seconds += report.seconds
-            self.spent.computing += report.spent.computing
-            self.spent.waiting_for_data += report.spent.waiting_for_data
-            self.spent.waiting_for_peers += report.spent.waiting_for_peers
 
     def measured(self) -> dict[str, Any]:
         """The fields of a result."""
+        every = together(self._ends)
+        workers = together([each for each in self._ends if each.num_steps])  # a server waits for nothing
         last = [point.loss for point in self._points if point.share >= LAST]
         parts: dict[int, list[Point]] = {}
         for point in self._points:
@@ -78,10 +73,10 @@ class Watcher(Silence):
             "num_gradients": self.num_gradients,
             "num_samples": self.num_samples,
             "consensus_distance": self.consensus_distance,
-            "mean_staleness": mean_staleness(self.staleness),
-            "largest_staleness": max(self.staleness, default=0),
-            "bytes_sent": self.bytes_sent,
-            **_shares(vars(self.spent), self.learner_seconds),
+            "mean_staleness": every.mean_staleness,
+            "largest_staleness": every.largest_staleness,
+            "bytes_sent": every.bytes_sent,
+            **{key: share(workers, key) for key in _SPENT},
         }
 
 
@@ -128,8 +123,7 @@ def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Mod
             engine=subject.engine(cell),
             console=Console(file=io.StringIO()),
         )
-    events = [json.loads(line) for line in (folder / "log" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    measured = _measured(events, examples_per_batch(job.workload))
+    measured = _measured(read_events(folder / "log" / "events.jsonl"), examples_per_batch(job.workload))
     if trained is None:
         return None, measured
     model, seconds = trained.model(), 60.0 * read_manifest(trained.checkpoint).minutes
@@ -137,7 +131,7 @@ def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Mod
     return model, measured | {"seconds": seconds}
 
 
-def _measured(events: list[dict[str, Any]], examples: float) -> dict[str, Any]:
+def _measured(events: Sequence[Event], examples: float) -> dict[str, Any]:
     """The fields of a result, from the events of a run: a point of the curve for each epoch."""
     epochs = [event for event in events if event["kind"] == "epoch"]
     learners = [each for epoch in epochs for each in epoch["learners"].values() if each["steps"]]
@@ -150,6 +144,7 @@ def _measured(events: list[dict[str, Any]], examples: float) -> dict[str, Any]:
             curve.append(Point(middle / total, middle * examples, half, epoch["loss"]))
     steps = sum(each["steps"] for each in learners)
     distances = [event["consensus_distance"] for event in events if event["kind"] == "checkpoint"]
+    total_seconds = sum(each["seconds"] for each in learners)
     spent = {key: sum(each[key] for each in learners) for key in _SPENT}
     return {
         "loss": curve[-1].loss if curve else None,
@@ -161,16 +156,11 @@ def _measured(events: list[dict[str, Any]], examples: float) -> dict[str, Any]:
         "mean_staleness": sum(each["mean_staleness"] * each["steps"] for each in learners) / max(1, steps),
         "largest_staleness": max((each["largest_staleness"] for each in learners), default=0),
         "bytes_sent": sum(each["bytes_sent"] for epoch in epochs for each in epoch["learners"].values()),
-        **_shares(spent, sum(each["seconds"] for each in learners)),
+        **{key: 100.0 * spent[key] / total_seconds if total_seconds else 0.0 for key in _SPENT},
     }
 
 
 _SPENT = ("computing", "waiting_for_data", "waiting_for_peers")
-
-
-def _shares(spent: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """In per cent."""
-    return {key: 100.0 * spent[key] / seconds if seconds > 0.0 else 0.0 for key in _SPENT}
 
 
 def examples_per_batch(workload: Workload[Any]) -> float:

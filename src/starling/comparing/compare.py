@@ -1,30 +1,164 @@
-"""A comparison from its cells to its answer: missing cells are computed, finished ones are kept."""
+"""`starling compare` for recipes, and `starling.compare` for any PyTorch model and data.
+
+A comparison from its cells to its answer: missing cells are computed, finished ones are kept.
+"""
 
 import json
 import signal
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from traceback import format_exception
 from types import FrameType
+from typing import Any
 
+import yaml
 from rich.console import Console
 
 from starling.comparing.cell import run_cell
-from starling.comparing.grid import Cell, Row, beyond
-from starling.comparing.results import CellResult, Metric, ResultFolder
-from starling.comparing.subject import Subject
+from starling.comparing.grid import (
+    Cell,
+    CellResult,
+    CompareConfig,
+    Metric,
+    Rate,
+    ResultFolder,
+    Row,
+    beyond,
+    chosen_arms,
+    parse_section,
+)
+from starling.comparing.subject import Comparable, JobSubject, RecipeSubject, Scorer, Subject, compared_by
 from starling.comparing.table import Best, Comparison, choose
+from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.claim import describe_environment, unwritable
+from starling.experiment.packing import is_importing_script
+from starling.experiment.task import task_of
+from starling.extras import require
+from starling.recipe.file import Tree, apply_overrides, read_recipe
+from starling.recipe.problems import refused
 from starling.reporting.progress import Bars, Say, say_on
+from starling.training.job import Job
 from starling.worker_processes import be_a_worker, exit_code_of, worker_processes
 
 _LONGEST_GRID = 12
 """Rates of a row at which its grid stops growing."""
+
+
+def load_comparison(
+    path: Path,
+    overrides: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    command: str = "starling compare",
+    **options: Any,
+) -> RecipeSubject:
+    """The comparison of a recipe file with `key=value` overrides.
+
+    `strategies` are arms of its `compare:` section, or strategies; of the other `options` of that section, those that
+    are not None replace the recipe's. Raises one ConfigError that lists all problems.
+    """
+    tree: Tree = apply_overrides(read_recipe(path), overrides)
+    task = task_of(tree)
+    task.require(command)
+    if not isinstance(task, Comparable):
+        raise ConfigError(f"recipe {path}: its task has no comparison of recipes; use starling.compare in Python")
+    given = {key: value for key, value in options.items() if value is not None}
+    section = tree.get("compare")
+    if strategies:
+        given["arms"] = chosen_arms(section, strategies)
+    if given:
+        tree["compare"] = {**(section if isinstance(section, dict) else {}), **given}
+    return task.comparison(tree, str(path))
+
+
+def compare_recipe(subject: RecipeSubject, tell: Say, console: Console) -> Comparison:
+    """Compare the arms of a recipe in its folder, `exp/<name>`."""
+    tree = subject.tree | {"compare": subject.section.model_dump(mode="json", exclude_none=True)}
+    description = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return run_comparison(subject, subject.base.folder, description, tell, console)
+
+
+def compare(
+    job: Job | Callable[[int], Job],
+    strategies: Sequence[str] | Mapping[str, str | Mapping[str, Any]],
+    learners: int | Sequence[int] = 4,
+    *,
+    rates: Sequence[Rate] = (),
+    seeds: Sequence[int] = (1, 2, 3),
+    validate: Scorer | None = None,
+    test: Scorer | None = None,
+    higher_is_better: bool = False,
+    limits: tuple[float | None, float | None] = (None, None),
+    cluster: Cluster | None = None,
+    threads: int = 1,
+    name: str = "compare",
+    exp: Path | str = "exp",
+    key: str = "",
+    console: Console | None = None,
+    **options: Any,
+) -> Comparison:
+    """Compare strategies on any job, each at its own best learning rate. The same call continues what was interrupted.
+
+    Args:
+        job: What to train; or a function that makes it for a seed, needed unless its workload is a `DataWorkload`.
+        strategies: Names; or arms by label, each a name or a mapping with `strategy`, `learners`, `rates`, `seeds`,
+            `summary` and fields of the job.
+        learners: Numbers of learners.
+        rates: The grid that each arm is tuned over: learning rates, or multiples of the job's (`"0.5x"`).
+        seeds: Of the first weights, the order of the data and the times of the cluster.
+        validate: Chooses rates: a function of the trained model, or a workload, for its mean loss.
+        test: What arms are compared by, and nothing is chosen by; None: the validation result.
+        higher_is_better: Whether larger results are better, as accuracies are.
+        limits: Results at which everything is right, and wrong: arms there are not compared.
+        cluster: How fast simulated machines and links are.
+        threads: Of a simulated cell, or of each real learner.
+        name: The folder inside `exp` that keeps every finished cell.
+        exp: Where experiments are.
+        key: What else results depend on, for changes that a job's settings, first losses and scores do not show.
+        console: Where progress goes; None: standard error.
+        options: `baseline`, `target`, `engine`, `jobs`, `tuning_seeds`, `bracket`, `by`, as in a recipe's section
+            `compare`.
+
+    Raises:
+        ConfigError: for all settings that cannot work, before anything is computed.
+        Stopped: after SIGINT or SIGTERM; finished cells are kept.
+
+    Example:
+        >>> table = starling.compare(job, ["allreduce", "adpsgd"], [4, 16], rates=["0.5x", 1, "2x"])  # doctest: +SKIP
+        >>> pandas.DataFrame(table.rows())  # doctest: +SKIP
+    """
+    require("compare", "starling.compare")
+    scored = "test" if test is not None else "validation" if validate is not None else "training loss"
+    metric = Metric(name=scored, higher_is_better=higher_is_better, all_right=limits[0], all_wrong=limits[1])
+    section = _section({"learners": learners, "rates": rates, "seeds": seeds, "arms": _arms(strategies), **options})
+    metric = compared_by(section, metric)
+    subject = JobSubject(job, section, metric, validate, test, cluster or Cluster(), threads, key)
+    subject.check()
+    description = yaml.safe_dump({"compare": section.model_dump(mode="json", fallback=str)}, sort_keys=False)
+    return run_comparison(subject, Path(exp) / name, description, lambda line: None, console or Console(stderr=True))
+
+
+def _section(given: Tree) -> CompareConfig:
+    """Raises ConfigError, also where another process imports the script that makes the call."""
+    if is_importing_script():
+        raise ConfigError(
+            "starling.compare was called while another process imported this script; put the call under "
+            '`if __name__ == "__main__":`'
+        )
+    problems, section = parse_section(given)
+    if section is None:
+        raise refused([problem.removeprefix("compare.") for problem in problems], "starling.compare")
+    return section
+
+
+def _arms(strategies: Sequence[str] | Mapping[str, str | Mapping[str, Any]]) -> Tree:
+    if not isinstance(strategies, Mapping):
+        return chosen_arms(None, [strategies] if isinstance(strategies, str) else strategies)
+    return {label: {"strategy": arm} if isinstance(arm, str) else dict(arm) for label, arm in strategies.items()}
 
 
 def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, console: Console) -> Comparison:
@@ -44,18 +178,20 @@ def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, 
     rates = {row: section.rates_of(section.all_arms[row.arm], subject.own_rate(row)) for row in section.rows}
     with _terminable(), Bars(console) as bars:
         cells = _Cells(subject, folder, say, bars)
-        tuning = [
-            _cell(row, rate, seed) for row in rates for rate in rates[row] for seed in section.seeds_of(row, True)
-        ]
         others = sum(len(section.seeds_of(row, False)) for row in rates)
-        results = cells.complete(tuning, others)
-        best = _best(results, rates, subject.metric)
-        while section.bracket and (grown := _grown(rates, best)):
-            rates |= {row: tuple(sorted([*rates[row], rate])) for row, rate in grown.items()}
-            tuning = [_cell(row, rate, seed) for row, rate in grown.items() for seed in section.seeds_of(row, True)]
-            results += cells.complete(tuning, others)
-            best = _best(results, rates, subject.metric)
-        chosen = [_cell(row, best[row].rate, seed) for row in rates for seed in section.seeds_of(row, False)]
+        results: list[CellResult] = []
+        best: dict[Row, Best] = {}
+        new: Mapping[Row, Sequence[float]] = rates
+        while new:
+            tuning = {row: section.seeds_of(row, True) for row in new}
+            tried = [row.cell(rate, seed) for row, own in new.items() for rate in own for seed in tuning[row]]
+            results += cells.complete(tried, others)
+            for row, own in rates.items():
+                best[row] = choose([each for each in results if each.cell.row == row], own, subject.metric)
+            new = {row: [beyond(rates[row], best[row].edge)] for row in rates if section.bracket and best[row].edge}
+            new = {row: own for row, own in new.items() if len(rates[row]) < _LONGEST_GRID}
+            rates |= {row: tuple(sorted([*rates[row], *own])) for row, own in new.items()}
+        chosen = [row.cell(best[row].rate, seed) for row in rates for seed in section.seeds_of(row, False)]
         results += cells.complete(chosen)
     comparison = Comparison(folder, section, subject.metric, best, results)
     _write(comparison)
@@ -63,30 +199,6 @@ def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, 
         tell(line)
     say(f"table.md and results.json are in {folder}; `starling report {folder}` draws the losses")
     return comparison
-
-
-def _cell(row: Row, rate: float, seed: int) -> Cell:
-    return Cell(setting=row.setting, arm=row.arm, learners=row.learners, rate=rate, seed=seed)
-
-
-def _best(results: Sequence[CellResult], rates: Mapping[Row, Sequence[float]], metric: Metric) -> dict[Row, Best]:
-    return {row: choose(found, rates[row], metric) for row, found in _by_row(results).items()}
-
-
-def _grown(rates: Mapping[Row, Sequence[float]], best: Mapping[Row, Best]) -> dict[Row, float]:
-    """The next rate of each row whose best lies at an end of its grid; none for grids that have grown long."""
-    return {
-        row: beyond(rates[row], found.edge)
-        for row, found in best.items()
-        if found.edge and len(rates[row]) < _LONGEST_GRID
-    }
-
-
-def _by_row(results: Iterable[CellResult]) -> dict[Row, list[CellResult]]:
-    found: dict[Row, list[CellResult]] = {}
-    for result in results:
-        found.setdefault(result.cell.row, []).append(result)
-    return found
 
 
 class _Cells:
@@ -188,7 +300,9 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
     """
     if jobs == 1 or len(cells) == 1:
         for cell, digest in cells.items():
-            yield _checked(_answer(subject, cell, digest, runs), cell)
+            with _named(cell):
+                result = run_cell(subject, cell, digest, runs)
+            yield result
         return
     count = min(jobs, len(cells))
 
@@ -212,23 +326,31 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
             idle = [line for line in wait(list(busy)) if isinstance(line, Connection)][:1]
             for line in idle:
                 cell = busy.pop(line)
-                yield _checked(_receive(line, workers[line], cell), cell)
+                with _named(cell):
+                    result = _received(line, workers[line], cell)
+                yield result
 
 
-def _receive(line: Connection, process: BaseProcess, cell: Cell) -> CellResult | Exception:
+@contextmanager
+def _named(cell: Cell) -> Generator[None, None, None]:
+    """Errors in this context get a note that names the cell."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in cell {cell.name}")
+        raise
+
+
+def _received(line: Connection, process: BaseProcess, cell: Cell) -> CellResult:
+    """What a process sends: a result, or an error, which is raised."""
     try:
         answer: CellResult | Exception = line.recv()
     except (EOFError, OSError):
-        return StarlingError(
+        answer = StarlingError(
             f"cell {cell.name}: the process that computed it ended with exit code {exit_code_of(process)} (killed, or "
             "out of memory?); run the same command again with fewer jobs, finished cells are kept"
         )
-    return answer
-
-
-def _checked(answer: CellResult | Exception, cell: Cell) -> CellResult:
     if isinstance(answer, Exception):
-        answer.add_note(f"in cell {cell.name}")
         raise answer
     return answer
 
@@ -239,14 +361,11 @@ def _serve(line: Connection, subject: Subject, runs: Path) -> None:
     with suppress(EOFError, OSError):
         while True:
             cell, digest = line.recv()
-            answer = _answer(subject, cell, digest, runs)
-            if isinstance(answer, Exception) and not isinstance(answer, StarlingError):  # which may not be picklable
-                answer = StarlingError("".join(format_exception(answer)))
+            answer: CellResult | StarlingError
+            try:
+                answer = run_cell(subject, cell, digest, runs)
+            except StarlingError as error:
+                answer = error
+            except Exception as error:  # which may not be picklable
+                answer = StarlingError("".join(format_exception(error)))
             line.send(answer)
-
-
-def _answer(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResult | Exception:
-    try:
-        return run_cell(subject, cell, digest, runs)
-    except Exception as error:
-        return error

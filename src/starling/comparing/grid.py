@@ -1,19 +1,24 @@
-"""The `compare:` section of a recipe: arms, numbers of learners, learning rates and seeds, and the cells they make."""
+"""The `compare:` section of a recipe: arms, numbers of learners, learning rates and seeds; the cells that they make,
+and what each cell found, in a JSON file of its own.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from starling.configuration import Config
-from starling.errors import did_you_mean
+from starling.errors import DataError, did_you_mean
+from starling.files import replace_file
 from starling.recipe.file import Tree
 from starling.recipe.problems import describe
 from starling.recipe.run import Learners, StrategyChoice
 
+Seconds = float
 _LABEL = r"[A-Za-z0-9][A-Za-z0-9.-]*"
 Label = Annotated[str, Field(pattern=rf"^{_LABEL}$", max_length=30)]
 """A name that becomes part of a file's name, in which an underscore separates labels."""
@@ -81,6 +86,10 @@ class Row:
     """Empty where the recipe has no settings."""
     arm: str
     learners: int
+
+    def cell(self, rate: float, seed: int) -> "Cell":
+        """One of its runs."""
+        return Cell(setting=self.setting, arm=self.arm, learners=self.learners, rate=rate, seed=seed)
 
 
 class Cell(Config):
@@ -236,3 +245,122 @@ def chosen_arms(section: Any, names: Sequence[str]) -> Tree:
     arms = section.get("arms") if isinstance(section, dict) else None
     known = arms if isinstance(arms, dict) else {}
     return {re.sub(r"[^A-Za-z0-9.-]", "-", name): known.get(name, {"strategy": name}) for name in names}
+
+
+class Metric(Config):
+    """What arms are compared by."""
+
+    name: str
+    higher_is_better: bool = False
+    all_right: float | None = None
+    """Values at or beyond this say that everything is right, and nothing about which arm is better."""
+    all_wrong: float | None = None
+    """Values at or beyond this say that everything is wrong."""
+    diverged: float | None = None
+    """What a run counts whose numbers stopped being finite; None: it cannot be compared."""
+    of_loss: bool = False
+    """Whether it is the training loss, in place of what is scored."""
+    beside: str = ""
+    """With `of_loss`: the name of the score that is reported beside it."""
+
+    def limit(self, value: float) -> str:
+        """At which end of the scale a value is; empty inside."""
+        sign = -1.0 if self.higher_is_better else 1.0
+        if self.all_right is not None and sign * value <= sign * self.all_right:
+            return "everything right"
+        if self.all_wrong is not None and sign * value >= sign * self.all_wrong:
+            return "everything wrong"
+        return ""
+
+
+class Point(NamedTuple):
+    """The mean training loss of a part of the budget, at the part's middle."""
+
+    share: float
+    """Of the budget."""
+    samples: float
+    seconds: Seconds
+    loss: float
+
+
+class CellResult(Config):
+    """The outcome of one cell. Fields that earlier versions wrote, and that are gone, are ignored."""
+
+    model_config = Config.model_config | {"extra": "ignore"}
+
+    cell: Cell
+    digest: str
+    """Of all that it depends on."""
+    diverged: bool
+    """A loss or the weights stopped being finite; nothing was scored then."""
+    valid: float | None = None
+    """The validation result: rates are chosen by it."""
+    test: float | None = None
+    """The test result. No choice depends on it."""
+    errors: int | None = None
+    """Words wrong in the test sets, of `words`."""
+    words: int | None = None
+    loss: float | None
+    """The mean training loss of the last tenth of the budget; None where none of it was trained on."""
+    curve: tuple[Point, ...]
+    num_gradients: int
+    """Mini-batches computed by all learners."""
+    num_samples: float
+    """Training examples in them."""
+    seconds: Seconds
+    """Of training: simulated, or real."""
+    consensus_distance: float | None = None
+    """(1/L) sum_l |w_l - mean|^2 at the end."""
+    mean_staleness: float
+    """Changes of the weights between reading them for a gradient and the gradient's step."""
+    largest_staleness: int
+    bytes_sent: int
+    """By all learners."""
+    computing: float
+    """Shares of the time of the learners that compute, in per cent."""
+    waiting_for_data: float
+    waiting_for_peers: float
+    cpu_seconds: Seconds
+    """Of training and scoring, on the machine that computed the cell."""
+
+    def when(self, target: float) -> Point | None:
+        """Where the training loss first falls to a target, linear between points; None if it does not."""
+        before: Point | None = None
+        for point in self.curve:
+            if point.loss <= target:
+                if before is None:
+                    return point
+                part = (before.loss - target) / (before.loss - point.loss)
+                return Point(*(a + part * (b - a) for a, b in zip(before, point, strict=True)))
+            before = point
+        return None
+
+
+class ResultFolder:
+    """One JSON file for each finished cell."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, result: CellResult) -> None:
+        """Keep a result."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        replace_file(self._file(result.cell), result.model_dump_json(indent=1))
+
+    def read(self, cell: Cell, digest: str) -> CellResult | None:
+        """The result of a cell, if all that it depends on has this digest.
+
+        Raises DataError for a file that cannot be read.
+        """
+        file = self._file(cell)
+        if not file.is_file():
+            return None
+        try:
+            result = CellResult.model_validate_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = "; ".join(describe(error, CellResult, {})) if isinstance(error, ValidationError) else str(error)
+            raise DataError(f"{file}: not the result of a cell ({reason}); remove it to compute it again") from error
+        return result if result.digest == digest else None
+
+    def _file(self, cell: Cell) -> Path:
+        return self.path / f"{cell.name}.json"

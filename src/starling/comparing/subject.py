@@ -4,14 +4,14 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from starling.comparing.grid import Cell, CompareConfig, Row
-from starling.comparing.results import Metric
+from starling.comparing.grid import Cell, CompareConfig, Metric, Row
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
@@ -21,6 +21,7 @@ from starling.recipe.run import RecipeConfig, strategy_problems
 from starling.reporting.progress import Bars, Say
 from starling.training.data import DataWorkload
 from starling.training.job import Job
+from starling.training.shards import MakeOptimizer
 from starling.workload import Ticket, Workload
 
 Scorer = Workload[Any] | Callable[[nn.Module], float]
@@ -93,18 +94,12 @@ def compared_by(section: CompareConfig, score: Metric) -> Metric:
     return Metric(name="training loss", of_loss=True, beside=score.name) if section.by == "loss" else score
 
 
-@dataclass(frozen=True)
-class Rated:
-    """Makes an optimizer with its learning rates multiplied by a factor."""
-
-    make: Callable[[list[nn.Parameter]], Optimizer]
-    factor: float
-
-    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
-        optimizer = self.make(parameters)
-        for group in optimizer.param_groups:
-            group["lr"] *= self.factor
-        return optimizer
+def rated(parameters: list[nn.Parameter], make: MakeOptimizer, factor: float) -> Optimizer:
+    """An optimizer with its learning rates multiplied by a factor."""
+    optimizer = make(parameters)
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    return optimizer
 
 
 _OF_THE_CELL = {"workload", "strategy", "options", "make_optimizer", "seed"}
@@ -214,7 +209,7 @@ class JobSubject:
         if arm.strategy is not None:
             keys |= {"strategy": arm.strategy.strategy, "options": arm.strategy.options}
         factor = cell.rate / self.own_rate(cell.row)
-        return replace(job, make_optimizer=Rated(job.make_optimizer, factor), **keys)
+        return replace(job, make_optimizer=partial(rated, make=job.make_optimizer, factor=factor), **keys)
 
     def cluster(self, cell: Cell) -> Cluster:
         return self.on

@@ -7,8 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from starling.comparing.grid import CompareConfig, Row
-from starling.comparing.results import CellResult, Metric, Point
+from starling.comparing.grid import CellResult, CompareConfig, Metric, Point, Row
 from starling.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -52,13 +51,9 @@ def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric
     def cost(rate: float) -> tuple[float, float]:
         own = [result for result in results if result.cell.rate == rate]
         losses = [result.loss for result in own if result.loss is not None and not result.diverged]
-        if metric.of_loss:
-            return 0.0, _mean(losses) if len(losses) == len(own) else math.inf
         valid = [result.valid for result in own if result.valid is not None]
-        return (
-            sign * _mean(valid) if len(valid) == len(own) else math.inf,
-            _mean(losses) if len(losses) == len(own) else math.inf,
-        )
+        by_loss = _mean(losses) if len(losses) == len(own) else math.inf
+        return 0.0 if metric.of_loss else sign * _mean(valid) if len(valid) == len(own) else math.inf, by_loss
 
     best = min(rates, key=cost)
     return Best(best, {rates[0]: "lowest", rates[-1]: "highest"}.get(best, ""))

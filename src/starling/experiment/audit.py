@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from starling.experiment.folder import existing
 from starling.experiment.seen import SeenBatch, read_seen, read_skipped, segments, start_of_record
 from starling.experiment.task import MiniBatches, task_of
 from starling.recipe.file import read_recipe
-from starling.workload import Position, Ticket
+from starling.workload import Position
 
 if TYPE_CHECKING:
     from starling.reporting.progress import Say
@@ -50,6 +50,32 @@ class EpochAudit:
         """Whether every mini-batch was computed."""
         return len(self.batches) == self.num_batches
 
+    def add(self, batch: SeenBatch) -> None:
+        """Count a mini-batch."""
+        self.batches[batch.ticket.index] += 1
+        self.by_learner[batch.learner] += 1
+        self.examples.update(batch.utterances)
+
+    def compare(self, batch: SeenBatch, planned: Iterable[str], skipped: Collection[str]) -> None:
+        """Compare a mini-batch with the plan; `skipped` are the utterances that were skipped in the epoch."""
+        found, expected = Counter(batch.utterances), Counter(planned)
+        missing = expected - found
+        num_skipped = sum(number for name, number in missing.items() if name in skipped)
+        self.num_skipped += num_skipped
+        if found - expected or num_skipped < missing.total():
+            self.mismatched.append(batch.ticket.index)
+
+    def problems(self, due: set[int]) -> Iterator[str]:
+        """Describe mini-batches that are `due` and missing, were computed twice, or differ from the plan."""
+        twice = [index for index, times in self.batches.items() if times > 1]
+        for indices, what in (
+            (due - self.batches.keys(), "were not computed"),
+            (twice, "were computed more than once"),
+            (self.mismatched, "did not contain the utterances of the plan"),
+        ):
+            if indices:
+                yield f"mini-batches {_some(sorted(indices))} of epoch {self.epoch + 1} {what}"
+
 
 def audit(experiment: Path, tell: Say, output: Console) -> None:
     """Print what learners saw in each epoch, up to the newest checkpoint, and check it against the plan.
@@ -60,12 +86,24 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     folder = existing(experiment)
     task = task_of(tree := read_recipe(folder.config))
     recipe = task.check_resolved(tree, str(folder.config))
-    end = read_manifest(latest(experiment)).position
-    plan = task.mini_batches(recipe, folder)
-    epochs = collect(read_seen(folder.seen, end), plan, read_skipped(segments(folder.seen)))
-    begin = start_of_record(folder.seen)
+    plan, skipped = task.mini_batches(recipe, folder), read_skipped(segments(folder.seen))
+    begin, end = start_of_record(folder.seen), read_manifest(latest(experiment)).position
+    found: dict[int, EpochAudit] = {}
+    for batch in read_seen(folder.seen, end):
+        number = batch.ticket.epoch
+        if number not in found:
+            found[number] = EpochAudit(number, plan.num_batches(number))
+        own = found[number]
+        own.add(batch)
+        if plan.num_parts == 1 and batch.ticket.index < own.num_batches:
+            own.compare(batch, plan.ids(batch.ticket), skipped.get(number, ()))
+    epochs = [found[number] for number in sorted(found)]
     output.print(_table(epochs))
-    problems = problems_of(epochs, plan, begin, end)
+    problems = [
+        problem
+        for epoch in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1)
+        for problem in found.get(epoch, EpochAudit(epoch, 0)).problems(_due(plan, epoch, begin, end))
+    ]
     if begin.num_done:
         tell(
             f"the record begins at step {begin.num_done}: earlier mini-batches are in the record of the run from which "
@@ -73,58 +111,20 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
         )
     if problems:
         raise DataError(f"{experiment}: " + "; ".join(problems))
-    tell(_verdict(epochs, end, _expected(plan, epochs)))
+    line = f"every mini-batch before number {end.next_ticket.step + 1} was computed once"
+    if end.outstanding:
+        line += f", except {len(end.outstanding)} that a resumed run computes first"
+    tell(f"{line}; {_expected(plan, epochs)}")
 
 
-def collect(seen: Iterable[SeenBatch], plan: MiniBatches, skipped: Mapping[int, Collection[str]]) -> list[EpochAudit]:
-    """Sum up the record for each epoch, and compare each mini-batch with the plan. `skipped` lists the utterances that
-    were skipped in each epoch."""
-    epochs: dict[int, EpochAudit] = {}
-    for batch in seen:
-        number = batch.ticket.epoch
-        if number not in epochs:
-            epochs[number] = EpochAudit(number, plan.num_batches(number))
-        epochs[number].batches[batch.ticket.index] += 1
-        epochs[number].by_learner[batch.learner] += 1
-        epochs[number].examples.update(batch.utterances)
-        if plan.num_parts == 1 and batch.ticket.index < epochs[number].num_batches:
-            missing = planned(plan, batch.ticket)
-            unplanned = Counter(batch.utterances) - missing
-            missing -= Counter(batch.utterances)
-            epochs[number].num_skipped += sum(missing[name] for name in missing if name in skipped.get(number, ()))
-            if unplanned or any(name not in skipped.get(number, ()) for name in missing):
-                epochs[number].mismatched.append(batch.ticket.index)
-    return [epochs[number] for number in sorted(epochs)]
-
-
-def planned(plan: MiniBatches, ticket: Ticket) -> Counter[str]:
-    """The examples that the plan assigns to a mini-batch."""
-    return Counter(plan.ids(ticket))
-
-
-def problems_of(epochs: list[EpochAudit], plan: MiniBatches, begin: Position, end: Position) -> list[str]:
-    """Describe mini-batches that were computed twice, differ from the plan, or are missing between two positions."""
-    problems = []
-    known = {each.epoch: each for each in epochs}
+def _due(plan: MiniBatches, epoch: int, begin: Position, end: Position) -> set[int]:
+    """The mini-batches of an epoch that should have been computed between two positions."""
     before, outstanding = (
-        {(ticket.epoch, ticket.index) for ticket in position.outstanding} for position in (begin, end)
+        {ticket.index for ticket in position.outstanding if ticket.epoch == epoch} for position in (begin, end)
     )
-    for epoch in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1):
-        last = end.next_ticket.index if epoch == end.next_ticket.epoch else plan.num_batches(epoch)
-        first = begin.next_ticket.index if epoch == begin.next_ticket.epoch else 0
-        due = {index for index in range(first, last) if (epoch, index) not in outstanding}
-        due |= {index for number, index in before - outstanding if number == epoch}
-        seen = known[epoch].batches if epoch in known else Counter[int]()
-        if missing := sorted(due - seen.keys()):
-            problems.append(f"mini-batches {_some(missing)} of epoch {epoch + 1} were not computed")
-        if twice := sorted(index for index, times in seen.items() if times > 1):
-            problems.append(f"mini-batches {_some(twice)} of epoch {epoch + 1} were computed more than once")
-        if epoch in known and known[epoch].mismatched:
-            mismatched = _some(sorted(known[epoch].mismatched))
-            problems.append(
-                f"mini-batches {mismatched} of epoch {epoch + 1} did not contain the utterances of the plan"
-            )
-    return problems
+    first = begin.next_ticket.index if epoch == begin.next_ticket.epoch else 0
+    last = end.next_ticket.index if epoch == end.next_ticket.epoch else plan.num_batches(epoch)
+    return (before | set(range(first, last))) - outstanding
 
 
 def _some(indices: list[int]) -> str:
@@ -148,13 +148,6 @@ def _table(epochs: list[EpochAudit]) -> Table:
             *(str(each.by_learner[learner]) for learner in learners[:16]),
         )
     return table
-
-
-def _verdict(epochs: list[EpochAudit], end: Position, seen: str) -> str:
-    line = f"every mini-batch before number {end.next_ticket.step + 1} was computed once"
-    if end.outstanding:
-        line += f", except {len(end.outstanding)} that a resumed run computes first"
-    return f"{line}; {seen}"
 
 
 def _expected(plan: MiniBatches, epochs: list[EpochAudit]) -> str:

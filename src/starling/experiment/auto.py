@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import yaml
@@ -24,20 +23,20 @@ from starling.engines.processes.place import Place, choose_device
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.claim import unwritable
-from starling.experiment.cores import use_threads
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.launching import machines_of, shared_folder
 from starling.experiment.packing import JobConfig, pack
+from starling.experiment.task import RunT, Task
 from starling.files import replace_file
 from starling.launch.launcher import launch
-from starling.predict.at_hand import Allowance, AtHand, measure_apart, measure_together
+from starling.predict.at_hand import Allowance, AtHand, Measuring
 from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
 from starling.predict.costs import Costs
 from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
-from starling.recipe.auto import AutoOptions
+from starling.predict.predict import Machines
 from starling.recipe.file import parse_yaml
-from starling.recipe.run import RunConfig, StrategyChoice, dump_recipe
+from starling.recipe.run import AutoOptions, RunConfig, StrategyChoice, dump_recipe
 from starling.reporting.progress import Say
 from starling.strategies import NoOptions, Strategy
 from starling.strategies.base import all_learners, one_learner
@@ -45,7 +44,6 @@ from starling.timeouts import SET_UP
 from starling.training.job import Job, Silence
 from starling.training.stragglers import Stragglers
 
-RunT = TypeVar("RunT", bound=RunConfig)
 _APART, _TOGETHER, _FIGURES, _CHOICE = "auto/apart", "auto/together", "auto/figures/{}", "auto/choice"
 _MORE_THAN_ENOUGH = 1 << 40
 """Mini-batches of the budget while measuring, which ends earlier."""
@@ -85,12 +83,44 @@ def kept(run: RunT, say: Say) -> RunT:
     return run.model_copy(update={"strategy": choice})
 
 
-def choose_before(run: RunT, job: Job, folder: ExperimentFolder, say: Say) -> RunT:
-    """Start the learners of a run to measure; return the run with the strategy that is chosen, said why and noted.
-    `folder` is the claimed one."""
+def settled(
+    task: Task[RunT],
+    run: RunT,
+    folder: ExperimentFolder,
+    learners_here: int | None,
+    say: Say | None,
+    choose: Callable[[Job], Choice],
+) -> RunT:
+    """The run, with the strategy that is chosen for its job if it is to be chosen: say why, note it in the claimed
+    folder, and write it in place of `auto` into the experiment's config.yaml; without `say`, another learner does."""
+    if not run.strategy.is_auto:
+        return run
+    job = task.make_job(run, folder, learners_here)
     begin = time.monotonic()
-    if run.learners == 1:
-        return _settled(run, _lone(), folder, begin, say)
+    choice = _lone() if run.learners == 1 else choose(job)
+    found = run.model_copy(update={"strategy": choice.strategy})
+    if say is None:
+        return found
+    seconds = time.monotonic() - begin
+    lines = choice.lines(f"choosing took {seconds:.1f} s")
+    for line in lines:
+        say(line)
+    tree: dict[str, Any] = {
+        "why": [line.strip() for line in lines],
+        "seconds": round(seconds, 2),
+        **choice.model_dump(mode="json", include={"learners", "predicted", "measured"}),
+    }
+    notes = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    for file, text in ((folder.auto, notes), (folder.config, dump_recipe(found))):
+        try:
+            replace_file(file, text)
+        except OSError as error:
+            raise unwritable(file, error) from error
+    return found
+
+
+def launched_choice(run: RunConfig, folder: ExperimentFolder, say: Say, job: Job) -> Choice:
+    """Start the learners of a run to measure, and return what they choose."""
     where = "this machine" if run.launch.kind == "local" else "the cluster"
     say(f"strategy auto: {run.learners} learners measure {where}")
     with tempfile.TemporaryDirectory(prefix=".starling-auto-", dir=shared_folder(run, folder)) as name:
@@ -99,57 +129,36 @@ def choose_before(run: RunT, job: Job, folder: ExperimentFolder, say: Say) -> Ru
         command = [sys.executable, "-m", "starling.experiment.job_process", str(file), str(found)]
         seconds, machines = run.engine.timeout_seconds, machines_of(run, say)
         launch(command, run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
-        choice = Choice.model_validate_json(found.read_text(encoding="utf-8"))
-    return _settled(run, choice, folder, begin, say)
+        return Choice.model_validate_json(found.read_text(encoding="utf-8"))
 
 
-def choose_together(run: RunT, job: Job, place: Place, folder: ExperimentFolder, say: Say) -> RunT:
-    """The same among learners that another launcher has started: all of them call this, and get the same choice.
-    Learner 0 says and notes it."""
-    begin = time.monotonic()
-    choice = measured_choice(run, job, place)
-    if place.rank == 0:
-        return _settled(run, choice, folder, begin, say)
-    return run.model_copy(update={"strategy": choice.strategy})
-
-
-def choose_simulated(run: RunT, job: Job, cluster: Cluster, folder: ExperimentFolder, say: Say) -> RunT:
-    """The same for a simulated cluster, which needs no measuring."""
-    begin = time.monotonic()
-    if run.learners == 1:
-        return _settled(run, _lone(), folder, begin, say)
+def simulated_choice(run: RunConfig, cluster: Cluster, job: Job) -> Choice:
+    """What is chosen for a simulated cluster, which needs no measuring."""
     costs = Costs(
         job=facts_of(job), compute=cluster.compute, messages=cluster.link, means=cluster.link, source="cluster"
     )
-    given = {name: getattr(cluster, name) for name in ("compute", "link", "nodes", "memory")}
     slow = run.stragglers.slow
-    around = Surroundings(
-        learners=run.learners,
-        per_node=cluster.nodes.size,
-        stragglers=run.stragglers.model_copy(update={"pauses": ()}),
-        costs=costs,
-        given=given,
-        because=(
-            f"a gradient takes {1000 * cluster.compute.seconds:.3g} ms"
-            + (f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else "")
-            + f", and a link carries {cluster.link.bandwidth * 8 / 1e9:.3g} Gbit/s, on the simulated cluster"
-        ),
+    because = (
+        f"a gradient takes {1000 * cluster.compute.seconds:.3g} ms"
+        + (f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else "")
+        + f", and a link carries {cluster.link.bandwidth * 8 / 1e9:.3g} Gbit/s, on the simulated cluster"
     )
-    return _settled(run, choose(around, options_of(run), job.weighting), folder, begin, say)
+    stragglers = run.stragglers.model_copy(update={"pauses": ()})
+    around = Surroundings(run.learners, cluster.nodes.size, Machines(costs, stragglers, dict(cluster)), because)
+    return choose(around, options_of(run), job.weighting)
 
 
-def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
-    """What the learners of a run choose after measuring; all of them call this."""
-    if place.world == 1:
-        return _lone()
+def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
+    """What the learners of a run choose after measuring; all of them call this, and get the same."""
     options = options_of(run)
-    use_threads(run, place.local_world)
+    place.use_threads(run.engine.threads)
     per_node = place.local_world if place.local_world < place.world else 1
     found = AtHand()
-    allowance = Allowance(_gradients(job), job.budget.minutes, options.seconds)
+    gradients = job.budget.num_batches(job.workload.num_batches(0))
+    allowance = Allowance(gradients, job.budget.minutes, options.seconds)
     bare = replace(
         job,
-        strategy=_measuring(partial(measure_apart, per_node=per_node, allowance=allowance, found=found), one_learner),
+        strategy=_measuring(lambda me: Measuring(me, allowance, found).apart(per_node), one_learner),
         options=NoOptions(),
         budget=Budget(steps=_MORE_THAN_ENOUGH),
         stragglers=Stragglers(slow=job.stragglers.slow, jitter=job.stragglers.jitter),
@@ -160,9 +169,7 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
     store = place.store
     device, seconds = choose_device(run.engine.device, place), run.engine.timeout_seconds
     begin = time.monotonic()
-    together = replace(
-        bare, strategy=_measuring(partial(measure_together, allowance=allowance, found=found), all_learners)
-    )
+    together = replace(bare, strategy=_measuring(lambda me: Measuring(me, allowance, found).together(), all_learners))
     with torch.random.fork_rng():
         for prefix, measuring in ((_APART, bare), (_TOGETHER, together)):
             own = replace(place, store=PrefixStore(prefix, store))
@@ -185,41 +192,12 @@ def measured_choice(run: RunConfig, job: Job, place: Place) -> Choice:
     return Choice.model_validate_json(store.get(_CHOICE))
 
 
-def _settled(run: RunT, choice: Choice, folder: ExperimentFolder, begin: float, say: Say) -> RunT:
-    """The run with the chosen strategy: say why, note it in the experiment's folder, and write it in place of `auto`
-    into the experiment's config.yaml."""
-    seconds = time.monotonic() - begin
-    lines = choice.lines(f"choosing took {seconds:.1f} s")
-    for line in lines:
-        say(line)
-    tree: dict[str, Any] = {
-        "why": [line.strip() for line in lines],
-        "seconds": round(seconds, 2),
-        **choice.model_dump(mode="json", include={"learners", "predicted", "measured"}),
-    }
-    found = run.model_copy(update={"strategy": choice.strategy})
-    notes = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
-    for file, text in ((folder.auto, notes), (folder.config, dump_recipe(found))):
-        try:
-            replace_file(file, text)
-        except OSError as error:
-            raise unwritable(file, error) from error
-    return found
-
-
 def _lone() -> Choice:
     """One learner is plain SGD under every strategy."""
     alone = Predicted(
         strategy={"name": "allreduce"}, gradients_per_second=0.0, cautious=0.0, worth=1.0, waiting=0.0, staleness=0.0
     )
     return Choice(learners=1, predicted=(alone,))
-
-
-def _gradients(job: Job) -> int | None:
-    """The mini-batches of the budget, if it limits them."""
-    budget = job.budget
-    limits = [budget.steps, None if budget.epochs is None else budget.epochs * job.workload.num_batches(0)]
-    return min((each for each in limits if each is not None), default=None)
 
 
 def _settings(run: RunConfig) -> JobConfig:

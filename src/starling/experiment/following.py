@@ -5,27 +5,31 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
-from starling.errors import DataError, StarlingError
+from starling.errors import StarlingError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.running import learners_of
-from starling.experiment.seen import count_lines, segments, start_of
+from starling.experiment.seen import count_lines, ends_of, segments
 from starling.launch.messages import Status, encode_file
-from starling.launch.roster import Roster
+from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
+from starling.reporting.epochs import together
 from starling.reporting.events import Events
+from starling.reporting.lines import duration, share
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import Stalls
-from starling.reporting.summary import Record, summarise
 from starling.timeouts import LOOK_EVERY
-from starling.workload import Position
 
 _WIDTH = 120
 
@@ -144,9 +148,13 @@ class Following:
         roster = self.roster
         took = roster.clock() - roster.began_at
         title = f"{self._run.name}, {self._run.strategy.name}: {how}, after {took:.0f} s"
+        counts = Counts()
         with roster.lock:
-            record = self._record()
-            summary = summarise(title, roster, record, self._stalls.ended, str(self._folder.path))
+            try:
+                counts = read_record(self._folder.seen, self._first_segment)
+            except OSError as error:
+                self._warn(self._folder.seen, error)
+            summary = summarise(title, roster, counts, self._stalls.ended, str(self._folder.path))
         self._console.print(summary, markup=False, highlight=False)
         path = self._folder.log / "summary.txt"
         try:
@@ -155,13 +163,6 @@ class Following:
                 Console(file=file, width=_WIDTH).print(summary, markup=False, highlight=False)
         except OSError as error:
             self._warn(path, error)
-
-    def _record(self) -> Record:
-        try:
-            return read_record(self._folder.seen, self._first_segment)
-        except OSError as error:
-            self._warn(self._folder.seen, error)
-            return Record()
 
     def _warn(self, path: Path, error: OSError) -> None:
         """Warn once that a file cannot be used; the run continues."""
@@ -202,30 +203,29 @@ def unusable(path: Path, error: OSError) -> str:
     return f"warning: {path} cannot be used ({error}); the run continues without it"
 
 
-def read_record(seen: Path, first_segment: str) -> Record:
+@dataclass(frozen=True)
+class Counts:
+    """Of a run's record of mini-batches, without the runs that it resumed."""
+
+    num_computed: Mapping[int, int] = field(default_factory=dict)
+    """Mini-batches computed by each learner."""
+    num_again: int = 0
+    """Mini-batches that were re-issued after a change of the membership."""
+    num_skipped: int = 0
+    """Utterances that could not be used, counted each time they were skipped."""
+
+
+def read_record(seen: Path, first_segment: str) -> Counts:
     """Sum up what learners recorded since the start of segment `first_segment`."""
     begun = segments(seen)
     names = [each.name for each in begun]
     own = begun[names.index(first_segment) if first_segment in names else 0 :]
-    num_computed: dict[int, int] = {}
-    num_again = num_skipped = 0
-    for place, segment in enumerate(own):
-        until = _start_of(own[place + 1]) if place + 1 < len(own) else None
+    ends, num_computed = ends_of(own), Counter[int]()
+    for segment, end in zip(own, ends, strict=True):
         for path in segment.glob("learner-*.tsv"):
-            learner = int(path.stem.removeprefix("learner-"))
-            num_computed[learner] = num_computed.get(learner, 0) + count_lines(path, until)
-        num_skipped += sum(count_lines(path) for path in segment.glob("skipped-*.tsv"))
-        if place > 0 and (start := _start_of(segment)) is not None:
-            num_again += len(start.outstanding)
-    return Record(num_computed, num_again, num_skipped)
-
-
-def _start_of(segment: Path) -> Position | None:
-    """Where a segment starts; None if that is damaged."""
-    try:
-        return start_of(segment)
-    except DataError:
-        return None
+            num_computed[int(path.stem.removeprefix("learner-"))] += count_lines(path, end)
+    num_skipped = sum(count_lines(path) for segment in own for path in segment.glob("skipped-*.tsv"))
+    return Counts(num_computed, sum(len(end.outstanding) for end in ends if end is not None), num_skipped)
 
 
 def _first_line(error: BaseException) -> str:
@@ -238,3 +238,51 @@ def _exit_code(error: BaseException | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_code if isinstance(error, StarlingError) else 1
+
+
+def summarise(title: str, roster: Roster, counts: Counts, waits: Sequence[str], experiment: str) -> Group:
+    """The table, and the lines below it. `waits` are the lines about stalls that have ended."""
+    table = Table()
+    for heading in ("learner", "batches", "share", "computing", "waiting for data", "for peers", "outcome"):
+        table.add_column(heading, justify="left" if heading == "outcome" else "right")
+    numbers = {each: counts.num_computed.get(each, learner.num_steps) for each, learner in roster.learners.items()}
+    total = sum(numbers.values())
+    for learner_id, learner in sorted(roster.learners.items()):
+        share = f"{100 * numbers[learner_id] / total:.1f} %" if total else ""
+        table.add_row(str(learner_id), str(numbers[learner_id]), share, *_shares(learner), _became(learner))
+    return Group(Text(title), table, *(Text(line) for line in _lines(roster, counts, waits, experiment)))
+
+
+def _lines(roster: Roster, counts: Counts, waits: Sequence[str], experiment: str) -> list[str]:
+    lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.lost]
+    joined = [str(each.learner_id) for each in roster.learners.values() if each.has_joined]
+    if joined:
+        lines.append(f"joined the running experiment: learner {', '.join(joined)}")
+    if roster.lost or roster.generation > 0:
+        lines.append(
+            f"{counts.num_again} mini-batches that others had begun were re-issued; to check that nothing was missed: "
+            f"starling audit {experiment}"
+        )
+    if counts.num_skipped:
+        lines.append(f"skipped utterances: {counts.num_skipped}, listed in {experiment}/seen")
+    if num_not_finite := sum(end.num_not_finite for each in roster.learners.values() for end in each.epochs):
+        lines.append(f"gradients that were not finite and left out: {num_not_finite}")
+    lines += waits
+    lines.append(f"checkpoints: {roster.num_saved}, the newest {roster.saved}" if roster.saved else "checkpoints: none")
+    return lines
+
+
+def _shares(learner: LearnerRecord) -> list[str]:
+    all_epochs = together(learner.epochs)
+    if all_epochs.seconds <= 0.0:
+        return [""] * 3  # it reported no epoch
+    return [f"{share(all_epochs, what):.1f} %" for what in ("computing", "waiting_for_data", "waiting_for_peers")]
+
+
+def _became(learner: LearnerRecord) -> str:
+    if learner.state is LearnerState.LOST:
+        return "lost"
+    if learner.state is LearnerState.LEFT:
+        return "left"
+    joined = "joined, " if learner.has_joined else ""
+    return f"{joined}{'ended' if learner.state is LearnerState.ENDED else 'was ended'}"

@@ -26,7 +26,7 @@ def main(file: Path, choice: Path | None = None) -> None:
         if choice is None:
             learn(GivenJob(job), run, ExperimentFolder(run.folder), place, link)
             return
-        chosen = measured_choice(run, job, place)
+        chosen = measured_choice(run, place, job)
         if place.rank == 0:
             choice.write_text(chosen.model_dump_json(), encoding="utf-8")
 

@@ -13,14 +13,13 @@ from starling.experiment.following import Following
 from starling.experiment.observers import show
 from starling.experiment.task import Scoring
 from starling.extras import require
-from starling.launch.joiners import Changes
+from starling.launch.joiners import Changes, launcher_id, taking_requests
 from starling.launch.launcher import launch, this_machine
 from starling.launch.messages import LearnerMessage
 from starling.launch.on_ray import RayMachines, connected
 from starling.launch.process import Machines
 from starling.launch.rendezvous import LOOPBACK
-from starling.launch.requests import launcher_id, taking_requests
-from starling.launch.roster import Loss
+from starling.launch.roster import Loss, Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.metrics import Metrics, serving
 from starling.reporting.progress import Display, Say
@@ -46,12 +45,10 @@ def run_learners(
     """
     following.on_look = display.tick
     roster = following.roster
-    metrics = Metrics(roster, run.name, run.strategy.name)
     strategy, options = run.between, run.strategy.options
 
     def hear(learner_id: int, message: LearnerMessage) -> None:
         show(message, display)
-        metrics.hear(learner_id, message)
         scoring.hear(message)
 
     def on_loss(loss: Loss) -> None:
@@ -60,11 +57,10 @@ def run_learners(
 
     def on_join(learner_id: int, num_learners: int) -> None:
         display.joined(learner_id, num_learners)
-        metrics.joined()
         display.train_with(roster.membership.members)
 
     try:
-        with taking_requests(folder.joins) as requests, _monitoring(run, metrics, display):
+        with taking_requests(folder.joins) as requests, _monitoring(run, roster, display):
             losses = launch(
                 command,
                 run.learners,
@@ -77,7 +73,6 @@ def run_learners(
                     replaces=run.on_loss == "replace",
                     joins=[fault for fault in run.faults if isinstance(fault, Join)],
                     requests=requests,
-                    is_open=run.on_loss != "stop",
                     say=display.say,
                     on_join=on_join,
                     on_left_out=display.left_out,
@@ -97,13 +92,13 @@ def run_learners(
 
 
 @contextmanager
-def _monitoring(run: RunConfig, metrics: Metrics, display: Display) -> Generator[None, None, None]:
+def _monitoring(run: RunConfig, roster: Roster, display: Display) -> Generator[None, None, None]:
     """Within this context, the metrics of a run are served if it asks for that."""
     if run.launch.metrics_port is None:
         yield
         return
     address = run.launch.metrics_address
-    with serving(metrics, address, run.launch.metrics_port) as port:
+    with serving(Metrics(roster, run.name, run.strategy.name), address, run.launch.metrics_port) as port:
         display.say(f"metrics for Prometheus: http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
         if address not in LOOPBACK:
             display.say(

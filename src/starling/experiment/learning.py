@@ -3,21 +3,22 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 from rich.console import Console
 
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
-from starling.checkpoint.writer import CheckpointWriter
+from starling.checkpoint.writer import CheckpointWriter, WriteModel
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.processes.stalls import Stall, Waits
-from starling.experiment.cores import use_threads
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import (
     LearnersCurves,
+    Listener,
     Log,
     Metered,
     Saver,
@@ -26,81 +27,94 @@ from starling.experiment.observers import (
     save_choice,
 )
 from starling.experiment.regrouping import Regrouping, SharedCounts
-from starling.experiment.seen import Seen, segments
+from starling.experiment.seen import Record, Seen, Timeline, segments
 from starling.experiment.task import RunT, Task
-from starling.experiment.timeline import Timeline
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
-from starling.launch.rendezvous import find_membership, joins
-from starling.launch.stopping import save_requests_of
+from starling.launch.rendezvous import find_membership, joins, save_requests_of
 from starling.recipe.run import RunConfig, recipe_digest
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
-from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, STOPPED_AFTER
-from starling.training.job import Job, Silence, StepReport
+from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, STOPPED_AFTER, Seconds
+from starling.training.job import Job, Observer, Silence, StepReport
 
 
 def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
     """Train as a learner until the run ends; return the signal if one stopped the run early, else None."""
-    use_threads(run, place.local_world)
+    place.use_threads(run.engine.threads)
 
     def tell(message: LearnerMessage) -> None:
         if link is not None:
             link.send(message)
 
     counts = SharedCounts(place)
-    curves = LearnersCurves(folder.tensorboard)
-    sync_group_size = run.sync_group_size
     job = task.make_job(run, folder, place.local_world)
     write_model = task.model_writer(run, folder)
-    writer = CheckpointWriter(
-        folder.checkpoints,
-        counts.arrive,
-        write_model,
-        task.fingerprints(run),
-        run.checkpoints.keep,
-        sync_group_size,
-        job.strategy.has_one_model,
-    )
     validate_every = task.validate_every(run) if link is not None else None
     saver = Saver(
-        writer,
+        checkpoint_writer(task, run, folder, counts.arrive, write_model),
         tell,
         folder.tensorboard / "consensus",
         save_choice(run.checkpoints.epochs, validate_every, folder, counts.agree),
-        model_writer(folder, lambda name: counts.arrive(f"validation/{name}"), write_model, sync_group_size),
+        model_writer(folder, lambda name: counts.arrive(f"validation/{name}"), write_model, run.sync_group_size),
     )
-    seen = Seen(segments(folder.seen)[-1], counts.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
-    timeline = Timeline(
-        segments(folder.seen)[-1], warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})"))
+    segment = segments(folder.seen)[-1]
+    records = (
+        Timeline(segment, warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})"))),
+        Seen(segment, counts.count, task.max_skipped(run, job), lambda line: tell(Said(line))),
     )
-    regrouping = Regrouping(folder, (seen, timeline), lambda membership, line: tell(Said(line)), counts, saver)
     world = max(place.world, place.rank + 1)  # the id of a joiner may exceed the number of learners at the start
-    listeners = [Metered(Log(sys.stdout), world, LOG_EVERY), Metered(curves, world, CURVES_EVERY)]
-    if link is not None:
-        listeners.append(Metered(tell, world, SEND_EVERY))
     waits = Waits()
     heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds)
+    with (
+        recording(folder, records, world, sys.stdout, tell) as observers,
+        beating(heartbeat, link),
+        save_requests_of(link, run.checkpoints.minutes) as save_requests,
+        saver,
+    ):
+        run_learner(
+            job,
+            place,
+            choose_device(run.engine.device, place),
+            recipe_digest(run),
+            Together([heartbeat, *observers, saver]),
+            _start(run, job, place),
+            run.engine.timeout_seconds,
+            find_membership(place, link),
+            Regrouping(folder, records, lambda membership, line: tell(Said(line)), counts, saver),
+            save_requests,
+            waits,
+        )
+        return save_requests.stopped_by
+
+
+def checkpoint_writer(
+    task: Task[RunT], run: RunT, folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel
+) -> CheckpointWriter:
+    """Makes the writer of a run's checkpoints."""
+    has_one_model, size = run.strategy.strategy.has_one_model, run.sync_group_size
+    keep, fingerprints = run.checkpoints.keep, task.fingerprints(run)
+    return CheckpointWriter(folder.checkpoints, arrive, write_model, fingerprints, keep, size, has_one_model)
+
+
+@contextmanager
+def recording(
+    folder: ExperimentFolder, records: Sequence[Record], world: int, log: TextIO, pass_on: Listener
+) -> Generator[list[Observer], None, None]:
+    """The observers that keep `records`, write a log and curves, and pass on what learners report. At the end, their
+    files are closed."""
+    curves = LearnersCurves(folder.tensorboard)
+    listeners: Sequence[tuple[Listener, Seconds]] = (
+        (Log(log), LOG_EVERY),
+        (curves, CURVES_EVERY),
+        (pass_on, SEND_EVERY),
+    )
     try:
-        with beating(heartbeat, link), save_requests_of(link, run.checkpoints.minutes) as save_requests, saver:
-            run_learner(
-                job,
-                place,
-                choose_device(run.engine.device, place),
-                recipe_digest(run),
-                Together([timeline, heartbeat, *listeners, seen, saver]),
-                _start(run, job, place),
-                run.engine.timeout_seconds,
-                find_membership(place, link),
-                regrouping,
-                save_requests,
-                waits,
-            )
-            return save_requests.stopped_by
+        yield [*records, Metered(listeners, world)]
     finally:
         curves.close()
-        timeline.close()
-        seen.close()
+        for record in records:
+            record.close()
 
 
 def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:

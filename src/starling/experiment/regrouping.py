@@ -10,8 +10,7 @@ from starling.engines.processes.place import Place
 from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import Saver
-from starling.experiment.seen import Seen, begin_segment, segments
-from starling.experiment.timeline import Timeline
+from starling.experiment.seen import Record, begin_segment, segments
 from starling.training.membership import Membership
 from starling.workload import Position
 
@@ -57,7 +56,7 @@ class Regrouping:
     def __init__(
         self,
         folder: ExperimentFolder,
-        records: Sequence[Seen | Timeline],
+        records: Sequence[Record],
         tell: Callable[[Membership, str], None],
         counts: SharedCounts | None = None,
         saver: Saver | None = None,

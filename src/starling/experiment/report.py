@@ -8,19 +8,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
+
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder, existing
+from starling.experiment.seen import read_timeline
 from starling.experiment.task import task_of
-from starling.experiment.timeline import read_timeline
 from starling.extras import require
 from starling.files import replace_file
 from starling.launch.messages import Status, decode_file
 from starling.recipe.file import Tree, read_recipe
+from starling.reporting.events import Event, read_events
 from starling.reporting.evidence import CurvePoint, Evidence, Happening, ScoredSet, Section, Stretch, Validation
 from starling.strategies import STRATEGIES
 
@@ -32,7 +35,6 @@ MAX_POINTS = 100
 """Of one experiment's loss curve: with more, the noise of single mini-batches hides the curve."""
 MAX_EVENTS = 200
 """Of one experiment's table of events: the first and the last ones."""
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -102,28 +104,28 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
     curve = _curve_of(stretches) or _curve_of_tensorboard(folder.tensorboard) or _curve_of_epochs(events)
     validations = _validations(events)
     staleness = _staleness(events)
-    distances = [] if _has_one_model(settings) else _distances(events)
-    missing: dict[Section, str] = {}
-    if not curve:
-        missing["training"] = "No training loss was recorded."
-    elif not stretches:
-        missing["training"] = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
-    if not validations:
-        missing["validation"] = (
-            "Simulations score no valid set while they train."
-            if is_virtual
-            else "No model was scored while it trained."
-        )
-    if not stretches:
-        missing["timeline"] = "No timeline: the run did not record when its learners computed (seen/*/times-*.tsv)."
-    if not sum(staleness):
-        missing["staleness"] = "No staleness was recorded."
-    if _has_one_model(settings):
-        missing["consensus"] = f"Under {_strategy(settings)}, all learners have the same weights."
-    elif not any(distance > 0.0 for _, distance in distances):
-        missing["consensus"] = "No consensus distance was recorded, or it was 0."
-    if not events:
-        missing["events"] = "The run recorded no events (log/events.jsonl)."
+    has_one_model = _has_one_model(settings)
+    distances = [] if has_one_model else _distances(events)
+    no_curve = "No training loss was recorded."
+    drawn_from = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
+    no_scores = (
+        "Simulations score no valid set while they train." if is_virtual else "No model was scored while it trained."
+    )
+    one_model = f"Under {_strategy(settings)}, all learners have the same weights."
+    no_distance = "No consensus distance was recorded, or it was 0."
+    parts: Sequence[tuple[Section, bool, str]] = (
+        ("training", bool(curve and stretches), drawn_from if curve else no_curve),
+        ("validation", bool(validations), no_scores),
+        (
+            "timeline",
+            bool(stretches),
+            "No timeline: the run did not record when its learners computed (seen/*/times-*.tsv).",
+        ),
+        ("staleness", sum(staleness) > 0, "No staleness was recorded."),
+        ("consensus", any(distance > 0.0 for _, distance in distances), one_model if has_one_model else no_distance),
+        ("events", bool(events), "The run recorded no events (log/events.jsonl)."),
+    )
+    missing = {section: sentence for section, is_there, sentence in parts if not is_there}
     sets = _sets(folder, settings, missing)
     return Evidence(
         label=label,
@@ -158,30 +160,27 @@ def _read_comparison(path: Path) -> Mapping[str, Any] | None:
 
 def _rows_of(path: Path, label: str, comparison: Mapping[str, Any]) -> tuple[Evidence, ...]:
     """Each row of a comparison as if it were an experiment: its training loss at its best rate."""
-    found = []
-    for row in comparison["rows"]:
-        cells = [
-            each
-            for each in comparison["cells"]
-            if all(each["cell"][key] == row[key] for key in ("setting", "arm", "learners", "rate"))
-        ]
-        name = f"{row['setting']}: {row['arm']}" if row["setting"] else row["arm"]
-        found.append(
-            Evidence(
-                label=f"{label}: {name}, {row['learners']}",
-                path=str(path),
-                strategy=row["strategy"] or row["arm"],
-                learners=row["learners"],
-                is_virtual=comparison["compare"]["engine"] == "virtual",
-                outcome=str(row["verdict"]),
-                settings=_text(path / "compare.yaml"),
-                environment=_text(path / "env.txt"),
-                commands=(),
-                unit="examples",
-                curve=tuple(_mean_curve(cells)),
-            )
+    return tuple(
+        Evidence(
+            label=f"{label}: {row['setting']}{': ' * bool(row['setting'])}{row['arm']}, {row['learners']}",
+            path=str(path),
+            strategy=row["strategy"] or row["arm"],
+            learners=row["learners"],
+            is_virtual=comparison["compare"]["engine"] == "virtual",
+            outcome=str(row["verdict"]),
+            settings=_text(path / "compare.yaml"),
+            environment=_text(path / "env.txt"),
+            commands=(),
+            unit="examples",
+            curve=tuple(_mean_curve([each for each in comparison["cells"] if row.items() >= _key_of(each).items()])),
         )
-    return tuple(found)
+        for row in comparison["rows"]
+    )
+
+
+def _key_of(result: Event) -> Event:
+    """What a cell shares with its row at the row's best rate."""
+    return {key: value for key, value in result["cell"].items() if key != "seed"}
 
 
 def _mean_curve(cells: Sequence[Event]) -> Iterator[CurvePoint]:
@@ -194,18 +193,6 @@ def _mean_curve(cells: Sequence[Event]) -> Iterator[CurvePoint]:
         step = round(examples / examples_per_batch)
         spread = (min(losses), max(losses)) if len(losses) > 1 else (None, None)
         yield CurvePoint(fmean(seconds), step, round(examples), fmean(losses), *spread)
-
-
-def read_events(path: Path) -> list[Event]:
-    """The events of a run, in their order; a line that is no event is left out, and so is a file that is not there."""
-    found: list[Event] = []
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and isinstance(event.get("kind"), str):
-                    found.append(event)
-    return found
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -330,22 +317,14 @@ def _validations(events: Sequence[Event]) -> list[Validation]:
 
 def _interpolated(step: float, ends: Sequence[tuple[float, float]]) -> float | None:
     """How many epochs a step is, between the ends of epochs."""
-    points = [(0.0, 0.0), *ends]
-    for (first, before), (last, after) in pairwise(points):
-        if first <= step <= last and last > first:
-            return before + (after - before) * (step - first) / (last - first)
-    return None
+    steps, epochs = zip((0.0, 0.0), *ends, strict=True)
+    return float(np.interp(step, steps, epochs)) if ends and step <= steps[-1] else None
 
 
 def _staleness(events: Sequence[Event]) -> list[int]:
-    counts: list[int] = []
-    for each in _newest(events, "epoch"):
-        given = each.get("staleness")
-        if isinstance(given, list) and all(isinstance(count, int) for count in given):
-            counts += [0] * (len(given) - len(counts))
-            for place, count in enumerate(given):
-                counts[place] += count
-    return counts
+    given = [each.get("staleness") for each in _newest(events, "epoch")]
+    counts = [each for each in given if isinstance(each, list) and all(isinstance(count, int) for count in each)]
+    return [sum(each) for each in zip_longest(*counts, fillvalue=0)]
 
 
 def _distances(events: Sequence[Event]) -> list[tuple[int, float]]:

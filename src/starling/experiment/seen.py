@@ -1,42 +1,53 @@
-"""The record in the experiment's folder of the utterances that each learner saw.
+"""The record in the experiment's folder of what each learner saw and when it computed; see docs/events.md.
 
     exp/<name>/seen/from-00000000/start.json      the data position at which the segment starts
     exp/<name>/seen/from-00000000/learner-0.tsv   epoch, batch, step, and the utterances of every mini-batch
     exp/<name>/seen/from-00000000/skipped-0.tsv   utterances that could not be used, with the reason
+    exp/<name>/seen/from-00000000/times-0.tsv     stretches of learner 0's training, with their times
     exp/<name>/seen/from-00000480/...             the next segment, after a resume or a new membership at step 480
 
 A mini-batch is recorded before its gradient is computed: if its learner is lost while gradients are averaged, the
 others may still complete the mean. Mini-batches after the position at which the next segment starts are not in the
 weights. Readers of the record ignore them.
+
+A stretch is a mini-batch at first. Later it lasts a thousandth of the time since its file began, so that the file grows
+with the logarithm of that time.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import add, attrgetter
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, TextIO
 
 from pydantic import ValidationError
 
-from starling.checkpoint.manifest import TicketRecord
-from starling.checkpoint.state import LearnerState
-from starling.configuration import Config
+from starling.checkpoint.manifest import SavedPosition
 from starling.errors import DataError
+from starling.reporting.epochs import Sums
+from starling.reporting.evidence import Stretch
 from starling.workload import Position, Ticket
 
 if TYPE_CHECKING:
-    from starling.training.job import ClaimReport, EpochReport, StepReport
+    from starling.checkpoint.state import LearnerState
+    from starling.training.job import ClaimReport, EpochReport, Spent, StepReport
 
-_HEADER = "epoch\tbatch\tstep\tutterances\n"
-_SKIPPED_HEADER = "epoch\tid\treason\n"
-
-
-class _Start(Config):
-    next_ticket: TicketRecord
-    outstanding: tuple[TicketRecord, ...] = ()
+Seconds = float
+EXACT = 1000
+"""Stretches of a learner that hold one mini-batch each, before they grow."""
+_EVEN_OF_MANY = 50
+"""The same where so many learners share a process that fewer would be left for each."""
+_ALL_LEARNERS = 16_000
+"""Exact stretches of all learners of one process."""
+_COLUMNS = ("time", "seconds", "step", "batches", "examples", "frames", "loss", "computing", "for_data", "for_peers")
 
 
 def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
@@ -55,10 +66,8 @@ def begin_segment(folder: Path, position: Position, earlier: Path | None = None)
         if _begin(old) >= position.num_done:
             shutil.rmtree(old)
     segment.mkdir()
-    start = _Start(
-        next_ticket=TicketRecord.of(position.next_ticket), outstanding=tuple(map(TicketRecord.of, position.outstanding))
-    )
-    (segment / "start.json").write_text(start.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    start = SavedPosition.of(position).model_dump_json(indent=2)
+    (segment / "start.json").write_text(start + "\n", encoding="utf-8")
     return segment
 
 
@@ -74,8 +83,44 @@ def _begin(segment: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-class Seen:
-    """An observer that records the utterances of every mini-batch.
+class Record:
+    """An observer that writes tables into the segment of the present membership."""
+
+    saves = False
+
+    def __init__(self, segment: Path) -> None:
+        self._segment = segment
+        self._files: dict[str, TextIO] = {}
+
+    def on_claim(self, report: ClaimReport) -> None: ...
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
+
+    def on_barrier(self, state: LearnerState) -> None: ...
+
+    def continue_in(self, segment: Path) -> None:
+        """Continue the record in another segment."""
+        self.close()
+        self._segment = segment
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _write(self, name: str, columns: Iterable[str], row: Iterable[object]) -> None:
+        """Add a row to a table. It is in the file at once: a kill loses no row."""
+        if name not in self._files:
+            self._files[name] = (self._segment / name).open("w", buffering=1, encoding="utf-8")
+            self._files[name].write("\t".join(columns) + "\n")
+        self._files[name].write("\t".join(map(str, row)) + "\n")
+
+
+class Seen(Record):
+    """Records the utterances of every mini-batch.
 
     Skipped utterances are listed, and counted over all learners: `count(name, number)` adds to a shared counter and
     returns the sum. More than `max_skipped` in one epoch raise a DataError.
@@ -84,53 +129,35 @@ class Seen:
     def __init__(
         self, segment: Path, count: Callable[[str, int], int], max_skipped: int, say: Callable[[str], None]
     ) -> None:
-        self._segment = segment
+        super().__init__(segment)
         self._count = count
         self._max_skipped = max_skipped
         self._say = say
-        self._files: dict[str, TextIO] = {}
         self._num_skipped: dict[tuple[int, int], int] = {}
         self._earlier: dict[int, set[str]] | None = None
-
-    saves = False
 
     def on_claim(self, report: ClaimReport) -> None:
         ticket = report.ticket
         row = (ticket.epoch + 1, ticket.index + 1, ticket.step, *report.ids)
-        self._file(f"learner-{report.rank}.tsv", _HEADER).write("\t".join(map(str, row)) + "\n")
+        self._write(f"learner-{report.rank}.tsv", ("epoch", "batch", "step", "utterances"), row)
         if report.skipped:
             self._skip(report)
 
-    def on_step(self, report: StepReport) -> None: ...
-
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self._flush()
         if num_skipped := self._num_skipped.pop((report.rank, report.epoch), 0):
             listed = self._segment / f"skipped-{report.rank}.tsv"
             self._say(f"learner {report.rank} skipped {num_skipped} utterances of epoch {report.epoch + 1}: {listed}")
 
-    def on_barrier(self, state: LearnerState) -> None:
-        self._flush()
-
     def continue_in(self, segment: Path) -> None:
-        """Continue the record in another segment."""
-        self.close()
-        self._segment = segment
+        super().continue_in(segment)
         self._num_skipped.clear()
         self._earlier = None
 
-    def close(self) -> None:
-        """Flush and close the files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
     def _skip(self, report: ClaimReport) -> None:
         rank, epoch = report.rank, report.ticket.epoch
-        file = self._file(f"skipped-{rank}.tsv", _SKIPPED_HEADER)
         for name, reason in report.skipped:
-            file.write("\t".join((str(epoch + 1), name, " ".join(reason.split()))) + "\n")
-        file.flush()
+            row = (epoch + 1, name, " ".join(reason.split()))
+            self._write(f"skipped-{rank}.tsv", ("epoch", "id", "reason"), row)
         self._num_skipped[rank, epoch] = self._num_skipped.get((rank, epoch), 0) + len(report.skipped)
         if (total := self._count(f"skipped/{epoch}", len(report.skipped)) + self._before(epoch)) > self._max_skipped:
             name, reason = report.skipped[-1]
@@ -147,16 +174,94 @@ class Seen:
             self._earlier = read_skipped(older)
         return len(self._earlier.get(epoch, ()))
 
-    def _file(self, name: str, header: str) -> TextIO:
-        if name not in self._files:
-            self._files[name] = (self._segment / name).open("w", buffering=1, encoding="utf-8")  # line buffering
-            self._files[name].write(header)
-        return self._files[name]
 
-    def _flush(self) -> None:
-        """Flush the files before a checkpoint is written, so that the record covers what is in its weights."""
-        for file in self._files.values():
-            file.flush()
+_NOTHING = (0.0, 0.0, 0.0)
+
+
+@dataclass
+class _Open:
+    """A learner's stretch that has not been written."""
+
+    begun: Seconds | None = None
+    """When the file's first stretch ended."""
+    written: Seconds = 0.0
+    """When the last one ended."""
+    num_written: int = 0
+    sums: Sums = field(default_factory=Sums)
+    spent: tuple[Seconds, ...] = _NOTHING
+    """Computing, waiting for data, waiting for peers."""
+    last: StepReport | None = None
+    booked: tuple[Seconds, ...] = _NOTHING
+    """What is in `spent`, or was written, of the epoch under way."""
+
+    def book(self, spent: Spent) -> None:
+        """Add what was spent since the last report."""
+        now = spent.computing, spent.waiting_for_data, spent.waiting_for_peers
+        more = (max(0.0, new - old) for new, old in zip(now, self.booked, strict=True))
+        self.spent = tuple(map(add, self.spent, more))
+        self.booked = now
+
+
+class Timeline(Record):
+    """Records when each of `world` learners computed and when it waited.
+
+    `clock` gives the time of day, by which learners are brought in line; None on a simulated clock, where all have one.
+    A file that cannot be written costs the record, and nothing else: `warn` is called once.
+    """
+
+    def __init__(
+        self,
+        segment: Path,
+        world: int = 1,
+        clock: Callable[[], float] | None = time.time,
+        warn: Callable[[Path, OSError], None] = lambda path, error: None,
+    ) -> None:
+        super().__init__(segment)
+        self._clock = clock
+        self._warn = warn
+        self._exact = max(_EVEN_OF_MANY, min(EXACT, _ALL_LEARNERS // world))
+        self._open: dict[int, _Open] = {}
+        self._has_failed = False
+
+    def on_step(self, report: StepReport) -> None:
+        own = self._open.setdefault(report.rank, _Open())
+        own.book(report.spent)
+        own.sums.add(report)
+        own.last = report
+        now = 60.0 * report.minutes
+        begun = now if own.begun is None else own.begun
+        if own.num_written < self._exact or now - own.written >= (now - begun) / self._exact:
+            self._end(own, report)
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        if own := self._open.get(report.rank):
+            own.book(report.spent)
+            own.booked = _NOTHING
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        for own in self._open.values():
+            if own.sums.batches and own.last is not None:
+                self._end(own, own.last)
+        super().close()
+        self._open = {learner: _Open(booked=own.booked) for learner, own in self._open.items()}
+
+    def _end(self, own: _Open, last: StepReport) -> None:
+        """Write a learner's stretch, and begin the next."""
+        now, sums, name = 60.0 * last.minutes, own.sums, f"times-{last.rank}.tsv"
+        loss = "nan" if (mean := sums.loss) is None else f"{mean:.6g}"
+        at = f"{now if self._clock is None else self._clock():.4f}"
+        spent = (f"{each:.4f}" for each in own.spent)
+        row = (at, f"{now:.4f}", last.ticket.step, sums.batches, sums.examples, sums.frames, loss, *spent)
+        try:
+            self._write(name, _COLUMNS, row)
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._warn(self._segment / name, error)
+        own.begun = now if own.begun is None else own.begun
+        own.written, own.num_written = now, own.num_written + 1
+        own.sums, own.spent = Sums(), _NOTHING
 
 
 @dataclass(frozen=True)
@@ -189,15 +294,12 @@ def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
 def count_lines(path: Path, until: Position | None = None) -> int:
     """The number of complete lines after the header; with `until`, without those of mini-batches that are not in the
     weights of a checkpoint there."""
-    with path.open("rb") as file:
-        next(file, None)
-        return sum(line.endswith(b"\n") and (until is None or _is_kept(line, until)) for line in file)
+    return sum(until is None or _is_kept(line, until) for _, line in _lines(path))
 
 
-def _is_kept(line: bytes, until: Position) -> bool:
-    fields = line.split(b"\t", 3)
-    step = fields[2].strip() if len(fields) > 2 else b""
-    return step.isdigit() and _is_done(int(step), until)
+def _is_kept(line: str, until: Position) -> bool:
+    step = [*line.split("\t", 3), "", ""][2]
+    return step.isdecimal() and _is_done(int(step), until)
 
 
 def _is_done(step: int, until: Position) -> bool:
@@ -209,9 +311,9 @@ def read_skipped(found: Iterable[Path]) -> dict[int, set[str]]:
     """The utterances that were skipped in each epoch of these segments."""
     skipped: dict[int, set[str]] = {}
     for path in (path for segment in found for path in segment.glob("skipped-*.tsv")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
+        for _, line in _lines(path):
             epoch, _, rest = line.partition("\t")
-            if epoch.isdigit():
+            if epoch.isdecimal():
                 skipped.setdefault(int(epoch) - 1, set()).add(rest.partition("\t")[0])
     return skipped
 
@@ -221,25 +323,79 @@ def start_of_record(folder: Path) -> Position:
     return start_of(segments(folder)[0]) if segments(folder) else Position()
 
 
+def ends_of(found: Sequence[Path]) -> list[Position | None]:
+    """The positions at which these segments, in order, were ended by the next one; None of the last one, and where that
+    is damaged."""
+    ends: list[Position | None] = [None] * len(found)
+    for place, following in enumerate(found[1:]):
+        with suppress(DataError):
+            ends[place] = start_of(following)
+    return ends
+
+
 def start_of(segment: Path) -> Position:
     """The position at which a segment starts. Raises DataError if that is missing or damaged."""
     path = segment / "start.json"
     try:
-        start = _Start.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return SavedPosition.model_validate(json.loads(path.read_text(encoding="utf-8"))).position
     except (OSError, ValueError, ValidationError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    return Position(start.next_ticket.ticket, tuple(each.ticket for each in start.outstanding))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines below the header with their numbers. The last one is left out if it is incomplete, because the learner
+    was killed."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if number > 1 and line.endswith("\n"):
+                yield number, line.removesuffix("\n")
 
 
 def _read(path: Path) -> Iterator[SeenBatch]:
     learner = int(path.stem.removeprefix("learner-"))
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file):
-            if number == 0 or not line.endswith("\n"):  # the last line may be incomplete if the learner was killed
-                continue
-            try:
-                epoch, batch, step, *utterances = line.rstrip("\n").split("\t")
-                ticket = Ticket(int(epoch) - 1, int(batch) - 1, int(step))
-            except ValueError:
-                raise DataError(f"{path}:{number + 1}: {line[:80]!r} is not epoch, batch, step, utterances") from None
-            yield SeenBatch(learner, ticket, tuple(utterances))
+    for number, line in _lines(path):
+        try:
+            epoch, batch, step, *utterances = line.split("\t")
+            ticket = Ticket(int(epoch) - 1, int(batch) - 1, int(step))
+        except ValueError:
+            raise DataError(f"{path}:{number}: {line[:80]!r} is not epoch, batch, step, utterances") from None
+        yield SeenBatch(learner, ticket, tuple(utterances))
+
+
+def read_timeline(seen: Path) -> list[Stretch]:
+    """The stretches of a run that are in its weights, by the time at which they ended. Lines that make no sense, such
+    as the last one of a learner that was killed, are left out."""
+    found = segments(seen)
+    stretches: list[Stretch] = []
+    for segment, end in zip(found, ends_of(found), strict=True):
+        last = math.inf if end is None else end.next_ticket.step
+        stretches += [each for each in _read_segment(segment) if each.step < last]
+    return sorted(stretches, key=attrgetter("end"))
+
+
+def _read_segment(segment: Path) -> Iterator[Stretch]:
+    """Learners start their own clocks; the time of day, usually read a moment later, brings them in line."""
+    by_learner = {path: rows for path in sorted(segment.glob("times-*.tsv")) if (rows := list(_read_times(path)))}
+    started = {path: median(row[0] - row[1] for row in rows) for path, rows in by_learner.items()}
+    for path, rows in by_learner.items():
+        late = started[path] - min(started.values())
+        before: Seconds | None = None
+        for _, seconds, *counts, loss, computing, for_data, for_peers in rows:
+            end = seconds + late
+            begin = end - computing - for_data - for_peers if before is None else min(before, end)
+            before = end
+            step, batches, examples, frames = map(int, counts)
+            spent = computing, for_data, for_peers
+            yield Stretch(
+                int(path.stem.removeprefix("times-")), begin, end, step, batches, examples, frames, loss, *spent
+            )
+
+
+def _read_times(path: Path) -> Iterator[tuple[float, ...]]:
+    if not path.stem.removeprefix("times-").isdecimal():
+        return
+    for _, line in _lines(path):
+        with suppress(ValueError):
+            row = tuple(map(float, line.split("\t")))
+            if len(row) == len(_COLUMNS) and all(map(math.isfinite, row[:6] + row[7:])):
+                yield row

@@ -9,26 +9,23 @@ from rich.console import Console
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.checkpoint.reader import load
-from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import Stopped
-from starling.experiment.auto import choose_simulated, kept
+from starling.experiment.auto import kept, settled, simulated_choice
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import tell_end, tell_start, unusable
-from starling.experiment.observers import LearnersCurves, Log, Metered, Together, show
+from starling.experiment.learning import checkpoint_writer, recording
+from starling.experiment.observers import Together, show
 from starling.experiment.regrouping import Regrouping
-from starling.experiment.seen import Seen, segments
+from starling.experiment.seen import Seen, Timeline, segments
 from starling.experiment.task import RecipeT, Task
-from starling.experiment.timeline import Timeline
-from starling.launch.process import signal_name
-from starling.launch.stopping import on_stop_signal
+from starling.launch.process import on_stop_signal, signal_name
 from starling.recipe.run import RunConfig
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
-from starling.timeouts import CURVES_EVERY, LOG_EVERY, SEND_EVERY
 from starling.training.job import Silence, StepReport
 from starling.training.membership import Membership
 
@@ -39,30 +36,20 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
     Scores, the simulated time and the event hash go to `tell`, everything else to `console`. The experiment is
     `<name>-virtual`. Its checkpoint has only the final consensus model, so that it cannot be resumed.
     """
-    recipe = resolve_resume(task, recipe.model_copy(update={"name": f"{recipe.name}-virtual"}))
-    recipe = kept(recipe, say_on(console))
-    say_on(console)(
+    say = say_on(console)
+    recipe = kept(resolve_resume(task, recipe.model_copy(update={"name": f"{recipe.name}-virtual"})), say)
+    say(
         f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {_described(recipe.cluster)}; change "
         "it with cluster.KEY=VALUE"
     )
     with Bars(console) as bars:
-        folder = set_up_and_claim(task, recipe, say_on(console), bars)
-    if recipe.strategy.is_auto:
-        job = task.make_job(recipe, folder)
-        recipe = choose_simulated(recipe, job, recipe.cluster, folder, say_on(console))
+        folder = set_up_and_claim(task, recipe, say, bars)
+    recipe = settled(task, recipe, folder, None, say, partial(simulated_choice, recipe, recipe.cluster))
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
     folder.log.mkdir(exist_ok=True)
-    with _recorded(recipe, folder, say_on(console)) as events:
+    with _recorded(recipe, folder, say) as events:
         outcome = _train(task, recipe, folder, events, console)
-        writer = CheckpointWriter(
-            folder.checkpoints,
-            lambda name: 1,
-            task.model_writer(recipe, folder),
-            task.fingerprints(recipe),
-            recipe.checkpoints.keep,
-            recipe.sync_group_size,
-            recipe.strategy.strategy.has_one_model,
-        )
+        writer = checkpoint_writer(task, recipe, folder, lambda name: 1, task.model_writer(recipe, folder))
         writer.save_consensus(outcome.states)
         task.score(recipe, folder, tell, console)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
@@ -70,7 +57,6 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
 
 
 def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, events: Events, console: Console) -> Outcome:
-    curves = LearnersCurves(folder.tensorboard)
     title = f"{recipe.name}: {recipe.learners} virtual learners, {recipe.strategy.name}"
     checkpoint = load(recipe.resume) if recipe.resume else None
     strategy, learners = recipe.strategy.described, recipe.learners
@@ -80,36 +66,27 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
         Display(title, recipe.learners, console, events) as display,
     ):
         job = task.make_job(recipe, folder)
-        stop = _Stop()
-        seen = Seen(segments(folder.seen)[-1], HashStore().add, task.max_skipped(recipe, job), display.say)
-        timeline = Timeline(
-            segments(folder.seen)[-1], recipe.learners, None, lambda path, error: display.say(unusable(path, error))
+        stop, segment = _Stop(), segments(folder.seen)[-1]
+        records = (
+            Timeline(segment, recipe.learners, None, lambda path, error: display.say(unusable(path, error))),
+            Seen(segment, HashStore().add, task.max_skipped(recipe, job), display.say),
         )
 
         def regrouped(membership: Membership, line: str) -> None:
             display.train_with(membership.members)
             display.say(f"{membership.reason}; {line}")
 
-        observers = [
-            Metered(Log(log), recipe.learners, LOG_EVERY),
-            Metered(curves, recipe.learners, CURVES_EVERY),
-            Metered(partial(show, display=display), recipe.learners, SEND_EVERY),
-        ]
-        try:
-            with on_stop_signal(stop.ask):
-                outcome = VirtualEngine(
-                    job,
-                    recipe.learners,
-                    recipe.cluster,
-                    Together([*observers, seen, timeline, stop]),
-                    start,
-                    survives_losses=recipe.on_loss != "stop",
-                    changes=Regrouping(folder, (seen, timeline), regrouped),
-                ).run()
-        finally:
-            seen.close()
-            timeline.close()
-            curves.close()
+        show_all = partial(show, display=display)
+        with recording(folder, records, learners, log, show_all) as observers, on_stop_signal(stop.ask):
+            outcome = VirtualEngine(
+                job,
+                learners,
+                recipe.cluster,
+                Together([*observers, stop]),
+                start,
+                survives_losses=recipe.on_loss != "stop",
+                changes=Regrouping(folder, records, regrouped),
+            ).run()
         for loss in outcome.losses:
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     return outcome

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
 
@@ -46,22 +47,14 @@ class TaskRecipe(RecipeConfig):
     """What is trained: a task that an installed package offers, or `module:name`."""
 
 
-class Scoring(Protocol):
-    """What scores models while a run trains."""
+class Scoring:
+    """What scores models while a run trains; this one scores none."""
 
     def hear(self, message: LearnerMessage) -> None:
         """Take a learner's message, perhaps that it has saved a model to be scored."""
 
     def is_enough(self) -> bool:
         """Whether the run may end before its budget is spent."""
-
-
-class NoScoring:
-    """Scores nothing while a run trains."""
-
-    def hear(self, message: LearnerMessage) -> None: ...
-
-    def is_enough(self) -> bool:
         return False
 
 
@@ -118,9 +111,9 @@ class Task(ABC, Generic[RunT]):
 
     def model_writer(self, recipe: RunT, folder: ExperimentFolder) -> WriteModel:
         """What writes the model into checkpoints; by default, its state as `model.safetensors`."""
-        from starling.experiment.weights import WeightsWriter
+        from starling.experiment.weights import write_weights
 
-        return WeightsWriter(self.make_job(recipe, folder).workload.make_model())
+        return partial(write_weights, self.make_job(recipe, folder).workload.make_model())
 
     def fingerprints(self, recipe: RunT) -> dict[str, str]:
         """Digests of the settings that a resumed run may not change, by section; by default, of the model's tensors,
@@ -160,7 +153,7 @@ class Task(ABC, Generic[RunT]):
         self, recipe: RunT, folder: ExperimentFolder, say: Say, on_score: Callable[[Score], None]
     ) -> Generator[Scoring, None, None]:
         """What scores models while the run trains."""
-        yield NoScoring()
+        yield Scoring()
 
     def score(
         self, recipe: RunT, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False

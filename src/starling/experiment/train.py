@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from starling.engines.processes.place import Place
+from starling.engines.processes.place import Place, cores_here
 from starling.errors import PeerLost, Stopped
-from starling.experiment.auto import choose_before, choose_together, kept
+from starling.experiment.auto import kept, launched_choice, measured_choice, settled
 from starling.experiment.claim import resolve_resume, set_up_and_claim
-from starling.experiment.cores import cores_here
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following
 from starling.experiment.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
@@ -51,9 +51,8 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
         say(line)
     with Bars(console) as bars:
         folder = set_up_and_claim(task, recipe, say, bars)
-    if recipe.strategy.is_auto:
-        job = task.make_job(recipe, folder, recipe.learners)
-        recipe = choose_before(recipe, job, folder, say)
+    choose = partial(launched_choice, recipe, folder, say)
+    recipe = settled(task, recipe, folder, recipe.learners, say, choose)
     title = f"{recipe.name}: {recipe.learners} learners, {recipe.strategy.name}"
     with (
         task.learner_command(recipe, folder) as command,
@@ -77,9 +76,8 @@ def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Sa
         check_engine(recipe)
         recipe = _agree_on_set_up(task, recipe, place, console)
     folder = ExperimentFolder(recipe.folder)
-    if recipe.strategy.is_auto:
-        job = task.make_job(recipe, folder, place.local_world)
-        recipe = choose_together(recipe, job, place, folder, say_on(console))
+    say = say_on(console) if place.rank == 0 else None
+    recipe = settled(task, recipe, folder, place.local_world, say, partial(measured_choice, recipe, place))
     try:
         stopped_by = learn(task, recipe, folder, place, link)
     except PeerLost as error:

@@ -13,21 +13,16 @@ from starling.training.flat import load_buffers, split, trainable
 WEIGHTS = "model.safetensors"
 
 
-class WeightsWriter:
-    """Writes a model's state with given weights `[P]` and buffers as `model.safetensors`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
-        fill(self._model, weights, buffers)
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {key: value.detach().clone().contiguous() for key, value in self._model.state_dict().items()}
-        save_file(state, folder / WEIGHTS)
+def write_weights(model: nn.Module, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
+    """Write a model's state with given weights `[P]` and buffers as `model.safetensors`."""
+    fill(model, weights, buffers)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
+    save_file(state, folder / WEIGHTS)
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> nn.Module:
-    """The model with the weights of a checkpoint that a `WeightsWriter` wrote, in evaluation mode."""
+    """The model with the weights of a checkpoint that `write_weights` wrote, in evaluation mode."""
     model.load_state_dict(load_file(checkpoint / MODEL / WEIGHTS))
     return model.eval()
 

@@ -3,7 +3,7 @@
 Unlike a profile, which one and two learners make on one machine, this finds slow learners and links that many share.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -78,93 +78,151 @@ class Allowance:
         return min(self.most, SHARE * min(limits, default=self.most / SHARE))
 
 
-async def measure_apart(me: Learner, per_node: int, allowance: Allowance, found: AtHand) -> None:
-    """Measure gradients, and averaging rounds while gradients are computed, all learners at once.
+class Measuring:
+    """Measures with a learner, in step with all others, what the machines cost, and fills in `found`."""
 
-    Args:
-        me: The learner that measures. Its model is a copy, and is trained meanwhile. It is a sync group alone, so that
-            it claims as it does under an asynchronous strategy: by asking the store.
-        per_node: Learners of a node; 1: there are no nodes.
-        allowance: How long it may take.
-        found: Is filled in.
-    """
-    found.num_bytes = me.weights.nbytes
-    tags = count()
-    await _measured_gradient(me, found)
-    every = await gather(me, found.gradients[0], tags)
-    box = allowance.seconds(every) / 3.0
-    enough = max(
-        box, (FEWEST_GRADIENTS - 1) * max(every)
-    )  # fast learners keep a shared machine busy until the slow end
-    for _ in range(max(FEWEST_GRADIENTS - 1, min(MOST_GRADIENTS, int(enough / every[me.rank])))):
-        await _measured_gradient(me, found)
-    if len(found.gradients) > MOST_GRADIENTS // 4:
-        del found.gradients[0], found.steps[0]  # the first one prepares
-    patterns = topologies(me.world, per_node)
-    longest = box / (len(patterns) + 1), allowance.most / 3.0 / (len(patterns) + 1)
-    await _measure_rounds(me, patterns, per_node, longest, tags, found)
+    def __init__(self, me: Learner, allowance: Allowance, found: AtHand) -> None:
+        self._me, self._allowance, self._found = me, allowance, found
+        self._tags = count()
 
+    async def apart(self, per_node: int) -> None:
+        """Measure gradients, and averaging rounds while gradients are computed.
 
-async def measure_together(me: Learner, allowance: Allowance, found: AtHand) -> None:
-    """Measure a mean of the model, and steps of `allreduce` where they may be worth it.
+        The learner's model is a copy, and is trained meanwhile. It is a sync group alone, so that it claims as it does
+        under an asynchronous strategy: by asking the store. A node has `per_node` learners; 1: there are no nodes.
+        """
+        me, found = self._me, self._found
+        found.num_bytes = me.weights.nbytes
+        await self._note_gradient()
+        every = await self._gather(found.gradients[0])
+        box = self._allowance.seconds(every) / 3.0
+        # fast learners keep a shared machine busy until the slow end
+        enough = max(box, (FEWEST_GRADIENTS - 1) * max(every))
+        for _ in range(max(FEWEST_GRADIENTS - 1, min(MOST_GRADIENTS, int(enough / every[me.rank])))):
+            await self._note_gradient()
+        if len(found.gradients) > MOST_GRADIENTS // 4:
+            del found.gradients[0], found.steps[0]  # the first one prepares
+        patterns = topologies(me.world, per_node)
+        await self._measure_rounds(patterns, per_node, box / (len(patterns) + 1))
 
-    Args:
-        me: The learner that measures. All learners are one sync group, as under `allreduce`.
-        allowance: How long it may take.
-        found: What `measure_apart` has found; is filled in.
-    """
-    tags = count()
-    every = await gather(me, median(found.gradients), tags)
-    box, most = allowance.seconds(every) / 3.0, allowance.most / 3.0
-    found.mean = await _timed(me, partial(_mean, me), 1, 1, box / PARTS, most / PARTS, tags)
-    expected = max(every) + found.mean
-    may_be_chosen = me.world / max(*every, found.mean) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
-    if may_be_chosen and 2 * expected <= max(box, most):
-        await _synchronous_step(me, found)
-        found.synchronous.clear()  # the first one prepares
-        for _ in range(max(1, min(MOST_REPEATS, int(box / expected)))):
-            await _synchronous_step(me, found)
+    async def together(self) -> None:
+        """Measure a mean of the model, and steps of `allreduce` where they may be worth it. All learners are one sync
+        group, as under `allreduce`."""
+        me, found = self._me, self._found
+        every = await self._gather(median(found.gradients))
+        box, most = self._allowance.seconds(every) / 3.0, self._allowance.most / 3.0
 
+        async def mean(size: int) -> None:
+            await me.mean(me.snapshot()[:size])
 
-@dataclass
-class _Rounds:
-    """What the background has done."""
+        found.mean = await self._timed(mean, 1, 1, box / PARTS, most / PARTS)
+        expected = max(every) + found.mean
+        may_be_chosen = me.world / max(*every, found.mean) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
+        if may_be_chosen and 2 * expected <= max(box, most):
+            for _ in range(1 + max(1, min(MOST_REPEATS, int(box / expected)))):
+                begin = now(me)
+                me.claim()
+                gradient = await me.mean(me.gradient(me.weights))
+                found.synchronous.append(now(me) - begin)
+                me.step(gradient)
+            del found.synchronous[0]  # the first one prepares
 
-    busy: Seconds = 0.0
-    """In rounds."""
-    is_done: bool = False
+    async def _measure_rounds(self, patterns: Mapping[str, Topology], per_node: int, box: Seconds) -> None:
+        """Time the rounds of each pattern in the background while this learner computes gradients, as in a run, and
+        find what the rounds cost the gradients."""
+        me, found, most = self._me, self._found, self._allowance.most / 3.0 / (len(patterns) + 1)
+        under_way: list[Seconds] = []
+        """What each round took."""
+        is_done = False
 
+        async def average() -> None:
+            nonlocal is_done
+            try:
+                await self._gather(0.0)  # all begin together
+                for name, topology in patterns.items():
+                    exchanging = partial(exchange, me, topology, self._tags)
+                    share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
+                    found.exchanges[name] = await self._timed(exchanging, share, fewest, box, most, under_way)
+            finally:
+                is_done = True
 
-async def _measure_rounds(
-    me: Learner,
-    patterns: Mapping[str, Topology],
-    per_node: int,
-    longest: tuple[Seconds, Seconds],
-    tags: Iterator[int],
-    found: AtHand,
-) -> None:
-    """Time the rounds of each pattern in the background while this learner computes gradients, as in a run, and find
-    what the rounds cost the gradients."""
-    rounds = _Rounds()
+        alone = fmean(found.gradients) + fmean(found.steps)
+        begin, made = now(me), 0
+        me.background(average())
+        while not is_done:
+            await self._gradient()
+            made += 1
+        if sum(under_way) >= TELLING * alone:
+            found.lost = min(MOST_LOST, max(0.0, now(me) - begin - made * alone) / sum(under_way))
 
-    async def average() -> None:
-        try:
-            await gather(me, 0.0, tags)  # all begin together
-            for name, topology in patterns.items():
-                exchanging = partial(exchange, me, topology, tags)
-                share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
-                found.exchanges[name] = await _timed(me, exchanging, share, fewest, *longest, tags, rounds)
-        finally:
-            rounds.is_done = True
+    async def _note_gradient(self) -> None:
+        gradient, step = await self._gradient()
+        self._found.gradients.append(gradient)
+        self._found.steps.append(step)
 
-    alone = fmean(found.gradients) + fmean(found.steps)
-    begin, made = now(me), 0
-    me.background(average())
-    while not rounds.is_done:
-        await _gradient(me)
-        made += 1
-    if rounds.busy >= TELLING * alone:
-        found.lost = min(MOST_LOST, max(0.0, now(me) - begin - made * alone) / rounds.busy)
+    async def _gradient(self) -> tuple[Seconds, Seconds]:
+        """Claim, compute and apply a gradient. Seconds of the first two, and of the rest with the copy of the
+        weights."""
+        me = self._me
+        begin = now(me)
+        me.claim()
+        claimed = now(me)
+        weights = me.snapshot()
+        copied = now(me)
+        gradient = await me.gradient(weights)
+        computed = now(me)
+        me.step(gradient)
+        return claimed - begin + computed - copied, copied - claimed + now(me) - computed
+
+    async def _gather(self, value: float) -> list[float]:
+        """Every learner's value, by rank; all of them wait for it."""
+        me, tag = self._me, next(self._tags)
+        own = me.weights.new_full((1,), value)
+        others = [peer for peer in range(me.world) if peer != me.rank]
+        receiving = {peer: me.receive(peer, own, tag) for peer in others}
+        sending = [me.send(peer, own, tag) for peer in others]
+        found = [float(await receiving[rank]) if rank in receiving else float(own) for rank in range(me.world)]
+        for each in sending:
+            await each
+        return found
+
+    async def _timed(
+        self,
+        work: Callable[[int], Awaitable[None]],
+        share: int,
+        fewest: int,
+        box: Seconds,
+        most: Seconds,
+        times: list[Seconds] | None = None,
+    ) -> Seconds:
+        """Seconds that `work` takes on 1 / `share` of the model, the mean over learners.
+
+        It is repeated for about `box` seconds, and at least `fewest` times. A probe tells how often, and whether that
+        would take more than `most`. All seconds are appended to `times`.
+        """
+        times = [] if times is None else times
+
+        async def mean_of(size: int, repeats: int) -> Seconds:
+            for _ in range(repeats):
+                begin = now(self._me)
+                await work(size)
+                times.append(now(self._me) - begin)
+            return fmean(times[-repeats:])
+
+        size = max(1, len(self._me.weights) // share)
+        probe = min(size, max(SMALLEST, size // PROBE))
+
+        async def probed() -> Seconds:
+            return max(await self._gather(await mean_of(probe, fewest))) * size / probe
+
+        await mean_of(probe, 1)  # connects
+        expected = await probed()
+        if fewest * expected > most:
+            expected = min(expected, await probed())  # unless a single delay has been scaled up
+        if fewest * expected > most:
+            return expected
+        repeats = max(fewest, min(MOST_REPEATS, int(box / max(expected, 1e-9))))
+        return fmean(await self._gather(await mean_of(size, repeats - repeats % fewest)))
 
 
 def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
@@ -222,87 +280,3 @@ class _Inside(Topology):
     def targets(self, k: int, rank: int) -> Sequence[int]:
         first, local = rank - rank % self._of_node.world, rank % self._of_node.world
         return [first + peer for peer in self._of_node.targets(k, local)]
-
-
-async def gather(me: Learner, value: float, tags: Iterator[int]) -> list[float]:
-    """Every learner's value, by rank; all of them wait for it."""
-    own, tag = me.weights.new_full((1,), value), next(tags)
-    others = [peer for peer in range(me.world) if peer != me.rank]
-    receiving = {peer: me.receive(peer, own, tag) for peer in others}
-    sending = [me.send(peer, own, tag) for peer in others]
-    found = [float(await receiving[rank]) if rank in receiving else float(own) for rank in range(me.world)]
-    for each in sending:
-        await each
-    return found
-
-
-async def _measured_gradient(me: Learner, found: AtHand) -> None:
-    gradient, step = await _gradient(me)
-    found.gradients.append(gradient)
-    found.steps.append(step)
-
-
-async def _gradient(me: Learner) -> tuple[Seconds, Seconds]:
-    """Claim, compute and apply a gradient. Seconds of the first two, and of the rest with the copy of the weights."""
-    begin = now(me)
-    me.claim()
-    claimed = now(me)
-    weights = me.snapshot()
-    copied = now(me)
-    gradient = await me.gradient(weights)
-    computed = now(me)
-    me.step(gradient)
-    return claimed - begin + computed - copied, copied - claimed + now(me) - computed
-
-
-async def _synchronous_step(me: Learner, found: AtHand) -> None:
-    begin = now(me)
-    me.claim()
-    gradient = await me.mean(me.gradient(me.weights))
-    found.synchronous.append(now(me) - begin)
-    me.step(gradient)
-
-
-async def _mean(me: Learner, size: int) -> None:
-    await me.mean(me.snapshot()[:size])
-
-
-async def _timed(
-    me: Learner,
-    work: Callable[[int], Awaitable[None]],
-    share: int,
-    fewest: int,
-    box: Seconds,
-    most: Seconds,
-    tags: Iterator[int],
-    rounds: _Rounds | None = None,
-) -> Seconds:
-    """Seconds that `work` takes on 1 / `share` of the model, the mean over learners.
-
-    It is repeated for about `box` seconds, and at least `fewest` times. A probe tells how often, and whether that would
-    take more than `most`. All seconds are added to those of `rounds`.
-    """
-
-    async def once(size: int) -> Seconds:
-        begin = now(me)
-        await work(size)
-        seconds = now(me) - begin
-        if rounds is not None:
-            rounds.busy += seconds
-        return seconds
-
-    size = max(1, len(me.weights) // share)
-    probe = min(size, max(SMALLEST, size // PROBE))
-
-    async def probed() -> Seconds:
-        found = fmean([await once(probe) for _ in range(fewest)])
-        return max(await gather(me, found, tags)) * size / probe
-
-    await once(probe)  # connects
-    expected = await probed()
-    if fewest * expected > most:
-        expected = min(expected, await probed())  # unless a single delay has been scaled up
-    if fewest * expected > most:
-        return expected
-    repeats = max(fewest, min(MOST_REPEATS, int(box / max(expected, 1e-9))))
-    return fmean(await gather(me, fmean([await once(size) for _ in range(repeats - repeats % fewest)]), tags))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean, median
 from typing import Any
@@ -14,12 +14,10 @@ from starling.configuration import Config
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
 from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes, topologies
-from starling.predict.costs import Costs, JobFacts
+from starling.predict.costs import Costs, JobFacts, fit_compute
 from starling.predict.deciding import TIE, Arm, ranked, tried, worth
-from starling.predict.fits import fit_compute
 from starling.predict.predict import AVERAGING, Machines, Speed, simulate_briefly
-from starling.recipe.auto import CANDIDATES, AutoOptions
-from starling.recipe.run import StrategyChoice
+from starling.recipe.run import CANDIDATES, AutoOptions, StrategyChoice
 from starling.reporting.lines import mean_staleness
 from starling.training.stragglers import Stragglers
 from starling.workload import Weighting
@@ -135,13 +133,11 @@ class Surroundings:
 
     learners: int
     per_node: int
-    stragglers: Stragglers
-    costs: Costs
-    given: Mapping[str, Config] = field(default_factory=dict)
-    """Sections of a simulated cluster, which take the place of measured ones."""
+    apart: Machines
+    """The machines without what rounds of averaging do to them."""
     because: str = ""
     figures: Sequence[AtHand] = ()
-    """What each learner measured; empty: everything is certain to be as the other fields say."""
+    """What each learner measured; empty: everything is certain to be as the machines say."""
     measured: Mapping[str, Any] = field(default_factory=dict)
     """The figures for people."""
 
@@ -153,24 +149,24 @@ class Surroundings:
     @cached_property
     def rounds(self) -> dict[str, Seconds]:
         """How long a round of averaging takes, by pattern."""
-        return _rounds(self.figures)
+        return _rounds(self.figures) if self.figures else {}
 
     def link(self, pattern: str) -> LinkModel:
         """The link that rounds of a pattern meet."""
-        num_bytes = self.costs.job.model_bytes
+        num_bytes = self.apart.costs.job.model_bytes
         if pattern == ACROSS:  # each learner sent its share to every node that it averages with, all over one uplink
             num_bytes *= len(topologies(self.learners, self.per_node)[ACROSS].targets(0, 0))
         return LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, self.rounds[pattern]))
 
     def machines(self, arm: Arm, longer: float = 1.0) -> Machines:
         """Those that a strategy meets if rounds of averaging take `longer` times as long."""
-        costs, pattern = self.costs, getattr(arm.options, "pattern", None)
+        costs, pattern = self.apart.costs, getattr(arm.options, "pattern", None)
         if arm.name == "hadpsgd" and ACROSS in self.rounds:
             nodes = {"inside": self.link(INSIDE), "devices_per_node": self.per_node}
             costs = costs.model_copy(update={"messages": self.link(ACROSS), **nodes})
         elif self.rounds and pattern is not None:
             costs = costs.model_copy(update={"messages": self.link(pattern if pattern in self.rounds else "ring")})
-        found = Machines(costs, self._stragglers(arm, longer), self.given)
+        found = replace(self.apart, costs=costs, stragglers=self._stragglers(arm, longer))
         return found if longer == 1.0 or arm.name in AVERAGING else found.with_bandwidth(1.0 / longer)
 
     def _stragglers(self, arm: Arm, longer: float) -> Stragglers:
@@ -183,7 +179,7 @@ class Surroundings:
         pattern = ACROSS if arm.name == "hadpsgd" else getattr(arm.options, "pattern", None)
         every_lost = [each.lost for each in self.figures]
         if not any(every_lost) or pattern is None:
-            return self.stragglers
+            return self.apart.stragglers
         seconds = longer * self.rounds.get(pattern, self.rounds.get("ring", 0.0))
         period = float(getattr(arm.options, "period", 1.0))
         shares = []
@@ -195,7 +191,7 @@ class Surroundings:
         return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
 
 
-def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the run's model") -> Surroundings:
+def surroundings_of(figures: Sequence[AtHand], per_node: int) -> Surroundings:
     """The machines of a run from what its learners measured, by rank."""
     world, num_bytes = len(figures), figures[0].num_bytes
     means = [fmean(each.gradients) for each in figures]
@@ -214,7 +210,7 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
         longer = max(SHORTEST, synchronous - _slowest_of_each_round(figures))
     rounds = _rounds(figures)
     costs = Costs(
-        job=JobFacts(trains=trains, model_bytes=num_bytes, batches_per_epoch=1),
+        job=JobFacts(trains="the run's model", model_bytes=num_bytes, batches_per_epoch=1),
         compute=compute,
         messages=LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, rounds["ring"])),
         means=_ring(mean, num_bytes, world),
@@ -242,12 +238,11 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int, trains: str = "the
         "lost_to_exchanges": [round(each, 3) for each in lost],
         "model_bytes": num_bytes,
     }
-    return Surroundings(world, per_node, Stragglers(slow=slow), costs, {}, because, figures, measured)
+    return Surroundings(world, per_node, Machines(costs, Stragglers(slow=slow)), because, figures, measured)
 
 
 def _rounds(figures: Sequence[AtHand]) -> dict[str, Seconds]:
-    patterns = figures[0].exchanges if figures else ()
-    return {name: fmean(each.exchanges[name] for each in figures) for name in patterns}
+    return {name: fmean(each.exchanges[name] for each in figures) for name in figures[0].exchanges}
 
 
 def _slowest_of_each_round(figures: Sequence[AtHand]) -> Seconds:

@@ -1,10 +1,17 @@
-"""What a plan rests on: the costs of a job on some machines, measured (a profile) or from data sheets (a preset)."""
+"""What a plan rests on: the costs of a job on some machines, measured (a profile) or from data sheets (a preset).
 
+Simulations draw from the distributions and lines that fit the measured times best.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from starling.configuration import Config, ConfigT
@@ -16,6 +23,10 @@ from starling.recipe.problems import describe, refused
 Seconds = float
 PASSES_OF_A_CHANGE = 3
 """Changing weights reads them, reads the change, and writes them."""
+RESAMPLES = 2000
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+HARDLY_ANY = 0.002
+"""Standard deviation / mean below which gradient times are taken to be constant."""
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -192,7 +203,7 @@ class Costs(Config):
 
 def read_profile(path: Path) -> Profile:
     """The profile in a file that `starling profile` wrote. ConfigError for anything else."""
-    return _read(path, Profile, "profile", "make one with `starling profile RECIPE --output profile.yaml`")
+    return loaded(Profile, path, "profile", "make one with `starling profile RECIPE --output profile.yaml`")
 
 
 def find_preset(name: str) -> Preset:
@@ -204,25 +215,21 @@ def find_preset(name: str) -> Preset:
             f"preset {name!r} is unknown; {did_you_mean(name, known)}known are {', '.join(known)}, or the "
             "path of a YAML file"
         )
-    return _read(path, Preset, "preset", "copy one of Starling's presets, and change it")
+    return loaded(Preset, path, "preset", "copy one of Starling's presets, and change it")
 
 
-def _read(path: Path, kind: type[ConfigT], what: str, advice: str) -> ConfigT:
-    where = f"{what} {path}"
-    return validated(read_yaml(path, where, advice), kind, where, advice)
-
-
-def read_yaml(path: Path, where: str, advice: str) -> Any:
-    """What a YAML file says. ConfigError with advice if it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot be read ({error}); {advice}") from None
-    return parse_yaml(text, where)
-
-
-def validated(tree: Any, kind: type[ConfigT], where: str, advice: str) -> ConfigT:
-    """A tree as a configuration. ConfigError with all problems, or with advice if it is no mapping."""
+def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advice: str) -> ConfigT:
+    """A configuration from a YAML file or a mapping, perhaps below the key `what`. ConfigError with all problems, or
+    with advice if it is no mapping."""
+    where, tree = what, given
+    if isinstance(given, Path):
+        where = f"{what} {given}"
+        try:
+            tree = parse_yaml(given.read_text(encoding="utf-8"), where)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: cannot be read ({error}); {advice}") from None
+    if isinstance(tree, Mapping) and set(tree) == {what}:
+        tree = tree[what]
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where}: must be a YAML mapping of keys to values; {advice}")
     try:
@@ -236,3 +243,61 @@ def dump(config: Config, comments: Sequence[str] = ()) -> str:
     head = "".join(f"# {line}\n" for line in comments)
     tree: dict[str, Any] = config.model_dump(mode="json")
     return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+
+
+def gradient_times(seconds: Sequence[float]) -> GradientTimes:
+    """Mean, interval, quantiles and the distribution that fits best."""
+    times = np.asarray(seconds, dtype=np.float64)
+    generator = np.random.default_rng(0)
+    means = generator.choice(times, (RESAMPLES, len(times))).mean(axis=1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return GradientTimes(
+        num_measured=len(times),
+        seconds=float(times.mean()),
+        low=float(low),
+        high=float(high),
+        jitter=float(times.std() / times.mean()),
+        quantiles={f"{share:g}": float(np.quantile(times, share)) for share in QUANTILES},
+        fitted=fit_compute(times),
+    )
+
+
+def fit_compute(times: NDArray[np.float64]) -> ComputeModel:
+    """The best-fitting distribution with the mean and deviation of `times`: its distribution function is nearest to
+    theirs."""
+    mean, relative = float(times.mean()), float(times.std() / times.mean())
+    if relative < HARDLY_ANY:
+        return ComputeModel(seconds=mean)
+    spread = math.sqrt(math.log1p(relative**2))
+    candidates = [ComputeModel(distribution="log-normal", seconds=mean, spread=spread)]
+    if (half_width := math.sqrt(3.0) * relative) < 1.0:
+        candidates.append(ComputeModel(distribution="uniform", seconds=mean, spread=half_width))
+    return min(candidates, key=lambda model: _distance(np.sort(times), model))
+
+
+def _distance(times: NDArray[np.float64], model: ComputeModel) -> float:
+    """The Kolmogorov distance between a distribution and the empirical one of `times`, which must be ascending."""
+    if model.distribution == "uniform":
+        expected = np.clip((times / model.seconds - (1.0 - model.spread)) / (2.0 * model.spread), 0.0, 1.0)
+    else:
+        normal = NormalDist(math.log(model.seconds) - 0.5 * model.spread**2, model.spread)
+        expected = np.array([normal.cdf(math.log(each)) for each in times])
+    steps = np.arange(len(times) + 1) / len(times)
+    return float(max(np.abs(expected - steps[1:]).max(), np.abs(expected - steps[:-1]).max()))
+
+
+def fit_link(seconds_by_bytes: Mapping[int, float]) -> LinkModel:
+    """The line seconds = latency + bytes / bandwidth that fits best, neither of them below 0.
+
+    Each squared error is weighted by 1 / seconds, a compromise: with equal weights, the largest message would decide,
+    and with 1 / seconds**2, a few slow small messages would spoil the bandwidth.
+    """
+    sizes, seconds = (np.array(list(each), dtype=np.float64) for each in (seconds_by_bytes, seconds_by_bytes.values()))
+    weights = seconds**-0.5
+    rows, wanted = np.stack([weights, sizes * weights], axis=1), seconds * weights
+    latency, per_byte = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    if len(sizes) < 2 or per_byte <= 0.0:
+        latency, per_byte = float(seconds.min()), 1e-15
+    elif latency < 0.0:
+        latency, per_byte = 0.0, float((rows[:, 1] @ wanted) / (rows[:, 1] @ rows[:, 1]))
+    return LinkModel(latency=float(latency), bandwidth=float(1.0 / per_byte))

@@ -1,13 +1,21 @@
-"""What a plan needs to know of a job: the size of its model, its mini-batches, and the operations of a gradient."""
+"""What a plan needs to know of a job: its model, mini-batches and operations, and the memory that a learner needs.
+
+Weights, gradients and optimizer are computed from the model; activations and operations are measured on one mini-batch.
+"""
 
 import warnings
+from dataclasses import astuple, dataclass, fields
 
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from starling.checkpoint.cut import Cut
+from starling.engines.processes.island import blocks_of
 from starling.predict.costs import JobFacts
 from starling.training.flat import trainable
 from starling.training.job import Job
+from starling.training.tensor_plan import cut_dims
 from starling.workload import Ticket
 
 
@@ -37,3 +45,83 @@ def _flops(job: Job) -> float | None:
             for examples in workload.load(Ticket(0, 0, 0)):
                 workload.loss(model, examples).backward()  # type: ignore[no-untyped-call]
     return float(counter.get_total_flops()) or None
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """What one learner holds, in bytes, or one rank of an island. Not counted are copies that a strategy makes, and the
+    libraries of the process."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Parameters that are not its own while it computes: of a sharded island, what is in no block, and the largest
+    block with its gradient; of a tensor island, what is not cut."""
+    activations: int
+    """What backward needs of the largest micro-batch of the first mini-batch, measured with a whole model."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(astuple(self))
+
+    def __str__(self) -> str:
+        sizes = {each.name: getattr(self, each.name) for each in fields(self)}
+        listed = ", ".join(f"{name} {size / 1e6:.3g} MB" for name, size in sizes.items() if size)
+        return f"{self.total / 1e6:.3g} MB: {listed}"
+
+
+def memory_of(job: Job) -> LearnerMemory:
+    """The memory of a learner of a job, from its model, its optimizer, its island, and a forward pass."""
+    model, island = job.workload.make_model(), job.island
+    parameters = trainable(model)
+    shapes, item = tuple(tuple(each.shape) for each in parameters), parameters[0].itemsize
+    whole, gathered, dims = sum(each.nbytes for each in parameters), 0, (0,) * len(parameters)
+    if island.tensor > 1:
+        cut = cut_dims(model)
+        dims = tuple(cut.get(each, 0) for each in parameters)
+        gathered = whole - sum(each.nbytes for each in parameters if each in cut)
+    elif island.sharded > 1:
+        seen: set[nn.Parameter] = set()
+        blocks = [_bytes_in(block, seen) for block in blocks_of(model)]
+        gathered = whole - sum(blocks) + 2 * max(blocks, default=0)
+    own = item * Cut(island.size, shapes, dims).local_numbers
+    return LearnerMemory(own, own, own * _vectors(job), gathered, _activations(job, model))
+
+
+def _bytes_in(block: nn.Module, seen: set[nn.Parameter]) -> int:
+    """The bytes of a block's parameters that are in no block seen before, which may be a part of it."""
+    own = [each for each in block.parameters() if each.requires_grad and each not in seen]
+    seen.update(own)
+    return sum(each.nbytes for each in own)
+
+
+def _vectors(job: Job) -> int:
+    """How many numbers the optimizer keeps for each weight."""
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.zeros(2)
+    optimizer = job.make_optimizer([parameter])
+    optimizer.step()
+    state = optimizer.state[parameter].values()
+    return sum(isinstance(each, Tensor) and each.shape == parameter.shape for each in state)
+
+
+def _activations(job: Job, model: nn.Module) -> int:
+    """Bytes of what backward needs of a forward pass, besides parameters and buffers."""
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    most = 0
+    for examples in job.workload.load(Ticket(0, 0, 0)):
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+            loss = job.workload.loss(model, examples)
+        most = max(most, sum(kept.values()))
+        del loss
+    return most

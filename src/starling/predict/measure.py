@@ -3,20 +3,18 @@
 Learners are started, connected and watched as in any run, so that what is measured is what training will pay.
 """
 
-import json
 import resource
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from starling.configuration import Config
 from starling.learner import Learner
@@ -60,15 +58,12 @@ class Figures:
 
     def write(self, folder: Path, rank: int) -> None:
         """For the process that asked."""
-        (folder / f"figures-{rank}.json").write_text(json.dumps(asdict(self)))
+        (folder / f"figures-{rank}.json").write_bytes(TypeAdapter(Figures).dump_json(self))
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> "Figures":
         """What learner `rank` wrote."""
-        found: dict[str, Any] = json.loads((folder / f"figures-{rank}.json").read_text())
-        for name in ("exchanges", "means"):
-            found[name] = {int(num_bytes): seconds for num_bytes, seconds in found[name].items()}
-        return cls(**found)
+        return TypeAdapter(cls).validate_json((folder / f"figures-{rank}.json").read_bytes())
 
 
 class MeasureOptions(Config):

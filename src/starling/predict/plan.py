@@ -15,14 +15,14 @@ from starling.budget import Budget
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, LinkModel, NodeModel
 from starling.errors import ConfigError
-from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, read_profile, read_yaml, validated
+from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, loaded, read_profile
 from starling.predict.deciding import WORTH, Arm, is_clearly_ahead, ranked, tried, worth
-from starling.predict.facts import facts_of
-from starling.predict.memory import memory_of
+from starling.predict.facts import facts_of, memory_of
 from starling.predict.predict import Machines, Speed, bisect, simulate
 from starling.recipe.problems import describe, refused
 from starling.recipe.run import StrategyChoice
 from starling.reporting.lines import mean_staleness
+from starling.reporting.progress import Say
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import NO_ISLANDS, between_islands
 from starling.training.job import Job
@@ -42,7 +42,6 @@ NO_PERIODIC = (
 )
 SLOWEST, BANDWIDTHS = (1.5, 4.0, 10.0, 100.0), (10.0, 100.0, 1000.0)
 """How far crossing points are looked for: a learner that many times slower; links that many times slower or faster."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def plan(
     planner = _Planner(costs, read_cluster(cluster), stragglers, budget, price, say, own)
     if strategies is None:
         planner.notes.append(NO_PERIODIC)
-    return planner.plan(learners, _usual(own) if strategies is None else list(strategies), own, crossings)
+    return planner.plan(learners, _usual(own) if strategies is None else strategies, crossings)
 
 
 def _usual(own: Job | None) -> list[str]:
@@ -209,12 +208,6 @@ def _usual(own: Job | None) -> list[str]:
         for name, each in STRATEGIES.items()
         if (name not in NOT_PLANNED and each.kind != "periodic") or of_job is each
     ]
-
-
-def recommend(rows: Sequence[Forecast]) -> tuple[Forecast, Forecast | None]:
-    """The row to choose, and the next."""
-    order = ranked(rows)
-    return order[0], next(iter(order[1:]), None)
 
 
 class _Planner:
@@ -231,7 +224,7 @@ class _Planner:
         own: Job | None,
     ) -> None:
         self._costs, self._budget, self._price, self._say = costs, budget, price, say
-        self._given, self._stragglers = given, stragglers
+        self._given, self._stragglers, self._own = given, stragglers, own
         self.notes: list[str] = []
         self._memory, self._island, self._traffic = costs.memory_bytes, NO_ISLANDS, None
         if own is not None and own.island.size > 1:
@@ -242,32 +235,30 @@ class _Planner:
                 self._traffic = traffic_of(own.workload)
                 self.notes.append("a rank of a tensor island is taken to compute as long as a lone learner")
 
-    def plan(
-        self, learners: Sequence[int], chosen: Sequence[str | Mapping[str, Any]], own: Job | None, crossings: bool
-    ) -> Plan:
+    def plan(self, learners: Sequence[int], chosen: Sequence[str | Mapping[str, Any]], crossings: bool) -> Plan:
         """The rows of all strategies and numbers of learners, and what follows from those of the largest number."""
         found: dict[int, list[tuple[Arm, Forecast]]] = {}
         for world in dict.fromkeys(learners):
-            found[world] = [(arm, self.row(arm, world)) for arm in self.arms(chosen, world, own)]
+            found[world] = [(arm, self.row(arm, world)) for arm in self.arms(chosen, world)]
         rows = [row for pairs in found.values() for _, row in pairs]
         if not rows:
             raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(self.notes))
         largest = max(world for world, pairs in found.items() if pairs)
-        recommended, second = recommend([row for row in rows if row.learners == largest])
         pairs = found[largest]
+        recommended, *others = ranked([row for _, row in pairs])
         best = next(arm for arm, row in pairs if row is recommended)
         crossed = tuple(self.crossings([arm for arm, _ in pairs], largest, best)) if crossings else ()
-        reason = _reason(recommended, second, self._costs)
+        reason = _reason(recommended, next(iter(others), None), self._costs)
         return Plan(tuple(rows), recommended, reason, crossed, (*self.notes, *self.assumptions()))
 
-    def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int, job: Job | None) -> list[Arm]:
+    def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int) -> list[Arm]:
         """The strategies that fit so many learners, each with its options, and those given where several were tried;
         a note on each that does not."""
         found = []
         for each in chosen:
             choice = StrategyChoice.model_validate(each)
             try:
-                found.append(self._arm(choice, world, job))
+                found.append(self._arm(choice, world))
             except ValidationError as error:
                 options = dict(choice.model_extra or {})
                 lines = describe(error, choice.strategy.options, options, prefix="strategy.")
@@ -276,22 +267,19 @@ class _Planner:
                 self.notes.append(f"{choice.name} with {world} learners is left out: {error}")
         return found
 
-    def _arm(self, choice: StrategyChoice, world: int, job: Job | None) -> Arm:
+    def _arm(self, choice: StrategyChoice, world: int) -> Arm:
         strategy, given = choice.strategy, dict(choice.model_extra or {})
-        fields, per_node = strategy.options.model_fields, self._per_node()
-        if not given and job is not None and job.strategy.name == strategy.name:
-            return self._fitting(Arm(strategy, job.options), world)
+        fields, own = strategy.options.model_fields, self._own
+        nodes = self._given.get("nodes")
+        per_node = max(2, nodes.size if isinstance(nodes, NodeModel) else self._costs.devices_per_node)
+        if not given and own is not None and own.strategy.name == strategy.name:
+            return self._fitting(Arm(strategy, own.options), world)
         if not given and "period" in fields:
             patterns = ("pairs", "ring") if world > 2 else ("ring",)
             return ranked(list(tried(choice.name, per_node, patterns, partial(self._trial, world))))[0].arm
         if "per_node" in fields:
             given.setdefault("per_node", per_node)
         return self._fitting(Arm(strategy, strategy.options.model_validate(given)), world)
-
-    def _per_node(self) -> int:
-        nodes = self._given.get("nodes")
-        size = nodes.size if isinstance(nodes, NodeModel) else self._costs.devices_per_node
-        return size if size > 1 else 2
 
     def _fitting(self, arm: Arm, world: int) -> Arm:
         between_islands(arm.strategy, self._island).validate(arm.options, world)
@@ -316,7 +304,7 @@ class _Planner:
         at_once = simulate(arm, world, machines.without_exchange())
         seconds = median(speed.seconds_per_gradient for speed in speeds)
         low, high = self._interval(arm, world, machines, speeds)
-        hours, per_epoch = (self._hours(seconds, whole) for whole in (True, False))
+        hours, batches_per_epoch = self._hours(seconds), self._costs.job.batches_per_epoch
         waiting = sum(speed.waiting for speed in speeds) / len(speeds)
         exchanging = min(waiting, max(0.0, 1.0 - at_once.seconds_per_gradient / seconds))
         staleness = sum((speed.staleness for speed in speeds), Counter[int]())
@@ -325,14 +313,14 @@ class _Planner:
         return Forecast(
             strategy=arm.name,
             learners=world,
-            hours_per_epoch=per_epoch,
+            hours_per_epoch=seconds * batches_per_epoch / SECONDS_PER_HOUR,
             hours=hours,
-            hours_low=self._hours(low, True),
-            hours_high=self._hours(high, True),
+            hours_low=self._hours(low),
+            hours_high=self._hours(high),
             computing=1.0 - waiting,
             waiting=waiting - exchanging,
             exchanging=exchanging,
-            gigabytes_per_link=bytes_sent * self._costs.job.batches_per_epoch / world / 1e9,
+            gigabytes_per_link=bytes_sent * batches_per_epoch / world / 1e9,
             megabytes_per_second=bytes_sent / seconds / world / 1e6,
             staleness_mean=mean,
             staleness_median=_quantile(staleness, 0.5),
@@ -352,13 +340,9 @@ class _Planner:
         error = self._costs.validation.error if self._costs.validation else 0.0
         return min(every) / (1.0 + error), max(every) / (1.0 - min(error, 0.9))
 
-    def _hours(self, seconds_per_gradient: float, whole_run: bool) -> float:
-        """Hours of an epoch, or of the whole run."""
-        per_epoch = self._costs.job.batches_per_epoch
-        if not whole_run:
-            return seconds_per_gradient * per_epoch / SECONDS_PER_HOUR
-        limits = [self._budget.steps, None if self._budget.epochs is None else self._budget.epochs * per_epoch]
-        gradients = min((each for each in limits if each is not None), default=None)
+    def _hours(self, seconds_per_gradient: float) -> float:
+        """Hours of the whole run."""
+        gradients = self._budget.num_batches(self._costs.job.batches_per_epoch)
         hours = [] if gradients is None else [seconds_per_gradient * gradients / SECONDS_PER_HOUR]
         return min([*hours, *([] if self._budget.minutes is None else [self._budget.minutes / 60.0])])
 
@@ -418,13 +402,8 @@ def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Co
     """The sections of a cluster that a file or a mapping gives. ConfigError for anything else."""
     if cluster is None:
         return {}
-    where, tree, advice = "cluster", cluster, "give keys of a recipe's section, such as `link: {bandwidth: 1.25e9}`"
-    if isinstance(cluster, Path | str):
-        where = f"cluster {cluster}"
-        tree = read_yaml(Path(cluster), where, advice)
-    if isinstance(tree, Mapping) and set(tree) == {"cluster"}:
-        tree = tree["cluster"]
-    found = validated(tree, Cluster, where, advice)
+    advice = "give keys of a recipe's section, such as `link: {bandwidth: 1.25e9}`"
+    found = loaded(Cluster, Path(cluster) if isinstance(cluster, str) else cluster, "cluster", advice)
     return {name: getattr(found, name) for name in found.model_fields_set}
 
 

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from starling.configuration import Config
@@ -98,23 +99,18 @@ class Machines:
             shared = {"uplink": uplink * factor} if isinstance(uplink, float) else {}
             return _changed(cluster, link={"bandwidth": cluster.link.bandwidth * factor}, nodes=shared)
 
-        return replace(self, changes=(*self.changes, change))
+        return self._with(change)
 
     def with_compute(self, factor: float) -> "Machines":
         """The same machines, whose gradients take so many times as long."""
-
-        def change(cluster: Cluster) -> Cluster:
-            return _changed(cluster, compute={"seconds": cluster.compute.seconds * factor})
-
-        return replace(self, changes=(*self.changes, change))
+        return self._with(lambda each: _changed(each, compute={"seconds": each.compute.seconds * factor}))
 
     def without_exchange(self) -> "Machines":
         """The same machines, with links on which everything arrives at once."""
         at_once = {"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND}
+        return self._with(lambda each: _changed(each, link=at_once, nodes=at_once | {"uplink": None}))
 
-        def change(cluster: Cluster) -> Cluster:
-            return _changed(cluster, link=at_once, nodes=at_once | {"uplink": None})
-
+    def _with(self, change: Callable[[Cluster], Cluster]) -> "Machines":
         return replace(self, changes=(*self.changes, change))
 
     def with_slow(self, rank: int, factor: float) -> "Machines":
@@ -196,22 +192,12 @@ def _waiting(spent: Spent) -> Seconds:
 
 def _run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int) -> TimingOutcome:
     num_bytes, cluster = machines.costs.job.model_bytes // 4 * 4, machines.cluster(arm, learners)
-    stragglers, options = machines.stragglers, arm.options
+    options, slowness, island, traffic = arm.options, machines.stragglers, machines.island, machines.traffic
     if getattr(options, "warm_up", 0):
         options = options.model_copy(update={"warm_up": 0})
+    run = partial(simulate_timing, seed=seed, stragglers=slowness, island=island, traffic=traffic)
     try:
-        return simulate_timing(
-            arm.strategy,
-            options,
-            learners,
-            cluster,
-            num_bytes,
-            steps,
-            seed=seed,
-            stragglers=stragglers,
-            island=machines.island,
-            traffic=machines.traffic,
-        )
+        return run(arm.strategy, options, learners, cluster, num_bytes, steps)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():
             raise
@@ -221,13 +207,13 @@ def _run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int) -> 
         ) from error
 
 
-def bisect(holds: Callable[[float], bool], low: float, high: float, tolerance: float = 0.03) -> float:
-    """The place between `low` and `high`, both positive, at which `holds` changes, to a relative `tolerance`.
+def bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """The place between `low` and `high`, both positive, at which `holds` changes, within 3 %.
 
     `holds` must differ at the two ends; which of them it is true at does not matter.
     """
     at_low = holds(low)
-    while max(high / low, low / high) > 1.0 + tolerance:
+    while max(high / low, low / high) > 1.03:
         middle = math.sqrt(low * high)
         if holds(middle) == at_low:
             low = middle

@@ -4,7 +4,7 @@ recipe's base and with `key=value` arguments."""
 import copy
 import re
 import shutil
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,30 +104,27 @@ def read_recipe(path: Path) -> Tree:
     mapping, and for circular bases.
     """
     tree: Tree = {}
-    seen: list[Path] = []
-    following: Path | None = _located(path)
-    while following is not None:
-        path = following
-        if path.resolve() in seen:
-            raise ConfigError(f"recipe {seen[0]}: its `base` is circular: it leads back to {path}; remove one `base`")
-        seen.append(path.resolve())
-        own = _read_mapping(path)
-        following = _base(path, own.pop("base", None))
+    for _, own in _with_bases(path):
         tree = merge(own, tree)
     return tree
 
 
-def read_base(path: Path) -> Path | None:
-    """The `base` of a recipe; None if it has none. Raises ConfigError as `read_recipe`."""
-    return _base(path, _read_mapping(path).get("base"))
-
-
-def _base(path: Path, base: object) -> Path | None:
-    if base is None:
-        return None
-    if not isinstance(base, str) or any(each == "\0" or "\ud800" <= each <= "\udfff" for each in base):
-        raise ConfigError(f"recipe {path}: base must be the path of another recipe, got {base!r}")
-    return path.parent / base
+def _with_bases(path: Path) -> Iterator[tuple[Path, Tree]]:
+    """The file of a recipe, that of its base and so on, each with its own keys."""
+    seen: list[Path] = []
+    path = _located(path)
+    while True:
+        if path.resolve() in seen:
+            raise ConfigError(f"recipe {seen[0]}: its `base` is circular: it leads back to {path}; remove one `base`")
+        seen.append(path.resolve())
+        own = _read_mapping(path)
+        base: object = own.pop("base", None)
+        yield path, own
+        if base is None:
+            return
+        if not isinstance(base, str) or any(each == "\0" or "\ud800" <= each <= "\udfff" for each in base):
+            raise ConfigError(f"recipe {path}: base must be the path of another recipe, got {base!r}")
+        path = path.parent / base
 
 
 def _located(path: Path) -> Path:
@@ -224,9 +221,7 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
     known = {path.stem: path for path in _files()}
     if name not in known:
         raise ConfigError(f"recipe {name!r} is unknown; {did_you_mean(name, known)}known are {', '.join(known)}")
-    sources = [known[name]]
-    while (base := read_base(sources[-1])) is not None:
-        sources.append(base)
+    sources = [path for path, _ in _with_bases(known[name])]
     copies = [to / path.name for path in sources]
     if existing := [str(copy) for copy in copies if copy.exists()]:
         raise ConfigError(f"{', '.join(existing)}: exists already; remove it, or copy to another folder")

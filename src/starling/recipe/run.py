@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from starling.budget import Budget, Schedule
 from starling.configuration import Config, digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
-from starling.recipe.auto import AUTO, AUTO_STRATEGY
+from starling.learner import Learner
 from starling.recipe.file import Tree
 from starling.recipe.problems import describe, refused
 from starling.strategies import Strategy, find_strategy
@@ -108,6 +108,46 @@ def _try(kind: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> 
         kind(parameters, lr=lr, **options).step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{title} cannot train with lr {lr} and options {options}: {error}") from None
+
+
+AUTO = "auto"
+CANDIDATES = ("allreduce", "delay-by-one", "dpsgd", "adpsgd", "hadpsgd")
+"""What `auto` chooses from, the plainest first. `hogwild` needs one machine, and `parameter-server` gives learners away
+as servers."""
+
+
+def _are_candidates(among: tuple[str, ...]) -> tuple[str, ...]:
+    unknown = [name for name in among if name not in CANDIDATES]
+    if unknown:
+        raise ValueError(f"auto cannot choose {', '.join(unknown)}; it chooses among {', '.join(CANDIDATES)}")
+    return among
+
+
+class AutoOptions(Config):
+    """The options of `strategy: auto`, whose choice is made from measurements before the run and takes its place."""
+
+    among: Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_are_candidates)] = CANDIDATES
+    """The strategies to choose from."""
+    seconds: float = Field(default=60.0, gt=0.0, le=600.0)
+    """The longest that measuring should take. It takes less where the run is short: about 3 % of it."""
+
+
+async def _unchosen(me: Learner, options: AutoOptions) -> None:
+    raise ConfigError(
+        "strategy: auto is chosen by `starling train` and `starling simulate` before the learners start; name a "
+        "strategy here"
+    )
+
+
+AUTO_STRATEGY = Strategy(
+    AUTO,
+    "measure the machines at hand, and choose one of the others",
+    _unchosen,
+    options=AutoOptions,
+    averages_gradients=lambda options: True,  # a weighting may have an effect: it limits the choice
+    kind="chosen by measuring",
+)
+"""A placeholder, for the checks that are made before the choice."""
 
 
 Learners = Annotated[int, Field(ge=1, le=4096)]

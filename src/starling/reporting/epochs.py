@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from starling.launch.messages import EpochEnd, Snapshot
-from starling.reporting.lines import duration, mean_staleness
+from starling.reporting.lines import duration, mean_staleness, rounds_per_gradient, share
 
 if TYPE_CHECKING:
     from starling.training.job import EpochReport, StepReport
 
-Seconds = float
 FAR = 255
 """The index of the last entry of `EpochEnd.staleness`, which counts this and any larger staleness."""
 _MUCH = 5.0
@@ -23,40 +22,62 @@ _EPOCHS_BEHIND = 2
 """A learner that is so many epochs behind another is not waited for."""
 
 
-class Meter:
-    """Sums up one learner's steps between snapshots."""
+@dataclass
+class Sums:
+    """Of several gradients of a learner. A loss that is not finite is excluded, and counted elsewhere."""
 
-    def __init__(self, world: int) -> None:
+    batches: int = 0
+    examples: int = 0
+    frames: int = 0
+    losses: float = 0.0
+    """Losses times frames."""
+    audio: float = 0.0
+    """Seconds."""
+
+    def add(self, report: StepReport) -> None:
+        """Add one gradient."""
+        self.batches += 1
+        self.examples += report.num_examples
+        self.audio += report.audio_seconds
+        if math.isfinite(report.loss):
+            self.frames += max(1, report.num_frames)
+            self.losses += report.loss * max(1, report.num_frames)
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss per frame; None without frames."""
+        return self.losses / self.frames if self.frames else None
+
+
+class Meter:
+    """Sums up one learner's steps between the snapshots of each of several listeners."""
+
+    def __init__(self, world: int, num_listeners: int = 1) -> None:
         self._world = world
         self._last: StepReport | None = None
-        self._sum, self._frames, self._audio = 0.0, 0, 0.0
-        self._examples = 0
-        self._epoch_sum, self._epoch_frames = 0.0, 0
-        self._since_minutes: float | None = None
+        self._new, self._epoch = [Sums() for _ in range(num_listeners)], Sums()
+        self._since_minutes = [0.0] * num_listeners
 
     def add(self, report: StepReport) -> None:
         """Count one gradient."""
         if self._last is None or self._last.ticket.epoch != report.ticket.epoch:
-            self._epoch_sum, self._epoch_frames = 0.0, 0
-        frames = max(1, report.num_frames) if math.isfinite(report.loss) else 0
-        loss = report.loss if frames else 0.0  # a loss that is not finite is excluded, and counted elsewhere
-        self._sum += loss * frames
-        self._frames += frames
-        self._examples += report.num_examples
-        self._epoch_sum += loss * frames
-        self._epoch_frames += frames
-        if self._since_minutes is None:
-            self._since_minutes = report.minutes  # the first batch has no known start: its audio is not counted
-        else:
-            self._audio += report.audio_seconds
+            self._epoch = Sums()
+        self._epoch.add(report)
+        for new in self._new:
+            new.add(report)
+            if self._last is None:
+                new.audio = 0.0  # the first batch has no known start
+        if self._last is None:
+            self._since_minutes = [report.minutes] * len(self._new)
         self._last = report
 
-    def take(self) -> Snapshot | None:
-        """A snapshot of the gradients since the previous one; None if there was no finite loss."""
-        last = self._last
-        if last is None or self._frames == 0:
+    def take(self, listener: int = 0) -> Snapshot | None:
+        """A snapshot of the gradients since the listener's previous one; None if there was no finite loss."""
+        new, last = self._new[listener], self._last
+        loss, running_loss = new.loss, self._epoch.loss
+        if last is None or loss is None or running_loss is None:
             return None
-        seconds = 60.0 * (last.minutes - (self._since_minutes or 0.0))
+        seconds = 60.0 * (last.minutes - self._since_minutes[listener])
         snapshot = Snapshot(
             learner_id=last.rank,
             world=self._world,
@@ -64,36 +85,30 @@ class Meter:
             batch=last.ticket.index,
             num_batches=last.num_batches,
             step=last.ticket.step,
-            loss=self._sum / self._frames,
-            num_frames=self._frames,
-            running_loss=self._epoch_sum / self._epoch_frames,
+            loss=loss,
+            num_frames=new.frames,
+            running_loss=running_loss,
             learning_rate=last.learning_rate,
-            audio_rate=self._audio / seconds if seconds > 0.0 else 0.0,
+            audio_rate=new.audio / seconds if seconds > 0.0 else 0.0,
             fraction=last.fraction,
             minutes=last.minutes,
-            num_examples=self._examples,
-            computing=last.spent.computing,
-            waiting_for_data=last.spent.waiting_for_data,
-            waiting_for_peers=last.spent.waiting_for_peers,
+            num_examples=new.examples,
+            **vars(last.spent),
         )
-        self._sum, self._frames, self._audio = 0.0, 0, 0.0
-        self._examples = 0
-        self._since_minutes = last.minutes
+        self._new[listener], self._since_minutes[listener] = Sums(), last.minutes
         return snapshot
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:
         """The learner's statistics of an epoch that ended after `step` mini-batches of all learners."""
-        spent, averaging, last = report.spent, report.averaging, self._last
-        has_loss = last is not None and last.ticket.epoch == report.epoch and self._epoch_frames > 0
+        averaging, last = report.averaging, self._last
+        own = self._epoch if last is not None and last.ticket.epoch == report.epoch else Sums()
         return EpochEnd(
             learner_id=report.rank,
             world=self._world,
             epoch=report.epoch,
             num_steps=report.num_steps,
             seconds=report.seconds,
-            computing=spent.computing,
-            waiting_for_data=spent.waiting_for_data,
-            waiting_for_peers=spent.waiting_for_peers,
+            **vars(report.spent),
             step=step,
             num_rounds=averaging.rounds,
             bytes_sent=averaging.bytes_sent,
@@ -102,8 +117,8 @@ class Meter:
             largest_staleness=max(averaging.staleness, default=0),
             consensus_distance=report.consensus_distance,
             num_not_finite=report.num_not_finite,
-            loss=self._epoch_sum / self._epoch_frames if has_loss else None,
-            num_frames=self._epoch_frames if has_loss else 0,
+            loss=own.loss,
+            num_frames=own.frames,
             learning_rate=last.learning_rate if last is not None else None,
         )
 
@@ -141,6 +156,37 @@ class Score:
         return f"after {self.trained}, {self.set_name}: {self.line}"
 
 
+_SUMMED = (
+    *("num_steps", "seconds", "computing", "waiting_for_data", "waiting_for_peers"),
+    *("num_rounds", "bytes_sent", "num_not_finite", "num_frames"),
+)
+
+
+def together(ends: Sequence[EpochEnd]) -> EpochEnd:
+    """The statistics of several learners or epochs as if they were those of one. Times are sums, too; the learning rate
+    is the smallest one and thus the newest, as schedules decay."""
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in ends) for name in _SUMMED}
+    staleness = tuple(sum(counts) for counts in zip_longest(*(each.staleness for each in ends), fillvalue=0))
+    summed = sum(each.mean_staleness * sum(each.staleness) for each in ends)
+    losses, frames = sum(each.loss * each.num_frames for each in ends if each.loss is not None), sums["num_frames"]
+    means = [summed / sum(staleness)] if any(staleness) else [each.mean_staleness for each in ends]
+    return EpochEnd(
+        learner_id=-1,
+        world=len(ends),
+        epoch=max((each.epoch for each in ends), default=0),
+        **sums,
+        step=max((each.step for each in ends), default=0),
+        staleness=staleness,
+        mean_staleness=max(means, default=0.0),
+        largest_staleness=max((each.largest_staleness for each in ends), default=0),
+        consensus_distance=next(
+            (each.consensus_distance for each in ends if each.consensus_distance is not None), None
+        ),
+        loss=losses / frames if frames else None,
+        learning_rate=min((each.learning_rate for each in ends if each.learning_rate is not None), default=None),
+    )
+
+
 @dataclass(frozen=True)
 class EpochSummary:
     """The combined statistics of an epoch."""
@@ -151,108 +197,46 @@ class EpochSummary:
     missing: tuple[int, ...] = ()
     """Members that are too far behind and have not reported the epoch."""
 
-    @property
-    def num_steps(self) -> int:
-        """Gradients of all learners."""
-        return sum(each.num_steps for each in self.ends)
-
-    @property
-    def seconds(self) -> Seconds:
-        """The time of the slowest learner."""
-        return max((each.seconds for each in self.ends), default=0.0)
-
-    @property
-    def loss(self) -> float | None:
-        """Mean training loss per frame; None without frames."""
-        summed = sum(each.loss * each.num_frames for each in self.ends if each.loss is not None)
-        frames = sum(each.num_frames for each in self.ends)
-        return summed / frames if frames else None
-
-    @property
-    def learning_rate(self) -> float | None:
-        """The smallest of the learners' last learning rates, and thus the newest, as schedules decay."""
-        return min((each.learning_rate for each in self._computing if each.learning_rate is not None), default=None)
-
-    @property
-    def num_rounds(self) -> int:
-        """Averaging rounds, summed over the learners."""
-        return sum(each.num_rounds for each in self.ends)
-
-    @property
-    def mean_staleness(self) -> float:
-        """Mean staleness of all gradients."""
-        summed = sum(each.mean_staleness * sum(each.staleness) for each in self.ends)
-        counted = sum(sum(each.staleness) for each in self.ends)
-        return summed / counted if counted else max((each.mean_staleness for each in self.ends), default=0.0)
-
-    @property
-    def largest_staleness(self) -> int:
-        return max((each.largest_staleness for each in self.ends), default=0)
-
-    @property
-    def staleness(self) -> list[int]:
-        """How many gradients of all learners had a staleness of 0, 1, 2, …; see `EpochEnd.staleness`."""
-        return [sum(counts) for counts in zip_longest(*(each.staleness for each in self.ends), fillvalue=0)]
-
-    @property
-    def consensus_distance(self) -> float | None:
-        """At the epoch's end, where it is known."""
-        return next((each.consensus_distance for each in self.ends if each.consensus_distance is not None), None)
-
-    @property
-    def num_not_finite(self) -> int:
-        """Gradients that were skipped because they were not finite."""
-        return sum(each.num_not_finite for each in self.ends)
-
-    @property
-    def worst(self) -> EpochEnd | None:
-        """The learner with the smallest share of time spent computing; None if the difference is below `_MUCH`."""
-        worst = min(self._computing, key=lambda each: each.share(each.computing), default=None)
-        if worst is None or self.share("computing") - worst.share(worst.computing) < _MUCH:
-            return None
-        return worst
-
-    def share(self, what: str) -> float:
-        """`computing`, `waiting_for_data` or `waiting_for_peers` as a percentage of the workers' time."""
-        total = sum(each.seconds for each in self._computing)
-        return 100.0 * sum(getattr(each, what) for each in self._computing) / total if total > 0.0 else 0.0
-
     def line(self, score: Score | None = None) -> str:
         """The line to print, with `score` if it is new."""
-        begin = f"epoch {self.epoch + 1} ended after {duration(self.seconds)}"
+        every, workers = together(self.ends), together(self._computing)
+        begin = f"epoch {self.epoch + 1} ended after {duration(max(each.seconds for each in self.ends))}"
         if self.missing:
             begin += f" (without learner {', '.join(map(str, self.missing))})"
-        parts = [f"loss {self.loss:.4f}"] if self.loss is not None else []
-        if self.learning_rate is not None:
-            parts.append(f"lr {self.learning_rate:.3g}")
-        worst = self.worst
-        named = f" (learner {worst.learner_id}: {worst.share(worst.computing):.0f} %)" if worst else ""
+        parts = [f"loss {every.loss:.4f}"] if every.loss is not None else []
+        if workers.learning_rate is not None:
+            parts.append(f"lr {workers.learning_rate:.3g}")
+        computing = share(workers, "computing")
+        worst = min(self._computing, key=lambda each: share(each, "computing"))
+        least = share(worst, "computing")
+        named = f" (learner {worst.learner_id}: {least:.0f} %)" if computing - least >= _MUCH else ""
         parts += [
-            f"computing {self.share('computing'):.0f} %{named}",
-            f"waiting {self.share('waiting_for_data'):.0f} % for data",
-            f"{self.share('waiting_for_peers'):.0f} % for peers",
+            f"computing {computing:.0f} %{named}",
+            f"waiting {share(workers, 'waiting_for_data'):.0f} % for data",
+            f"{share(workers, 'waiting_for_peers'):.0f} % for peers",
         ]
-        if self.num_rounds or self.largest_staleness:
-            parts.append(f"staleness {self.mean_staleness:.1f} (at most {self.largest_staleness})")
-        if self.num_rounds and self.num_steps:
-            parts.append(f"{self.num_rounds / self.num_steps:.2f} rounds per gradient")
-        if self.num_not_finite:
-            parts.append(f"{self.num_not_finite} gradients not finite and left out")
+        if every.num_rounds or every.largest_staleness:
+            parts.append(f"staleness {every.mean_staleness:.1f} (at most {every.largest_staleness})")
+        if every.num_rounds and every.num_steps:
+            parts.append(f"{rounds_per_gradient(every):.2f} rounds per gradient")
+        if every.num_not_finite:
+            parts.append(f"{every.num_not_finite} gradients not finite and left out")
         if score is not None:
             parts.append(f"{score.set_name} WER {score.wer:.2f} % after {score.trained}")
         return f"{begin}: {', '.join(parts)}"
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event."""
+        every = together(self.ends)
         return {
             "epoch": self.epoch + 1,
-            "step": max((each.step for each in self.ends), default=0),
-            "steps_in_epoch": self.num_steps,
-            "seconds": self.seconds,
-            "loss": self.loss,
-            "learning_rate": self.learning_rate,
-            "staleness": self.staleness,
-            "consensus_distance": self.consensus_distance,
+            "step": every.step,
+            "steps_in_epoch": every.num_steps,
+            "seconds": max(each.seconds for each in self.ends),
+            "loss": every.loss,
+            "learning_rate": together(self._computing).learning_rate,
+            "staleness": every.staleness,
+            "consensus_distance": every.consensus_distance,
             "learners": {
                 str(each.learner_id): {
                     "steps": each.num_steps,

@@ -5,9 +5,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+Event = Mapping[str, Any]
 
 
 class Events:
@@ -64,3 +67,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a run, in their order; a line that is no event is left out, and so is a file that is not there."""
+    found: list[Event] = []
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and isinstance(event.get("kind"), str):
+                    found.append(event)
+    return found

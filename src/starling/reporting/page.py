@@ -5,7 +5,8 @@ import gzip
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import groupby
 from operator import attrgetter
@@ -47,7 +48,7 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
     Plotly's script is in it once, compressed, and the browser unpacks it. All text is escaped,
     and a content security policy in the page refuses every request.
     """
-    drawn: dict[str, go.Figure | None] = {
+    drawn: dict[str, go.Figure] = {
         "time": loss_by_time(experiments),
         "samples": loss_by_samples(experiments),
         "validation": validation(experiments),
@@ -55,20 +56,18 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
         "staleness": staleness(experiments),
         "consensus": consensus(experiments),
     }
-    timelines = {
-        f"timeline-{place}": (each, timeline(each, MAX_STRETCHES // len(experiments)))
-        for place, each in enumerate(experiments)
-    }
-    drawn |= {name: figure for name, (_, figure) in timelines.items()}
-    specs = "{" + ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in drawn.items() if figure) + "}"
+    most = MAX_STRETCHES // len(experiments)
+    drawn |= {f"timeline-{place}": timeline(each, most) for place, each in enumerate(experiments)}
+    figures = {name: figure for name, figure in drawn.items() if figure.data}
+    specs = "{" + ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in figures.items()) + "}"
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["duration"] = duration
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         title=", ".join(each.label for each in experiments),
         experiments=experiments,
-        figures={name for name, figure in drawn.items() if figure},
-        timelines=[(name, each) for name, (each, figure) in timelines.items() if figure],
+        figures=set(figures),
+        timelines=[(name, each) for place, each in enumerate(experiments) if (name := f"timeline-{place}") in figures],
         max_rows=MAX_ROWS,
         missing=lambda section: _missing(experiments, section),
         scored=[(each, scored) for each in experiments for scored in each.sets],
@@ -84,60 +83,56 @@ def _missing(experiments: Sequence[Evidence], section: Section) -> list[tuple[st
     return [(each.label, each.missing[section]) for each in experiments if section in each.missing]
 
 
-def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure | None:
+def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure:
     """Training loss against the time of training."""
     shown = [each for each in experiments if any(point.seconds is not None for point in each.curve)]
     longest = max((point.seconds or 0.0 for each in shown for point in each.curve), default=0.0)
     divisor, unit = _unit(longest)
-    figure = _figure(f"{_clock(shown)}, {unit}", "training loss")
+    drawing = _Drawing(f"{_clock(shown)}, {unit}", "training loss", experiments)
     for each in shown:
         points = [point for point in each.curve if point.seconds is not None]
-        _losses(figure, experiments, each, points, [(point.seconds or 0.0) / divisor for point in points])
-    return figure if shown else None
+        drawing.losses(each, points, [(point.seconds or 0.0) / divisor for point in points])
+    return drawing.figure
 
 
-def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure | None:
+def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure:
     """Training loss against mini-batches; a button shows it against utterances, where these are recorded."""
     shown = [each for each in experiments if each.curve]
-    figure, unit = _figure("mini-batches of all learners", "training loss"), _unit_of_examples(shown)
+    drawing, unit = _Drawing("mini-batches of all learners", "training loss", experiments), _unit_of_examples(shown)
     x: dict[str, list[list[float]]] = {"mini-batches": [], unit: []}
     for each in shown:
         steps, examples = [point.step for point in each.curve], [point.examples or 0 for point in each.curve]
-        x["mini-batches"] += _losses(figure, experiments, each, each.curve, steps)
+        x["mini-batches"] += drawing.losses(each, each.curve, steps)
         x[unit] += _x_of_losses(each.curve, examples)
     if shown and all(point.examples is not None for each in shown for point in each.curve):
-        buttons = [
-            {"label": label, "method": "update", "args": [{"x": own}, {"xaxis.title.text": f"{label} of all learners"}]}
-            for label, own in x.items()
-        ]
-        _buttons(figure, buttons)
-    return figure if shown else None
+        drawing.buttons(
+            {label: [{"x": own}, {"xaxis.title.text": f"{label} of all learners"}] for label, own in x.items()}
+        )
+    return drawing.figure
 
 
-def validation(experiments: Sequence[Evidence]) -> go.Figure | None:
+def validation(experiments: Sequence[Evidence]) -> go.Figure:
     """Word error rate on the valid set, epoch by epoch."""
-    shown = [each for each in experiments if each.validations]
-    figure = _figure("epochs", "WER on the valid set, %")
-    figure.update_yaxes(rangemode="tozero")
-    for each in shown:
-        values = [score.wer for score in each.validations]
-        _line(figure, experiments, each, [score.epochs for score in each.validations], values, "lines+markers")
-    return figure if shown else None
+    drawing = _Drawing("epochs", "WER on the valid set, %", experiments)
+    drawing.figure.update_yaxes(rangemode="tozero")
+    for each in experiments:
+        scores = each.validations
+        drawing.line(each, [score.epochs for score in scores], [score.wer for score in scores], "lines+markers")
+    return drawing.figure
 
 
-def speed_up(experiments: Sequence[Evidence]) -> go.Figure | None:
-    """Throughput relative to the experiments with the fewest learners, beside the ideal line. None where all have the
+def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
+    """Throughput relative to the experiments with the fewest learners, beside the ideal line. Empty where all have the
     same number of learners, or some clocks are real and others simulated."""
-    shown = [each for each in experiments if each.throughput]
+    shown = sorted((each for each in experiments if each.throughput), key=attrgetter("strategy", "learners"))
     fewest = min((each.learners for each in shown), default=0)
     most = max((each.learners for each in shown), default=0)
     if fewest == most or len({each.is_virtual for each in shown}) > 1:
-        return None
+        return go.Figure()
     base = mean(each.throughput or 0.0 for each in shown if each.learners == fewest) / fewest
-    figure = _figure(
-        "learners", f"{_unit_of_examples(shown)} per second, relative to {fewest} learner{'s' * (fewest > 1)}"
-    )
-    for place, (strategy, group) in enumerate(groupby(sorted(shown, key=_by_learners), attrgetter("strategy"))):
+    unit = f"{_unit_of_examples(shown)} per second, relative to {fewest} learner{'s' * (fewest > 1)}"
+    figure = _Drawing("learners", unit, experiments).figure
+    for place, (strategy, group) in enumerate(groupby(shown, attrgetter("strategy"))):
         points = list(group)
         figure.add_scatter(
             x=[each.learners for each in points],
@@ -156,17 +151,18 @@ def speed_up(experiments: Sequence[Evidence]) -> go.Figure | None:
     return figure
 
 
-def timeline(experiment: Evidence, num_shown: int) -> go.Figure | None:
+def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
     """When each learner computed and when it waited; `num_shown` stretches at most, of up to `MAX_ROWS` learners."""
     learners = sorted({each.learner for each in experiment.stretches})[:MAX_ROWS]
     if not learners:
-        return None
+        return go.Figure()
     rows = [
         _merged([each for each in experiment.stretches if each.learner == learner], max(1, num_shown // len(learners)))
         for learner in learners
     ]
     height = max(200, 110 + 26 * len(learners))
-    figure = _figure(f"{_clock([experiment])}, s", "learner", height=height)
+    drawing = _Drawing(f"{_clock([experiment])}, s", "learner", [experiment], height)
+    figure = drawing.figure
     for attribute, words, colour in KINDS:
         x, y, custom = _spans(rows, attribute)
         if len(x):
@@ -201,126 +197,113 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure | None:
             "middle": [middle - width / 2, middle + width / 2],
             "end": [end - width, end],
         }
-        buttons = [
-            {"label": label, "method": "relayout", "args": [{"xaxis.range": window}]} for label, window in views.items()
-        ]
-        _buttons(figure, buttons)
+        drawing.buttons({label: [{"xaxis.range": window}] for label, window in views.items()}, "relayout")
     return figure
 
 
-def staleness(experiments: Sequence[Evidence]) -> go.Figure | None:
+def staleness(experiments: Sequence[Evidence]) -> go.Figure:
     """The share of gradients with each staleness."""
-    shown = [each for each in experiments if sum(each.staleness)]
-    figure = _figure("staleness: changes of the weights while a gradient was computed", "gradients, %")
-    for each in shown:
+    drawing = _Drawing("staleness: changes of the weights while a gradient was computed", "gradients, %", experiments)
+    for each in experiments:
         total = sum(each.staleness)
         places = [place for place, count in enumerate(each.staleness) if count]
-        figure.add_bar(
-            x=places,
-            y=[100.0 * each.staleness[place] / total for place in places],
-            customdata=[each.staleness[place] for place in places],
-            name=_safe(each.label),
-            marker_color=_colour(experiments, each),
-            hovertemplate="staleness %{x}: %{y:.3~g} %, %{customdata} gradients",
-        )
-    figure.update_layout(barmode="group", hovermode="closest")
-    return figure if shown else None
+        if total:
+            drawing.figure.add_bar(
+                x=places,
+                y=[100.0 * each.staleness[place] / total for place in places],
+                customdata=[each.staleness[place] for place in places],
+                name=_safe(each.label),
+                marker_color=drawing.colours[each.label],
+                hovertemplate="staleness %{x}: %{y:.3~g} %, %{customdata} gradients",
+            )
+    drawing.figure.update_layout(barmode="group", hovermode="closest")
+    return drawing.figure
 
 
-def consensus(experiments: Sequence[Evidence]) -> go.Figure | None:
+def consensus(experiments: Sequence[Evidence]) -> go.Figure:
     """How far the learners' weights were from their mean."""
-    shown = [each for each in experiments if any(distance > 0.0 for _, distance in each.distances)]
-    figure = _figure("mini-batches of all learners", "consensus distance")
-    figure.update_yaxes(type="log", exponentformat="power")
-    for each in shown:
+    drawing = _Drawing("mini-batches of all learners", "consensus distance", experiments)
+    drawing.figure.update_yaxes(type="log", exponentformat="power")
+    for each in experiments:
         points = [point for point in each.distances if point[1] > 0.0]
-        _line(figure, experiments, each, [step for step, _ in points], [value for _, value in points], "lines+markers")
-    return figure if shown else None
+        drawing.line(each, [step for step, _ in points], [value for _, value in points], "lines+markers")
+    return drawing.figure
 
 
-def _figure(x_title: str, y_title: str, height: int = _HEIGHT) -> go.Figure:
-    figure = go.Figure()
-    figure.update_layout(
-        template=None,
-        height=height,
-        margin={"l": 58, "r": 12, "t": 36, "b": 46},
-        hovermode="x unified",
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        showlegend=True,
-    )
-    figure.update_xaxes(title={"text": x_title}, zeroline=False)
-    figure.update_yaxes(title={"text": y_title}, zeroline=False)
-    return figure
+class _Drawing:
+    """A figure in which each experiment of the page has its own colour."""
 
-
-def _line(
-    figure: go.Figure,
-    experiments: Sequence[Evidence],
-    experiment: Evidence,
-    x: Sequence[float],
-    y: Sequence[float],
-    mode: str = "lines",
-) -> None:
-    figure.add_scatter(
-        x=list(x),
-        y=list(y),
-        mode=mode,
-        name=_safe(experiment.label),
-        legendgroup=_safe(experiment.label),
-        line={"color": _colour(experiments, experiment), "width": 1.8},
-        hovertemplate="%{y:.4~g}",
-    )
-
-
-def _losses(
-    figure: go.Figure,
-    experiments: Sequence[Evidence],
-    experiment: Evidence,
-    points: Sequence[CurvePoint],
-    x: Sequence[float],
-) -> list[list[float]]:
-    """A line, and the area between the lowest and the highest of several runs; gives the x values of both."""
-    _line(figure, experiments, experiment, x, [point.loss for point in points])
-    every = _x_of_losses(points, x)
-    for area in every[1:]:
-        colour = _colour(experiments, experiment)
-        figure.add_scatter(
-            x=area,
-            y=[*(point.high for point in points), *(point.low for point in reversed(points))],
-            mode="none",
-            fill="toself",
-            fillcolor=f"rgba({', '.join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))}, 0.15)",
-            hoverinfo="skip",
-            legendgroup=_safe(experiment.label),
-            showlegend=False,
+    def __init__(self, x_title: str, y_title: str, experiments: Sequence[Evidence], height: int = _HEIGHT) -> None:
+        self.colours = {each.label: COLOURS[place % len(COLOURS)] for place, each in enumerate(experiments)}
+        self.figure = go.Figure()
+        self.figure.update_layout(
+            template=None,
+            height=height,
+            margin={"l": 58, "r": 12, "t": 36, "b": 46},
+            hovermode="x unified",
+            legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+            showlegend=True,
         )
-    return every
+        self.figure.update_xaxes(title={"text": x_title}, zeroline=False)
+        self.figure.update_yaxes(title={"text": y_title}, zeroline=False)
+
+    def line(self, experiment: Evidence, x: Sequence[float], y: Sequence[float], mode: str = "lines") -> None:
+        """Draw an experiment's line, if it has points."""
+        if x:
+            self.figure.add_scatter(
+                x=list(x),
+                y=list(y),
+                mode=mode,
+                name=_safe(experiment.label),
+                legendgroup=_safe(experiment.label),
+                line={"color": self.colours[experiment.label], "width": 1.8},
+                hovertemplate="%{y:.4~g}",
+            )
+
+    def losses(self, experiment: Evidence, points: Sequence[CurvePoint], x: Sequence[float]) -> list[list[float]]:
+        """Draw a line, and the area between the lowest and the highest of several runs; gives the x values of both."""
+        self.line(experiment, x, [point.loss for point in points])
+        every = _x_of_losses(points, x)
+        for area in every[1:]:
+            colour = self.colours[experiment.label]
+            self.figure.add_scatter(
+                x=area,
+                y=[*(point.high for point in points), *(point.low for point in reversed(points))],
+                mode="none",
+                fill="toself",
+                fillcolor=f"rgba({', '.join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))}, 0.15)",
+                hoverinfo="skip",
+                legendgroup=_safe(experiment.label),
+                showlegend=False,
+            )
+        return every
+
+    def buttons(self, arguments: Mapping[str, Sequence[Any]], method: str = "update") -> None:
+        """Add buttons, each a label with the arguments of plotly's method."""
+        height = self.figure.layout.height
+        self.figure.update_layout(
+            updatemenus=[
+                {
+                    "type": "buttons",
+                    "showactive": False,
+                    "direction": "right",
+                    "buttons": [{"label": label, "method": method, "args": args} for label, args in arguments.items()],
+                    "x": 0,
+                    "xanchor": "left",
+                    "y": 1.02,
+                    "yanchor": "bottom",
+                    "pad": {"t": 0, "b": 4},
+                    "font": {"size": 11},
+                }
+            ],
+            legend={"y": -58 / (height - 82), "yanchor": "top"},  # below the title of the x axis
+            margin={"t": 40, "b": 76},
+            height=height + 34,
+        )
 
 
 def _x_of_losses(points: Sequence[CurvePoint], x: Sequence[float]) -> list[list[float]]:
     return [[*x], [*x, *reversed(x)]] if points and points[0].low is not None else [[*x]]
-
-
-def _buttons(figure: go.Figure, buttons: Sequence[dict[str, Any]]) -> None:
-    figure.update_layout(
-        updatemenus=[
-            {
-                "type": "buttons",
-                "showactive": False,
-                "direction": "right",
-                "buttons": list(buttons),
-                "x": 0,
-                "xanchor": "left",
-                "y": 1.02,
-                "yanchor": "bottom",
-                "pad": {"t": 0, "b": 4},
-                "font": {"size": 11},
-            }
-        ],
-        legend={"y": -58 / (figure.layout.height - 82), "yanchor": "top"},  # below the title of the x axis
-        margin={"t": 40, "b": 76},
-        height=figure.layout.height + 34,
-    )
 
 
 def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
@@ -332,20 +315,11 @@ def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
 def _together(group: Sequence[Stretch]) -> Stretch:
     if len(group) == 1:
         return group[0]
-    frames = sum(each.frames for each in group)
-    return Stretch(
-        learner=group[0].learner,
-        begin=group[0].begin,
-        end=group[-1].end,
-        step=group[-1].step,
-        batches=sum(each.batches for each in group),
-        examples=sum(each.examples for each in group),
-        frames=frames,
-        loss=sum(each.loss * each.frames for each in group if each.frames) / frames if frames else math.nan,
-        computing=sum(each.computing for each in group),
-        waiting_for_data=sum(each.waiting_for_data for each in group),
-        waiting_for_peers=sum(each.waiting_for_peers for each in group),
-    )
+    names = ("batches", "examples", "frames", *(attribute for attribute, _, _ in KINDS))
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in group) for name in names}
+    losses = sum(each.loss * each.frames for each in group if each.frames)
+    loss = losses / sums["frames"] if sums["frames"] else math.nan
+    return replace(group[-1], begin=group[0].begin, loss=loss, **sums)
 
 
 def _spans(
@@ -359,12 +333,8 @@ def _spans(
     for place, row in enumerate(rows):
         for each in row:
             seconds: Seconds = getattr(each, attribute)
-            behind = {
-                "computing": 0.0,
-                "waiting_for_data": each.computing,
-                "waiting_for_peers": each.computing + each.waiting_for_data,
-            }[attribute]
-            end = each.end - behind
+            behind = {"waiting_for_data": each.computing, "waiting_for_peers": each.computing + each.waiting_for_data}
+            end = each.end - behind.get(attribute, 0.0)
             begin = max(each.begin, end - seconds)
             if end - begin <= 1e-6:
                 continue
@@ -374,14 +344,6 @@ def _spans(
             y += [place] * 4
             custom += [told, told, told, []]
     return np.array(x), np.array(y, dtype=np.int16), custom
-
-
-def _colour(experiments: Sequence[Evidence], experiment: Evidence) -> str:
-    return COLOURS[list(experiments).index(experiment) % len(COLOURS)]
-
-
-def _by_learners(experiment: Evidence) -> tuple[str, int]:
-    return experiment.strategy, experiment.learners
 
 
 def _clock(experiments: Sequence[Evidence]) -> str:

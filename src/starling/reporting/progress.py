@@ -15,7 +15,7 @@ from rich.table import Table
 from starling.launch.messages import EpochEnd, Saved, Snapshot
 from starling.reporting.epochs import EpochCollector, EpochSummary, Score
 from starling.reporting.events import Events
-from starling.reporting.lines import advice, advice_line, duration, time_left
+from starling.reporting.lines import advice, advice_line, duration, share, time_left
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
 
 Say = Callable[[str], None]
@@ -163,7 +163,7 @@ class Display:
         self._write("epoch", **summary.fields())
         self._print(summary.line(score))
         self._has_told()
-        for end in sorted(summary.ends, key=lambda each: each.share(each.computing)):
+        for end in sorted(summary.ends, key=lambda each: share(each, "computing")):
             what = advice(end)
             if what is not None and what not in self._advised:
                 self._advised.add(what)
@@ -243,31 +243,16 @@ def _cells(snapshot: Snapshot | None, otherwise: str) -> list[str]:
     ]
 
 
-class Bars:
+class Bars(Progress):
     """Named progress bars on a terminal, and no output elsewhere; a context manager."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._ids: dict[str, TaskID] = {}
 
     def __call__(self, name: str, done: int, total: int) -> None:
         """Set the bar `name` to `done` of `total` (0: unknown)."""
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=None)
-        self._progress.update(self._tasks[name], completed=done, total=total or None)
+        if name not in self._ids:
+            self._ids[name] = self.add_task(name, total=None)
+        self.update(self._ids[name], completed=done, total=total or None)

@@ -37,9 +37,9 @@ def prepare(
     """
     require("speech", "starling prepare")
     from starling.reporting.progress import Bars
+    from starling.speech.prepare import prepare_all
     from starling.speech.preparing.executors import executor_of
     from starling.speech.recipe import load_recipe
-    from starling.speech.training.training_set import prepare_all
 
     own = [each for each in overrides or () if each.partition("=")[0].strip() in ("jobs", "executor")]
     problems, address = [], "auto"

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from starling.comparing.grid import Cell, CompareConfig, Row, parse_section
-from starling.comparing.results import Metric
+from starling.comparing.grid import Cell, CompareConfig, Metric, Row, parse_section
 from starling.comparing.subject import compared_by
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
@@ -17,13 +16,11 @@ from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, merge
 from starling.recipe.problems import refused
 from starling.reporting.progress import Bars, Say
-from starling.speech.batches import Batch
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.trained import recognised
-from starling.speech.training.job import make_job
-from starling.speech.training.set_up import set_up, set_up_like
-from starling.speech.training.workload import SpeechWorkload
+from starling.speech.training.set_up import make_job, set_up, set_up_like
+from starling.speech.training.workload import Batch, SpeechWorkload
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 from starling.workload import Ticket

@@ -16,6 +16,7 @@ from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences, source_of
 from starling.speech.preparing.executors import Executor
 from starling.speech.preparing.stages import Meter, OnProgress, Result, Stage, listing_of, read_result, remove_asides
+from starling.speech.recipe import Recipe
 from starling.speech.remote import fetch_sets
 from starling.speech.set_summary import SetSummary, read_summary
 from starling.speech.shard_writer import ShardIndex, write_index
@@ -80,6 +81,19 @@ def prepare(
         sets = tuple(read_summary(config.set_folder(name)) for name in config.used_sets)
         unnamed = [name for name in written if _has_no_speakers(config.set_folder(name))]
     return Summary(config.folder, sets, tuple(written), tuple(unnamed))
+
+
+def prepare_all(
+    recipe: Recipe, progress: OnProgress | None = None, executor: Executor | None = None, overwrite: bool = False
+) -> str:
+    """Prepare the sets of `data` and the further ones of the mixture; return a description. Raises ConfigError and
+    DataError as `prepare` does."""
+    lines = [describe(prepare(recipe.data, progress, executor, overwrite))]
+    for name in recipe.mixture.sets if recipe.mixture else ():
+        if name in recipe.data.sets and name not in recipe.data.used_sets:
+            alone = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
+            lines.append(describe(prepare(alone, progress, executor, overwrite)))
+    return "\n".join(lines)
 
 
 def describe(summary: Summary) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self, cast
+from typing import TYPE_CHECKING, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from starling.errors import CheckpointError, DataError
 from starling.files import sha256
 from starling.speech.codecs import Codec, transmitted
 from starling.speech.decoding import decoders
-from starling.speech.features import FeatureConfig, LogMel, UtteranceSource
+from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
 from starling.speech.hybrid.viterbi import WordDecoder
 from starling.speech.models import ModelConfig, build_model
@@ -28,6 +28,9 @@ from starling.speech.models.network import Decoder, Network
 from starling.speech.phones import PHONES_FILE, Phones, load_phones
 from starling.speech.resampling import resampled
 from starling.speech.tokens import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from starling.speech.store import SpeechSet
 
 _FORMAT = 2
 _CONFIG_FILE = "config.json"
@@ -114,7 +117,7 @@ class Recogniser:
     ) -> Self:
         """A recogniser with randomly initialised weights."""
         num_outputs = tokenizer.vocab_size if states is None else states.num_states
-        num_phones = None if phones is None else phones.num_outputs
+        num_phones = None if phones is None else len(phones.outputs)
         model = build_model(model_config, features.num_features, num_outputs, seed, features.frame_seconds, num_phones)
         return cls(model, model_config, features, tokenizer, states, phones)
 
@@ -181,7 +184,7 @@ class Recogniser:
 
     def recognise(
         self,
-        speech_set: UtteranceSource,
+        speech_set: "SpeechSet",
         max_duration: float = 120.0,
         progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, str]:
@@ -196,7 +199,7 @@ class Recogniser:
 
     def heard(
         self,
-        speech_set: UtteranceSource,
+        speech_set: "SpeechSet",
         max_duration: float = 120.0,
         progress: Callable[[int, int], None] | None = None,
         among: Sequence[int] | None = None,
@@ -209,11 +212,9 @@ class Recogniser:
         done = 0
         for places in by_duration(speech_set.durations[chosen], max_duration):
             indices = chosen[places].tolist()
-            names = [speech_set.id(index) for index in indices]
-            waveforms = [
-                self.features.checked(audio, name)
-                for audio, name in zip(speech_set.audios(indices), names, strict=True)
-            ]
+            stored = speech_set.read(indices)
+            names = [each.id for each in stored]
+            waveforms = [self.features.checked(each.samples, each.id) for each in stored]
             if codec is not None:
                 rate = speech_set.sampling_rate
                 waveforms = [torch.from_numpy(transmitted(each.numpy(), rate, codec)) for each in waveforms]

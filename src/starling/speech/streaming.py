@@ -36,7 +36,7 @@ class StreamingLogMel:
 
     def accept(self, samples: torch.Tensor) -> torch.Tensor:
         """The frames `[n, F]` that are complete with these samples `[T]`, which follow those before."""
-        layer = self._features.layer
+        layer = self._features
         self._received += len(samples)
         self._samples = torch.cat([self._samples, samples.float()])
         if not self._has_begun:
@@ -50,7 +50,7 @@ class StreamingLogMel:
         """The frames `[n, F]` whose windows end behind the recording; none if it is shorter than a window."""
         if not self._has_begun:
             return self._nothing()
-        layer = self._features.layer
+        layer = self._features
         missing = layer.num_frames(self._received) - self._made
         needed = (missing - 1) * layer.shift + layer.length - len(self._samples)
         if needed > 0:
@@ -60,7 +60,7 @@ class StreamingLogMel:
     def _frames(self, count: int) -> torch.Tensor:
         if count <= 0:
             return self._nothing()
-        layer = self._features.layer
+        layer = self._features
         energies = layer.of_samples(self._samples[: (count - 1) * layer.shift + layer.length], count)
         self._samples = self._samples[count * layer.shift :]
         self._made += count

@@ -37,12 +37,12 @@ class Speech(Task[Recipe]):
         return check_resolved(tree, where)
 
     def make_job(self, recipe: Recipe, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
-        from starling.speech.training.job import make_job
+        from starling.speech.training.set_up import make_job
 
         return make_job(recipe, folder, learners_here)
 
     def model_writer(self, recipe: Recipe, folder: ExperimentFolder) -> WriteModel:
-        from starling.speech.training.job import ModelWriter
+        from starling.speech.training.set_up import ModelWriter
 
         return ModelWriter(folder.initial, recipe.freeze)
 
@@ -58,7 +58,7 @@ class Speech(Task[Recipe]):
         set_up(recipe, folder, say, bars)
 
     def max_skipped(self, recipe: Recipe, job: Job) -> int:
-        from starling.speech.training.job import max_skipped
+        from starling.speech.training.set_up import max_skipped
 
         return max_skipped(recipe, job)
 

@@ -7,8 +7,8 @@ import torch
 
 from starling.checkpoint.manifest import MANIFEST
 from starling.checkpoint.reader import checkpoints_in, latest, load
+from starling.engines.processes.place import cores_here
 from starling.errors import CheckpointError
-from starling.experiment.cores import cores_here
 from starling.experiment.folder import ExperimentFolder, best_model, existing
 from starling.recipe.file import read_recipe
 from starling.speech.recogniser import Recogniser

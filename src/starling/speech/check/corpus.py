@@ -12,11 +12,11 @@ from starling.speech.check.findings import HEARD, KINDS, CheckConfig, Finding, R
 from starling.speech.check.recordings import Group, Line, Record, Told, collect, lines_of, shared, shared_audio
 from starling.speech.check.transcripts import misfits
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import check_ctc_fits
 from starling.speech.models import ModelConfig
 from starling.speech.preparing.stages import OnProgress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import TokenConfig, make_tokenizer
+from starling.speech.too_short import too_short_for_ctc
 from starling.speech.usable import Source
 
 NUM_HASHES = 120
@@ -184,7 +184,7 @@ def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, tra
         spoken = ((line.id, line.text, line.seconds) for line in own.values())
         features = LogMel(training.features, source.checking.sampling_rate)
         augment = training.augment if source.name == train else None
-        for each in check_ctc_fits(spoken, tokenizer, training.model, features, augment, on_too_short="list"):
+        for each in too_short_for_ctc(spoken, tokenizer, training.model, features, augment):
             line = own[each.id]
             detail = f"frames for the {len(line.text)} characters in {line.seconds:.3f} s"
             yield Finding(

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from starling.chance import one_thread
 from starling.errors import ConfigError, DataError
-from starling.speech.chance import one_thread
 from starling.speech.check.findings import CheckConfig, Finding, Kind
 from starling.speech.corpora import Audio, Utterance
 from starling.speech.preparing.stages import Meter, OnProgress

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from starling.chance import derive_seed
+from starling.chance import derive_seed, one_thread
 from starling.errors import DataError
-from starling.speech.chance import one_thread
 from starling.speech.check.findings import CheckConfig, Finding, Heard, Kind, SetHeard
 from starling.speech.check.recordings import Record, Told
 from starling.speech.decoding.decoders import emissions_of

@@ -18,10 +18,10 @@ from typing import Any, Self
 
 import torch
 
+from starling.chance import one_thread
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.extras import require
 from starling.recipe.file import apply_overrides
-from starling.speech.chance import one_thread
 from starling.speech.preparing.stages import Stage, Tick
 
 MAX_JOBS = 1024

@@ -24,6 +24,7 @@ from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import Checkpoint
 from starling.errors import StarlingError
 from starling.experiment.folder import SCORE, ExperimentFolder, best_model
+from starling.experiment.task import Scoring
 from starling.launch.messages import LearnerMessage, ModelSaved, Saved
 from starling.reporting.curves import Curves
 from starling.reporting.epochs import Score
@@ -36,7 +37,7 @@ _REST = 19.0
 """The pause after each scoring, as a multiple of its duration: scoring takes at most a twentieth of the time."""
 
 
-class Validation:
+class Validation(Scoring):
     """Scores models in a background thread, one at a time, and keeps the best. A context manager.
 
     Training never waits for validation, and an error in validation does not end it. A model that arrives while another

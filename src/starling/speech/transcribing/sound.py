@@ -12,7 +12,7 @@ import soundfile
 from numpy.typing import NDArray
 
 from starling.errors import DataError
-from starling.speech.corpora.audio import check_regular, check_whole
+from starling.speech.corpora.utterance import check_regular, check_whole
 
 Seconds = float
 _BLOCK = 1 << 18
