@@ -1,5 +1,6 @@
 """`starling check`: finds problems in a corpus, prints them as a table, and lists which utterances to leave out."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -150,15 +151,14 @@ def _show_heard(report: Report) -> None:
 
 def _table(report: Report) -> Table:
     """The number of findings by kind and set."""
-    table = Table(title="found", title_justify="left")
-    table.add_column("kind")
+    table = Table("kind", title="found", title_justify="left")
     for each in report.sets:
         role = "" if each.name == report.train else ", held out"
         table.add_column(f"{each.name}{role}\n{each.utterances} utt., {each.seconds / 3600:.2f} h", justify="right")
     for kind in KINDS:
-        counts = [report.count(kind, each.name) for each in report.sets]
-        if any(counts):
-            table.add_row(kind, *(str(count) if count else "-" for count in counts))
+        own = Counter(each.set for each in report.findings if each.kind == kind)
+        if own:
+            table.add_row(kind, *(str(own[each.name] or "-") for each in report.sets))
     return table
 
 
