@@ -29,7 +29,7 @@ PICKLES_AMONG_OWN_PROCESSES = {
     "starling/training/loading.py": "a learner's loading processes",
     "starling/comparing/compare.py": "the processes of `jobs`",
     "starling/worker_processes.py": "starts those, and the next ones",
-    "starling/engines/virtual/host_processes.py": "processes that compute gradients of a simulation",
+    "starling/engines/virtual/computation.py": "processes that compute gradients of a simulation",
     "starling/speech/preparing/executors.py": "the processes of `jobs=N`",
     "starling/speech/decoding/beam.py": "the processes of `evaluate --jobs`",
 }

@@ -64,6 +64,7 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new_state_whole(crashed: list
     assert left_over(crashed[-1]) == []
 
 
+@pytest.mark.wide
 def test_a_run_after_a_crash_at_any_step_saves_as_if_nothing_had_happened(crashed: list[Path], tmp_path: Path) -> None:
     """What the crash left is removed at the start, and is in nobody's way."""
     for experiment in crashed:

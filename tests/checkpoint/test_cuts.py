@@ -190,6 +190,7 @@ def test_a_server_lends_no_number_that_a_saved_worker_holds() -> None:
     assert resumed.lend(0, age=0) not in held
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("case", "linked"),
     [(CASES["ring"], "linked"), pytest.param(CASES["super-learners"], "apart", marks=pytest.mark.wide)],

@@ -81,6 +81,7 @@ def test_results_do_not_depend_on_the_number_of_processes(name: str, kept: Kept)
         assert torch.equal(one.weights, other.weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("workload", [Normalised(), SkippingLayers()], ids=["buffers", "unused parameters"])
 def test_buffers_and_unused_parameters_are_those_of_each_learner(workload: object) -> None:
     """Running means belong to a learner, whichever process computed its gradient; and a fault is injected once."""

@@ -194,6 +194,7 @@ def end_of_run(step_seconds: Sequence[float], load_seconds: float, num_tickets: 
     return ends, most
 
 
+@pytest.mark.wide
 @settings(deadline=None)
 @given(
     st.lists(st.floats(0.05, 0.2), min_size=2, max_size=8),

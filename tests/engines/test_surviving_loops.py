@@ -181,6 +181,7 @@ def test_a_child_that_a_learner_forked_does_not_hide_its_death(
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("on_loss", ["continue", "stop"])
 def test_a_child_that_a_learner_forked_may_end_as_any_program(on_loss: str, tmp_path: Path) -> None:
     """Its exit handlers end nobody's run, and its exit code is its own."""
@@ -192,6 +193,7 @@ def test_a_child_that_a_learner_forked_may_end_as_any_program(on_loss: str, tmp_
     assert torch.equal(results[0]["final"], results[1]["final"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [("diloco", {"every": 8}), ("streaming-diloco", {"every": 8, "fragments": 2, "overlap": 2})],

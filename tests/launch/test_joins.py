@@ -122,6 +122,7 @@ class Run:
             assert NUM_MINI_BATCHES <= num_done < NUM_MINI_BATCHES + learners
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "world", "victim"),
     [
@@ -228,6 +229,7 @@ def test_a_name_that_was_lost_is_given_again_and_a_learner_joins_at_its_time(tmp
     run.assert_whole(4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("trouble", "reason"),
     [

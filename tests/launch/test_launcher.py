@@ -105,6 +105,7 @@ def test_learners_that_finish_leave_nothing_behind(side_by_side: dict[int, GoodR
     assert not list(own_learners())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("num_workers", [1, pytest.param(0, marks=pytest.mark.wide)])
 def test_a_learner_ten_times_slower_ends_at_most_about_one_of_its_gradients_after_the_others(
     num_workers: int, tmp_path: Path
@@ -287,6 +288,7 @@ def test_a_killed_learner_leaves_no_shared_memory_and_no_temporary_file(
     temporary.rmdir()  # it is empty
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "where"),
     [("delay-by-one", "a mean"), pytest.param("adpsgd", "(sending|receiving) .*", marks=pytest.mark.wide)],

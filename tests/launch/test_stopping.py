@@ -97,6 +97,7 @@ def test_synchronous_learners_that_stop_and_resume_end_in_the_same_bits(
     assert_seen_once([stopped, resumed], world)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "world", "options"),
     [

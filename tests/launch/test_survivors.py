@@ -123,6 +123,7 @@ def test_an_island_that_has_lost_a_rank_leaves_whole(strategy: str, tmp_path: Pa
     assert harm.said[3] == harm.said[2]
 
 
+@pytest.mark.wide
 def test_a_run_cannot_continue_without_its_server(tmp_path: Path) -> None:
     """Part of the model is lost with it: the survivors say so and end, and a resume is what is left."""
     with pytest.raises(

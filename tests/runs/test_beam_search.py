@@ -96,6 +96,7 @@ def change(experiment: Path, **decoding: object) -> None:
     path.write_text(yaml.safe_dump({**tree, "decoding": decoding}), encoding="utf-8")
 
 
+@pytest.mark.wide
 def test_files_are_transcribed_by_the_search_that_evaluate_has_tuned(
     songs_tree: Tree, songs: Path, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_rounds_repair_the_alignment_of_a_ctc_model_that_has_learned_little(tree
     assert shares[1] > shares[0] + 0.1
 
 
+@pytest.mark.wide
 def test_mini_batches_are_a_function_of_the_ticket_alone(tree: Tree) -> None:
     """The same bits in a loading process, and for any number of learners; each frame once in an epoch."""
     _, workload, _ = ready(tree)

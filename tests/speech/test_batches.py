@@ -84,6 +84,7 @@ def _load_elsewhere(songs: SpeechSet, tokenizer: Tokenizer, threads: int, result
     results.put((batch.features.numpy(), batch.tokens.numpy()))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_another_process_loads_the_same_bits(songs, tokenizer, threads):
     """A fresh process with its own generators and number of threads makes the same batch."""

@@ -239,6 +239,7 @@ def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(
     assert "corpus.tsv:9): the audio is silent" in here
 
 
+@pytest.mark.wide
 def test_after_an_error_finished_shards_are_kept_and_the_wrong_one_is_written_anew(
     tmp_path: Path, pool: Processes, stages_run: list[int]
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_whole_chain_learns_a_language(trained, tmp_path):
     assert done[-1] == (40, 40)
 
 
+@pytest.mark.wide
 def test_the_size_of_a_decoding_batch_changes_no_text(trained, songs):
     """One by one or all together, a set is recognised the same."""
     assert trained.recognise(songs, max_duration=0.1) == trained.recognise(songs, max_duration=1000)

@@ -151,6 +151,7 @@ def test_a_poor_recogniser_finds_the_swapped_ones_too(planted: list[Record], poo
     assert len([each for each in findings if each.kind == "misfit"]) <= 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("which", ["good", "poor"])
 def test_right_transcripts_raise_hardly_an_alarm(
     clean: list[Record], which: str, request: pytest.FixtureRequest

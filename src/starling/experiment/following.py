@@ -255,7 +255,7 @@ def summarise(title: str, roster: Roster, counts: Counts, waits: Sequence[str], 
 
 def _lines(roster: Roster, counts: Counts, waits: Sequence[str], experiment: str) -> list[str]:
     lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.lost]
-    joined = [str(each.learner_id) for each in roster.learners.values() if each.has_joined]
+    joined = [str(each.learner_id) for each in roster.learners.values() if each.num_joins]
     if joined:
         lines.append(f"joined the running experiment: learner {', '.join(joined)}")
     if roster.lost or roster.generation > 0:
@@ -284,5 +284,5 @@ def _became(learner: LearnerRecord) -> str:
         return "lost"
     if learner.state is LearnerState.LEFT:
         return "left"
-    joined = "joined, " if learner.has_joined else ""
+    joined = "joined, " if learner.num_joins else ""
     return f"{joined}{'ended' if learner.state is LearnerState.ENDED else 'was ended'}"

@@ -249,14 +249,17 @@ def started_coordinator(address: str, port: int) -> Generator[int, None, None]:
         start_new_session=True,  # a signal to this process's group does not reach it
     )
     _running[:] = [each for each in _running if each.poll() is None] + [process]
-    assert process.stdin is not None and process.stdout is not None
-    with process.stdin, process.stdout:
-        said: dict[str, int | str] = json.loads(process.stdout.readline() or b"{}")
+    try:
+        said: dict[str, int | str] = json.loads((process.stdout and process.stdout.readline()) or b"{}")
         if "port" not in said:
             raise ProtocolError(
                 f"no store can be started on port {port}: {said.get('error', 'its process ended')}; is the port free?"
             )
         yield int(said["port"])
+    finally:
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def await_coordinator(seconds: Seconds) -> None:

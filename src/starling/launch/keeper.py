@@ -36,10 +36,6 @@ class Errand:
 
     program: Program
     """With an empty token. Its command is executed by the node's own Python."""
-    learner_id: int
-    joins: bool
-    name: str
-    """Identifies this start of the learner."""
     folder: Path
     """The launcher's current folder, from which relative paths start."""
     token_file: Path
@@ -52,6 +48,10 @@ class Errand:
     """The port of the store."""
     resources: Mapping[str, float]
     """What Ray reserves for each learner."""
+    learner_id: int = 0
+    joins: bool = False
+    name: str = ""
+    """Identifies this start of the learner."""
 
 
 class Keeper:

@@ -59,13 +59,22 @@ class RayMachines:
                     f"warning: the run's store and its launcher listen on {address}: any process that reaches their "
                     "ports can disturb the run; use a private network, and see SECURITY.md"
                 )
-            token_file = program.log_folder.resolve() / TOKEN_FILE
+            logs = program.log_folder.resolve()
             with (
                 loopback_store(address) as store,
-                _secret(token_file, program.token),
+                _secret(logs / TOKEN_FILE, program.token),
                 socket.create_server((address, 0), backlog=128) as listener,
             ):
-                site = _Site(self, ray, program, token_file, address, store, listener)
+                errand = Errand(
+                    program=replace(program, token="", log_folder=logs),
+                    folder=Path.cwd(),
+                    token_file=logs / TOKEN_FILE,
+                    address=address,
+                    door=int(listener.getsockname()[1]),
+                    store=store,
+                    resources=dict(self.resources),
+                )
+                site = _Site(self, ray, program, errand, listener)
                 try:
                     yield site
                 finally:
@@ -196,30 +205,11 @@ class _Site:
     """One run on a cluster."""
 
     def __init__(
-        self,
-        machines: RayMachines,
-        ray: Any,
-        program: Program,
-        token_file: Path,
-        address: str,
-        store: int,
-        listener: socket.socket,
+        self, machines: RayMachines, ray: Any, program: Program, errand: Errand, listener: socket.socket
     ) -> None:
-        self._machines, self._ray, self._program = machines, ray, program
+        self._machines, self._ray, self._program, self._errand = machines, ray, program, errand
         self._processes: dict[str, _Process] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._errand = Errand(
-            program=replace(program, token="", log_folder=program.log_folder.resolve()),
-            learner_id=0,
-            joins=False,
-            name="",
-            folder=Path.cwd(),
-            token_file=token_file,
-            address=address,
-            door=int(listener.getsockname()[1]),
-            store=store,
-            resources=dict(machines.resources),
-        )
         more = dict(machines.resources)
         amounts = {"num_cpus": more.pop("CPU", 0.0), "num_gpus": more.pop("GPU", 0.0), "resources": more or None}
         self._keeper = ray.remote(**amounts, max_concurrency=4, max_restarts=0)(Keeper)

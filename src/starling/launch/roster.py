@@ -123,11 +123,6 @@ class LearnerRecord:
         """The training loss of its last snapshot."""
         return None if self.newest is None else self.newest.loss
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether one of its processes has joined the run after the start."""
-        return self.num_joins > 0
-
     def spent(self, what: What) -> Seconds:
         """How long all its processes together have done this, as far as they have reported."""
         seconds: Iterable[Seconds] = (getattr(each, what) for each in (*self.epochs, *self.cut_short, *self._under_way))
