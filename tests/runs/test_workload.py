@@ -10,7 +10,7 @@ import torch
 
 from starling.errors import ConfigError, DataError
 from starling.experiment.claim import claim_folder
-from starling.speech.comparison import Memory, Remembered
+from starling.speech.comparison import Remembered
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.training.set_up import load_workload, set_up
 from starling.speech.training.workload import SpeechWorkload
@@ -92,7 +92,7 @@ def test_the_planned_size_of_a_mini_batch_is_that_of_what_is_loaded(tree: Tree, 
         tree["mixture"] = {"domains": {"new": {"sets": "test"}, "old": {"sets": "train"}}}
         tree["partition"] = partition
     _, workload = ready(tree)
-    remembered, sizes = Remembered(workload, Memory(), "one data set"), set()
+    remembered, sizes = Remembered(workload, {}), set()
     for step in range(4):
         ticket = Ticket(0, step % workload.num_batches(0), step, step % workload.num_parts)
         loaded = workload.load(ticket)
@@ -198,7 +198,7 @@ def test_learners_of_divided_data_see_their_own_part_only(tree: Tree) -> None:
     set_up(recipe, folder, lines.append)
     assert any("its own part of the data: 0.00 to 0.01 h, with 1 to 1 of 2 domains" in line for line in lines)
     workload = load_workload(recipe, folder)
-    assert workload.num_parts == Remembered(workload, Memory(), "one data set").num_parts == 2
+    assert workload.num_parts == Remembered(workload, {}).num_parts == 2
     seen: list[set[str]] = [set(), set()]
     for step in range(40):
         for part in (0, 1):

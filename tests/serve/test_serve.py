@@ -19,6 +19,7 @@ from websockets.sync.client import connect
 
 from starling.errors import ConfigError
 from starling.speech.serving.app import serve
+from starling.speech.serving.guard import Limits
 from tests.serve.conftest import STALL, TONES, file_of, sung, words_of
 from tests.speech.tones import RATE
 
@@ -192,7 +193,7 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"at 127.0.0.1, port {port}: the port is taken; choose another one"):
-            serve(Path("absent"), print, port=port)
+            serve(Path("absent"), print, "127.0.0.1", port, False, False, Limits(1, 1.0, 1.0))
 
 
 @pytest.mark.wide

@@ -16,6 +16,7 @@ from starling.commands import (
 )
 from starling.errors import ConfigError
 from starling.extras import require
+from starling.timeouts import CLIENT_STALL
 
 COMMANDS = Commands()
 Average = Annotated[
@@ -195,7 +196,7 @@ def serve(
     max_minutes: Annotated[float, typer.Option("--max-minutes", min=0.01, help="Of audio in an upload.")] = 240.0,
     stall_seconds: Annotated[
         float, typer.Option("--stall-seconds", min=0.1, help="How long a client may send nothing.")
-    ] = 30.0,
+    ] = CLIENT_STALL,
     best: Best = False,
     beam: Beam = False,
 ) -> None:

@@ -1,6 +1,6 @@
 """Comparisons of recipes that train speech recognisers: what their cells share, and how models are scored."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,28 +31,6 @@ _MAX_BYTES = 512 * 2**20
 _NO_RESULT_DEPENDS_ON = {"name", "exp", "overwrite", "resume", "checkpoints", "validate_every"}
 
 
-class Memory:
-    """The mini-batches of the last `key` that a process loaded, up to half a gibibyte."""
-
-    def __init__(self) -> None:
-        self._key, self._num_bytes = "", 0
-        self._kept: dict[Ticket, Sequence[Batch]] = {}
-
-    def load(self, key: str, ticket: Ticket, load: Callable[[Ticket], Sequence[Batch]]) -> Sequence[Batch]:
-        """The mini-batch of a ticket, which `load` loads; `key` is equal for workloads that load equal mini-batches for
-        equal tickets."""
-        if key != self._key:
-            self._key, self._kept, self._num_bytes = key, {}, 0
-        if ticket in self._kept:
-            return self._kept[ticket]
-        loaded = load(ticket)
-        num_bytes = sum(batch.features.nbytes for batch in loaded)
-        if self._num_bytes + num_bytes <= _MAX_BYTES:
-            self._kept[ticket] = loaded
-            self._num_bytes += num_bytes
-        return loaded
-
-
 @dataclass(frozen=True)
 class SpeechComparison:
     """The runs of a recipe with a `compare:` section. What they share is in the folder `ready`."""
@@ -66,10 +44,11 @@ class SpeechComparison:
     _recipes: dict[Row | Cell, Recipe] = field(default_factory=dict, repr=False, compare=False)
     _prepared: dict[str, list[Path]] = field(default_factory=dict, repr=False, compare=False)
     """The folders that this process has made ready, by what they share."""
-    _memory: Memory = field(default_factory=Memory, repr=False, compare=False)
+    _loaded: dict[str, dict[Ticket, Sequence[Batch]]] = field(default_factory=dict, repr=False, compare=False)
+    """The mini-batches that this process has loaded for the last `batches_key`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_memory": Memory()}  # each process loads its own mini-batches
+        return {**vars(self), "_loaded": {}}  # each process loads its own mini-batches
 
     @property
     def threads(self) -> int:
@@ -151,7 +130,11 @@ class SpeechComparison:
             return make_job(recipe, self._ready(cell), cell.learners)
         job = make_job(recipe, self._ready(cell))
         if isinstance(job.workload, SpeechWorkload):  # what other workloads load is ready on the disk
-            return replace(job, workload=Remembered(job.workload, self._memory, self.batches_key(cell)))
+            key = self.batches_key(cell)
+            kept = self._loaded.get(key, {})
+            self._loaded.clear()
+            self._loaded[key] = kept
+            return replace(job, workload=Remembered(job.workload, kept))
         return job
 
     def cluster(self, cell: Cell) -> Cluster:
@@ -182,15 +165,22 @@ class SpeechComparison:
 
 
 class Remembered(SpeechWorkload):
-    """A workload that takes mini-batches from a memory."""
+    """A workload that keeps the mini-batches it loads, up to half a gibibyte, beside those in `kept`."""
 
-    def __init__(self, workload: SpeechWorkload, memory: Memory, key: str) -> None:
+    def __init__(self, workload: SpeechWorkload, kept: dict[Ticket, Sequence[Batch]]) -> None:
         super().__init__(workload.plan, workload.features, workload.tokenizer, workload.initial, workload.phones)
-        self._memory = memory
-        self._key = key
+        self._kept = kept
+        self._room = _MAX_BYTES - sum(batch.features.nbytes for batches in kept.values() for batch in batches)
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
-        return self._memory.load(self._key, ticket, super().load)
+        if ticket in self._kept:
+            return self._kept[ticket]
+        loaded = super().load(ticket)
+        num_bytes = sum(batch.features.nbytes for batch in loaded)
+        if num_bytes <= self._room:
+            self._kept[ticket] = loaded
+            self._room -= num_bytes
+        return loaded
 
 
 def check_comparison(tree: Tree, where: str) -> SpeechComparison:

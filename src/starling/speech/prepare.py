@@ -38,8 +38,6 @@ class Summary:
     folder: Path
     sets: tuple[SetSummary, ...]
     written: tuple[str, ...]
-    without_speakers: tuple[str, ...] = ()
-    """The written sets in which no utterance has a speaker."""
 
 
 def prepare(
@@ -79,8 +77,7 @@ def prepare(
             else:
                 shutil.rmtree(_partial_folder(config.set_folder(name)), ignore_errors=True)
         sets = tuple(read_summary(config.set_folder(name)) for name in config.used_sets)
-        unnamed = [name for name in written if _has_no_speakers(config.set_folder(name))]
-    return Summary(config.folder, sets, tuple(written), tuple(unnamed))
+    return Summary(config.folder, sets, tuple(written))
 
 
 def prepare_all(
@@ -111,9 +108,9 @@ def describe(summary: Summary) -> str:
             if each.name in summary.written:
                 line += f": {_first_dropped(listed)}"
         lines.append(line)
-    if summary.without_speakers:
+    if unnamed := [name for name in summary.written if _has_no_speakers(summary.folder / name)]:
         lines.append(
-            f"warning: {', '.join(summary.without_speakers)}: the corpus names no speakers, so all utterances count as "
+            f"warning: {', '.join(unnamed)}: the corpus names no speakers, so all utterances count as "
             "one speaker's, and an overlap of speakers between training and test cannot be detected; name the speakers "
             "(in utt2spk of a Kaldi folder, in `speaker` of other manifests)"
         )

@@ -107,11 +107,6 @@ class Stream:
         """The text of the whole recording, which is over."""
         return self._step(self._features.finish(), is_last=True)
 
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._recogniser.tokenizer.decode(self._tokens)
-
     def _step(self, features: torch.Tensor, is_last: bool) -> str:
         device = self._network.output.weight.device
         with self._recogniser.evaluating():
@@ -121,7 +116,7 @@ class Stream:
             self._tokens += [each.token for each in emissions_of(path) if each.first > 0]
             self._last = int(path[-1])
             self.log_probs.append(log_probs[0].cpu())
-        return self.text
+        return self._recogniser.tokenizer.decode(self._tokens)
 
 
 def streaming_network(recogniser: Recogniser) -> StreamingNetwork:

@@ -184,10 +184,6 @@ class Report:
     heard: tuple[SetHeard, ...] = ()
     """What a recogniser heard, if there was one."""
 
-    def count(self, kind: Kind, set_name: str) -> int:
-        """The number of findings of a kind in a set."""
-        return sum(each.kind == kind and each.set == set_name for each in self.findings)
-
 
 def write_report(folder: Path, report: Report) -> Path:
     """Write the lists of findings and of what was heard, and then a file that identifies the checked data; returns the

@@ -197,14 +197,13 @@ def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, tol
         else:
             overlaps.append((first, second, value) if name == train else (second, first, value))
     yield from later_of.values()
-    seen: set[tuple[int, str]] = set()
+    found_of: dict[tuple[int, str], Finding] = {}
     for ours, theirs, value in overlaps:
         for places, others in ((ours, theirs), (theirs, ours)):
             for place in places:
-                key = (place, records[others[0]].set)
-                if key not in seen:
-                    seen.add(key)
-                    yield shared(records, "overlap-audio", place, others[0], value, config.alike)
+                found = shared(records, "overlap-audio", place, others[0], value, config.alike)
+                found_of.setdefault((place, found.other_set), found)
+    yield from found_of.values()
 
 
 def _alike(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from starling.chance import derive_seed, one_thread
 from starling.errors import DataError
-from starling.speech.check.findings import CheckConfig, Finding, Heard, SetHeard
+from starling.speech.check.findings import CheckConfig, Finding, Heard, Kind, SetHeard
 from starling.speech.check.recordings import Record, Told
 from starling.speech.decoding.decoders import emissions_of
 from starling.speech.recogniser import Recogniser, by_duration
@@ -167,23 +167,23 @@ def _findings(
     least_gain = max(0.5, high - median)
     most_gap = max(0.5, median + 2.5 * (high - median))  # a transcript with at most this gap fits as the others do
     other_of = _swapped(gaps, least_gain, most_gap)
-    for place, each in enumerate(suspects):
-        if (other := other_of.get(place)) is not None:
-            detail = f"{_described(each)}; fits {suspects[other].text!r}"
-            yield Finding(
-                "swapped", whole.name, each.id, whole.name, suspects[other].id, each.score, whole.limit, detail,
-                seconds[each.id],
-            )  # fmt: skip
-    for place, each in enumerate(suspects):
-        if place in other_of or each.score < whole.limit:
-            continue
-        best = int(np.argmin(gaps[place]))
-        detail, other_set, other_id = _described(each), "", ""
-        if gaps[place, best] <= min(most_gap, each.gap - least_gain):
-            detail, other_set, other_id = f"{detail}; fits {suspects[best].text!r}", whole.name, suspects[best].id
-        yield Finding(
-            "misfit", whole.name, each.id, other_set, other_id, each.score, whole.limit, detail, seconds[each.id]
+
+    def finding(kind: Kind, each: Heard, other: Heard | None) -> Finding:
+        detail = f"{each.text!r}, heard {each.heard!r}, {each.errors:.0%} of the characters wrong"
+        if other is None:
+            return Finding(kind, whole.name, each.id, "", "", each.score, whole.limit, detail, seconds[each.id])
+        detail = f"{detail}; fits {other.text!r}"
+        return Finding(
+            kind, whole.name, each.id, whole.name, other.id, each.score, whole.limit, detail, seconds[each.id]
         )
+
+    for place, other in sorted(other_of.items()):
+        yield finding("swapped", suspects[place], suspects[other])
+    for place, each in enumerate(suspects):
+        if place not in other_of and each.score >= whole.limit:
+            best = int(np.argmin(gaps[place]))
+            is_near = gaps[place, best] <= min(most_gap, each.gap - least_gain)
+            yield finding("misfit", each, suspects[best] if is_near else None)
 
 
 def _swapped(gaps: NDArray[np.float64], least_gain: float, most_gap: float) -> dict[int, int]:
@@ -198,7 +198,3 @@ def _swapped(gaps: NDArray[np.float64], least_gain: float, most_gap: float) -> d
         if i not in partner and j not in partner:
             partner[i], partner[j] = j, i
     return partner
-
-
-def _described(each: Heard) -> str:
-    return f"{each.text!r}, heard {each.heard!r}, {each.errors:.0%} of the characters wrong"

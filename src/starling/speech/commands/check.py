@@ -1,9 +1,8 @@
 """`starling check`: finds problems in a corpus, prints them as a table, and lists which utterances to leave out."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
 
 import typer
 from pydantic import ValidationError
@@ -23,14 +22,12 @@ from starling.speech.check.findings import (
     KINDS,
     CheckConfig,
     Report,
-    SetHeard,
     to_drop,
     write_report,
 )
 from starling.speech.check.recordings import prepared_sources
 from starling.speech.data import DataConfig, source_of
 from starling.speech.recipe import Recipe, load_recipe
-from starling.speech.recogniser import Recogniser
 from starling.speech.trained import load_recogniser, recipe_around
 from starling.speech.usable import Source, read_left_out, write_left_out
 
@@ -66,7 +63,9 @@ def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, consol
     Raises ConfigError for wrong keys, CheckpointError for a model that cannot be loaded, and DataError for a missing
     corpus; with `strict`, also if there are findings.
     """
-    ear = None if model is None else Ear.open(model)
+    recogniser = None if model is None else load_recogniser(model)
+    if recogniser is not None and recogniser.states is not None:
+        raise ConfigError(f"--model {model}: it was trained with loss: frames; give a model with CTC")
     keys: PreparedConfig | DataConfig
     if data.is_dir():
         folder, training = data, Training()
@@ -79,15 +78,16 @@ def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, consol
         keys, sources = recipe.data, sources_of(recipe.data)
         folder, left_out = recipe.data.folder, recipe.data.filter.leave_out
     with Bars(console) as bars:
-        recogniser = None if ear is None else ear.recogniser
         report = check_corpus(sources, keys.train, keys.check, training, bars, recogniser)
     path = write_report(folder, report)
     total = sum(each.utterances for each in report.sets)
     if report.findings:
         Console().print(_table(report))
-    if ear is not None:
+    if model is not None:
         _show_heard(report)
-        for line in ear.remarks(report, folder, keys if isinstance(keys, DataConfig) else None):
+        trainer = recipe_around(model)
+        trained = [] if trainer is None else _trained_on(trainer, folder, keys, [each.name for each in report.heard])
+        for line in _remarks(report, trained):
             typer.echo(line)
         typer.echo(f"what the model hears in each utterance, the worst fit first: {folder / HEARD_LIST}")
     typer.echo(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
@@ -151,76 +151,50 @@ def _show_heard(report: Report) -> None:
 
 def _table(report: Report) -> Table:
     """The number of findings by kind and set."""
-    table = Table(title="found", title_justify="left")
-    table.add_column("kind")
+    table = Table("kind", title="found", title_justify="left")
     for each in report.sets:
         role = "" if each.name == report.train else ", held out"
         table.add_column(f"{each.name}{role}\n{each.utterances} utt., {each.seconds / 3600:.2f} h", justify="right")
     for kind in KINDS:
-        counts = [report.count(kind, each.name) for each in report.sets]
-        if any(counts):
-            table.add_row(kind, *(str(count) if count else "-" for count in counts))
+        own = Counter(each.set for each in report.findings if each.kind == kind)
+        if own:
+            table.add_row(kind, *(str(own[each.name] or "-") for each in report.sets))
     return table
 
 
-@dataclass(frozen=True)
-class Ear:
-    """A recogniser, where it comes from, and the recipe that trained it, if that is known."""
+def _remarks(report: Report, trained: Collection[str]) -> Iterator[str]:
+    """What the error rates mean for the findings, and that a model was `trained` on some of the sets."""
+    others = [each for each in report.heard if each.name not in trained and each.heard]
+    elsewhere = sum(each.errors * each.characters for each in others) / max(sum(each.characters for each in others), 1)
+    for each in report.heard:
+        if each.skipped:
+            name, reason = each.skipped[0]
+            yield (
+                f"{each.name}: {len(each.skipped)} utterances could not be compared with the model; the first, "
+                f"{name!r}: {reason}"
+            )
+        if not each.heard:
+            continue
+        yield f"{each.name}: the model hears {each.errors:.1%} of the characters wrong; limit {each.limit:.2f}"
+        if each.errors > _POOR:
+            yield f"{each.name}: with so many errors it finds hardly more than swaps; use a better model"
+        if each.name in trained:
+            line = f"{each.name}: the model was trained on these transcripts, and may have learnt wrong ones by heart"
+            if elsewhere > _BY_HEART * each.errors:
+                line += f": it hears {elsewhere:.1%} of the characters wrong in sets that it was not trained on"
+            yield f"{line}; check with an early checkpoint, or with models of folds (data.hold_out)"
 
-    recogniser: Recogniser
-    path: Path
-    recipe: Recipe | None
 
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """The newest model of an experiment, the model of a checkpoint, or a recogniser's folder.
-
-        Raises CheckpointError if it cannot be loaded, and ConfigError if it is not a recogniser with CTC.
-        """
-        recogniser, recipe = load_recogniser(path), recipe_around(path)
-        if recogniser.states is not None:
-            raise ConfigError(f"--model {path}: it was trained with loss: frames; give a model with CTC")
-        return cls(recogniser, path, recipe)
-
-    def remarks(self, report: Report, folder: Path, data: DataConfig | None) -> Iterator[str]:
-        """What the error rates and the model's own training data mean for the findings about sets of a recipe's `data`,
-        or of a prepared `folder` if that is None."""
-        trained = {each.name: self._trained_on(each.name, folder, data) for each in report.heard}
-        others = [each for each in report.heard if not trained[each.name] and each.heard]
-        for each in report.heard:
-            if each.skipped:
-                name, reason = each.skipped[0]
-                yield (
-                    f"{each.name}: {len(each.skipped)} utterances could not be compared with the model; the first, "
-                    f"{name!r}: {reason}"
-                )
-            if not each.heard:
-                continue
-            yield f"{each.name}: the model hears {each.errors:.1%} of the characters wrong; limit {each.limit:.2f}"
-            if each.errors > _POOR:
-                yield f"{each.name}: with so many errors it finds hardly more than swaps; use a better model"
-            if trained[each.name]:
-                yield self._of_training(each, others)
-
-    def _of_training(self, heard: SetHeard, others: Sequence[SetHeard]) -> str:
-        line = f"{heard.name}: the model was trained on these transcripts, and may have learnt wrong ones by heart"
-        characters = sum(each.characters for each in others)
-        rate = sum(each.errors * each.characters for each in others) / max(characters, 1)
-        if rate > _BY_HEART * heard.errors:
-            line += f": it hears {rate:.1%} of the characters wrong in sets that it was not trained on"
-        return f"{line}; check with an early checkpoint, or with models of folds (data.hold_out)"
-
-    def _trained_on(self, name: str, folder: Path, data: DataConfig | None) -> bool:
-        """Whether the model was trained on set `name`, or on a part of it."""
-        if self.recipe is None:
-            return False
-        mixture = self.recipe.mixture
-        used = list(mixture.sets) if mixture is not None else [self.recipe.data.train]
-        if data is None:  # a prepared set
-            return (folder / name).resolve() in [self.recipe.set_folder(each).resolve() for each in used]
-        own = self.recipe.data
-        if own.corpus != data.corpus:
-            return False
-        if own.hold_out == data.hold_out:
-            return name in used
-        return data.source(name) in [own.source(each) for each in used]
+def _trained_on(recipe: Recipe, folder: Path, keys: PreparedConfig | DataConfig, names: Iterable[str]) -> list[str]:
+    """Those sets, of a recipe's data or a prepared `folder`, on which a model was trained by `recipe`, or
+    on a part of which."""
+    used, own = list(recipe.mixture.sets) if recipe.mixture is not None else [recipe.data.train], recipe.data
+    if isinstance(keys, PreparedConfig):
+        folders = [recipe.set_folder(each).resolve() for each in used]
+        return [name for name in names if (folder / name).resolve() in folders]
+    if own.corpus != keys.corpus:
+        return []
+    if own.hold_out == keys.hold_out:
+        return [name for name in names if name in used]
+    sources = [own.source(each) for each in used]
+    return [name for name in names if keys.source(name) in sources]

@@ -105,57 +105,99 @@ def evaluate(
                 if recipe.decoding is not None and isinstance(error, DataError):
                     raise
                 tell(f"only greedy decoding: {error}" if recogniser.decoder is None else f"no language model: {error}")
-        ways = [Way("", "", lambda heard, found: recogniser.texts(*heard))]
-        if search is not None:
-            ways.append(Way("beam", search.tuned.line, lambda heard, found: map(first_text, found)))
-        if with_beam and recogniser.decoder is not None:
-            with Bars(console) as bars:
-                ways += _of_decoder(recipe, recogniser, search, bars)
+        evaluation = _Evaluation(recipe, folder, recogniser, search, tell, console)
+        ways = list(evaluation.ways(with_beam))
         for name, condition in product(names, conditions or (None,)):
-            _score_set(recipe, folder, recogniser, name, condition, ways, search, tell, console)
+            evaluation.score(name, condition, ways)
 
 
-def _score_set(
-    recipe: Recipe,
-    folder: ExperimentFolder,
-    recogniser: Recogniser,
-    name: str,
-    codec: str | None,
-    ways: Sequence[Way],
-    search: BestSearch | None,
-    tell: Say,
-    console: Console,
-) -> None:
-    """Score one set, through a codec if that is given, in all `ways`; `search` is what one of them searches with."""
-    label = label_of(name, codec)
-    texts: dict[str, dict[str, str]] = {way.folder: {} for way in ways}
-    best: dict[str, Sequence[Hypothesis]] = {}
-    with Bars(console) as bars:
-        prepare(recipe.data.model_copy(update={"train": name, "valid": None, "test": ()}), bars)
-        speech_set = SpeechSet.open(recipe.data.set_folder(name))
-        for ids, heard in recogniser.heard(speech_set, progress=partial(bars, f"decoding {label}"), codec=codec):
-            found = [] if search is None else search(heard)
-            best.update(zip(ids, found, strict=False))
-            for way in ways:
-                texts[way.folder].update(zip(ids, way.texts(heard, found), strict=True))
-    if search is not None:
-        write_hypotheses(folder.decode / "beam" / f"nbest-{label}.jsonl", best)
-    dropped, greedy = _dropped(speech_set), dict[str, str]()
-    for way in ways:
-        references, hypotheses, tagged = references_of(speech_set), texts[way.folder], list[str]()
-        if tags := recipe.data.tags:
-            references, hypotheses, line = without_tags(references, hypotheses, tags)
-            tagged = [line] * (not way.folder)
-        remarks = [*dropped, *tagged, *_unseen(recipe.data, name, references, hypotheses)]
-        if way.folder == "beam":
-            remarks.append(
-                f"greedy decoding - beam search: {verdict_of(matched_pairs(references, greedy, hypotheses))}"
+@dataclass(frozen=True)
+class _Evaluation:
+    """Scores sets with a recogniser of an experiment, and perhaps with a search."""
+
+    recipe: Recipe
+    folder: ExperimentFolder
+    recogniser: Recogniser
+    search: BestSearch | None
+    tell: Say
+    console: Console
+
+    def ways(self, with_beam: bool) -> Iterator[Way]:
+        """The ways of decoding; the greedy texts of a decoder beside CTC are those of the recogniser."""
+        recogniser, config = self.recogniser, self.recipe.decoding or DecodingConfig()
+        yield Way("", "", lambda heard, found: recogniser.texts(*heard))
+        if self.search is not None:
+            yield Way("beam", self.search.tuned.line, lambda heard, found: map(first_text, found))
+        if not with_beam or recogniser.decoder is None:
+            return
+        has_attention, tokenizer = isinstance(recogniser.decoder, AttentionDecoder), recogniser.tokenizer
+        yield Way("ctc", "greedy CTC", lambda heard, found: greedy_decode(heard.log_probs, heard.lengths, tokenizer))
+        yield Way(
+            "decoder",
+            f"beam search of the {'attention' if has_attention else 'transducer'} decoder, beam {config.decoder_beam}",
+            lambda heard, found: recogniser.searched(heard, config.decoder_beam),
+        )
+        if self.search is not None and has_attention:
+            weight, how = self._attention_weight(config, self.search)
+            yield Way(
+                "rescored",
+                f"N-best of the beam search, rescored by attention with weight {weight:g}; {how}",
+                lambda heard, found: [_chosen(*each, weight) for each in _rated(recogniser, heard, found)],
             )
-        greedy = greedy or hypotheses
-        written = [way.title, *remarks] if way.title else remarks
-        score = write_score_files(folder.decode / way.folder, label, references, hypotheses, recipe.data.text, written)
-        for line in (", ".join([label, *written[: bool(way.title)]]), *score.lines(), *remarks):
-            tell(line)
+
+    def _attention_weight(self, config: DecodingConfig, search: BestSearch) -> tuple[float, str]:
+        """The weight of an attention decoder's log probability beside a search's score, and how it was found: it is
+        tuned on the validation set unless the recipe has it, to the least one with the fewest word errors, then
+        character errors."""
+        if config.attention_weight is not None:
+            return config.attention_weight, "given"
+        if (sample := TuningSample.of(self.recipe)) is None:
+            return USUAL_ATTENTION, "not tuned"
+        texts: dict[float, dict[str, str]] = {weight: {} for weight in ATTENTION_WEIGHTS}
+        with Bars(self.console) as bars:
+            for names, heard in sample.heard(self.recogniser, partial(bars, f"rescoring {sample.name}")):
+                for utterance, each in zip(names, _rated(self.recogniser, heard, search(heard)), strict=True):
+                    for weight, own in texts.items():
+                        own[utterance] = _chosen(*each, weight)
+
+        def errors(weight: float) -> tuple[int, int, float]:
+            words, characters = count_errors(sample.references, texts[weight])
+            return words.errors, characters.errors, weight
+
+        return min(ATTENTION_WEIGHTS, key=errors), f"tuned on {len(sample.references)} utterances of {sample.name}"
+
+    def score(self, name: str, codec: str | None, ways: Sequence[Way]) -> None:
+        """Score one set, through a codec if that is given, in all ways."""
+        label, data = label_of(name, codec), self.recipe.data
+        texts: dict[str, dict[str, str]] = {way.folder: {} for way in ways}
+        best: dict[str, Sequence[Hypothesis]] = {}
+        with Bars(self.console) as bars:
+            prepare(data.model_copy(update={"train": name, "valid": None, "test": ()}), bars)
+            speech_set, progress = SpeechSet.open(data.set_folder(name)), partial(bars, f"decoding {label}")
+            for ids, heard in self.recogniser.heard(speech_set, progress=progress, codec=codec):
+                found = [] if self.search is None else self.search(heard)
+                best.update(zip(ids, found, strict=False))
+                for way in ways:
+                    texts[way.folder].update(zip(ids, way.texts(heard, found), strict=True))
+        if self.search is not None:
+            write_hypotheses(self.folder.decode / "beam" / f"nbest-{label}.jsonl", best)
+        dropped, greedy = _dropped(speech_set), dict[str, str]()
+        for way in ways:
+            references, hypotheses, tagged = references_of(speech_set), texts[way.folder], list[str]()
+            if data.tags:
+                references, hypotheses, line = without_tags(references, hypotheses, data.tags)
+                tagged = [line] * (not way.folder)
+            remarks = [*dropped, *tagged, *_unseen(data, name, references, hypotheses)]
+            if way.folder == "beam":
+                verdict = verdict_of(matched_pairs(references, greedy, hypotheses))
+                remarks.append(f"greedy decoding - beam search: {verdict}")
+            greedy = greedy or hypotheses
+            written = [way.title, *remarks] if way.title else remarks
+            score = write_score_files(
+                self.folder.decode / way.folder, label, references, hypotheses, data.text, written
+            )
+            for line in (", ".join([label, *written[: bool(way.title)]]), *score.lines(), *remarks):
+                self.tell(line)
 
 
 def _dropped(speech_set: SpeechSet) -> list[str]:
@@ -176,48 +218,6 @@ def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypothes
         return [f"no score without near-duplicates of training: {error}"]
     line = line_of_unseen(references, hypotheses, seen or ())
     return [] if line is None else [line]
-
-
-def _of_decoder(recipe: Recipe, recogniser: Recogniser, search: BestSearch | None, bars: Bars) -> Iterator[Way]:
-    """The ways that a decoder beside CTC offers, apart from its greedy texts, which are those of the recogniser."""
-    config, tokenizer = recipe.decoding or DecodingConfig(), recogniser.tokenizer
-    has_attention = isinstance(recogniser.decoder, AttentionDecoder)
-    yield Way("ctc", "greedy CTC", lambda heard, found: greedy_decode(heard.log_probs, heard.lengths, tokenizer))
-    yield Way(
-        "decoder",
-        f"beam search of the {'attention' if has_attention else 'transducer'} decoder, beam {config.decoder_beam}",
-        lambda heard, found: recogniser.searched(heard, config.decoder_beam),
-    )
-    if search is not None and has_attention:
-        weight, how = _attention_weight(recipe, config, recogniser, search, bars)
-        yield Way(
-            "rescored",
-            f"N-best of the beam search, rescored by attention with weight {weight:g}; {how}",
-            lambda heard, found: [_chosen(*each, weight) for each in _rated(recogniser, heard, found)],
-        )
-
-
-def _attention_weight(
-    recipe: Recipe, config: DecodingConfig, recogniser: Recogniser, search: BestSearch, bars: Bars
-) -> tuple[float, str]:
-    """The weight of an attention decoder's log probability beside a search's score, and how it was found: it is tuned
-    on the validation set unless the recipe has it, to the least one with the fewest word errors, then character
-    errors."""
-    if config.attention_weight is not None:
-        return config.attention_weight, "given"
-    if (sample := TuningSample.of(recipe)) is None:
-        return USUAL_ATTENTION, "not tuned"
-    texts: dict[float, dict[str, str]] = {weight: {} for weight in ATTENTION_WEIGHTS}
-    for names, heard in sample.heard(recogniser, partial(bars, f"rescoring {sample.name}")):
-        for utterance, each in zip(names, _rated(recogniser, heard, search(heard)), strict=True):
-            for weight, own in texts.items():
-                own[utterance] = _chosen(*each, weight)
-
-    def errors(weight: float) -> tuple[int, int, float]:
-        words, characters = count_errors(sample.references, texts[weight])
-        return words.errors, characters.errors, weight
-
-    return min(ATTENTION_WEIGHTS, key=errors), f"tuned on {len(sample.references)} utterances of {sample.name}"
 
 
 def _rated(

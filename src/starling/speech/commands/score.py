@@ -20,6 +20,7 @@ from starling.speech.scoring.error_rates import (
     matched_pairs,
     paired_bootstrap,
     read_texts,
+    scored_in,
     verdict_of,
 )
 from starling.speech.store import SpeechSet
@@ -72,16 +73,15 @@ def score(
 def _decoded(path: Path) -> Path:
     """The folder with the `recogs-` files."""
     for folder in (path / "decode", path):
-        if any(folder.glob("recogs-*.txt")):
+        if scored_in(folder):
             return folder
     raise ConfigError(f"{path}: no set has been scored here; run `starling evaluate`, or name an experiment's folder")
 
 
 def _common_sets(folders: Sequence[Path]) -> list[str]:
-    found = [{path.stem.removeprefix("recogs-") for path in folder.glob("recogs-*.txt")} for folder in folders]
-    common = sorted(set.intersection(*found))
+    common = sorted(set.intersection(*(set(scored_in(folder)) for folder in folders)))
     if not common:
-        told = "; ".join(f"{folder}: {', '.join(sorted(names))}" for folder, names in zip(folders, found, strict=True))
+        told = "; ".join(f"{folder}: {', '.join(scored_in(folder))}" for folder in folders)
         raise ConfigError(f"the experiments have no scored set in common ({told}); score one with `starling evaluate`")
     return common
 
@@ -109,7 +109,7 @@ def _texts(
 def _read(folder: Path, name: str) -> tuple[Texts, Texts]:
     path = folder / f"recogs-{name}.txt"
     if not path.is_file():
-        known = [each.stem.removeprefix("recogs-") for each in sorted(folder.glob("recogs-*.txt"))]
+        known = scored_in(folder)
         raise ConfigError(
             f"{folder}: set {name!r} is not scored; {did_you_mean(name, known)}scored: {', '.join(known)}"
         )

@@ -169,7 +169,7 @@ def transducer_beam(
             log_probs = decoder.join(frame, _predictions(decoder, begun, known)).float().log_softmax(1)
             totals = log_probs + torch.tensor(list(begun.values()), device=frames.device)[:, None]
             for text, score in zip(begun, totals[:, BLANK].tolist(), strict=True):
-                ended[text] = _sum(ended.get(text, -math.inf), score)
+                ended[text] = float(np.logaddexp(ended.get(text, -math.inf), score))
             if number == most_in_a_frame:
                 break
             totals[:, BLANK] = -math.inf
@@ -196,9 +196,3 @@ def _predictions(
         rows = decoder.after(torch.tensor(missing, device=decoder.output.weight.device))
         known.update(zip(missing, rows[:, 0], strict=True))
     return torch.stack([known[each] for each in contexts])
-
-
-def _sum(first: float, second: float) -> float:
-    """log(exp(first) + exp(second))."""
-    larger, smaller = max(first, second), min(first, second)
-    return larger if smaller == -math.inf else larger + math.log1p(math.exp(smaller - larger))

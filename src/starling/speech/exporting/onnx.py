@@ -80,18 +80,16 @@ def write_onnx(recogniser: Recogniser, folder: Path) -> None:
         _compare(_Whole(network), others, folder / MODEL)
         streaming = None
         if isinstance(network, StreamingNetwork) and network.chunks is not None:
-            streaming = _write_step(network, num_features, folder / STREAMING)
+            streaming = _write_step(network, network.caches(2, network.chunks), num_features, folder / STREAMING)
     _write_frontend(recogniser, streaming, folder)
     shutil.copyfile(Path(__file__).with_name("standalone.py"), folder / "transcribe.py")
 
 
-def _write_step(network: StreamingNetwork, num_features: int, path: Path) -> dict[str, Any]:
-    """Write one step, and describe it."""
+def _write_step(
+    network: StreamingNetwork, caches: Sequence[torch.Tensor], num_features: int, path: Path
+) -> dict[str, Any]:
+    """Write one step of two streams, whose first caches are given, and describe it."""
     size, hop = network.window()
-    chunks = network.chunks
-    if chunks is None:
-        raise ValueError("the network has no chunks")
-    caches = network.caches(2, chunks)
     names = network.cache_names
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(2, size, num_features, generator=generator), torch.ones(2, size, dtype=torch.bool), *caches]

@@ -160,6 +160,11 @@ def align_words(references: Mapping[str, str], hypotheses: Mapping[str, str]) ->
     }
 
 
+def scored_in(folder: Path) -> list[str]:
+    """The names of the sets whose texts `write_score_files` has written to a folder."""
+    return sorted(path.stem.removeprefix("recogs-") for path in folder.glob("recogs-*.txt"))
+
+
 def read_texts(recogs: Path) -> tuple[dict[str, str], dict[str, str]]:
     """References and hypotheses by utterance, as `write_score_files` wrote them. Raises DataError."""
     texts: dict[str, dict[str, str]] = {"ref": {}, "hyp": {}}

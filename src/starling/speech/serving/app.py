@@ -62,11 +62,7 @@ _TOGETHER: Seconds = 30.0
 """Audio of one client that is decoded before it is the next client's turn."""
 _BUSY = 8
 """Waiting clients above which live ones get no partial results."""
-_PAGE_FILES = {
-    "page.html": "text/html",
-    "page.js": "text/javascript",
-    "microphone.js": "text/javascript",
-}
+_PAGE_FILES = {"page.html": "text/html", "page.js": "text/javascript", "microphone.js": "text/javascript"}
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:",
@@ -74,15 +70,7 @@ _PAGE_HEADERS = {
 }
 
 
-def serve(
-    experiment: Path,
-    tell: Say,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    is_best: bool = False,
-    with_beam: bool = False,
-    limits: Limits | None = None,
-) -> None:
+def serve(experiment: Path, tell: Say, host: str, port: int, is_best: bool, with_beam: bool, limits: Limits) -> None:
     """Answer requests with a model, as `load_model` takes it, until SIGINT or SIGTERM.
 
     The address is passed to `tell` as soon as the server answers. Raises ConfigError for a port that is taken.
@@ -159,10 +147,10 @@ class Turns:
 class Service:
     """Answers requests with a model."""
 
-    def __init__(self, transcriber: Transcriber, name: str, limits: Limits | None = None) -> None:
+    def __init__(self, transcriber: Transcriber, name: str, limits: Limits) -> None:
         self._transcriber = transcriber
         self._name = name
-        self._limits = limits or Limits()
+        self._limits = limits
         self.turns = Turns()
 
     def app(self, is_local: bool) -> ASGIApp:

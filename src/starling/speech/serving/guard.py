@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from starling.timeouts import CLIENT_STALL, Seconds
+from starling.timeouts import Seconds
 
 _CLOSE = {"Connection": "close"}
 """For answers to uploads that have not been read to their end."""
@@ -19,9 +19,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class Limits:
     """What a client may ask for."""
 
-    upload_bytes: int = 500 * 1_000_000
-    audio_seconds: Seconds = 4 * 3600.0
-    stall: Seconds = CLIENT_STALL
+    upload_bytes: int
+    audio_seconds: Seconds
+    stall: Seconds
 
 
 class Guard:
