@@ -116,6 +116,19 @@ def test_what_the_optimizer_remembers_travels_when_it_is_averaged(recorded: Reco
     assert timed(strategy, options, 3, 30).bytes_sent * 3 == sum(each.averaging.bytes_sent for each in learners)
 
 
+@pytest.mark.parametrize("name", ["post-local-sgd", "adpsgd-all-averaged"])
+def test_every_way_of_averaging_sends_what_an_optimizer_would_remember(name: str) -> None:
+    """Momentum, of which a timing-only run holds no numbers."""
+
+    def sent(vectors: int) -> int:
+        options = CHOICES[name].options(6)
+        return simulate_timing(
+            CHOICES[name].strategy, options, 6, CLUSTER, NUM_BYTES, 40, seed=2, optimizer_vectors=vectors
+        ).bytes_sent
+
+    assert sent(1) > sent(0)
+
+
 def test_the_seed_decides_over_a_timing_only_run() -> None:
     """One seed has one event hash, another seed another."""
     strategy = STRATEGIES["adpsgd"]

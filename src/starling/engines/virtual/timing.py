@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from starling.errors import ConfigError, ProtocolError
 from starling.strategies import Strategy
 from starling.strategies.islands import NO_ISLANDS, Island
 from starling.training.job import Averaging, EpochReport, Job, Silence, Spent
-from starling.training.replica import Replica
+from starling.training.replica import OptimizerMemory, Replica
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import Traffic
 from starling.workload import Examples, Ticket, Workload
@@ -218,7 +219,10 @@ class _CountingReplica(Replica):
 
     def __init__(self, num_weights: int, optimizer_vectors: int) -> None:
         super().__init__(vector(num_weights), vector(num_weights), [], _NoOptimizer, None)
-        self._optimizer_vectors = optimizer_vectors
+        of_optimizer = [self.weights] * optimizer_vectors
+        self._memory = cast(
+            OptimizerMemory, SimpleNamespace(vectors=of_optimizer, never_negative=[False] * optimizer_vectors)
+        )
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
         self.version += 1
@@ -229,14 +233,6 @@ class _CountingReplica(Replica):
 
     def learning_rate(self, factor: float) -> float:
         return 0.0
-
-    def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
-        num_vectors = 1 + (self._optimizer_vectors if optimizer_state else 0)
-        return [
-            slice(number * self._size + start, number * self._size + min(start + largest, self._size))
-            for number in range(num_vectors)
-            for start in range(0, self._size, largest)
-        ]
 
 
 _META = torch.device("meta")
