@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from starling.integrations.host_learner import close_host_group, open_host_group
+from starling.integrations import close_host_group, open_host_group
 
 ROUNDS, STEPS, WARM_UP = 4, 60, 10
 WIDTH, BATCH = 512, 64

@@ -21,10 +21,9 @@ from starling.experiment.regrouping import SharedCounts
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, Saved, values_of
-from starling.launch.rendezvous import find_membership, find_place
-from starling.launch.stopping import save_requests_of
+from starling.launch.rendezvous import find_membership, find_place, save_requests_of
 from starling.speech.recipe import fingerprints
-from starling.speech.training.job import ModelWriter
+from starling.speech.training.set_up import ModelWriter
 from starling.training.job import Silence, StepReport
 
 WORLD, STEPS, PAIRS = 2, 300, 3

@@ -31,12 +31,11 @@ from rich.console import Console
 
 from benchmarks.measuring import Bar
 from benchmarks.runs import Run
-from starling.engines.processes.done_notes import DoneNotes
-from starling.engines.processes.draws import Draws
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.member import agree_on_plan, write_first_plan
 from starling.engines.processes.rounds import StoreBoard
 from starling.engines.processes.stalls import Waits
+from starling.engines.processes.tickets import DoneNotes, Draws
 from starling.experiment.observers import show
 from starling.launch.launcher import launch
 from starling.launch.link import Link
@@ -387,7 +386,7 @@ class Dummy:
         peers = root.enter(membership)
         rank, world, store = peers.rank, peers.world, peers.store
         self._feed.arrive(membership)
-        mine = Handshake(world, "adpsgd", 1, "torch.float32", "benchmark", **Handshake.of_versions())
+        mine = Handshake(world, "adpsgd", 1, "torch.float32", "benchmark")
         peers.shake_hands(mine)
         if membership.number == 0:
             write_first_plan(store, rank, MembershipStart(world, Position(), 0.0))

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.speech_writer import SpeechWriter
+from starling.chance import one_thread
 from starling.commands import Commands, Overrides, RecipeArgument, progress_console
 from starling.errors import ConfigError, DataError
 from starling.reporting.progress import Bars
-from starling.speech.chance import one_thread
 from starling.speech.recipe import load_recipe
 from starling.speech.resampling import resampled
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 
 MAX_UTTERANCES, MAX_SECONDS, MAX_READING = 1000, 600.0, 30.0
@@ -202,8 +202,8 @@ def _layouts(sample: Sample, encoded: dict[str, list[bytes]], folder: Path) -> I
     batches = _batches(np.arange(len(speech)), sample)
     tars = list((shards / "shar").glob("*.tar"))
     yield _Layout(
-        INDEXED, "FLAC", lambda: [*tars, *(shards / "index").iterdir()], lambda: _for_each(speech.audios, batches),
-        speech.audios,
+        INDEXED, "FLAC", lambda: [*tars, *(shards / "index").iterdir()], lambda: _for_each(speech.read, batches),
+        speech.read,
     )  # fmt: skip
     for name in [name for name in encoded if name != "FLAC"]:
         yield _indexed_tar(name, encoded[name], folder / f"{name}.tar")

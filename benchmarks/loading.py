@@ -14,17 +14,17 @@ from lhotse import CutSet, Fbank, FbankConfig
 
 from benchmarks.measuring import Bar
 from benchmarks.runs import median_ratio
+from benchmarks.speech_writer import SpeechWriter
 from starling.chance import derive_seed
 from starling.errors import DataError
-from starling.speech.batch_plan import Planner
-from starling.speech.batches import BatchConfig, load_batch
+from starling.speech.batch_plan import BatchConfig
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.prepare import prepare
 from starling.speech.recipe import load_recipe
-from starling.speech.shard_writer import SpeechWriter
-from starling.speech.store import SpeechSet
+from starling.speech.store import Member, SpeechSet, SpeechSets
 from starling.speech.tokens import CharacterTokenizer
-from starling.speech.union import Member, SpeechSets
+from starling.speech.training.plan import Planner
+from starling.speech.training.workload import load_batch
 
 ROUNDS = 7
 LEAST_SPEED, LEAST_RATIO = 1000.0, 1.3
@@ -121,9 +121,8 @@ def epoch_of(speech: SpeechSet) -> Iterator[np.ndarray]:
     """The micro-batches of an epoch, in random order, as training takes them."""
     union = SpeechSets([Member("all", speech.folder)])
     planner = Planner(union.durations, union.shards, BatchConfig(), seed=1)
-    plan = planner.epoch(0)
-    for number in range(plan.num_batches):
-        yield from plan[number]
+    for number in range(planner.num_batches(0)):
+        yield from planner.batch(0, number)
 
 
 def load_epoch(speech: SpeechSet) -> None:
@@ -137,7 +136,7 @@ def load_epoch(speech: SpeechSet) -> None:
 def read_epoch(speech: SpeechSet) -> None:
     """Ours: audio of every mini-batch."""
     for indices in epoch_of(speech):
-        speech.audios(indices.tolist())
+        speech.read(indices.tolist())
 
 
 def lhotse_iteration(speech: SpeechSet) -> None:

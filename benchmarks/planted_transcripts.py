@@ -20,7 +20,7 @@ import soundfile
 import yaml
 
 from starling.recipe.file import read_recipe
-from starling.speech.check.findings import list_path
+from starling.speech.check.findings import LIST
 from starling.speech.store import SpeechSet
 
 SETS = ("train", "dev", "test")
@@ -76,7 +76,7 @@ def _spoil(rows: list[list[str]]) -> dict[str, str]:
 def count(folder: Path) -> None:
     """Print how many of what was planted a check has found, and how many right transcripts it has listed."""
     kinds = json.loads((folder / "planted.json").read_text(encoding="utf-8"))
-    _, *rows = list_path(folder / "data").read_text(encoding="utf-8").splitlines()
+    _, *rows = (folder / "data" / LIST).read_text(encoding="utf-8").splitlines()
     found = {row.split("\t")[2] for row in rows if row.split("\t")[0] in ("swapped", "misfit")}
     totals = Counter(kinds.values())
     for kind, total in totals.items():

@@ -15,10 +15,10 @@ import torch
 from benchmarks.large_set import RATE
 from starling.speech.features import LogMel
 from starling.speech.recipe import Recipe, check_recipe
+from starling.speech.store import Member, SpeechSets
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.training.plan import UtterancePlan
 from starling.speech.training.workload import SpeechWorkload
-from starling.speech.union import Member, SpeechSets
 from starling.workload import Ticket
 
 MEBIBYTE = 2**20
@@ -37,11 +37,11 @@ def main(folder: Path, epoch: int, place: float, utterances: int, result: Path) 
     index = int(place * workload.num_batches(epoch))
     first = workload.load(Ticket(epoch, index, 0))
     seconds = time.perf_counter() - begin
-    plan, seen = workload.plan.epoch(epoch), 0
+    plan, seen = workload.plan, 0
     while seen < utterances:
-        for micro_batch in plan[index]:
-            seen += sum(workload.plan.speech_set.text(utterance) != "" for utterance in micro_batch.tolist())
-        index = (index + 1) % plan.num_batches
+        for micro_batch in plan.of(Ticket(epoch, index, 0)):
+            seen += sum(plan.speech_set.text(utterance) != "" for utterance in micro_batch.tolist())
+        index = (index + 1) % plan.num_batches(epoch)
     growth = {kind.lower(): after - before[kind] for kind, after in memory().items()}
     result.write_text(json.dumps({"seconds": seconds, "first": sum(each.num_examples for each in first), **growth}))
 

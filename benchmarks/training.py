@@ -10,8 +10,7 @@ import torch
 from starling.experiment.claim import claim_folder
 from starling.experiment.folder import ExperimentFolder
 from starling.speech.recipe import Recipe, load_recipe
-from starling.speech.training.job import make_job
-from starling.speech.training.set_up import set_up
+from starling.speech.training.set_up import make_job, set_up
 from starling.training.job import Job, Silence, StepReport
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"

@@ -109,6 +109,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
+@pytest.mark.wide
 def test_the_script_of_the_readme_trains_on_real_processes_survives_a_kill_and_is_simulated(tmp_path: Path) -> None:
     """Any model and data, in under 30 lines, from the README's own text, with what the package installs by default."""
     (script,) = [block for block in blocks("README.md", "python") if "starling.train(" in block]
@@ -138,6 +139,7 @@ def test_the_two_make_commands_are_what_ci_runs() -> None:
     assert {"make demo", "make test-all"} <= set(ci_lines)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("page", "command"), shown())
 def test_every_command_of_the_documents_runs(page: str, command: str, workplace: Path) -> None:
     """In the documents' order, in one folder, with the installed `starling` and what `make demo` leaves.

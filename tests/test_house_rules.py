@@ -29,7 +29,7 @@ PICKLES_AMONG_OWN_PROCESSES = {
     "starling/training/loading.py": "a learner's loading processes",
     "starling/comparing/compare.py": "the processes of `jobs`",
     "starling/worker_processes.py": "starts those, and the next ones",
-    "starling/engines/virtual/host_processes.py": "processes that compute gradients of a simulation",
+    "starling/engines/virtual/computation.py": "processes that compute gradients of a simulation",
     "starling/speech/preparing/executors.py": "the processes of `jobs=N`",
     "starling/speech/decoding/beam.py": "the processes of `evaluate --jobs`",
 }
@@ -37,7 +37,7 @@ PICKLES_AMONG_OWN_PROCESSES = {
 PICKLES_ITSELF = {"starling/experiment/packing.py": "a job, for the learners of `starling.train`; see decision 0008"}
 """The one module that may call `pickle`: a launcher writes a file that only its own learners read."""
 PICKLES_OVER_THE_NETWORK = {
-    "starling/speech/preparing/on_ray.py": "`executor=ray`, see SECURITY.md",
+    "starling/speech/preparing/executors.py": "`executor=ray`, see SECURITY.md",
     "starling/launch/on_ray.py": "`launch: ray`, see SECURITY.md",
     "starling/launch/keeper.py": "the actor that it starts on a node",
 }

@@ -25,6 +25,7 @@ def test_the_script_draws_the_committed_pictures_and_no_others(drawn: Path) -> N
     assert {file.name for file in drawn.iterdir()} == {file.name for file in COMMITTED}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
 def test_a_picture_is_byte_for_byte_what_the_script_draws(file: Path, drawn: Path) -> None:
     """A timeline is a run on the virtual engine, which is the same every time; after a change of a strategy, an engine

@@ -24,6 +24,7 @@ from tools.documentation import __main__ as site
 from tools.documentation import commands, links, public_names, recipe_keys
 
 ROOT = Path(__file__).parents[1]
+PAGE = recipe_keys.page().replace("[]", "")
 KEYS = {key.path.replace("[]", ""): key for section in recipe_keys.sections() for key in section.keys}
 FREE = (
     *("data.corpus.sets", "data.corpus.options", "data.storage_options", "data.strings.copies", "optimizer.options"),
@@ -49,7 +50,7 @@ def dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def test_every_key_that_recipes_may_have_is_in_the_reference(key: str) -> None:
     """By the list that suggests the nearest key for a wrong one."""
     assert key in KEYS
-    assert f"| `{key}` |" in recipe_keys.page().replace("[]", "")
+    assert f"| `{key}` |" in PAGE
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -151,6 +151,7 @@ def outcome(code: str, *arguments: str, **environment: str) -> dict[str, Any]:
     return dict(json.loads(run.stdout))
 
 
+@pytest.mark.wide
 def test_a_learner_makes_its_first_steps_without_what_only_others_need() -> None:
     """No speech, no pictures and no compiler, whatever optimizer of torch it has; its weights are those of torch as it
     is installed."""

@@ -21,11 +21,9 @@ from starling.topology import (
     custom,
     expected_contraction,
     mixing_product,
-    pairs_contraction,
-    random_ring_contraction,
-    ring_eigenvalues,
     spectral_gap,
 )
+from tests.contract.oracle import pairs_contraction, random_ring_contraction, ring_eigenvalues
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "strategies"

@@ -38,7 +38,7 @@ MODULES = (
     "starling.cli",
     "starling.experiment.any_job",
     "starling.speech.task",
-    "starling.speech.training.job",
+    "starling.speech.training.set_up",
     "starling.launch.coordinator",
     "tests.contract.learner_process",
     "tests.contract.machines_process",

@@ -46,9 +46,6 @@ READ: Seconds = 0.05
 
 COORDINATOR_LOOKS: Seconds = 0.5
 """How often a coordinator looks for silent learners. Closed connections are noticed at once."""
-COORDINATOR_TELLS: Seconds = 1.0
-"""How long a coordinator tries to send a message of some hundred bytes to a learner. If that fails, the learner is not
-reading, and its connection closes soon."""
 FULL_PAUSE: Seconds = 0.1
 """How long a process that can open no more files waits before it accepts a connection again."""
 CAUSE: Seconds = 5.0

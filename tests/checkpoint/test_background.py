@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load
 from starling.checkpoint.state import LearnerState, ShardState
-from starling.checkpoint.writer import CheckpointWriter
+from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.errors import CheckpointError
 from starling.workload import Position, Ticket
 from tests.checkpoint.test_checkpoints import state, write_model
@@ -50,7 +49,7 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path: Path) -> None:
     expected = state(0, 1, Ticket(1, 0, 8))
     background = BackgroundWriter(writer)
     background.save(mine, ignore)
-    for tensor in (*mine.tensors(), mine.weights):
+    for tensor in mine.encode()[1].values():
         tensor.fill_(99)
     mine.optimizer["param_groups"][0]["lr"] = 99.0
     writer.go.set()
@@ -146,6 +145,7 @@ def test_checkpoints_are_completed_in_their_order(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.wide
 def test_a_process_does_not_end_before_all_is_written(tmp_path: Path) -> None:
     """Even if nobody closes: here the thread begins to write when the main thread has ended."""
     command = [sys.executable, "-c", f"import {__name__} as me; me.save_and_go({str(tmp_path)!r})"]

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from starling.checkpoint.encoding import decode_state
 from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in, latest, load
-from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerState, ShardState
+from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerState, ShardState, decode_state
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, ProtocolError
 from starling.strategies import STRATEGIES

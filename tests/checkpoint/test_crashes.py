@@ -53,6 +53,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
+@pytest.mark.wide
 def test_a_crash_at_any_step_leaves_the_old_or_the_new_state_whole(crashed: list[Path]) -> None:
     """Killed at every write, sync, rename and removal: first it is the old one that `latest` names, then the new."""
     names = [check_whole(experiment) for experiment in crashed]
@@ -63,6 +64,7 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new_state_whole(crashed: list
     assert left_over(crashed[-1]) == []
 
 
+@pytest.mark.wide
 def test_a_run_after_a_crash_at_any_step_saves_as_if_nothing_had_happened(crashed: list[Path], tmp_path: Path) -> None:
     """What the crash left is removed at the start, and is in nobody's way."""
     for experiment in crashed:
@@ -205,6 +207,7 @@ def test_a_quota_that_is_used_up_is_a_full_disk(tmp_path: Path) -> None:
         writer(tmp_path).save(state(0, 1, OLD))
 
 
+@pytest.mark.wide
 def test_a_disk_that_is_really_full_leaves_no_stub(tmp_path: Path) -> None:
     """A file system of 256 KiB, all but filled: in the first file, and in the model that is written last."""
     (tmp_path / "disk").mkdir()

@@ -19,7 +19,7 @@ from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerStat
 from starling.engines.processes.rounds import StoreCuts
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
-from starling.engines.virtual.network import VirtualRounds
+from starling.engines.virtual.membership import VirtualRounds
 from starling.experiment.observers import Keep, Saver
 from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
 from starling.training.cuts import CutAgreement, Cuts
@@ -190,6 +190,7 @@ def test_a_server_lends_no_number_that_a_saved_worker_holds() -> None:
     assert resumed.lend(0, age=0) not in held
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("case", "linked"),
     [(CASES["ring"], "linked"), pytest.param(CASES["super-learners"], "apart", marks=pytest.mark.wide)],

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
-from starling.checkpoint.encoding import apart, decode_state, encode_state
+from starling.checkpoint.files import apart
+from starling.checkpoint.state import decode_state, encode_state
 from starling.errors import CheckpointError
 
 

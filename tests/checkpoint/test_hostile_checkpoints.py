@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from starling.checkpoint.manifest import Listing, Manifest, read_manifest
+from starling.checkpoint.manifest import Manifest, listing, read_manifest
 from starling.checkpoint.reader import load
 from starling.errors import CheckpointError
 from starling.workload import Ticket
@@ -32,7 +32,7 @@ def whole(tmp_path: Path) -> Path:
 
 def signed(folder: Path, **changes: Any) -> None:
     """Make the manifest agree with what the files hold now, as somebody who means harm can."""
-    content = manifest_of(folder) | {"files": {k: v.model_dump() for k, v in Listing.of(folder).entries.items()}}
+    content = manifest_of(folder) | {"files": {k: v.model_dump() for k, v in listing(folder).items()}}
     manifest = Manifest.model_validate(content | changes).with_digest()
     (folder / "manifest.json").write_text(manifest.model_dump_json())
 
@@ -96,7 +96,7 @@ def test_a_flipped_byte_anywhere_in_the_manifest_is_noticed(whole: Path, place: 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "model/../learner-0.json", "a\0b", "x" * 5000, ""])
 def test_a_manifest_cannot_point_outside_its_folder(whole: Path, name: str) -> None:
     """`..`, absolute names, and names that no file can have are refused before anything is read."""
-    entries = {k: v.model_dump() for k, v in Listing.of(whole).entries.items()}
+    entries = {k: v.model_dump() for k, v in listing(whole).items()}
     signed(whole, files=entries | {name: {"num_bytes": 0, "sha256": ""}})
     with pytest.raises(CheckpointError, match=r"lies outside|not a plain file"):
         load(whole)
@@ -136,7 +136,7 @@ def test_a_linked_folder_inside_a_checkpoint_is_refused(whole: Path, tmp_path: P
 
 def test_a_file_that_the_manifest_does_not_list_is_not_read(whole: Path) -> None:
     """Nobody knows whether it is as it was written."""
-    entries = {k: v.model_dump() for k, v in Listing.of(whole).entries.items() if k != "learner-0.json"}
+    entries = {k: v.model_dump() for k, v in listing(whole).items() if k != "learner-0.json"}
     signed(whole, files=entries)
     with pytest.raises(CheckpointError, match=r"does not list learner-0\.json"):
         load(whole).learner(0)

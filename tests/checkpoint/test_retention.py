@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from starling.checkpoint.manifest import checkpoint_name
-from starling.checkpoint.reader import checkpoints_in, latest, load
-from starling.checkpoint.retention import is_finite
+from starling.checkpoint.reader import checkpoints_in, is_finite, latest, load
 from starling.errors import CheckpointError
 from starling.workload import Position, Ticket
 from tests.checkpoint.test_checkpoints import manifest_of, save_all, state, writer

@@ -439,3 +439,33 @@ SYNCHRONOUS: dict[str, Oracle] = {
 } | {f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS}
 SYNCHRONOUS |= {name: periodic(name) for name in PERIODIC}
 ASYNCHRONOUS = {f"adpsgd-{pattern}": adpsgd(pattern) for pattern in PATTERNS}
+
+
+def ring_eigenvalues(world: int) -> Vector:
+    """Eigenvalues of `ring`'s matrix, `[L]`: (1 + 2 cos(2 pi j / L)) / 3 for L >= 3; 1 and 0 for L = 2.
+
+    j = 0 is the mean. The spectral gap shrinks as 1/L^2: lambda_1 is about 1 - 4 pi^2 / (3 L^2).
+    """
+    eigenvalues: Vector = (1 + 2 * np.cos(2 * np.pi * np.arange(world) / world)) / 3
+    if world == 2:
+        eigenvalues[1] = 0.0
+    return eigenvalues
+
+
+def random_ring_contraction(world: int) -> float:
+    """`expected_contraction` of `random_ring`: 1/3 - 2 / (3 (L - 1)) for L >= 3, otherwise 0.
+
+    E[T T^T] is invariant under permutations, so all its eigenvalues except the mean's are equal: (|T|^2 - 1) / (L - 1),
+    with |T|^2 = L/3 the sum of the squared entries of a ring's matrix.
+    """
+    return (world - 3) / (3 * (world - 1)) if world >= 3 else 0.0
+
+
+def pairs_contraction(world: int) -> float:
+    """`expected_contraction` of `pairs`: (1 - 1 / (L - 1)) / 2 for even L, 1/2 for odd L >= 3, 0 for one learner.
+
+    As for `random_ring`, with |T|^2 = L/2 for even L, and (L + 1) / 2 for odd L, where one learner is not paired.
+    """
+    if world % 2:
+        return 0.5 if world > 1 else 0.0
+    return (world - 2) / (2 * (world - 1))

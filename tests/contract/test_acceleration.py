@@ -234,6 +234,7 @@ def test_survivors_of_a_loss_begin_without_momentum() -> None:
     torch.testing.assert_close(momenta.sum(dim=1), torch.zeros(29).double(), rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("learners", [2, 3, 4])
 @pytest.mark.parametrize("engine", ["on_virtual", "on_processes"])
 def test_accelerated_learners_lose_no_update_and_train(

@@ -17,13 +17,19 @@ from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
 from starling.strategies.mixing import Encoder, MixingOptions
-from starling.topology import pairs_contraction, random_ring_contraction, ring_eigenvalues
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.stragglers import Pause, Stragglers
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, LEARNING_RATE, PERIODIC, cases, sgd
 from tests.contract.conftest import LARGER, Runner
-from tests.contract.oracle import ASYNCHRONOUS, SYNCHRONOUS, gradient_of_regression
+from tests.contract.oracle import (
+    ASYNCHRONOUS,
+    SYNCHRONOUS,
+    gradient_of_regression,
+    pairs_contraction,
+    random_ring_contraction,
+    ring_eigenvalues,
+)
 from tests.contract.problems import NoisyQuadratic, TinyRegression
 
 EQUAL = Cluster(compute=ComputeModel(seconds=1.0), link=LinkModel(latency=0.01, bandwidth=1e12))

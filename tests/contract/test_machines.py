@@ -44,6 +44,7 @@ def between(tmp_path_factory: pytest.TempPathFactory) -> Between:
 every_pair = pytest.mark.parametrize("machines", ["four", "two"])
 
 
+@pytest.mark.wide
 @every_pair
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_what_travels_between_machines_has_the_same_bits(

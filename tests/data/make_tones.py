@@ -6,12 +6,11 @@ import numpy as np
 import torch
 
 from starling.chance import derive_seed
-from starling.speech.batches import Batch
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import ctc_loss
 from starling.speech.models import ModelConfig
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer
+from starling.speech.training.workload import Batch, ctc_loss
 from tests.speech.tones import RATE, WORDS, performance
 
 FOLDER = Path(__file__).parent / "tones"

@@ -61,6 +61,7 @@ def test_a_stalled_run_says_for_which_learner_and_what_that_one_did_last(tree: T
     assert re.search(r"songs, allreduce: ended .* exit code 0: ended well", ended.stdout), ended.stdout
 
 
+@pytest.mark.wide
 def test_a_lost_learner_is_in_the_summary_and_the_run_can_be_resumed_with_it(tree: Tree, tmp_path: Path) -> None:
     """In step, one killed inside an epoch: how much each did, by the record of what was seen, which was lost, when and
     how. Then two resume, and every utterance of every epoch was seen once."""

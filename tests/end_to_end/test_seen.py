@@ -82,6 +82,7 @@ def test_a_run_that_continues_with_fewer_learners_sees_everything_once(
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "strategy",
     ["adpsgd", pytest.param("allreduce", marks=pytest.mark.soak), pytest.param("dpsgd", marks=pytest.mark.soak)],

@@ -73,6 +73,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_ends_in_the_bits_of_one_that_was_
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "learners", "workers"),
     [

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from starling.checkpoint.reader import latest, load
 from starling.cli import app
 from starling.experiment.seen import read_timeline
-from starling.launch.requests import taking_requests
+from starling.launch.joiners import taking_requests
 from starling.speech.training import validate
 from tests.mounts import run_with, small_disk
 
@@ -227,6 +227,7 @@ def test_a_learner_that_fails_ends_the_run_with_its_error(tree: Tree, tmp_path: 
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.wide
 def test_faults_on_purpose_happen_and_are_borne(tree: Tree, tmp_path: Path) -> None:
     """A recipe kills one learner, stops another for a moment, and spoils a gradient: the run ends well and says so."""
     recipe = written(tree | {"learners": 3, "strategy": "adpsgd", "budget": {"steps": 60}}, tmp_path)

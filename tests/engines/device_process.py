@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from starling.engines.processes import nccl
+from starling.engines.processes import process_group as membership_group
 from starling.engines.processes.place import Place
 from tests.contract.learner_process import main
 
@@ -33,7 +33,7 @@ def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    nccl.BACKEND = "gloo"
+    membership_group.BACKEND = "gloo"
     Place.has_own_device = lambda *_: True  # type: ignore[method-assign]
     dist.all_reduce = watched(dist.all_reduce)
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))

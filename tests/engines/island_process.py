@@ -29,7 +29,7 @@ from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.launch.rendezvous import find_place
 from starling.speech.models import ModelConfig, build_model
-from starling.speech.models.blstm import BidirectionalLayer, reversal
+from starling.speech.models.recurrent import BidirectionalLayer, reversal
 from starling.speech.models.tensor_plan import CutDropout
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island

@@ -17,8 +17,8 @@ from starling.strategies.islands import Island
 from starling.training.batch_shares import shares_for
 from starling.training.faults import Fault, Join, Kill
 from starling.training.flat import trainable
+from starling.training.gradient import measured_seconds
 from starling.training.job import EpochReport, Job, Silence, StepReport
-from starling.training.speed import measured_seconds
 from starling.training.stragglers import Stragglers
 from starling.training.succession import MembershipStart, Past, plan_after
 from starling.workload import Position, Ticket, Weighting

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed import DistStoreError, HashStore
 from starling.budget import Budget
 from starling.engines.processes import checkpoint_barrier as agreed_marks
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
-from starling.engines.processes.handshake import Peers
+from starling.engines.processes.handshake import Peers, do_nothing
 from starling.engines.processes.place import Place
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Position
@@ -46,12 +46,14 @@ def peers(store: HashStore, rank: int, world: int, timeout_seconds: float = PATI
 class Group:
     """The parts of some learners in the barriers of one membership, and what each knew when."""
 
-    def __init__(self, world: int, minutes: float | None = None) -> None:
+    def __init__(self, world: int, minutes: float | None = None, look_around: Callable[[], None] = do_nothing) -> None:
         store = HashStore()
         self.save_requests = [SaveRequests(minutes) for _ in range(world)]
         self.known: list[list[tuple[int, int]]] = [[] for _ in range(world)]
         self.parts = [
-            CheckpointBarrier(peers(store, rank, world), self.save_requests[rank], self._note(rank))
+            CheckpointBarrier(
+                peers(store, rank, world).but(look_around=look_around), self.save_requests[rank], self._note(rank)
+            )
             for rank in range(world)
         ]
 
@@ -124,27 +126,27 @@ def test_no_learner_reaches_a_portion_after_a_barrier_unknowingly(
 
 def test_who_has_answered_waits_at_its_answer_and_the_margin() -> None:
     """Until the last has answered; below that it goes on, and nothing else is waited for."""
-    group = Group(3)
+    group = Group(3, look_around=stop_waiting)
     for portion in range(10):
-        group.parts[0].reach(portion, stop_waiting)
+        group.parts[0].reach(portion)
     group.save_requests[1].stop(2)
     group.start(1, 0)
     deadline = time.monotonic() + PATIENCE
     with pytest.raises(Waiting):
         for portion in count(10):
-            group.parts[0].reach(portion, stop_waiting)
+            group.parts[0].reach(portion)
             assert time.monotonic() < deadline
     with pytest.raises(Waiting):
         while time.monotonic() < deadline:  # until its thread has answered
-            group.parts[1].settle(stop_waiting)
-    group.parts[2].reach(700, stop_waiting)  # its thread has not answered yet
+            group.parts[1].settle()
+    group.parts[2].reach(700)  # its thread has not answered yet
     group.start(2)
     group.await_marks(1)
     assert group.known[0] == group.known[1] == group.known[2]
     assert group.known[0][0][0] > 700
     for part in group.parts:
-        part.settle(stop_waiting)
-        part.reach(100_000, stop_waiting)
+        part.settle()
+        part.reach(100_000)
     group.close()
 
 
@@ -169,13 +171,13 @@ def test_timed_barriers_repeat_and_a_stop_ends_them() -> None:
 
 def test_a_barrier_that_the_end_of_a_membership_interrupts_is_dropped() -> None:
     """The threads end though somebody has not answered, and the request is still there for the next membership."""
-    group = Group(3)
+    group = Group(3, look_around=stop_waiting)
     group.save_requests[0].stop(15)
     group.start(0, 1)
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            group.parts[1].settle(stop_waiting)
+            group.parts[1].settle()
         except Waiting:
             break
         assert time.monotonic() < deadline
@@ -205,11 +207,11 @@ def test_who_waits_for_a_barrier_in_vain_says_so() -> None:
 
 def test_without_save_requests_nothing_is_requested() -> None:
     """No thread, and nothing to wait for."""
-    part = CheckpointBarrier(peers(HashStore(), 0, 2), None, lambda barrier, number: None)
+    part = CheckpointBarrier(peers(HashStore(), 0, 2).but(look_around=stop_waiting), None, lambda barrier, number: None)
     part.start()
     assert not part.is_alive()
-    part.reach(5, stop_waiting)
-    part.settle(stop_waiting)
+    part.reach(5)
+    part.settle()
     part.close()
 
 

@@ -9,8 +9,7 @@ import simpy
 import torch
 
 from benchmarks import by_cluster
-from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, NodeModel
-from starling.engines.virtual.links import Links
+from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, Links, NodeModel
 from starling.engines.virtual.network import Network
 from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError

@@ -1,14 +1,15 @@
 """Portions are drawn while a learner computes, and each is drawn once."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from starling.engines.processes.draws import KEPT_CLAIMS, Draws
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
+from starling.engines.processes.tickets import KEPT_CLAIMS, Draws
 
 
 class GatedStore:
@@ -69,13 +70,17 @@ def test_a_learner_does_not_wait_for_the_store_until_it_takes_what_it_drew(store
 
 def test_a_draw_is_dated_when_it_begins_not_when_it_is_taken(store: Any) -> None:
     """Otherwise a slow learner would underestimate how soon the budget is spent."""
-    clock = iter([1.0, 2.0, 3.0])
-    draws = Draws(Peers(Place(0, 1, 0, 1, store)), range(1), clock.__next__)
+    draws = draws_of(store, 0, range(1))
+    before = time.monotonic()
     draws.begin()
     draws.begin()
-    assert (draws.take(), draws.drawn_at) == (0, 1.0)
-    assert (draws.take(), draws.drawn_at) == (1, 2.0)
-    assert (draws.take(), draws.drawn_at) == (2, 3.0)
+    after = time.monotonic()
+    draws.take()
+    first = draws.drawn_at
+    draws.take()
+    assert before <= first <= draws.drawn_at <= after
+    draws.take()  # begins when it is taken
+    assert draws.drawn_at >= after
     draws.close()
 
 

@@ -358,6 +358,7 @@ def test_loops_that_never_close_end_well_if_they_have_finished_and_say_so_if_not
         assert (tmp_path / f"earlier-{rank}").exists() and (tmp_path / f"later-{rank}").exists()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("fails", "code"), [("raises", 1), ("killed", -9)])
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce", "parameter-server"])
 def test_survivors_name_the_learner_that_failed(strategy: str, fails: str, code: int, tmp_path: Path) -> None:

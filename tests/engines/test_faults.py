@@ -11,7 +11,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import NonFiniteError
 from starling.strategies import STRATEGIES, find_strategy
-from starling.training.faults import Fault, FaultsOf, Join, Kill, NotFinite, Pause, Split, only_simulated, problems
+from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split, faults_of, only_simulated, problems
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
@@ -77,8 +77,8 @@ def test_a_pause_takes_its_time_on_the_simulated_clock() -> None:
 def test_faults_come_at_the_learners_own_mini_batches() -> None:
     """Each once, and only its own."""
     faults = (Kill(kill=1, at_step=3), NotFinite(nan=0, at_step=2), NotFinite(nan=1, at_step=2))
-    own = FaultsOf(faults, 1)
-    assert [list(own.next()) for _ in range(4)] == [[], [faults[2]], [faults[0]], []]
+    own = faults_of(faults, 1)
+    assert [list(next(own)) for _ in range(4)] == [[], [faults[2]], [faults[0]], []]
 
 
 def test_a_fault_for_a_learner_that_does_not_exist_is_a_problem() -> None:

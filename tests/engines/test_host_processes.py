@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
-from starling.engines.virtual.computation import RealGradients
+from starling.engines.virtual.computation import HostProcesses, RealGradients
 from starling.engines.virtual.engine import VirtualEngine
-from starling.engines.virtual.host_processes import HostProcesses
 from starling.errors import ConfigError, StarlingError
 from starling.training.faults import NotFinite
 from starling.training.job import Job
@@ -33,7 +32,7 @@ class Kept(HostProcesses):
     """Serves one run after another."""
 
     def begin(self, job: Job) -> "Kept":
-        self._real = RealGradients(job, CPU)
+        RealGradients.__init__(self, job, CPU)
         return self
 
     def close(self) -> None: ...
@@ -82,6 +81,7 @@ def test_results_do_not_depend_on_the_number_of_processes(name: str, kept: Kept)
         assert torch.equal(one.weights, other.weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("workload", [Normalised(), SkippingLayers()], ids=["buffers", "unused parameters"])
 def test_buffers_and_unused_parameters_are_those_of_each_learner(workload: object) -> None:
     """Running means belong to a learner, whichever process computed its gradient; and a fault is injected once."""
@@ -119,6 +119,7 @@ class Failing(TinyRegression):
         return super().loss(model, examples)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("is_deadly", "message"),
     [(False, "ValueError: no such loss"), (True, "a process that computed gradients ended with exit code 7")],

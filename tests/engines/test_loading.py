@@ -65,6 +65,7 @@ def test_without_processes_and_before_they_are_up_who_asks_loads(num_workers: in
         assert next(loader.load(tickets())) == (Ticket(0, 0, 0), [os.getpid()])
 
 
+@pytest.mark.wide
 def test_every_ticket_comes_once_and_in_order_also_where_processes_take_over() -> None:
     """Which of them did is not to be seen; then all of them load."""
     drawn: list[Ticket] = []
@@ -94,6 +95,7 @@ def test_what_a_process_raises_reaches_who_asked() -> None:
         until_processes_load(loader.load(tickets()))
 
 
+@pytest.mark.wide
 def test_a_process_that_is_killed_ends_the_wait() -> None:
     """Torch says which."""
     with Loader(WhoLoads(), num_workers=1) as loader:
@@ -134,6 +136,7 @@ def test_new_tickets_may_replace_the_rest_or_follow_the_last() -> None:
         assert len(multiprocessing.active_children()) == 2
 
 
+@pytest.mark.wide
 def test_an_end_before_the_last_ticket_leaves_no_process() -> None:
     """Neither processes nor the thread."""
     with Loader(WhoLoads(), num_workers=1) as loader:
@@ -191,6 +194,7 @@ def end_of_run(step_seconds: Sequence[float], load_seconds: float, num_tickets: 
     return ends, most
 
 
+@pytest.mark.wide
 @settings(deadline=None)
 @given(
     st.lists(st.floats(0.05, 0.2), min_size=2, max_size=8),

@@ -16,11 +16,11 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from starling.budget import Budget
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
-from starling.engines.processes.done_notes import DoneNotes, noted
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import agree_on_plan, share_state, write_first_plan
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
+from starling.engines.processes.tickets import DoneNotes, noted
 from starling.errors import PeerLost
 from starling.strategies import find_strategy
 from starling.training.job import Job

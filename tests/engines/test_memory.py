@@ -4,10 +4,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from starling.launch.launcher import launch
 from starling.launch.messages import LearnerMessage, values_of
 
 
+@pytest.mark.wide
 def test_averaging_keeps_at_most_three_copies_of_the_weights(tmp_path: Path) -> None:
     """Beyond the weights and their gradients: a snapshot, the rounding error if there is one, and some pieces."""
     copies: dict[tuple[str, int], float] = {}

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.processes import communicator, nccl
+from starling.engines.processes import communicator
+from starling.engines.processes import process_group as membership_group
 from starling.engines.processes.communicator import Communicator
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
@@ -48,7 +49,7 @@ class Group:
 
 def known(monkeypatch: pytest.MonkeyPatch, *groups: Group) -> None:
     """Let these be all groups that torch knows."""
-    monkeypatch.setattr(nccl, "_world", type("World", (), {"pg_names": dict.fromkeys(groups)}))
+    monkeypatch.setattr(membership_group, "_world", type("World", (), {"pg_names": dict.fromkeys(groups)}))
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_only_groups_on_nccl_are_aborted(monkeypatch: pytest.MonkeyPatch) -> Non
     """Those of gloo, and those that have nothing on CUDA, end when their connections are cut."""
     groups = [Group("0"), Group("1", "gloo"), Group("2", None)]
     known(monkeypatch, *groups)
-    assert nccl.abort() == {"0"}
+    assert membership_group.abort() == {"0"}
     assert [group.num_aborts for group in groups] == [1, 0, 0]
 
 
@@ -71,7 +72,7 @@ def test_all_communicators_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch) 
     meeting = threading.Barrier(3)
     groups = [Group(str(number), meeting=meeting) for number in range(3)]
     known(monkeypatch, *groups)
-    assert nccl.abort() == {"0", "1", "2"}
+    assert membership_group.abort() == {"0", "1", "2"}
     assert [group.num_aborts for group in groups] == [1, 1, 1]
     assert not meeting.broken
 
@@ -82,7 +83,7 @@ def test_an_abort_that_fails_is_a_warning_and_the_others_happen(monkeypatch: pyt
     monkeypatch.setattr(failing, "abort", lambda: (_ for _ in ()).throw(RuntimeError("timed out")))
     known(monkeypatch, failing, other)
     with pytest.warns(UserWarning, match="did not abort group 0: timed out"):
-        nccl.abort()
+        membership_group.abort()
     assert other.num_aborts == 1
 
 
@@ -105,7 +106,7 @@ def test_cutting_connections_aborts_each_communicator_once_and_still_cuts(monkey
 def test_a_group_on_gloo_is_left_as_it_is(alone: Place) -> None:
     """What says that it is gloo works on."""
     with process_group(Peers(alone, 30.0), torch.device("cpu")):
-        assert nccl.abort() == set()
+        assert membership_group.abort() == set()
         ones = torch.ones(2)
         dist.all_reduce(ones)
         assert ones.tolist() == [1.0, 1.0]
@@ -115,14 +116,14 @@ def test_the_watchdog_is_told_to_let_survivors_live_before_a_group_is_made(
     alone: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And only where somebody watches the learners: elsewhere the watchdog is what ends a wait."""
-    for name in nccl.SETTINGS:
+    for name in membership_group.SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")  # the user's own
     seen: list[dict[str, str | None]] = []
 
     def make_group(backend: str, **how: Any) -> None:
         assert backend == "cpu:gloo,cuda:nccl"
-        seen.append({name: os.environ.get(name) for name in nccl.SETTINGS})
+        seen.append({name: os.environ.get(name) for name in membership_group.SETTINGS})
 
     monkeypatch.setattr(Place, "has_own_device", lambda place, device: True)
     monkeypatch.setattr(dist, "init_process_group", make_group)
@@ -131,9 +132,9 @@ def test_the_watchdog_is_told_to_let_survivors_live_before_a_group_is_made(
         feed = MembershipFeed(0, Membership(0, (0,)), is_watched=outlives_losses)
         with process_group(Peers(alone, 30.0, feed=feed), torch.device("cpu")):
             pass
-    unset = dict.fromkeys(nccl.SETTINGS)
+    unset = dict.fromkeys(membership_group.SETTINGS)
     own = {"TORCH_NCCL_ENABLE_MONITORING": "1"}
-    assert seen == [unset | own, nccl.SETTINGS | own]
+    assert seen == [unset | own, membership_group.SETTINGS | own]
 
 
 def test_what_an_aborted_collective_leaves_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

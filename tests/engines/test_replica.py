@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from starling.errors import ConfigError
-from starling.training.optimizer_state import OptimizerMemory
-from starling.training.replica import Replica
+from starling.training.replica import OptimizerMemory, Replica
 
 SIZE = 200_000
 

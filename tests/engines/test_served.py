@@ -34,6 +34,7 @@ def command(strategy: str, options: dict[str, Any], victim: int) -> list[str]:
     return [sys.executable, "-m", "tests.engines.served_process", strategy, json.dumps(options), str(victim)]
 
 
+@pytest.mark.wide
 def test_survivors_of_a_server_or_a_worker_name_it_and_end(tmp_path: Path) -> None:
     """kill -9 without a launcher that would end the others: they end by themselves, and the time-out plays no part.
 
@@ -62,6 +63,7 @@ def test_survivors_of_a_server_or_a_worker_name_it_and_end(tmp_path: Path) -> No
             assert f"PeerLost: learner {rank} lost learner {victim}" in said, said
 
 
+@pytest.mark.wide
 def test_a_learner_paused_beyond_the_time_out_is_named_and_no_process_is_left(tmp_path: Path) -> None:
     """SIGSTOP, to a worker and to a server: all others end, servers included, and the blame does not fall on who waited
     for it, too."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import starling
-from starling.engines.loop.progress import Past, plan
+from starling.engines.loop.run import Past, plan
 from starling.errors import ConfigError, FinishedApart
 from tests.engines.drop_in_process import flat
 from tests.engines.surviving_process import loss_of, make_model
@@ -148,6 +148,7 @@ def check_survivors(results: list[dict[str, Tensor]], died: float, within: float
         assert float(each["loss"]) < 0.1 * float(loss_of(make_model(), 0).detach())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("strategy", "lost", "within"), [("adpsgd", 2, 2.0), ("allreduce", 0, 5.0)])
 def test_three_of_four_finish_when_one_is_killed(strategy: str, lost: int, within: float, tmp_path: Path) -> None:
     """Any of them may be the one, also learner 0; the pause is within the bar."""
@@ -158,6 +159,7 @@ def test_three_of_four_finish_when_one_is_killed(strategy: str, lost: int, withi
         check_survivors(started.results(*survivors), died, within, 80)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "children", "within"),
     [("adpsgd", "helped", 2.0), ("allreduce", "helped", 5.0), ("adpsgd", "loads", 2.0)],
@@ -179,6 +181,7 @@ def test_a_child_that_a_learner_forked_does_not_hide_its_death(
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("on_loss", ["continue", "stop"])
 def test_a_child_that_a_learner_forked_may_end_as_any_program(on_loss: str, tmp_path: Path) -> None:
     """Its exit handlers end nobody's run, and its exit code is its own."""
@@ -190,6 +193,7 @@ def test_a_child_that_a_learner_forked_may_end_as_any_program(on_loss: str, tmp_
     assert torch.equal(results[0]["final"], results[1]["final"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [("diloco", {"every": 8}), ("streaming-diloco", {"every": 8, "fragments": 2, "overlap": 2})],
@@ -224,6 +228,7 @@ def test_loops_whose_ends_are_too_far_apart_all_fail_alike(
     assert re.match(message, messages.pop())
 
 
+@pytest.mark.wide
 def test_a_learner_that_finishes_apart_says_so_and_exits_with_a_code_of_its_own(tmp_path: Path) -> None:
     """It was stopped after the final consensus for longer than the time-out, and the others ended without it."""
     case = {"strategy": "adpsgd", "steps": 30, "stopped": 2, "timeout": 2.0}

@@ -9,6 +9,7 @@ from starling.budget import Budget
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import VirtualEngine
+from starling.engines.virtual.simulation import Simulation
 from starling.engines.virtual.timing import LearnerTiming, TimingOutcome, Totals, simulate_timing
 from starling.errors import ConfigError, Deadlock
 from starling.learner import Learner
@@ -41,13 +42,13 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The events of the runs that a test makes, in order."""
-    found, record = Recorded(), VirtualEngine._record
+    found, record = Recorded(), Simulation.record
 
-    def noting(self: VirtualEngine, name: int, kind: str, detail: bytes) -> None:
-        found.events.append((self._environment.now, name, kind, b"" if kind == "gradient" else detail))
+    def noting(self: Simulation, name: int, kind: str, detail: bytes) -> None:
+        found.events.append((self.now, name, kind, b"" if kind == "gradient" else detail))
         record(self, name, kind, detail)
 
-    monkeypatch.setattr(VirtualEngine, "_record", noting)
+    monkeypatch.setattr(Simulation, "record", noting)
     return found
 
 
@@ -65,7 +66,7 @@ def real(
         seed=5,
     )
     totals = Totals(world)
-    return VirtualEngine(job, world, CLUSTER, totals).run().seconds, totals.learners()
+    return VirtualEngine(job, world, CLUSTER, totals).run().seconds, totals.learners
 
 
 def timed(strategy: Strategy, options: Config | None, world: int, steps: int, vectors: int = 0) -> TimingOutcome:

@@ -3,11 +3,13 @@
 import warnings
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from starling.engines.loop.traps import check_modules
+import starling
 from starling.errors import ConfigError
+from starling.launch.joining import check_modules
 
 
 def wrapped() -> DistributedDataParallel:
@@ -17,12 +19,13 @@ def wrapped() -> DistributedDataParallel:
     return found
 
 
-@pytest.mark.parametrize("is_in_step", [False, True])
-def test_a_model_or_a_part_left_in_ddp_is_refused_under_any_strategy(is_in_step: bool) -> None:
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
+def test_a_model_or_a_part_left_in_ddp_is_refused_under_any_strategy(strategy: str) -> None:
     """It averages gradients itself."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     for model in (wrapped(), nn.Sequential(nn.Linear(1, 1), wrapped())):
         with pytest.raises(ConfigError, match=r"DistributedDataParallel, which averages gradients; use its `\.module`"):
-            check_modules(model, "adpsgd", is_in_step)
+            starling.join(model, optimizer, strategy)
 
 
 def test_sync_batch_norm_is_refused_where_learners_are_not_in_step() -> None:

@@ -115,6 +115,7 @@ def kill_at(name: str, event: int, victim: int) -> None:
     check(outcome, record)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_learner_killed_at_any_event_ends_in_success_or_a_named_error(name: str) -> None:
     """Under every strategy; never in a deadlock, and each mini-batch counts once. Every ninth event, victims by turns;
@@ -310,6 +311,7 @@ def faulty() -> str:
     return outcome.event_hash
 
 
+@pytest.mark.wide
 def test_a_run_in_which_everything_happens_has_the_same_events_each_time() -> None:
     """Also where Python hashes otherwise."""
     program = "from tests.engines.test_virtual_faults import faulty; print(faulty())"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from starling.engines.processes import nccl
+from starling.engines.processes import process_group as membership_group
 from starling.engines.processes.backend import ReducingModel
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
@@ -39,7 +39,7 @@ def test_a_gradient_reduced_over_nccl_by_one_learner_is_its_own(device: torch.de
     x = torch.randn(32, 64, device=device)
     expected = torch.autograd.grad(plain(x).square().mean(), list(plain.parameters()))
     group = dist.new_group([0], backend="nccl")
-    nccl.connect(group, device)
+    membership_group.connect(group, device)
     reducing = ReducingModel(plain, group)
     for _ in range(3):  # DDP builds its buckets anew after the first
         plain.zero_grad()
@@ -54,7 +54,7 @@ def test_communicators_that_were_aborted_are_made_again(device: torch.device) ->
     for _ in range(3):
         with process_group(alone_watched(), device) as connections:
             group = dist.new_group([0], backend="nccl")
-            nccl.connect(group, device)
+            membership_group.connect(group, device)
             ones = torch.ones(4, device=device)
             dist.all_reduce(ones, group=group)
             assert ones.cpu().eq(1.0).all()

@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import nn
 
-from starling.engines.processes.staging import Staging
+from starling.engines.processes.backend import Staging
 from starling.training.replica import Replica
 from starling.training.streams import beside_this_thread
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from starling import SharedSampler
 from starling.errors import ConfigError, PeerLost
-from starling.integrations.host_learner import close_host_group, open_host_group
+from starling.integrations import close_host_group, open_host_group
 from starling.integrations.lightning import StarlingStrategy
 from tests.code_blocks import code_blocks, run_python
 from tests.integrations.recordings import DIGITS, make_classifier, spectra, spoken_digits

@@ -19,17 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from starling.budget import Budget
-from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
-from starling.checkpoint.writer import CheckpointWriter
+from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.regrouping import Regrouping, SharedCounts
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
-from starling.launch.rendezvous import find_membership, find_place
-from starling.launch.stopping import save_requests_of
+from starling.launch.rendezvous import find_membership, find_place, save_requests_of
 from starling.strategies import find_strategy
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.training.stragglers import Pause, Stragglers

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from starling.launch.joiners import Changes
+from starling.launch.joiners import Changes, ask, launcher_id, take_answer, taking_requests
 from starling.launch.launcher import launch
 from starling.launch.messages import Entered, JoinAnswer, JoinRequest, LearnerMessage, values_of
-from starling.launch.requests import ask, launcher_id, take_answer, taking_requests
 from starling.launch.roster import Loss
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island, between_islands
@@ -123,6 +122,7 @@ class Run:
             assert NUM_MINI_BATCHES <= num_done < NUM_MINI_BATCHES + learners
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "world", "victim"),
     [
@@ -229,6 +229,7 @@ def test_a_name_that_was_lost_is_given_again_and_a_learner_joins_at_its_time(tmp
     run.assert_whole(4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("trouble", "reason"),
     [

@@ -40,7 +40,7 @@ def door(token: str = TOKEN) -> Iterator[tuple[int, list[tuple[str, str, socket.
 
 def errand(folder: Path, port: int) -> Errand:
     program = Program((sys.executable, "-c", LEARNER), 1, folder, "", is_watched=False)
-    return Errand(program, 0, False, "first", folder, folder / "run-token", LOOPBACK, port, 1, 1.0, False)
+    return Errand(program, folder, folder / "run-token", LOOPBACK, port, 1, {"CPU": 1.0}, name="first")
 
 
 CUT_CABLE = """
@@ -134,6 +134,7 @@ def test_a_node_that_cannot_reach_the_launcher_says_so(tmp_path: Path) -> None:
     assert why.startswith(f"node node-7 cannot reach the launcher at {LOOPBACK}:1")
 
 
+@pytest.mark.wide
 @pytest.mark.cold  # the learner is found as a child of this process
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_learner_on_a_node_ends_when_its_launcher_is_gone(is_stopped: bool, tmp_path: Path) -> None:
@@ -160,6 +161,7 @@ def test_a_learner_on_a_node_ends_when_its_launcher_is_gone(is_stopped: bool, tm
     assert not scratch.exists()
 
 
+@pytest.mark.wide
 def test_both_sides_of_a_cut_cable_notice_it_within_seconds(cut_cable: "subprocess.Popen[str] | None") -> None:
     """In a network namespace of its own, whose only interface goes down: neither side hears from the other any more.
 

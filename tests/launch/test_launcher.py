@@ -105,6 +105,7 @@ def test_learners_that_finish_leave_nothing_behind(side_by_side: dict[int, GoodR
     assert not list(own_learners())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("num_workers", [1, pytest.param(0, marks=pytest.mark.wide)])
 def test_a_learner_ten_times_slower_ends_at_most_about_one_of_its_gradients_after_the_others(
     num_workers: int, tmp_path: Path
@@ -238,6 +239,7 @@ def test_a_signal_ends_everything_with_the_shells_exit_code(
     assert not learners_of()
 
 
+@pytest.mark.wide
 def test_learners_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """kill -9 of the launcher itself leaves no orphan, loading processes included."""
     program = (
@@ -261,6 +263,7 @@ def test_learners_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     assert not alive
 
 
+@pytest.mark.wide
 def test_a_killed_learner_leaves_no_shared_memory_and_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +288,7 @@ def test_a_killed_learner_leaves_no_shared_memory_and_no_temporary_file(
     temporary.rmdir()  # it is empty
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "where"),
     [("delay-by-one", "a mean"), pytest.param("adpsgd", "(sending|receiving) .*", marks=pytest.mark.wide)],
@@ -303,6 +307,7 @@ def test_a_learner_that_stops_for_longer_than_the_time_out_is_lost(strategy: str
     assert not learners_of()
 
 
+@pytest.mark.wide
 def test_a_second_signal_ends_at_once_even_a_learner_that_is_stopped(tmp_path: Path) -> None:
     """No process is left that could not see the launcher's end."""
     program = (

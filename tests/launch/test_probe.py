@@ -59,6 +59,7 @@ SERVICES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("how", ["joined", "joined-first", "recipe"])
 @pytest.mark.parametrize("service", SERVICES)
 def test_another_service_at_the_port_is_named_within_the_time_out(

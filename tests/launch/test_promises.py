@@ -142,6 +142,7 @@ def test_a_learner_killed_after_saying_goodbye_ends_the_run_clearly(tmp_path: Pa
     assert not list(own_learners())
 
 
+@pytest.mark.wide
 def test_a_late_riser_finds_the_others_gone_and_ends(tmp_path: Path) -> None:
     """Without a launcher a stalled learner is not killed: the others name it and end, and it ends when it wakes."""
     stops = [sys.executable, "-m", "tests.launch.learner_process", "delay-by-one/stops"]

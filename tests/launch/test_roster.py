@@ -60,7 +60,7 @@ def test_a_joiner_is_ready_and_gets_a_rank_when_it_is_a_member() -> None:
     run.roster.announce(NewMembership(1, (1, 7, 0)))
     assert {each.learner_id: each.rank for each in run.roster.learners.values()} == {0: 2, 1: 0, 7: 1}
     assert run.hear(7, Entered(1)) is LearnerState.TRAINING
-    assert run.roster.learners[7].has_joined
+    assert run.roster.learners[7].num_joins == 1
     assert run.roster.generation == 1
 
 

@@ -17,12 +17,13 @@ from torch.distributed.distributed_c10d import Store
 
 from benchmarks.control_plane import Figures
 from starling.budget import Budget
-from starling.engines.processes.done_notes import noted
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.place import Place
+from starling.engines.processes.tickets import noted
 from starling.errors import ProtocolError
-from starling.launch import watch
-from starling.launch.joiners import Changes, Joiners
+from starling.launch import launcher
+from starling.launch.launcher import NO_CHANGES, Supervisor
+from starling.launch.link import Line
 from starling.launch.messages import (
     Heartbeat,
     LearnerMessage,
@@ -30,9 +31,8 @@ from starling.launch.messages import (
     decode_from_launcher,
     encode,
 )
-from starling.launch.process import LearnerProcess
+from starling.launch.process import LearnerProcess, Site
 from starling.launch.roster import Roster
-from starling.launch.watch import Watch
 from starling.strategies import find_strategy
 from starling.timeouts import READ
 from starling.training.job import Job
@@ -143,31 +143,26 @@ class Stub(LearnerProcess):
         self.num_polls += 1
         return self.code
 
-    def signal(self, number: int) -> None: ...
 
-    def wait(self, seconds: float) -> bool:
-        return True
+class NoSite(Site):
+    """Where no learner joins."""
 
-    def kill(self) -> None: ...
+    def start(self, learner_id: int, joins: bool) -> LearnerProcess:
+        pytest.fail("no learner joins")
 
-    def signal_group(self, number: int) -> bool:
-        return False
-
-    def forget(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class Watched:
-    """Stubs, and the watch over them."""
+    """Stubs, and the supervisor that watches them."""
 
     def __init__(self, world: int, on_message: Callable[[int, LearnerMessage], None]) -> None:
         self.roster, self.stubs = Roster(world), list[Stub]()
         for learner_id in range(world):
             ours, theirs = socket.socketpair()
-            self.stubs.append(Stub(Path(f"learner-{learner_id}.log"), ours, theirs=theirs))
+            self.stubs.append(Stub(Path(f"learner-{learner_id}.log"), Line(ours), theirs=theirs))
             self.roster.start(learner_id, self.stubs[-1])
-        changes = Changes()
-        joiners = Joiners(changes, self.roster, lambda learner_id: pytest.fail("no learner joins"))
-        self.watch = Watch(self.roster, on_message, lambda loss: None, float("inf"), [], changes, joiners)
+        self.supervisor = Supervisor(NoSite(), self.roster, NO_CHANGES, on_message, lambda loss: None, float("inf"))
 
     def say(self, learner_id: int, content: bytes) -> None:
         theirs = self.stubs[learner_id].theirs
@@ -198,7 +193,7 @@ def test_a_message_costs_the_same_however_many_learners_there_are() -> None:
 
     talking = threading.Thread(target=talk)
     talking.start()
-    watched.watch.until_all_ended()
+    watched.supervisor.until_all_ended()
     talking.join()
     assert num_polls <= 4 * world * (seconds / READ + 2)
     assert sum(record.num_steps for record in watched.roster.learners.values()) > 0
@@ -214,43 +209,42 @@ def test_a_restarted_learner_is_read_whose_line_has_the_number_of_a_closed_one()
             watched.end()
             return
         closed = watched.stubs[0].line
-        assert closed is not None
         number = closed.fileno()
         closed.close()
         ours, theirs = socket.socketpair()
         assert ours.fileno() == number
-        watched.stubs.append(Stub(Path("learner-0.log"), ours, theirs=theirs))
+        watched.stubs.append(Stub(Path("learner-0.log"), Line(ours), theirs=theirs))
         watched.roster.start(0, watched.stubs[-1])
         theirs.sendall(encode(Heartbeat(1)))
 
     watched = Watched(2, on_message)
     watched.say(1, encode(Heartbeat(1)))
-    watched.watch.until_all_ended()
+    watched.supervisor.until_all_ended()
     assert heard == [1, 0]
 
 
 def test_an_endless_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fill the launcher's memory."""
-    monkeypatch.setattr(watch, "LONGEST_MESSAGE", 1 << 20)
+    monkeypatch.setattr(launcher, "LONGEST_MESSAGE", 1 << 20)
     watched = Watched(2, lambda learner_id, message: None)
     talking = threading.Thread(target=watched.say, args=[1, b"x" * (1 << 22)], daemon=True)
     talking.start()
     with pytest.raises(ProtocolError, match=r"learner 1 sent a message of more than 1 MiB; see its log: learner-1.log"):
-        watched.watch.until_all_ended()
+        watched.supervisor.until_all_ended()
     watched.end()
 
 
 def test_a_learner_that_does_not_read_does_not_stop_its_launcher_and_misses_nothing() -> None:
     """A hundred memberships of 1,024 learners are more than a socket holds."""
     ours, theirs = socket.socketpair()
-    stub = Stub(Path("log"), ours)
+    line = Line(ours)
     for generation in range(100):
-        stub.tell(NewMembership(generation, tuple(range(1024))))
-    assert stub.untold
+        line.tell(NewMembership(generation, tuple(range(1024))))
+    assert line.untold
     received = b""
-    while stub.untold or received.count(b"\n") < 100:
+    while line.untold or received.count(b"\n") < 100:
         received += theirs.recv(1 << 16)
-        stub.tell_rest()
+        line.tell_rest()
     heard = [decode_from_launcher(line) for line in received.splitlines()]
     assert [each.generation for each in heard if isinstance(each, NewMembership)] == list(range(100))
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import starling
+from starling.engines.processes.place import Place
 from starling.errors import ConfigError
-from starling.launch import sharing
 from starling.training.claims import Claims
 
 
@@ -24,20 +24,19 @@ def flat(lists: list[list[Any]]) -> list[Any]:
 class Learners:
     """Makes samplers of several learners in one process, which share a store as their processes do."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
+    def __init__(self) -> None:
         self.store = dist.HashStore()
 
     def make(self, rank: int, make: Any) -> Any:
-        self._monkeypatch.setattr(sharing, "_store_and_rank", lambda number: (self.store, rank))
         made = make()
-        made.state_dict()  # which makes it look for the store
+        made._number, place = 0, Place(rank, 1, rank, 1, self.store)
+        made._find_place = lambda: place
         return made
 
 
 @pytest.fixture
-def learners(monkeypatch: pytest.MonkeyPatch) -> Learners:
-    return Learners(monkeypatch)
+def learners() -> Learners:
+    return Learners()
 
 
 def take_turns(passes: list[Iterator[Any]], chance: random.Random) -> list[list[Any]]:

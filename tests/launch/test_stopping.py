@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from starling.checkpoint.reader import checkpoints_in, load
 from starling.errors import Stopped
-from starling.launch import watch
+from starling.launch import launcher
 from starling.launch.launcher import Loss, launch
 from starling.launch.messages import CanStop, LearnerMessage, values_of
 from tests.launch.stopping_process import Run
@@ -97,6 +97,7 @@ def test_synchronous_learners_that_stop_and_resume_end_in_the_same_bits(
     assert_seen_once([stopped, resumed], world)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "world", "options"),
     [
@@ -125,6 +126,7 @@ def test_asynchronous_learners_that_stop_and_resume_see_everything_once(
     assert_seen_once([stopped, resumed], world)
 
 
+@pytest.mark.wide
 def test_checkpoints_by_the_clock_hold_what_a_run_to_that_place_ends_in(tmp_path: Path) -> None:
     """In step, each is exact: the state of all after the mini-batches that it counts, and of none behind them."""
     timed = run_for(
@@ -257,7 +259,7 @@ def test_survivors_of_a_learner_that_dies_while_a_barrier_is_wanted_save_and_end
 @pytest.mark.soak
 def test_learners_that_do_not_save_in_time_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them is stopped: everything ends before a scheduler would end it."""
-    monkeypatch.setattr(watch, "STOP", 1.0)
+    monkeypatch.setattr(launcher, "STOP", 1.0)
     run = run_for(tmp_path, "run", strategy="delay-by-one")
 
     def harm() -> None:

@@ -85,6 +85,7 @@ def test_the_others_finish_the_budget_of_all(strategy: str, world: int, victim: 
     assert harm.generations == {victim: 0} | dict.fromkeys(others, 1)
 
 
+@pytest.mark.wide
 def test_a_second_death_while_the_survivors_meet_anew_is_borne_too(tmp_path: Path) -> None:
     """When all are connected, and are being linked for the next membership: none waits for the dead one until its
     time-out, which is longer than that of this test."""
@@ -122,6 +123,7 @@ def test_an_island_that_has_lost_a_rank_leaves_whole(strategy: str, tmp_path: Pa
     assert harm.said[3] == harm.said[2]
 
 
+@pytest.mark.wide
 def test_a_run_cannot_continue_without_its_server(tmp_path: Path) -> None:
     """Part of the model is lost with it: the survivors say so and end, and a resume is what is left."""
     with pytest.raises(
@@ -131,6 +133,7 @@ def test_a_run_cannot_continue_without_its_server(tmp_path: Path) -> None:
         survive("parameter-server/ends", 2, 0, tmp_path)
 
 
+@pytest.mark.wide
 def test_a_learner_without_heartbeats_is_ended_and_the_others_continue(tmp_path: Path) -> None:
     """As if it had been killed; so it can do no harm when it wakes up."""
     harm, losses = survive("delay-by-one/ends", 3, 1, tmp_path, number=signal.SIGSTOP, silence_seconds=4.0)

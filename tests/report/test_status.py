@@ -74,7 +74,7 @@ def test_a_learner_that_begins_when_others_train_already_has_joined() -> None:
     told.roster.hear(1, Heartbeat(12))
     told.roster.hear(2, Entered(2))
     told.roster.hear(0, Entered(2))
-    assert {name: each.has_joined for name, each in told.roster.learners.items()} == {0: False, 1: True, 2: True}
+    assert {name: each.num_joins for name, each in told.roster.learners.items()} == {0: 0, 1: 1, 2: 1}
     assert told.roster.learners[1].num_steps == 42
     assert [(each.learner, each.reason) for each in told.roster.lost] == [(1, "killed")]
     assert told.roster.generation == 2

@@ -52,6 +52,7 @@ def scored(experiment: Path, **options: object) -> list[str]:
     return lines
 
 
+@pytest.mark.wide
 def test_both_decodings_are_scored_tuned_on_the_validation_set_alone(songs_tree: Tree) -> None:
     """The weights are written down, and read again as long as nothing they depend on changes."""
     experiment, at_end = simulated(songs_tree)
@@ -95,6 +96,7 @@ def change(experiment: Path, **decoding: object) -> None:
     path.write_text(yaml.safe_dump({**tree, "decoding": decoding}), encoding="utf-8")
 
 
+@pytest.mark.wide
 def test_files_are_transcribed_by_the_search_that_evaluate_has_tuned(
     songs_tree: Tree, songs: Path, tmp_path: Path
 ) -> None:

@@ -136,6 +136,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(compared: Tree, tmp_path: Path) -> None:
     """One message and the shell's exit code for SIGINT; what several processes have found is what one finds."""

@@ -51,6 +51,7 @@ def compare(tmp_path: Path, *strategies: str, said: io.StringIO | None = None, *
     return starling.compare(JOB, strategies, **given)
 
 
+@pytest.mark.wide
 def test_six_strategies_interrupted_and_resumed_lose_no_cell_and_compute_none_twice(tmp_path: Path) -> None:
     """Asked to stop (SIGTERM) and killed (-9) in the middle; the table is then that of a run without a break."""
     script = tmp_path / "six.py"
@@ -211,6 +212,7 @@ def test_what_cannot_be_sent_to_processes_is_told(tmp_path: Path) -> None:
         compare(tmp_path, "adpsgd", jobs=2, validate=lambda model: 0.0)
 
 
+@pytest.mark.wide
 def test_several_processes_find_for_any_job_what_one_finds(tmp_path: Path) -> None:
     """The job travels to them as it is."""
     both = [

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from starling.experiment.cores import cores_here
-from starling.launch.link import NODE_CPUS
+from starling.engines.processes.place import NODE_CPUS, cores_here
 
 
 def test_a_learner_on_ray_uses_no_more_cores_than_its_node_offers(monkeypatch: pytest.MonkeyPatch) -> None:

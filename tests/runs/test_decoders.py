@@ -19,15 +19,14 @@ from starling.comparing.compare import load_comparison
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
 from starling.experiment.simulate import simulate
-from starling.speech.batches import Batch
 from starling.speech.commands.evaluate import evaluate
-from starling.speech.losses import ctc_loss, speech_loss
 from starling.speech.models import ModelConfig, build_model, count_parameters
 from starling.speech.recipe import check_recipe, fixed_settings
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring.error_rates import read_texts
 from starling.speech.task import SPEECH
 from starling.speech.trained import load_recogniser
+from starling.speech.training.workload import Batch, ctc_loss, speech_loss
 from starling.speech.transcribing.files import transcribe_files
 from starling.strategies.compression import TopK
 from starling.training.job import Job
@@ -170,6 +169,7 @@ def scored(experiment: Path, **options: Any) -> list[str]:
     return lines
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["attention", "transducer"])
 def test_a_decoder_is_scored_in_all_its_ways(tree: Tree, songs: Path, kind: str) -> None:
     """Greedy and by beam search, beside both searches of CTC; what `transcribe` says is the decoder's greedy text."""

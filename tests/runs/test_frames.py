@@ -96,6 +96,7 @@ def trained(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return experiment
 
 
+@pytest.mark.wide
 def test_the_whole_chain_recognises_songs_that_it_never_heard(trained: Path, tmp_path: Path) -> None:
     """Alignment, tied states, training and search together: WER at most 5 %, and a file is transcribed."""
     lines: list[str] = []
@@ -159,6 +160,7 @@ def test_rounds_repair_the_alignment_of_a_ctc_model_that_has_learned_little(tree
     assert shares[1] > shares[0] + 0.1
 
 
+@pytest.mark.wide
 def test_mini_batches_are_a_function_of_the_ticket_alone(tree: Tree) -> None:
     """The same bits in a loading process, and for any number of learners; each frame once in an epoch."""
     _, workload, _ = ready(tree)
@@ -185,6 +187,7 @@ def test_mini_batches_are_a_function_of_the_ticket_alone(tree: Tree) -> None:
     assert frames == workload.plan.frames.ends[-1]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_trains_frames(tree: Tree, name: str) -> None:
     """A mini-batch for each of four learners, and the weights have moved."""

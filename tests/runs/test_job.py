@@ -11,7 +11,7 @@ from starling.experiment.claim import set_up_and_claim
 from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.task import SPEECH
-from starling.speech.training.job import ModelWriter, loading_processes, make_job
+from starling.speech.training.set_up import ModelWriter, loading_processes, make_job
 from starling.training.flat import FlatModel
 
 Tree = dict[str, Any]

@@ -27,6 +27,7 @@ def smaller(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.wide
 def test_one_model_is_trained_on_three_languages_and_scored_on_each(tmp_path: Path) -> None:
     """With tags, the model has tokens for them, every transcript begins with one, and none is scored as a word."""
     arguments = ["simulate", str(RECIPE), *smaller(tmp_path), TAGS]

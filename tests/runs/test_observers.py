@@ -22,6 +22,7 @@ from starling.launch.messages import (
     decode_from_learner,
     encode,
 )
+from starling.launch.roster import Roster
 from starling.reporting.epochs import FAR
 from starling.reporting.progress import Display
 from starling.training.job import Averaging, EpochReport, Spent
@@ -52,7 +53,7 @@ def test_no_step_is_lost_between_snapshots() -> None:
     """At most one every two seconds; the frames of all steps are counted, the last ones at the epoch's end."""
     now = 0.0
     kept = Kept()
-    observer = Metered(kept, world=2, every=2.0, clock=lambda: now)
+    observer = Metered([(kept, 2.0)], world=2, clock=lambda: now)
     for number in range(10):
         now = 0.5 * number
         observer.on_step(step(number, frames=100))
@@ -69,7 +70,7 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
     here, there = io.StringIO(), io.StringIO()
     for listener in (Log(here), lambda message: sent.append(encode(message))):
         for rank in range(2):
-            observer = Metered(listener, world=2, every=0.0)
+            observer = Metered([(listener, 0.0)], world=2)
             observer.on_step(step(3, rank=rank))
             averaging = Averaging(rounds=6, bytes_sent=3_000_000, staleness=Counter({0: 1, 2: 3}))
             report = EpochReport(rank, 0, 4, 5.0, Spent(4.7, 0.1, 0.2), averaging)
@@ -105,7 +106,7 @@ def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
     kept, sent = Kept(), list[bytes]()
     averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
     for listener in (kept, lambda message: sent.append(encode(message))):
-        Metered(listener, world=2, every=0.0).on_epoch(
+        Metered([(listener, 0.0)], world=2).on_epoch(
             EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25), state(0, 2, Ticket(1, 0, 10))
         )
     (end,) = kept.heard
@@ -188,11 +189,13 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
 def test_what_a_learner_does_is_told_to_the_launcher() -> None:
     """So that it can say when a learner was lost."""
     sent: list[LearnerMessage] = []
-    observer = Metered(sent.append, world=2, every=0.0)
+    observer = Metered([(sent.append, 0.0)], world=2)
     observer.on_step(step(13, epoch=1))
     (snapshot,) = sent
     assert isinstance(snapshot, Snapshot)
-    assert snapshot.doing == "computing batch 4 of epoch 2"
+    roster = Roster(2)
+    roster.hear(snapshot.learner_id, snapshot)
+    assert roster.learners[snapshot.learner_id].attempt.doing == "computing batch 4 of epoch 2"
 
 
 def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothing(tmp_path: Path) -> None:

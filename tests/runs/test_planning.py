@@ -413,6 +413,7 @@ def test_a_recurrent_layer_s_operations_are_counted() -> None:
     assert 0.7 < counted / (6 * (8 + 16) * 64 * 4 * 5) < 1.05
 
 
+@pytest.mark.wide
 def test_real_learners_are_measured_as_they_are_started_and_planned_with() -> None:
     """One learner and two, processes of their own: every figure is there, and the plan rests on them."""
     said: list[str] = []

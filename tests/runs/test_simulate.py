@@ -51,6 +51,7 @@ def test_two_simulations_of_one_recipe_agree_in_every_event(tree: Tree, strategy
     assert simulated({**tree, "seed": 2})[-1] != first[-1]
 
 
+@pytest.mark.wide
 def test_a_simulation_can_be_evaluated_and_used(tree: Tree, songs: Path, tmp_path: Path) -> None:
     """Its consensus model is a checkpoint, and learns the songs."""
     tree |= {

@@ -21,7 +21,7 @@ from starling.speech.recogniser import Recogniser
 from starling.speech.task import SPEECH
 from starling.speech.trained import load_recogniser
 from starling.speech.training import validate
-from starling.speech.training.job import ModelWriter
+from starling.speech.training.set_up import ModelWriter
 from starling.speech.training.validate import Validation, best_model
 from starling.training.job import EpochReport, Spent
 from starling.workload import Position, Ticket
@@ -126,6 +126,7 @@ def test_without_patience_only_the_budget_ends_a_run(tree: Tree, monkeypatch: py
     assert not validation.is_enough()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("number", "mean"), [(None, 5.0), (1, 7.0), (2, 6.0), (9, 4.0)])
 def test_the_mean_of_the_newest_checkpoints_is_scored(tree: Tree, number: int | None, mean: float) -> None:
     """Of as many as the recipe says, or as are asked for; of all, if there are fewer."""

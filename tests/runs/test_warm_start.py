@@ -15,8 +15,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.speech.recipe import Recipe, check_recipe, fingerprints
 from starling.speech.recogniser import Recogniser
 from starling.speech.task import SPEECH
-from starling.speech.training.job import ModelWriter, make_job
-from starling.speech.training.set_up import load_workload, set_up
+from starling.speech.training.set_up import ModelWriter, load_workload, make_job, set_up
 
 Tree = dict[str, Any]
 
@@ -206,8 +205,8 @@ def test_phones_that_both_have_keep_their_rows(tree: Tree, tmp_path: Path) -> No
     assert old is not None
     assert new is not None
     row = "phones.output.weight"
-    for number, name in enumerate(new.names):
-        source = weights[row][old.names.index(name)] if name in old.names else fresh[row][number]
+    for number, name in enumerate(new.outputs):
+        source = weights[row][old.outputs.index(name)] if name in old.outputs else fresh[row][number]
         assert torch.equal(warm[row][number], source)
     assert not torch.equal(warm[row], fresh[row])
     _, warm, said = ready(tree, name="other", model=models[1], warm_start=str(plain.folder / "initial"), seed=2)

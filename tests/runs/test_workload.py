@@ -28,6 +28,7 @@ def ready(tree: Tree) -> tuple[Recipe, SpeechWorkload]:
     return recipe, load_workload(recipe, folder)
 
 
+@pytest.mark.wide
 def test_every_process_loads_the_same_bits(tree: Tree) -> None:
     """A loading process gives the same batches as the learner itself would."""
     _, workload = ready(tree)
@@ -125,7 +126,8 @@ def test_utterances_too_short_for_ctc_are_an_error_or_left_out_and_listed(tree: 
     tree["augment"] = {"speed": [2.0]}
     tree["features"] = {"frame_shift": 0.02}
     tree["data"]["filter"] = {"on_bad": "fail"}
-    with pytest.raises(DataError, match="too few encoder frames for CTC"):
+    such = r"at speed 2, such as \S+ \(\d+ frames, \d+ needed\).*subsampling \(now 4\).*on_bad=skip"
+    with pytest.raises(DataError, match=f"utterances have too few encoder frames for CTC {such}"):
         ready(tree)
     del tree["data"]["filter"]
     with pytest.raises(DataError, match=r"max_skipped allows 1\.00%"):

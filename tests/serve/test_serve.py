@@ -112,6 +112,7 @@ def test_a_client_that_stalls_is_cut_off_and_keeps_no_other_waiting(server: str,
     assert answer.endswith('{"error":"no data for 1 s"}')
 
 
+@pytest.mark.wide
 def test_fifty_clients_are_served_in_turn(client: httpx.Client) -> None:
     """Each gets its own text, and none waits for a long recording that came first."""
     long = file_of(np.tile(sung(words_of(0, 40)), 14))
@@ -194,6 +195,7 @@ def test_a_taken_port_is_named() -> None:
             serve(Path("absent"), print, port=port)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_in_order(number: signal.Signals) -> None:
     """Also while a client speaks, whose connection is closed."""

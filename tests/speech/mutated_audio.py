@@ -13,7 +13,7 @@ import soundfile
 
 from starling.errors import DataError
 from starling.speech.corpora import Utterance
-from starling.speech.corpora.audio import read_audio
+from starling.speech.corpora.utterance import read_audio
 from starling.speech.usable import Checker, Checking, FilterConfig
 from tests.speech.corpus_builders import RATE, sound
 

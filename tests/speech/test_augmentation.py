@@ -8,15 +8,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from starling.chance import borrowed_generators
 from starling.speech.augmentation import (
     AugmentConfig,
     SpecAugmentConfig,
     augment_waveform,
-    draw_warp,
+    draw_warps,
     impulse_response,
     spec_augment,
 )
-from starling.speech.chance import borrowed_generators
+from starling.speech.features import Warp
 
 
 def tone(frequency: float, num_samples: int = 8000) -> torch.Tensor:
@@ -111,11 +112,11 @@ def test_the_level_changes_by_as_much_as_was_asked_for():
 def test_warps_are_drawn_from_their_ranges_in_steps_of_a_hundredth():
     """So that there are few mel banks; nothing is drawn where nothing is to be changed."""
     config = AugmentConfig(tempo=(0.8, 1.25), vocal_tract=(0.9, 1.1))
-    drawn = [draw_warp(config, np.random.default_rng(seed)) for seed in range(300)]
+    drawn = draw_warps(config, 1, 300)
     tempos, frequencies = {each.tempo for each in drawn}, {each.frequency for each in drawn}
     assert (min(tempos), max(tempos), min(frequencies), max(frequencies)) == (0.8, 1.25, 0.9, 1.1)
     assert frequencies <= {hundredths / 100 for hundredths in range(90, 111)}
-    assert draw_warp(AugmentConfig(), np.random.default_rng(0)) is None
+    assert draw_warps(AugmentConfig(), 1, 2) == [Warp(1.0, 1.0)] * 2
 
 
 def test_masks_stay_within_their_limits():

@@ -9,15 +9,14 @@ import pytest
 import torch
 from tones import song_set
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.batches import Batch, load_batch
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import ctc_loss
 from starling.speech.models import ModelConfig, build_model
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
+from starling.speech.training.workload import Batch, ctc_loss, load_batch
 
 INDICES = np.array([3, 0, 7, 5])
 EVERYTHING = AugmentConfig(
@@ -85,6 +84,7 @@ def _load_elsewhere(songs: SpeechSet, tokenizer: Tokenizer, threads: int, result
     results.put((batch.features.numpy(), batch.tokens.numpy()))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_another_process_loads_the_same_bits(songs, tokenizer, threads):
     """A fresh process with its own generators and number of threads makes the same batch."""
@@ -152,9 +152,9 @@ def test_a_damaged_utterance_is_left_out_named_and_changes_no_other(tmp_path, so
 
 
 def test_a_damaged_utterance_reads_as_its_own_error_beside_the_others(tmp_path):
-    """`audios` gives the samples of all others; `audio` of the damaged one raises what stands in its place."""
+    """`read` gives the samples of all others; `audio` of the damaged one raises what stands in its place."""
     broken = damaged(tmp_path / "songs", 4, 1)
-    first, second, third = broken.audios([0, 1, 2])
+    first, second, third = (each.samples for each in broken.read([0, 1, 2]))
     assert isinstance(second, DataError)
     assert np.array_equal(first, broken.audio(0)) and np.array_equal(third, broken.audio(2))
     with pytest.raises(DataError, match="the audio of song-1 is damaged"):
@@ -183,7 +183,7 @@ def test_statistics_leave_out_what_is_damaged_where_that_is_wished(tmp_path):
     with pytest.raises(DataError, match="the audio of song-2 is damaged"):
         log_mel.fit(broken)
     log_mel.fit(broken, on_bad="skip")
-    rows = [log_mel.layer([torch.from_numpy(broken.audio(index))])[0] for index in (0, 1, 3, 4, 5)]
+    rows = [log_mel.energies([torch.from_numpy(broken.audio(index))])[0] for index in (0, 1, 3, 4, 5)]
     torch.testing.assert_close(log_mel.mean, torch.cat(rows).mean(0), atol=1e-4, rtol=0)
     with pytest.raises(DataError, match="none of 2 utterances"):
         log_mel.fit(damaged(tmp_path / "all", 2, 0, 1), on_bad="skip")

@@ -15,7 +15,7 @@ from starling.errors import DataError
 from starling.speech.commands.beam_search import BEAMS, given, tune
 from starling.speech.decoding.beam import BeamSearch, SearchPool, TimedWord, Weights
 from starling.speech.decoding.config import DecodingConfig
-from starling.speech.decoding.greedy import greedy_decode
+from starling.speech.decoding.decoders import greedy_decode
 from starling.speech.decoding.ngram import BEGIN, END, NgramModel, estimate
 from starling.speech.tokens import CharacterTokenizer, TokenConfig, Tokenizer, make_tokenizer
 
@@ -146,6 +146,7 @@ def test_where_no_word_fits_there_is_no_hypothesis(tmp_path: Path) -> None:
     assert BeamSearch(TOKENS, tmp_path / "lm", ["AB"])(never_blank, Weights()) == []
 
 
+@pytest.mark.wide
 def test_several_processes_find_the_same(tmp_path: Path) -> None:
     """In the same order."""
     model_of(tmp_path / "lm", TOKENS, TEXTS, is_closed=True)

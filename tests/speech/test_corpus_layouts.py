@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from starling.errors import ConfigError, DataError
 from starling.speech.data import set_digest
+from starling.speech.prepare import prepare_all
 from starling.speech.recipe import Recipe, load_recipe
 from starling.speech.store import SpeechSet
-from starling.speech.training.training_set import prepare_all
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ONLY_TRAIN = ("data.valid=null", "data.test=train")
@@ -54,6 +54,7 @@ def likeness(first: NDArray[np.float32], second: NDArray[np.float32]) -> float:
     return max(float(np.corrcoef(middle, second[shift : shift + length])[0, 1]) for shift in range(200))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "switchboard"])
 def test_a_recipe_prepares_the_corpus_as_it_is_downloaded(name: str, tmp_path: Path) -> None:
     """`starling prepare` with the recipe gives each set's utterances, speakers, transcripts and audio."""

@@ -5,19 +5,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from planned import epoch_of
 from tones import song_set
 
 from starling.chance import derive_seed
-from starling.speech.batch_plan import Planner
-from starling.speech.batches import BatchConfig, load_batch
+from starling.speech.batch_plan import BatchConfig
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import speech_loss
 from starling.speech.models import ModelConfig
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring.error_rates import error_rates
 from starling.speech.tokens import TokenConfig, make_tokenizer
+from starling.speech.training.plan import Planner
+from starling.speech.training.workload import load_batch, speech_loss
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("decoder", "rate"),
     [
@@ -39,7 +41,7 @@ def test_a_decoder_learns_a_language(decoder: dict[str, object], rate: float, tm
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=rate)
     planner = Planner(songs.durations, np.zeros(60, np.int32), BatchConfig(max_duration=8), seed=1)
     for epoch in range(25):
-        for number, mini in enumerate(planner.epoch(epoch)):
+        for number, mini in enumerate(epoch_of(planner, epoch)):
             batch = load_batch(songs, mini[0], features, None, tokenizer, derive_seed(1, "batch", epoch, number))
             optimizer.zero_grad()
             speech_loss(recogniser.model, batch, config).backward()

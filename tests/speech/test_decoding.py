@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.speech.decoding.greedy import greedy_decode, greedy_tokens
+from starling.speech.decoding.decoders import greedy_decode
 from starling.speech.tokens import CharacterTokenizer
 
 
@@ -30,7 +30,8 @@ def as_log_probs(paths: list[list[int]], vocab_size: int) -> tuple[torch.Tensor,
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=5))
 def test_greedy_decoding_merges_repeats_and_drops_blanks(paths):
     """Whatever the best path, the tokens are those of a loop over its frames, padding ignored."""
-    assert greedy_tokens(*as_log_probs(paths, 4)) == [naive(path) for path in paths]
+    texts = ["".join("ABC"[token - 1] for token in naive(path)) for path in paths]
+    assert greedy_decode(*as_log_probs(paths, 4), CharacterTokenizer("ABC")) == texts
 
 
 def test_tokens_become_text():

@@ -8,8 +8,7 @@ from lhotse.features.kaldi.layers import Wav2LogFilterBank
 from tones import song_set
 
 from starling.errors import DataError
-from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.mel import Warp, mel_bank
+from starling.speech.features import FeatureConfig, LogMel, Warp, mel_bank
 from starling.speech.resampling import resampled
 
 

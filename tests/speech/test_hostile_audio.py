@@ -12,9 +12,10 @@ import soundfile
 from corpus_builders import RATE, sound
 
 from starling.errors import DataError
-from starling.speech.corpora.audio import read_audio
+from starling.speech.corpora.utterance import read_audio
 
 
+@pytest.mark.wide
 def test_2000_mutations_end_soon_in_little_memory_and_in_nothing_but_data_errors(tmp_path: Path) -> None:
     """WAV and FLAC, integers and floats, in a process that may take 768 MB more than an empty one."""
     command = [sys.executable, "-m", "tests.speech.mutated_audio", str(tmp_path), "2000"]

@@ -85,6 +85,7 @@ def _read(settings: dict[str, Any]) -> int:
     return len(list(checker.usable(corpus.utterances("train"))))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("number", range(9))
 def test_mutated_manifests_are_read_or_data_errors(tmp_path: Path, number: int) -> None:
     """200 mutations of each kind of list, read as `starling prepare` reads it."""

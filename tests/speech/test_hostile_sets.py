@@ -18,11 +18,11 @@ from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 from lhotse.shar import SharWriter
 from pydantic import TypeAdapter
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
 from starling.files import sha256
 from starling.speech.corpora import CorpusConfig
 from starling.speech.set_summary import SetSummary, read_summary
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from tests.computing import computing_below
 from tests.mutations import damaged, mutated
@@ -63,6 +63,7 @@ def signed(folder: Path, **changes: Any) -> SetSummary:
     return summary
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("is_forged", [False, True], ids=["damaged", "forged"])
 def test_mutations_are_the_same_set_or_data_errors(whole: Path, tmp_path: Path, is_forged: bool) -> None:
     """500 of every file, also deleted and swapped: nothing but DataError, or what was written, to the bit.

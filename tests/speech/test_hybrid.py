@@ -1,6 +1,7 @@
 """Sub-sequences, stored frames, forced alignment and tied states, each against what it must be."""
 
 from collections import Counter
+from contextlib import closing
 from copy import copy
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.features import spliced
+from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.alignment import (
     SPLICE,
     Gaussians,
@@ -22,11 +24,9 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.config import SequencesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, load_states, read_words
 from starling.speech.hybrid.store import AlignedFrames, Frames, FrameWriter, save_states
-from starling.speech.hybrid.tying import Statistics, grow_tree
-from starling.speech.hybrid.units import StateSpeller
+from starling.speech.hybrid.tying import StateSpeller, Statistics, grow_tree
 from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.models import ModelConfig, build_model, count_parameters
 from starling.speech.tokens import CharacterTokenizer
@@ -83,7 +83,7 @@ def test_a_learner_draws_from_its_own_part_alone() -> None:
 
 
 def stored(folder: Path, matrices: list[np.ndarray]) -> Frames:
-    with FrameWriter(folder) as writer:
+    with closing(FrameWriter(folder)) as writer:
         for number, matrix in enumerate(matrices):
             writer.write(2 * number, matrix.astype(np.float32))
     return Frames(folder, matrices[0].shape[1])
@@ -386,7 +386,8 @@ def test_frames_get_the_tied_state_of_their_position(spoken) -> None:
 @pytest.fixture
 def states() -> TiedStates:
     tree = grow_tree(Statistics([(0, 0, 0, 0), (0, 1, 0, 0), (0, 1, 1, 0)], np.ones(3), np.eye(3)), 3, 1)
-    return TiedStates(tree, 1, 1, np.log([0.5, 0.25, 0.25]), ("a", "aa"), DecodingConfig(word_penalty=2.0))
+    priors, decoding = np.log([0.5, 0.25, 0.25]).tolist(), DecodingConfig(word_penalty=2.0)
+    return TiedStates.of(tree, per_unit=1, context=1, log_priors=priors, words=("a", "aa"), decoding=decoding)
 
 
 def test_saved_states_come_back_and_damaged_ones_are_refused(states: TiedStates, tmp_path: Path) -> None:
@@ -394,7 +395,7 @@ def test_saved_states_come_back_and_damaged_ones_are_refused(states: TiedStates,
     path = states.save(tmp_path)
     again = load_states(tmp_path)
     assert again.means_the_same(states)
-    assert again.log_priors.tolist() == states.log_priors.tolist()
+    assert again.log_priors == states.log_priors
     assert (again.words, again.decoding) == (states.words, states.decoding)
     whole = path.read_text(encoding="utf-8")
     for wrong in (
@@ -413,7 +414,7 @@ def test_a_word_that_has_no_states_is_named(states: TiedStates) -> None:
     tokenizer = CharacterTokenizer("ab")
     check_words(states, tokenizer)
     for words in (("a", "ax"), ("ab",)):
-        unknown = TiedStates(states.tree, 1, 1, states.log_priors, words, states.decoding)
+        unknown = states.model_copy(update={"words": words})
         with pytest.raises(DataError, match=f"the word '{words[-1]}' cannot be recognised"):
             check_words(unknown, tokenizer)
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.batches import Batch, load_batch
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import check_ctc_fits, ctc_loss, frames_needed, transcripts
 from starling.speech.models import ModelConfig, build_model
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
+from starling.speech.too_short import frames_needed, too_short_for_ctc, transcripts
+from starling.speech.training.workload import Batch, ctc_loss, load_batch
 
 
 class Fixed(torch.nn.Module):
@@ -81,15 +81,11 @@ def pair(tmp_path) -> SpeechSet:
 
 
 def test_utterances_too_short_for_ctc_are_found_before_training(pair):
-    """What fits at speed 1.0 need not fit at 1.1; the message has the id, both numbers and a way out."""
+    """What fits at speed 1.0 need not fit at 1.1."""
     log_mel, model, tokens = LogMel(FeatureConfig(), 8000), ModelConfig(preset="tiny"), CharacterTokenizer("AB")
-    assert check_ctc_fits(transcripts(pair), tokens, model, log_mel) == []
-    found = check_ctc_fits(transcripts(pair), tokens, model, log_mel, AugmentConfig(), on_too_short="list")
+    assert too_short_for_ctc(transcripts(pair), tokens, model, log_mel) == []
+    found = too_short_for_ctc(transcripts(pair), tokens, model, log_mel, AugmentConfig())
     assert found == [("tight", 4, 5)]
-    with pytest.raises(
-        DataError, match=r"1 of 2 utterances .* speed 1.1: tight \(4 frames, 5 needed\).*subsampling.*on_bad=skip"
-    ):
-        check_ctc_fits(transcripts(pair), tokens, model, log_mel, AugmentConfig())
 
 
 def test_the_check_predicts_the_frames_of_real_batches(pair):
@@ -98,10 +94,10 @@ def test_the_check_predicts_the_frames_of_real_batches(pair):
     fast = AugmentConfig(speed=(1.1,), spec_augment=None)
     batch = load_batch(pair, np.array([1]), log_mel, fast, tokens, seed=0)
     _, lengths = build_model(config, 40, 3, seed=0)(batch.features, batch.feature_lengths)
-    assert check_ctc_fits(transcripts(pair), tokens, config, log_mel, fast, "list") == [("tight", int(lengths), 5)]
+    assert too_short_for_ctc(transcripts(pair), tokens, config, log_mel, fast) == [("tight", int(lengths), 5)]
 
 
 def test_characters_outside_the_alphabet_are_found_before_training(pair):
     """The check encodes every transcript, so no run starts that would stop in the middle."""
     with pytest.raises(DataError, match=r"'long' contains the character 'B'"):
-        check_ctc_fits(transcripts(pair), CharacterTokenizer("A"), ModelConfig(), LogMel(FeatureConfig(), 8000))
+        too_short_for_ctc(transcripts(pair), CharacterTokenizer("A"), ModelConfig(), LogMel(FeatureConfig(), 8000))

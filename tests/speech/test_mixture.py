@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import epoch_of
 from pydantic import ValidationError
 
 from starling.errors import DataError
-from starling.speech.batch_plan import BatchConfig, Planner, shard_bounds
+from starling.speech.batch_plan import BatchConfig, shard_bounds
 from starling.speech.mixture import Mixture, MixtureConfig, quotas
+from starling.speech.training.plan import Planner
 
 NAMES = ("calls", "talks", "books", "noise")
 
@@ -40,7 +42,7 @@ def unions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[int]]:
 
 def drawn(planner: Planner, epoch: int) -> np.ndarray:
     """All utterances of an epoch, as often as they come."""
-    return np.concatenate([micro for mini in planner.epoch(epoch) for micro in mini])
+    return np.concatenate([micro for mini in epoch_of(planner, epoch) for micro in mini])
 
 
 def milliseconds(durations: np.ndarray) -> np.ndarray:
@@ -144,10 +146,10 @@ def test_a_mixture_is_a_pure_function_however_it_is_asked_for(union, by, tempera
     durations, shards, bounds = union
     mixture = mixture_of(bounds, by, temperature)
     planners = [Planner(durations, shards, BatchConfig(window=1), 1, mixture) for _ in range(2)]
-    whole = [[micro.tolist() for micro in mini] for epoch in range(3) for mini in planners[0].epoch(epoch)]
-    last = planners[1].epoch(2)
-    backwards = [[micro.tolist() for micro in last[index]] for index in reversed(range(last.num_batches))]
-    assert backwards[::-1] == whole[len(whole) - last.num_batches :]
+    whole = [[micro.tolist() for micro in mini] for epoch in range(3) for mini in epoch_of(planners[0], epoch)]
+    num_last = planners[1].num_batches(2)
+    backwards = [[micro.tolist() for micro in planners[1].batch(2, index)] for index in reversed(range(num_last))]
+    assert backwards[::-1] == whole[len(whole) - num_last :]
 
 
 def test_a_domain_is_drawn_in_the_same_order_whatever_is_mixed_in():

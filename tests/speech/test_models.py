@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import MODELS, ModelConfig, build_model, conformer, count_parameters, zipformer
-from starling.speech.models.blstm import BidirectionalLayer, reversal
-from starling.speech.models.positions import distances, phases, rotate, sinusoids
+from starling.speech.models.network import distances, phases, rotate, sinusoids
+from starling.speech.models.recurrent import BidirectionalLayer, reversal
 from starling.speech.models.transformer import Block
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer
@@ -132,7 +132,7 @@ def test_a_block_without_positions_is_the_pre_norm_layer_of_torch():
         torch.nn.init.normal_(norm.weight)
     oracle = pre_norm_oracle(block, 24, 3, 40)
     frames, visible = torch.randn(3, 9, 24), torch.arange(9) < torch.tensor([9, 4, 1])[:, None]
-    ours = block(frames, visible[:, None, None], None)[visible]
+    ours = block(frames, visible[:, None, None], None)[0][visible]
     theirs = oracle(frames, src_key_padding_mask=~visible)[visible]
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     ours.square().sum().backward()
@@ -168,7 +168,7 @@ def test_rotary_attention_hears_distances_only():
     def outputs(frames: torch.Tensor, unheard: int = 0) -> torch.Tensor:
         moved = torch.cat([torch.randn(1, unheard, 16, dtype=torch.float64), frames], dim=1)
         visible = (torch.arange(moved.shape[1]) >= unheard)[None, None, None]
-        return block(moved, visible, phases(moved.shape[1], 8))[:, unheard:]
+        return block(moved, visible, phases(moved.shape[1], 8))[0][:, unheard:]
 
     torch.testing.assert_close(outputs(frames, unheard=70), outputs(frames), atol=1e-5, rtol=0)
     assert not torch.allclose(outputs(frames.flip(1)).flip(1), outputs(frames), atol=1e-3)
@@ -257,7 +257,7 @@ def test_relative_attention_is_that_of_the_paper():
                 scores.append((content + (queries[here, head] + layer.distance_bias[head]) @ place) / 6**0.5)
             sums[here, head] = torch.stack(scores).softmax(0) @ values[:visible, head]
     seen = (torch.arange(num_frames) < visible)[None, None, None]
-    ours = layer(frames[None], seen, distances(num_frames, width))
+    ours, _ = layer(frames[None], seen, distances(num_frames, width))
     torch.testing.assert_close(ours[0], layer.outputs(sums.flatten(1)), atol=1e-5, rtol=1e-5)
 
 
@@ -289,7 +289,8 @@ def test_a_conformers_block_is_the_equation_with_the_attention_of_torch():
     frames = frames + part.outputs(inner * inner.sigmoid())
     frames = block.norm(frames + feed_forward(block.second, frames) / 2)
     no_turns = torch.zeros(9, 4)
-    ours = block(start[None], torch.ones(1, 9, 1, dtype=torch.bool), no_turns)
+    inside = torch.ones(1, 9, 1, dtype=torch.bool)
+    ours, *_ = block(start[None], inside, no_turns, inside[:, None, None, :, 0])
     torch.testing.assert_close(ours[0], frames, atol=1e-4, rtol=1e-4)
 
 

@@ -10,18 +10,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import CheckpointError, ConfigError, DataError
-from starling.speech.batches import Batch, load_batch
 from starling.speech.espeak import pronounce
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import speech_loss
 from starling.speech.models import ModelConfig, PhonesConfig, build_model
 from starling.speech.models.network import Network
 from starling.speech.phones import Phones, load_phones, make_phones, read_lexicon
 from starling.speech.recogniser import Recogniser
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
+from starling.speech.training.workload import Batch, load_batch, speech_loss
 from tests.speech.test_losses import path_sum
 
 NAMES = ("blstm", "lstm", "transformer", "conformer")
@@ -34,7 +33,7 @@ def config_of(name: str, decoder: str | None = None, **phones: Any) -> ModelConf
 
 
 def built(config: ModelConfig) -> Network:
-    model = build_model(config, 10, 6, seed=1, num_phones=PHONES.num_outputs)
+    model = build_model(config, 10, 6, seed=1, num_phones=len(PHONES.outputs))
     assert isinstance(model, Network)
     return model
 
@@ -71,7 +70,7 @@ def test_a_lexicon_is_read_as_cmudict_writes_it(tmp_path: Path) -> None:
     assert read_lexicon(path) == {"read": ["R", "EH", "D"], "lead": ["L", "IY", "D"]}
     made = make_phones(PhonesConfig(lexicon=path), ["READ THE LEAD", "READ"])
     assert (made.num_words, made.unknown) == (3, ["THE"])
-    assert made.phones.names == ["", "D", "EH", "IY", "L", "R"]
+    assert made.phones.outputs == ["", "D", "EH", "IY", "L", "R"]
     assert made.phones.encode("LEAD READ") == [4, 3, 1, 5, 2, 1]
     assert made.phones.encode("READ THE LEAD") == []
 
@@ -173,7 +172,7 @@ def test_a_batch_has_the_phones_of_its_texts(tmp_path: Path) -> None:
     batch = load_batch(speech_set, np.array([1, 0]), features, None, tokenizer, 1, phones=PHONES).to("cpu")
     assert batch.phones is not None
     assert batch.phone_lengths is not None
-    assert [PHONES.names[phone] for phone in batch.phones.tolist()] == ["a", "b", "b", "a"]
+    assert [PHONES.outputs[phone] for phone in batch.phones.tolist()] == ["a", "b", "b", "a"]
     assert batch.phone_lengths.tolist() == [0, 4]
 
 

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import epoch_of
 
 from starling.errors import DataError
-from starling.speech.batch_plan import BatchConfig, EpochPlan, MiniBatch, Planner, in_similar_groups
+from starling.speech.batch_plan import BatchConfig, MiniBatch, in_similar_groups
+from starling.speech.training.plan import Planner
 
 SEEDS = st.integers(0, 2**63 - 1)
 CONFIGS = st.builds(
@@ -36,8 +38,8 @@ def corpus(count: int, shard_size: int = 1000) -> tuple[np.ndarray, np.ndarray]:
     return durations, (np.arange(count) // shard_size).astype(np.int32)
 
 
-def lists(plan: EpochPlan) -> list[list[list[int]]]:
-    return [plain(mini) for mini in plan]
+def lists(planner: Planner, epoch: int = 0) -> list[list[list[int]]]:
+    return [plain(mini) for mini in epoch_of(planner, epoch)]
 
 
 def plain(mini: MiniBatch) -> list[list[int]]:
@@ -49,9 +51,9 @@ def plain(mini: MiniBatch) -> list[list[int]]:
 def test_every_utterance_is_in_exactly_one_micro_batch(utterances, config, seed, epoch):
     """Whatever the durations, shards and options, an epoch deals out each utterance once."""
     durations, shards = utterances
-    plan = Planner(durations, shards, config, seed).epoch(epoch)
-    minis = list(plan)
-    assert len(minis) == plan.num_batches
+    planner = Planner(durations, shards, config, seed)
+    minis = list(epoch_of(planner, epoch))
+    assert len(minis) == planner.num_batches(epoch)
     dealt = np.concatenate([micro for mini in minis for micro in mini])
     assert sorted(dealt.tolist()) == list(range(len(durations)))
     assert all(len(mini) <= config.accumulate and all(len(micro) for micro in mini) for mini in minis)
@@ -80,13 +82,13 @@ def test_a_mini_batch_is_a_pure_function_however_it_is_asked_for(utterances, con
     """Backwards, among other epochs or alone, by one planner or another: the same; global generators are left alone."""
     durations, shards = utterances
     before = np.random.get_state()[1].copy()
-    whole = lists(Planner(durations, shards, config, seed).epoch(3))
+    whole = lists(Planner(durations, shards, config, seed), 3)
     other = Planner(durations.copy(), shards.copy(), config, seed)
     for index in reversed(range(len(whole))):
-        _ = other.epoch(index % 4)[0]
-        assert plain(other.epoch(3)[index]) == whole[index]
+        other.batch(index % 4, 0)
+        assert plain(other.batch(3, index)) == whole[index]
     with pytest.raises(IndexError, match=f"mini-batch {len(whole)} of epoch 3, which has {len(whole)}"):
-        other.epoch(3)[len(whole)]
+        other.batch(3, len(whole))
     assert np.array_equal(before, np.random.get_state()[1])
 
 
@@ -122,14 +124,14 @@ def test_a_small_set_is_shuffled_as_one():
     durations, shards = corpus(5000, shard_size=500)
     planner = Planner(durations, shards, BatchConfig(), 1)
     assert planner.windows.num_windows == 1
-    met = {len(set(shards[micro].tolist())) for mini in planner.epoch(0) for micro in mini}
+    met = {len(set(shards[micro].tolist())) for mini in epoch_of(planner) for micro in mini}
     assert max(met) >= 5
 
 
 def test_mini_batches_in_a_row_have_similar_durations():
     """Eight learners that step together wait for the slowest: the padded sizes of each eight are close."""
     durations, shards = corpus(20_000)
-    plan = list(Planner(durations, shards, BatchConfig(max_duration=120), 1).epoch(0))
+    plan = list(epoch_of(Planner(durations, shards, BatchConfig(max_duration=120), 1)))
     assert len(plan) % 8 == 0
     longest = np.array([max(durations[micro].max() for micro in mini) for mini in plan]).reshape(-1, 8)
     assert np.median(longest.max(1) / longest.min(1)) < 1.1
@@ -150,7 +152,7 @@ def test_epochs_differ_and_groups_are_shuffled():
     """Another epoch groups and orders differently, and short batches do not come first."""
     durations, shards = corpus(10_000)
     planner = Planner(durations, shards, BatchConfig(similar=2), 1)
-    first, second = (list(planner.epoch(epoch)) for epoch in (0, 1))
+    first, second = (list(epoch_of(planner, epoch)) for epoch in (0, 1))
     assert first[0][0].tolist() != second[0][0].tolist()
     means = [durations[mini[0]].mean() for mini in first]
     assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.2
@@ -160,16 +162,16 @@ def test_batches_are_well_filled():
     """Dynamic bucketing wastes little: the mean padded micro-batch is near max_duration."""
     durations = np.random.default_rng(0).lognormal(1.5, 0.5, 20_000).clip(0.5, 20).astype(np.float32)
     config = BatchConfig(max_duration=100, num_buckets=30)
-    plan = Planner(durations, (np.arange(20_000) // 1000).astype(np.int32), config, 1).epoch(0)
-    assert np.mean([durations[mini[0]].sum() for mini in plan]) > 80
+    planner = Planner(durations, (np.arange(20_000) // 1000).astype(np.int32), config, 1)
+    assert np.mean([durations[mini[0]].sum() for mini in epoch_of(planner)]) > 80
 
 
 def test_a_small_set_is_not_split_for_the_sake_of_whole_groups():
     """9 mini-batches stay 9 although groups of 8 would need 16; 60 become 64, less than a tenth more."""
     config = BatchConfig(max_duration=10, num_buckets=1)
     for count, expected in ((90, 9), (600, 64)):
-        plan = Planner(np.ones(count, np.float32), np.zeros(count, np.int32), config, seed=1).epoch(0)
-        assert plan.num_batches == expected
+        planner = Planner(np.ones(count, np.float32), np.zeros(count, np.int32), config, seed=1)
+        assert planner.num_batches(0) == expected
 
 
 @settings(max_examples=20, deadline=None)
@@ -177,7 +179,7 @@ def test_a_small_set_is_not_split_for_the_sake_of_whole_groups():
 def test_two_seeds_make_two_plans(seed):
     """What the seed changes is the order of shards and utterances alike."""
     durations, shards = corpus(300, shard_size=30)
-    plans = [lists(Planner(durations, shards, BatchConfig(window=2), each).epoch(0)) for each in (seed, seed ^ 1)]
+    plans = [lists(Planner(durations, shards, BatchConfig(window=2), each)) for each in (seed, seed ^ 1)]
     assert plans[0] != plans[1]
 
 
@@ -187,8 +189,8 @@ def test_a_million_utterances_are_planned_at_once():
     taken = []
     for _ in range(3):
         start = time.thread_time()
-        plan = Planner(durations, shards, BatchConfig(), 1).epoch(0)
-        _ = plan[plan.num_batches // 2]
+        planner = Planner(durations, shards, BatchConfig(), 1)
+        planner.batch(0, planner.num_batches(0) // 2)
         taken.append(time.thread_time() - start)
     assert min(taken) < 0.5
 
@@ -212,9 +214,9 @@ def test_an_epoch_keeps_few_windows():
     asked = []
     original = planner._plan
     planner._plan = lambda epoch, window: asked.append(window) or original(epoch, window)
-    for _ in planner.epoch(0):
+    for _ in epoch_of(planner):
         pass
     assert asked == list(range(40))
-    _ = planner.epoch(0)[0]
+    planner.batch(0, 0)
     assert asked[-1] == 0 and len(asked) == 41
     assert all(first + 1 == second for first, second in pairwise(asked[:-1]))

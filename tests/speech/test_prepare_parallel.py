@@ -21,14 +21,11 @@ from starling.cli import app
 from starling.errors import ConfigError, DataError, MissingExtraError
 from starling.launch.on_ray import connected
 from starling.reporting.progress import Bars
-from starling.speech.commands.prepare import executor_of
-from starling.speech.commands.prepare import prepare as prepare_recipe
+from starling.speech.cli import prepare as prepare_recipe
 from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig
-from starling.speech.prepare import prepare
-from starling.speech.preparing.executors import Executor, Processes
-from starling.speech.preparing.making import make_set
-from starling.speech.preparing.on_ray import OnRay
+from starling.speech.prepare import make_set, prepare
+from starling.speech.preparing.executors import Executor, OnRay, Processes, executor_of
 from starling.speech.preparing.stages import Stage
 from starling.speech.store import SpeechSet
 from starling.speech.usable import Checking, FilterConfig, Source
@@ -101,6 +98,7 @@ def _prepare_by_command(recipe: Path, progress: Connection) -> None:
     app(["prepare", str(recipe), "jobs=2"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_preparation_can_be_resumed_and_leaves_no_process(
     tmp_path: Path, stages_run: list[int], end: signal.Signals
@@ -241,6 +239,7 @@ def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(
     assert "corpus.tsv:9): the audio is silent" in here
 
 
+@pytest.mark.wide
 def test_after_an_error_finished_shards_are_kept_and_the_wrong_one_is_written_anew(
     tmp_path: Path, pool: Processes, stages_run: list[int]
 ) -> None:
@@ -369,7 +368,7 @@ def test_a_process_that_dies_is_told_with_its_shard(tmp_path: Path) -> None:
         Processes(1) as processes,
         pytest.raises(DataError, match="set train: the process that wrote shard 0 ended unexp"),
     ):
-        make_set(plan, tmp_path / "train", tmp_path / "train.partial", processes, lambda *call: None)
+        make_set(plan, tmp_path / "train", processes, lambda *call: None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -388,7 +387,7 @@ def test_ray_repeats_the_stage_of_a_lost_process(tmp_path: Path, ray: Executor) 
     for name, executor in {"ray": ray, "one": Executor()}.items():
         folder = tmp_path / name
         folder.mkdir()
-        make_set(_plan(mark), folder / "train", folder / "train.partial", executor, lambda *call: None)
+        make_set(_plan(mark), folder / "train", executor, lambda *call: None)
         assert mark.exists()
     assert _bytes(tmp_path / "ray") == _bytes(tmp_path / "one")
     assert _ids(tmp_path / "ray" / "train") == ["u0", "u1"]
@@ -403,7 +402,7 @@ def test_a_stage_that_no_process_of_ray_survives_is_told_and_the_others_are_kept
         OnRay(partial(connected, ray_head.address), retries=0) as executor,
         pytest.raises(DataError, match=r"set train: Ray could not write shard 1: .*data\.shard_size; repeat"),
     ):
-        make_set(_plan(None), folder, partial_folder, executor, lambda *call: None)
+        make_set(_plan(None), folder, executor, lambda *call: None)
     assert [path.name for path in partial_folder.glob("*/stages/*")] == ["written.000000.json"]
 
 
@@ -436,12 +435,10 @@ def test_who_does_not_ask_for_processes_gets_none() -> None:
 
 def test_wrong_arguments_and_a_wrong_recipe_are_told_at_once(tmp_path: Path) -> None:
     """One error with all that is wrong."""
-    from rich.console import Console
-
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: r\n")
     with pytest.raises(ConfigError) as caught:
-        prepare_recipe(recipe, ["jobs=none", "executor=spark", "budgt.epochs=1"], print, Console())
+        prepare_recipe(recipe, ["jobs=none", "executor=spark", "budgt.epochs=1"], debug=True)
     for part in ("jobs: must be a whole number from 1", "got 'spark'", "budgt: unknown key", "data: missing"):
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match="jobs: executor=ray uses all CPUs of the cluster"):

@@ -7,21 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from planned import epoch_of
 from safetensors.torch import load_file, save_file
 from tones import sing, song_set
 
 from starling.chance import derive_seed
 from starling.errors import CheckpointError, DataError
 from starling.speech.augmentation import AugmentConfig, SpecAugmentConfig
-from starling.speech.batch_plan import Planner
-from starling.speech.batches import BatchConfig, load_batch
+from starling.speech.batch_plan import BatchConfig
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import ctc_loss
 from starling.speech.models import ModelConfig
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring.error_rates import error_rates
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer
+from starling.speech.training.plan import Planner
+from starling.speech.training.workload import ctc_loss, load_batch
 
 AUGMENT = AugmentConfig(spec_augment=SpecAugmentConfig(frequency_mask_size=4, num_time_masks=1, time_mask_size=5))
 
@@ -41,7 +42,7 @@ def trained(songs) -> Recogniser:
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=1e-2)
     planner = Planner(songs.durations, np.zeros(len(songs), np.int32), BatchConfig(max_duration=15), seed=1)
     for epoch in range(18):
-        for number, mini in enumerate(planner.epoch(epoch)):
+        for number, mini in enumerate(epoch_of(planner, epoch)):
             batch = load_batch(songs, mini[0], features, AUGMENT, tokenizer, derive_seed(1, "batch", epoch, number))
             optimizer.zero_grad()
             ctc_loss(recogniser.model, batch).backward()
@@ -56,6 +57,7 @@ def saved(trained, tmp_path) -> Path:
     return tmp_path / "recogniser"
 
 
+@pytest.mark.wide
 def test_the_whole_chain_learns_a_language(trained, tmp_path):
     """Store, features, augmentation, plan, loss, network and decoding together: unseen songs at WER <= 5 %."""
     unseen = song_set(tmp_path / "test", 40, seed=99)
@@ -67,6 +69,7 @@ def test_the_whole_chain_learns_a_language(trained, tmp_path):
     assert done[-1] == (40, 40)
 
 
+@pytest.mark.wide
 def test_the_size_of_a_decoding_batch_changes_no_text(trained, songs):
     """One by one or all together, a set is recognised the same."""
     assert trained.recognise(songs, max_duration=0.1) == trained.recognise(songs, max_duration=1000)

@@ -17,7 +17,6 @@ from tones import song_set
 
 from starling.errors import DataError
 from starling.speech import object_store
-from starling.speech.batches import load_batch
 from starling.speech.data import DataConfig
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.object_store import address_problem
@@ -25,6 +24,7 @@ from starling.speech.prepare import describe, prepare
 from starling.speech.remote import fetch_sets
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
+from starling.speech.training.workload import load_batch
 
 BUCKET = "corpora"
 COUNT = 12
@@ -117,6 +117,7 @@ def test_audio_in_a_bucket_is_the_audio_on_the_disk(store: Store, songs: SpeechS
     assert len(store.requests.lines) <= len(some) + 1  # and at most one question about the bucket
 
 
+@pytest.mark.wide
 def test_a_machine_copies_each_shard_once_and_then_asks_the_store_for_nothing(
     store: Store, songs: SpeechSet, tmp_path: Path
 ) -> None:
@@ -181,9 +182,10 @@ def test_an_index_is_fetched_once_and_again_when_it_has_changed(store: Store, so
 
 
 def total(opened: SpeechSet) -> float:
-    return float(sum(np.abs(samples).sum() for samples in opened.audios(range(len(opened)))))
+    return float(sum(np.abs(each.samples).sum() for each in opened.read(range(len(opened)))))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_connect_by_themselves(store: Store, songs: SpeechSet, tmp_path: Path, method: str) -> None:
     """A set that has a connection already can be handed to forked and to spawned processes."""
@@ -201,7 +203,7 @@ def test_a_deleted_object_is_named(store: Store, songs: SpeechSet, tmp_path: Pat
     remote = fetched(address, store.options, tmp_path / "here")
     store.client.delete_object(Bucket=BUCKET, Key="songs/train/shar/recording.000000.tar")
     with pytest.raises(DataError, match=r"s3://corpora/songs/train/shar/recording\.000000\.tar: is missing"):
-        remote.audios([1, 2])
+        remote.read([1, 2])
     with pytest.raises(DataError, match=r"recording\.000000\.tar: is missing"):
         fetch_sets(address, store.options, tmp_path / "elsewhere", ["train"], 8000, silent)
     assert not any((tmp_path / "elsewhere").glob("*"))
@@ -221,7 +223,7 @@ def test_damaged_and_missing_bytes_are_named(store: Store, songs: SpeechSet, tmp
     place = songs._place(4)
     content[place.offset : place.offset + place.size] = bytes(place.size)
     store.replace("songs/train/shar/recording.000000.tar", bytes(content[: songs._place(8).offset + 100]))
-    found = remote.audios(range(COUNT))
+    found = [each.samples for each in remote.read(range(COUNT))]
     assert [isinstance(each, DataError) for each in found] == [n == 4 or n >= 8 for n in range(COUNT)]
     assert "s3://corpora/songs/train/shar/recording.000000.tar: the audio of song-4 is damaged" in str(found[4])
     assert "only 100 of" in str(found[8]) and "only 0 of" in str(found[9])
@@ -240,6 +242,7 @@ def test_refused_access_says_where_credentials_belong(
         fetch_sets(address, store.options, tmp_path / "here", ["train"], 8000, silent)
 
 
+@pytest.mark.wide
 def test_a_store_that_does_not_answer_is_tried_a_few_times_and_named(
     store: Store, songs: SpeechSet, tmp_path: Path
 ) -> None:
@@ -247,7 +250,7 @@ def test_a_store_that_does_not_answer_is_tried_a_few_times_and_named(
     remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
     store.server.stop()
     with pytest.raises(DataError, match=r"recording\.000000\.tar: cannot be read after 3 tries .*check the network"):
-        remote.audios([0, 1])
+        remote.read([0, 1])
 
 
 def test_a_failure_that_passes_is_not_seen(
@@ -263,8 +266,8 @@ def test_a_failure_that_passes_is_not_seen(
         return [ConnectionResetError("reset"), *pieces[1:]] if len(asked) == 1 else pieces
 
     monkeypatch.setattr(object_store.ObjectFolder, "_cat", fail_once)
-    for found, index in zip(remote.audios([2, 5, 6]), [2, 5, 6], strict=True):
-        np.testing.assert_array_equal(found, songs.audio(index))
+    for found, index in zip(remote.read([2, 5, 6]), [2, 5, 6], strict=True):
+        np.testing.assert_array_equal(found.samples, songs.audio(index))
     assert asked == [3, 1]
 
 

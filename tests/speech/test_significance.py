@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from starling.speech.scoring.error_rates import NOTHING, Alignment, align_words
-from starling.speech.scoring.significance import error_segments, matched_pairs, paired_bootstrap, verdict_of
+from starling.speech.scoring.error_rates import (
+    NOTHING,
+    Alignment,
+    align_words,
+    error_segments,
+    matched_pairs,
+    paired_bootstrap,
+    verdict_of,
+)
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=12).map(" ".join)
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lhotse import CutSet
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
-from starling.speech.shard_writer import SpeechWriter
 from starling.speech.shards import MAX_OPEN_SHARDS
 from starling.speech.store import SpeechSet
 
@@ -114,6 +114,7 @@ def _total(opened: SpeechSet) -> float:
     return float(sum(np.abs(opened.audio(i)).sum() for i in range(len(opened))))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_read_the_same_audio_as_their_parent(small_set: SpeechSet, method: str) -> None:
     """A set whose files are open already can be handed to forked and to spawned workers."""

@@ -9,7 +9,7 @@ import torch
 from starling.errors import ConfigError
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ChunkConfig, ModelConfig, build_model
-from starling.speech.models.sections import Chunks
+from starling.speech.models.shape import Chunks
 from starling.speech.models.streaming import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.streaming import Stream, StreamingLogMel

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from starling.errors import DataError
-from starling.speech.decoding.greedy import emissions_of
+from starling.speech.decoding.decoders import emissions_of
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import AttentionConfig, ChunkConfig, ModelConfig, TransducerConfig
 from starling.speech.models.streaming import StreamingNetwork
@@ -104,7 +104,7 @@ def test_a_streaming_model_hears_live_audio_once(name: str, monkeypatch: pytest.
     waveform, _ = performance(words, [*generator.uniform(0.05, 0.4, 12), 0.2], generator)
     config = ModelConfig(name=name, preset="tiny", chunk=ChunkConfig(seconds=0.16, left=2))
     features = LogMel(FeatureConfig(normalise="global"), RATE)
-    (bands,) = features.layer([torch.from_numpy(waveform)])
+    (bands,) = features.energies([torch.from_numpy(waveform)])
     features.load_statistics({"mean": bands.mean(0), "deviation": bands.std(0)})
     recogniser = Recogniser.create(config, features, CharacterTokenizer(" AB"), seed=4)
     transcriber, network = Transcriber(recogniser), recogniser.model

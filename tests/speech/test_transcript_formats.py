@@ -9,8 +9,7 @@ import pytest
 import webvtt
 
 from starling.errors import DataError
-from starling.speech.transcribing.formats import formatted
-from starling.speech.transcribing.transcript import Segment, Transcript, Word
+from starling.speech.transcribing.transcript import Segment, Transcript, Word, formatted
 
 CTM = re.compile(r"(\S+) 1 (\d+\.\d{3}) (\d+\.\d{3}) (\S+) ([01]\.\d{4})")
 MANY = tuple(Word(f"WORD{number}", 4000 + 0.5 * number, 4000.4 + 0.5 * number, 0.9) for number in range(40))

@@ -9,30 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from planned import epoch_of
 from tones import WORDS, song_set
 
 from starling.chance import derive_seed
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.batch_plan import Planner
-from starling.speech.batches import BatchConfig, load_batch
-from starling.speech.check.collect import Record, collect, prepared_sources
+from starling.speech.batch_plan import BatchConfig
 from starling.speech.check.findings import (
+    HEARD_LIST,
     CheckConfig,
     Finding,
     Report,
     SetHeard,
     SetSize,
-    heard_path,
     to_drop,
     write_report,
 )
+from starling.speech.check.recordings import Record, collect, prepared_sources
 from starling.speech.check.transcripts import log_likelihoods, misfits, usual_limit
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import ctc_loss
 from starling.speech.models import ModelConfig
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer
+from starling.speech.training.plan import Planner
+from starling.speech.training.workload import ctc_loss, load_batch
 
 SWAPS = ((3, 40), (17, 71), (25, 90))
 
@@ -45,7 +46,7 @@ def _train(songs: SpeechSet, epochs: int) -> Recogniser:
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=1e-2)
     planner = Planner(songs.durations, np.zeros(len(songs), np.int32), BatchConfig(max_duration=10), seed=1)
     for epoch in range(epochs):
-        for number, mini in enumerate(planner.epoch(epoch)):
+        for number, mini in enumerate(epoch_of(planner, epoch)):
             seed = derive_seed(1, "batch", epoch, number)
             batch = load_batch(songs, mini[0], features, AugmentConfig.none(), tokenizer, seed)
             optimizer.zero_grad()
@@ -129,6 +130,7 @@ def test_a_limit_follows_the_scores_of_the_set_and_a_tenth_of_wrong_ones_does_no
     assert usual_limit([], config) == 0.5
 
 
+@pytest.mark.wide
 def test_swapped_and_wrong_transcripts_are_found_and_nothing_else(planted: list[Record], good: Recogniser) -> None:
     """Each swapped one with its partner; every finding has the text, what was heard, and the score."""
     whole, findings = _hear(planted, good)
@@ -149,6 +151,7 @@ def test_a_poor_recogniser_finds_the_swapped_ones_too(planted: list[Record], poo
     assert len([each for each in findings if each.kind == "misfit"]) <= 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("which", ["good", "poor"])
 def test_right_transcripts_raise_hardly_an_alarm(
     clean: list[Record], which: str, request: pytest.FixtureRequest
@@ -186,7 +189,7 @@ def test_lists_name_everything_and_what_was_heard_before_is_removed(
     whole, findings = _hear(planted, good)
     report = Report("train", (SetSize("train", 120, 60.0, "digest"),), tuple(findings), (whole,))
     write_report(tmp_path, report)
-    lines = heard_path(tmp_path).read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / HEARD_LIST).read_text(encoding="utf-8").splitlines()
     assert lines[0] == "set\tid\tscore\tgap\tfit\terrors\ttext\theard"
     assert len(lines) == 121
     assert set(_partners()) <= {line.split("\t")[1] for line in lines[1:8]}
@@ -194,4 +197,4 @@ def test_lists_name_everything_and_what_was_heard_before_is_removed(
     assert reasons["song-3"] == "swapped with song-40 in train"
     assert reasons["song-50"] == "misfit"
     write_report(tmp_path, replace(report, findings=(), heard=()))
-    assert not heard_path(tmp_path).exists()
+    assert not (tmp_path / HEARD_LIST).exists()

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from tones import RATE
 
+from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
-from starling.speech.shard_writer import SpeechWriter
-from starling.speech.store import SpeechSet
-from starling.speech.union import Member, SpeechSets
+from starling.speech.store import Member, SpeechSet, SpeechSets
 
 
 def written(folder: Path, count: int, speakers: int = 2, rate: int = RATE, shard_size: int = 3) -> SpeechSet:
@@ -40,17 +39,18 @@ def union(folders: list[Path]) -> SpeechSets:
 
 
 def test_each_utterance_is_that_of_its_set(union: SpeechSets, folders: list[Path]) -> None:
-    """Text, speaker, duration and audio, one by one and several at a time, in any order and twice."""
+    """Id, text, duration and audio, one by one and several at a time, in any order and twice."""
     alone = [(SpeechSet.open(folder), number) for folder in folders for number in range(len(SpeechSet.open(folder)))]
     assert len(union) == len(alone) == 16
     for index, (each, number) in enumerate(alone):
-        assert (union.text(index), union.speaker(index)) == (each.text(number), each.speaker(number))
+        assert union.text(index) == each.text(number)
         assert union.durations[index] == each.durations[number]
-        assert np.array_equal(union.audio(index), each.audio(number))
-    asked = [15, 0, 9, 15, 3]
-    for index, audio in zip(asked, union.audios(asked), strict=True):
-        assert not isinstance(audio, DataError)
-        assert np.array_equal(audio, alone[index][0].audio(alone[index][1]))
+    asked = [*range(16), 15, 0, 9, 15, 3]
+    for index, utterance in zip(asked, union.read(asked), strict=True):
+        each, number = alone[index]
+        assert (utterance.id, utterance.text) == (union.id(index), each.text(number))
+        assert not isinstance(utterance.samples, DataError)
+        assert np.array_equal(utterance.samples, each.audio(number))
 
 
 def test_ids_are_unique_and_say_the_domain(union: SpeechSets) -> None:
@@ -58,7 +58,6 @@ def test_ids_are_unique_and_say_the_domain(union: SpeechSets) -> None:
     ids = [union.id(index) for index in range(len(union))]
     assert len(set(ids)) == 16
     assert (ids[0], ids[7], ids[11]) == ("calls/utt-0", "talks.1/utt-0", "talks.2/utt-0")
-    assert [union.domain(index) for index in (0, 6, 7, 15)] == ["calls", "calls", "talks", "talks"]
 
 
 def test_one_set_alone_stays_as_it_is(folders: list[Path]) -> None:
@@ -78,7 +77,11 @@ def test_shards_and_domains_are_numbered_through(union: SpeechSets) -> None:
 def test_a_name_in_one_domain_is_one_speaker(union: SpeechSets) -> None:
     """And in another domain another one."""
     labels = union.speaker_labels()
-    names = [(union.domain(index), union.speaker(index)) for index in range(len(union))]
+    names = [
+        (member.domain, each.speaker(number))
+        for member, each in zip(union.members, union.sets, strict=True)
+        for number in range(len(each))
+    ]
     assert len(set(labels.tolist())) == len(set(names)) == 4
     assert len(set(zip(labels.tolist(), names, strict=True))) == 4
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from starling.speech.shard_writer import SpeechWriter
+from benchmarks.speech_writer import SpeechWriter
 from starling.speech.store import SpeechSet
 
 WORDS = {"DO": (400, 900), "RE": (600, 1500), "MI": (800, 2100), "FA": (1100, 2700)}

@@ -197,6 +197,7 @@ def test_gradients_of_many_learners_in_one_call_are_left_to_single_ones() -> Non
     )
 
 
+@pytest.mark.wide
 def test_a_parameter_stays_frozen_for_a_learner_whose_gradient_is_computed_in_another_process() -> None:
     """The gradient's task carries what is frozen."""
     cluster = Cluster(compute=UNEQUAL.compute.model_copy(update={"processes": 2}))

@@ -85,6 +85,26 @@ class ShardOfIsland:
     order: tuple[int, ...]
     """The numbers of the parameters in the order of the optimizer's `state_dict`."""
 
+    def encode(self) -> dict[str, Any]:
+        """The shard's place as JSON: an index of an island's files."""
+        cut = self.cut
+        dims = {"dims": cut.dims} if cut.dims else {}
+        return {"size": cut.size, "shapes": cut.shapes, **dims, "member": self.member, "order": self.order}
+
+    @classmethod
+    def decode(cls, scalars: dict[str, Any], num_weights: int) -> "ShardOfIsland":
+        """The inverse of `encode`, for a shard of so many weights. May raise KeyError, TypeError or ValueError for
+        other JSON."""
+        shapes = tuple(tuple(map(int, shape)) for shape in scalars["shapes"])
+        dims = tuple(map(int, scalars.get("dims", ())))
+        cut, member = Cut(int(scalars["size"]), shapes, dims), int(scalars["member"])
+        order = tuple(map(int, scalars["order"]))
+        is_valid = 0 <= member < cut.size and sorted(order) == list(range(len(shapes))) and all(shapes)
+        is_valid = is_valid and all(0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=bool(dims)))
+        if not is_valid or cut.local_numbers != num_weights:
+            raise ValueError(f"part {member} of an island of {cut.size}")
+        return cls(cut, member, order)
+
 
 def part_of(whole: Tensor, size: int, member: int, dim: int = 0) -> Tensor:
     """Rank `member`'s part of a parameter along a dimension, padded with zeros."""

@@ -35,10 +35,12 @@ def partial_folder(final: Path) -> Path:
 
 @contextmanager
 def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None]:
-    """Check that `needed` bytes are free before writing inside the context. If that or a write fails, call `undo` to
-    remove what was written, and raise a `CheckpointError` with the remedy."""
+    """Check that `needed` bytes are free before writing inside the context; a file system that does not report its size
+    passes. If that or a write fails, call `undo` to remove what was written, and raise a `CheckpointError` with the
+    remedy."""
     try:
-        check_room(final, needed)
+        if _free_bytes(final, unknown=needed) < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(final))
         yield
     except (OSError, SafetensorError) as error:
         with suppress(OSError):  # removing may fail on the same disk
@@ -51,12 +53,6 @@ def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None
         raise CheckpointError(f"{final}: {problem}") from error
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Raise OSError if less than `needed` bytes are free. A file system that does not report its size passes."""
-    if _free_bytes(folder, unknown=needed) < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-
-
 def write_json(path: Path, content: Any) -> None:
     """Write `content`, and wait until it is on disk."""
     path.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
@@ -67,49 +63,57 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors in the safetensors format, and wait until they are on disk."""
     from safetensors.torch import save_file
 
-    from starling.checkpoint.encoding import apart
-
     save_file(apart(tensors), path)
     sync(path)
 
 
-def check_plain(path: Path) -> None:
-    """Raise CheckpointError unless `path` is a regular file: reading a link may lead elsewhere, reading a pipe or a
-    device may never end."""
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous and without shared memory, as safetensors requires."""
+    import torch
+
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        owned = plain.untyped_storage().nbytes() == plain.numel() * plain.element_size()
+        if not owned or plain.untyped_storage().data_ptr() in seen:
+            plain = plain.clone(memory_format=torch.contiguous_format)
+        seen.add(plain.untyped_storage().data_ptr())
+        result[name] = plain
+    return result
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Check that `path` is a regular file before reading inside the context: reading a link may lead elsewhere, reading
+    a pipe or a device may never end. Whatever cannot be read is a `CheckpointError` that names the file."""
     try:
-        mode = path.lstat().st_mode
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(f"{path} is not a plain file; resume from another checkpoint")
+        yield
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; resume from another checkpoint") from None
-    except (OSError, ValueError) as error:
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply; resume from another checkpoint") from None
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is not a plain file; resume from another checkpoint")
 
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises a CheckpointError that names the file."""
-    check_plain(path)
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_JSON_BYTES + 1)
+    with reading(path), path.open("rb") as file:
+        content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} has more than {MAX_JSON_BYTES} bytes; resume from another checkpoint")
         return json.loads(content.decode("utf-8"))
-    except RecursionError:
-        raise CheckpointError(f"{path} is nested too deeply; resume from another checkpoint") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file. Raises a CheckpointError that names the file."""
     from safetensors.torch import load_file
 
-    check_plain(path)
-    try:
+    with reading(path):
         return load_file(path)
-    except (OSError, SafetensorError, ValueError, LookupError, TypeError, RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
 
 
 def publish(partial: Path, final: Path) -> None:

@@ -1,13 +1,12 @@
 """The description of a checkpoint: `manifest.json`, written last, with the SHA-256 of every other file."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, ValidationError
 
-from starling.checkpoint.files import check_plain, read_json
+from starling.checkpoint.files import read_json, reading
 from starling.configuration import Config, digest
 from starling.errors import CheckpointError
 from starling.files import sha256
@@ -43,7 +42,28 @@ class TicketRecord(Config):
         return Ticket(self.epoch, self.index, self.step)
 
 
-class Manifest(Config):
+class SavedPosition(Config):
+    """A `Position`, as files have it."""
+
+    next_ticket: TicketRecord
+    """The first ticket that had not been claimed."""
+    outstanding: tuple[TicketRecord, ...] = ()
+    """Tickets that had been claimed and not completed."""
+
+    @staticmethod
+    def of(position: Position) -> "SavedPosition":
+        return SavedPosition(
+            next_ticket=TicketRecord.of(position.next_ticket),
+            outstanding=tuple(map(TicketRecord.of, position.outstanding)),
+        )
+
+    @property
+    def position(self) -> Position:
+        """The data position at which the learners saved."""
+        return Position(self.next_ticket.ticket, tuple(each.ticket for each in self.outstanding))
+
+
+class Manifest(SavedPosition):
     """A checkpoint's description."""
 
     format: int = FORMAT
@@ -57,10 +77,6 @@ class Manifest(Config):
     """How many of them saved their state: all, or none in a checkpoint that cannot be resumed."""
     sync_group_size: int | None = Field(default=None, ge=1)
     """How many learners claimed mini-batches together; None: all."""
-    next_ticket: TicketRecord
-    """The first ticket that had not been claimed."""
-    outstanding: tuple[TicketRecord, ...] = ()
-    """Tickets that had been claimed and not completed."""
     epochs_ended: int | None = Field(default=None, ge=0)
     """How many epochs had ended; None unless the checkpoint was saved at the end of an epoch."""
     minutes: float = Field(ge=0)
@@ -86,11 +102,6 @@ class Manifest(Config):
     def _digest(self) -> str:
         return digest(self.model_dump(mode="json", exclude={"digest"}))
 
-    @property
-    def position(self) -> Position:
-        """The data position at which the learners saved."""
-        return Position(self.next_ticket.ticket, tuple(each.ticket for each in self.outstanding))
-
 
 _NAME = re.compile(r"step-(\d+)(?:\+(\d+))?")
 
@@ -114,22 +125,13 @@ def sort_key(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The files of a folder, as a manifest lists them."""
-
-    entries: dict[str, FileEntry]
-
-    @classmethod
-    def of(cls, folder: Path) -> "Listing":
-        """List all files in `folder` and below, except the manifest."""
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-        return cls(
-            {
-                path.relative_to(folder).as_posix(): FileEntry(num_bytes=path.stat().st_size, sha256=sha256(path))
-                for path in files
-            }
-        )
+def listing(folder: Path) -> dict[str, FileEntry]:
+    """All files in `folder` and below, except the manifest, as a manifest lists them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {
+        path.relative_to(folder).as_posix(): FileEntry(num_bytes=path.stat().st_size, sha256=sha256(path))
+        for path in files
+    }
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -174,11 +176,8 @@ def verify(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{folder / MANIFEST} lists {name[:200]!r}, which lies outside the checkpoint; use another checkpoint"
             )
-        check_plain(path)
-        try:
+        with reading(path):
             size, found = path.stat().st_size, sha256(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
         if size != entry.num_bytes:
             raise CheckpointError(
                 f"{path} is damaged: it has {size} bytes, {MANIFEST} says {entry.num_bytes}; use another checkpoint"

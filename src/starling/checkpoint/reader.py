@@ -1,4 +1,4 @@
-"""Reads checkpoints after verifying every file."""
+"""Reads checkpoints after verifying every file, and says which may be removed: never the newest that is good."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starling.checkpoint.files import read_json, read_tensors
-from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, TicketRecord, read_manifest, sort_key, verify
+from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, read_manifest, sort_key, verify
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError
-from starling.workload import Position
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from starling.checkpoint.cut import ShardOfIsland
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,6 @@ class Checkpoint:
 
     def learner(self, rank: int) -> LearnerState:
         """The saved state of learner `rank`. Raises CheckpointError if the checkpoint does not contain it."""
-        from starling.checkpoint.encoding import decode_state
-
         if rank >= self.manifest.learners:
             raise CheckpointError(
                 f"{self.folder} has the states of {self.manifest.learners} learners, but not of learner {rank}; "
@@ -46,30 +41,8 @@ class Checkpoint:
         tensors = read_tensors(self.folder / f"learner-{rank}.safetensors")
         path = self.folder / f"learner-{rank}.json"
         scalars: dict[str, Any] = read_json(path)
-        prefix = "buffer."
         try:
-            state = LearnerState(
-                rank=scalars["rank"],
-                world=scalars["world"],
-                position=Position(
-                    TicketRecord.model_validate(scalars["next_ticket"]).ticket,
-                    tuple(TicketRecord.model_validate(each).ticket for each in scalars["outstanding"]),
-                ),
-                minutes=float(scalars["minutes"]),
-                weights=_flat(tensors["weights"]),
-                buffers={
-                    name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
-                },
-                optimizer=decode_state(scalars["optimizer"], tensors),
-                strategy=decode_state(scalars.get("strategy", {}), tensors),  # version 0.2 wrote none
-                is_worker=scalars["is_worker"],
-                of_strategy=str(scalars.get("of_strategy", "")),  # version 0.2 wrote none
-                under_shards=tensors.get("under_shards"),
-                shard_of_island=_decode_island(scalars["island"], tensors) if "island" in scalars else None,
-                shards=tuple(_decode_shard(shard, tensors) for shard in scalars["shards"]),
-            )
-            _check_under_shards(state)
-            return state
+            return LearnerState.decode(scalars, tensors)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} does not contain a learner's state ({error!r})") from error
 
@@ -109,32 +82,35 @@ class Checkpoint:
         if before == 0:
             return self.learner(rank)
         first = self.learner(0)
-        size = 1 if first.shard_of_island is None else first.shard_of_island.cut.size
+        shard, minutes, shards = first.shard_of_island, self.manifest.minutes, dict[tuple[int, int], ShardState]()
+        size = 1 if shard is None else shard.cut.size
         if before % size:
             raise CheckpointError(
                 f"{self.folder}: its {before} learners are not islands of {size}; use another checkpoint"
             )
         if not changed and size > 1:
-            return replace(self.learner(rank), minutes=self.manifest.minutes)
-        if size > 1 or island > 1:
-            return self._whole(rank, world, size)
-        former = self.learner(rank % before)
-        shards: dict[tuple[int, int], ShardState] = {}
-        if first.of_strategy == strategy:  # what an optimizer keeps for a shard means something under no other one
-            shards = self._shards() | {(shard.start, shard.stop): shard for shard in former.shards}
-        start = replace(former.for_computing(), minutes=self.manifest.minutes, shards=tuple(shards.values()))
+            return replace(self.learner(rank), minutes=minutes)
+        is_whole = size > 1 or island > 1
+        former, optimizer = self.learner(rank % (size if is_whole else before)), first.optimizer
+        if shard is not None:
+            optimizers = [self.learner(member).optimizer for member in range(size)]
+            optimizer = shard.cut.whole_of_optimizer(optimizers, shard.order)
+        if not is_whole and first.of_strategy == strategy:  # what is kept for a shard means nothing under another one
+            shards = self._shards() | {(each.start, each.stop): each for each in former.shards}
+        start = replace(former.for_computing(), minutes=minutes, shards=tuple(shards.values()))
         if not changed:
             return start
-        # a server's buffers are still those of the start of the run
-        buffers = former.buffers if former.is_worker else first.buffers
         return replace(
             start,
             rank=rank,
             world=world,
             weights=self.consensus(),
-            buffers=buffers,
-            optimizer=first.optimizer,
+            # a server's buffers are still those of the start of the run
+            buffers=former.buffers if former.is_worker else first.buffers,
+            optimizer=optimizer,
             strategy={},
+            under_shards=None,
+            shard_of_island=None,
         )
 
     def what_changed(self, world: int, strategy: str, island: int = 1, is_tensor: bool = False) -> str:
@@ -151,27 +127,6 @@ class Checkpoint:
             return "this run has other islands"
         return ""
 
-    def _whole(self, rank: int, world: int, size: int) -> LearnerState:
-        """The state of a whole model for learner `rank`, with the optimizer state of the first former island of
-        `size`."""
-        formers = [self.learner(former) for former in range(size)]
-        own, optimizer = formers[rank % size], formers[0].optimizer
-        shard = own.shard_of_island
-        if shard is not None:
-            optimizer = shard.cut.whole_of_optimizer([former.optimizer for former in formers], shard.order)
-        return replace(
-            own,
-            rank=rank,
-            world=world,
-            minutes=self.manifest.minutes,
-            weights=self.consensus(),
-            optimizer=optimizer,
-            strategy={},
-            shards=(),
-            under_shards=None,
-            shard_of_island=None,
-        )
-
     def _shards(self) -> dict[tuple[int, int], ShardState]:
         """All saved model shards by their place in the weights; if several learners saved one, the first learner's."""
         found: dict[tuple[int, int], ShardState] = {}
@@ -180,20 +135,6 @@ class Checkpoint:
             if isinstance(scalars, dict) and scalars.get("shards"):
                 found |= {(shard.start, shard.stop): shard for shard in self.learner(rank).shards}
         return found
-
-
-def _flat(weights: Tensor) -> Tensor:
-    """Return `weights` unchanged; raise ValueError unless they are a floating-point vector `[P]`."""
-    if weights.ndim != 1 or not weights.is_floating_point():
-        raise ValueError(f"weights of shape {list(weights.shape)} and dtype {weights.dtype}")
-    return weights
-
-
-def _check_under_shards(state: LearnerState) -> None:
-    """Raise ValueError if a worker's own weights are not of the size of its shards."""
-    size = sum(stop - start for start, stop in state.kept)
-    if state.under_shards is not None and state.under_shards.shape != (size,):
-        raise ValueError(f"under_shards of shape {list(state.under_shards.shape)} for {size} weights in shards")
 
 
 def _other_strategy(before: str, now: str) -> str:
@@ -212,27 +153,6 @@ def _other_strategy(before: str, now: str) -> str:
     return f"{name} saved it with other options ({'; '.join(pairs)})"
 
 
-def _decode_island(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardOfIsland:
-    from starling.checkpoint.cut import Cut, ShardOfIsland
-
-    shapes = tuple(tuple(map(int, shape)) for shape in scalars["shapes"])
-    dims = tuple(map(int, scalars.get("dims", ())))
-    cut, member = Cut(int(scalars["size"]), shapes, dims), int(scalars["member"])
-    order = tuple(map(int, scalars["order"]))
-    is_valid = 0 <= member < cut.size and sorted(order) == list(range(len(shapes))) and all(shapes)
-    is_valid = is_valid and all(0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=bool(dims)))
-    if not is_valid or cut.local_numbers != tensors["weights"].numel():
-        raise ValueError(f"part {member} of an island of {cut.size}")
-    return ShardOfIsland(cut, member, order)
-
-
-def _decode_shard(scalars: dict[str, Any], tensors: dict[str, Tensor]) -> ShardState:
-    from starling.checkpoint.encoding import decode_state
-
-    start, stop = int(scalars["start"]), int(scalars["stop"])
-    return ShardState(start, stop, tensors["weights"][start:stop], decode_state(scalars["optimizer"], tensors))
-
-
 def checkpoints_in(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first; other folders are ignored."""
     found = [(sort_key(path.name), path) for path in folder.glob("step-*") if (path / MANIFEST).is_file()]
@@ -248,7 +168,9 @@ def load(folder: Path) -> Checkpoint:
     try:
         return _load(folder)
     except CheckpointError as error:
-        older = _older(folder)
+        own = sort_key(folder.name)
+        others = checkpoints_in(folder.parent)
+        older = [path for path in others if own is not None and (sort_key(path.name) or own) < own]
         if not older:
             raise
         intact = next((path for path in reversed(older) if is_intact(path)), None)
@@ -273,11 +195,6 @@ def _load(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest)
 
 
-def _older(folder: Path) -> list[Path]:
-    own = sort_key(folder.name)
-    return [path for path in checkpoints_in(folder.parent) if own is not None and (sort_key(path.name) or own) < own]
-
-
 def latest(experiment: Path) -> Path:
     """The newest complete checkpoint of an experiment folder; if `experiment` is a checkpoint, itself.
 
@@ -291,3 +208,27 @@ def latest(experiment: Path) -> Path:
     if not found:
         raise CheckpointError(f"{experiment}/checkpoints: no complete checkpoint; train the experiment first")
     return found[-1]
+
+
+def surplus(folder: Path, keep: int, written: Path | None = None) -> list[Path]:
+    """The checkpoints that may be removed, oldest first: all except the newest `keep`, and except the newest one that
+    is intact and finite.
+
+    `written` was just written and is known to be intact. Older ones are verified only if it is not finite.
+    """
+    best = newest_good(folder, written)
+    return [path for path in checkpoints_in(folder)[:-keep] if path != best]
+
+
+def newest_good(folder: Path, written: Path | None = None) -> Path | None:
+    """The newest checkpoint in a folder that is intact and finite; `written` is known to be intact."""
+    found = reversed(checkpoints_in(folder))
+    return next((path for path in found if is_finite(path) and (path == written or is_intact(path))), None)
+
+
+def is_finite(folder: Path) -> bool:
+    """Whether every number in a checkpoint is finite; False if its manifest cannot be read."""
+    try:
+        return read_manifest(folder).is_finite
+    except CheckpointError:
+        return False

@@ -1,11 +1,14 @@
-"""The state of one learner, as a checkpoint stores it."""
+"""The state of one learner, and how it becomes named tensors and plain JSON, without pickle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from starling.checkpoint.manifest import SavedPosition
+from starling.errors import CheckpointError
 from starling.workload import Position
 
 if TYPE_CHECKING:
@@ -14,6 +17,10 @@ if TYPE_CHECKING:
     from starling.checkpoint.cut import ShardOfIsland
 
 
+_TENSOR, _PAIRS, _TUPLE, _FLOAT = "$tensor", "$pairs", "$tuple", "$float"
+_TAGS = (_TENSOR, _PAIRS, _TUPLE, _FLOAT)
+_BUFFER = "buffer."
+"""Begins the names of the tensors that are the model's buffers."""
 OWN_PREFIX = "own."
 """Begins the names of those parts of a strategy's state that differ between learners."""
 MEMBERSHIP_PREFIX = OWN_PREFIX + "membership."
@@ -116,15 +123,72 @@ class LearnerState:
             start = stop
         return replace(self, weights=weights, under_shards=None)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All its tensors except the shards' weights, which are part of `weights`."""
-        kept = [self.strategy, [shard.optimizer for shard in self.shards], self.under_shards]
-        yield from _tensors([self.weights, self.buffers, self.optimizer, kept])
-
     @property
     def kept(self) -> list[tuple[int, int]]:
         """`start` and `stop` of each of its shards."""
         return [(shard.start, shard.stop) for shard in self.shards]
+
+    def encode(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The state as JSON and named tensors. Raises CheckpointError for what cannot be saved."""
+        tensors = {"weights": self.weights} | {_BUFFER + name: buffer for name, buffer in self.buffers.items()}
+        if self.under_shards is not None:
+            tensors["under_shards"] = self.under_shards
+        scalars = {
+            "rank": self.rank,
+            "world": self.world,
+            **SavedPosition.of(self.position).model_dump(),
+            "minutes": self.minutes,
+            "optimizer": encode_state(self.optimizer, "optimizer", tensors),
+            "strategy": encode_state(self.strategy, "strategy", tensors),
+            "is_worker": self.is_worker,
+            "of_strategy": self.of_strategy,
+            **({"island": self.shard_of_island.encode()} if self.shard_of_island else {}),
+            "shards": [
+                {
+                    "start": shard.start,
+                    "stop": shard.stop,
+                    "optimizer": encode_state(shard.optimizer, f"shard.{shard.start}", tensors),
+                }
+                for shard in self.shards
+            ],
+        }
+        return scalars | {"is_finite": all_finite(tensors.values())}, tensors
+
+    @classmethod
+    def decode(cls, scalars: dict[str, Any], tensors: dict[str, Tensor]) -> LearnerState:
+        """The inverse of `encode`. May raise AttributeError, KeyError, TypeError or ValueError for other JSON."""
+        from starling.checkpoint.cut import ShardOfIsland
+
+        weights, under_shards = tensors["weights"], tensors.get("under_shards")
+        if weights.ndim != 1 or not weights.is_floating_point():
+            raise ValueError(f"weights of shape {list(weights.shape)} and dtype {weights.dtype}")
+        places = [(int(each["start"]), int(each["stop"]), each["optimizer"]) for each in scalars["shards"]]
+        size = sum(stop - start for start, stop, _ in places)
+        if under_shards is not None and under_shards.shape != (size,):
+            raise ValueError(f"under_shards of shape {list(under_shards.shape)} for {size} weights in shards")
+        return cls(
+            rank=scalars["rank"],
+            world=scalars["world"],
+            position=SavedPosition(next_ticket=scalars["next_ticket"], outstanding=scalars["outstanding"]).position,
+            minutes=float(scalars["minutes"]),
+            weights=weights,
+            buffers=buffers_in(tensors),
+            optimizer=decode_state(scalars["optimizer"], tensors),
+            shards=tuple(
+                ShardState(start, stop, weights[start:stop], decode_state(optimizer, tensors))
+                for start, stop, optimizer in places
+            ),
+            strategy=decode_state(scalars.get("strategy", {}), tensors),  # version 0.2 wrote none
+            shard_of_island=ShardOfIsland.decode(scalars["island"], weights.numel()) if "island" in scalars else None,
+            of_strategy=str(scalars.get("of_strategy", "")),  # version 0.2 wrote none
+            under_shards=under_shards,
+            is_worker=scalars["is_worker"],
+        )
+
+
+def buffers_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's buffers by name, among the named tensors of a state."""
+    return {name.removeprefix(_BUFFER): value for name, value in tensors.items() if name.startswith(_BUFFER)}
 
 
 def own(value: Any) -> Any:
@@ -141,12 +205,54 @@ def own(value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dictionaries, lists and tuples."""
+def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Convert `value` to plain JSON, and add its tensors to `tensors`, named by their key path below `path`.
+
+    Dictionaries with any scalar keys, lists, tuples, numbers (also infinite ones and NaN), strings, booleans and None
+    are preserved exactly. Raises CheckpointError, naming the key path, for anything else.
+    """
     from torch import Tensor
 
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
+        tensors[path] = value
+        return {_TENSOR: path}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and key not in _TAGS for key in value):
+            return {key: encode_state(each, f"{path}.{key}", tensors) for key, each in value.items()}
+        pairs = [
+            [encode_state(key, f"{path} (a key)", tensors), encode_state(each, f"{path}.{key}", tensors)]
+            for key, each in value.items()
+        ]
+        return {_PAIRS: pairs}
+    if isinstance(value, list | tuple):
+        items = [encode_state(each, f"{path}.{place}", tensors) for place, each in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_FLOAT: str(value)}
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which cannot be saved as a tensor or as JSON; choose another optimizer"
+    )
+
+
+def decode_state(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of `encode_state`. May raise KeyError, TypeError or ValueError for other JSON."""
+    if isinstance(value, list):
+        return [decode_state(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _PAIRS in value:
+        return {decode_state(key, tensors): decode_state(each, tensors) for key, each in value[_PAIRS]}
+    if _TUPLE in value:
+        return tuple(decode_state(each, tensors) for each in value[_TUPLE])
+    if _FLOAT in value:
+        return float(value[_FLOAT])
+    return {key: decode_state(each, tensors) for key, each in value.items()}
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every number is finite."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)

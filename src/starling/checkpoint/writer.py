@@ -13,16 +13,14 @@ once, each in its own partial folder. They are completed in order, because the s
 
 import math
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 
-from starling.checkpoint.cut import ShardOfIsland
-from starling.checkpoint.encoding import all_finite, encode_state
 from starling.checkpoint.files import (
     partial_folder,
     publish,
@@ -34,10 +32,9 @@ from starling.checkpoint.files import (
     write_tensors,
     writing,
 )
-from starling.checkpoint.manifest import MANIFEST, MODEL, Listing, Manifest, TicketRecord, checkpoint_name
-from starling.checkpoint.reader import Checkpoint, load
-from starling.checkpoint.retention import surplus
-from starling.checkpoint.state import LearnerState, ShardState
+from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, SavedPosition, checkpoint_name, listing
+from starling.checkpoint.reader import Checkpoint, load, surplus
+from starling.checkpoint.state import LearnerState, all_finite, buffers_in
 from starling.consensus import are_one_model, consensus, consensus_distance, rank_ordered_mean
 from starling.errors import CheckpointError, ProtocolError
 
@@ -83,14 +80,23 @@ class CheckpointWriter:
         partial = partial_folder(final)
         num_parts = state.shard_of_island.cut.size if state.shard_of_island else 1
         model_bytes = num_parts * state.weights.nbytes + sum(buffer.nbytes for buffer in state.buffers.values())
-        needed = model_bytes + sum(tensor.nbytes for tensor in state.tensors())
+        scalars, tensors = state.encode()
+        needed = model_bytes + sum(tensor.nbytes for tensor in tensors.values())
         with writing(final, needed, lambda: remove_part(partial, state.rank)):
             partial.mkdir(parents=True, exist_ok=True)
-            write_learner(partial, state)
+            write_tensors(partial / f"learner-{state.rank}.safetensors", tensors)
+            write_json(partial / f"learner-{state.rank}.json", scalars)
         if self._arrive(final.name) < state.world:
             return None
         with writing(final, model_bytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
-            return self._complete(partial, final, state)
+            paths = [partial / f"learner-{rank}.safetensors" for rank in range(state.world)]
+            missing = [path.name for path in paths if not path.is_file()]
+            if missing:
+                raise CheckpointError(
+                    f"{final}: {', '.join(missing)} missing from {partial}; "
+                    "the experiment folder must be on a file system that all learners share"
+                )
+            return self._complete(final, list(map(_Saved, paths)), state, num_saved=state.world)
 
     def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
         """Write a checkpoint with only the consensus model of `states`; it cannot be resumed."""
@@ -100,71 +106,123 @@ class CheckpointWriter:
         partial = partial_folder(final)
         with writing(final, states[0].weights.nbytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
             partial.mkdir(parents=True, exist_ok=True)
-            if self._has_one_model:
-                _check_one_model(final, (state.weights for state in states))
-            weights = consensus((state.weights for state in states), [state.kept for state in states])
-            buffers = mean_of_buffers([state.buffers for state in states if state.is_worker])
-            self._write_model(partial / MODEL, weights, buffers)
-            distance = consensus_distance((state.weights for state in states if state.is_worker), weights)
-            minutes = max(state.minutes for state in states)
-            is_finite = math.isfinite(distance) and all_finite([weights, *buffers.values()])
-            return self._finish(partial, final, states[0], 0, minutes, distance, is_finite)
+            return self._complete(final, states, states[0], num_saved=0)
 
-    def _complete(self, partial: Path, final: Path, state: LearnerState) -> Checkpoint:
-        paths = [partial / f"learner-{rank}.safetensors" for rank in range(state.world)]
-        missing = [path.name for path in paths if not path.is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{final}: {', '.join(missing)} missing from {partial}; "
-                "the experiment folder must be on a file system that all learners share"
-            )
-        scalars = [read_json(path.with_suffix(".json")) for path in paths]
-        kept = [[(shard["start"], shard["stop"]) for shard in each["shards"]] for each in scalars]
-        shard = state.shard_of_island
-        size = 1 if shard is None else shard.cut.size
-        parts = [consensus(map(_weights, paths[member::size]), kept[member::size]) for member in range(size)]
-        if self._has_one_model:
-            for member in range(size):
-                _check_one_model(final, map(_weights, paths[member::size]), size, member)
-        weights = parts[0] if shard is None else shard.cut.whole(parts)
-        workers = [path for path, each in zip(paths, scalars, strict=True) if each["is_worker"]]
-        buffers = mean_of_buffers([_buffers(read_tensors(path)) for path in workers]) if state.buffers else {}
-        self._write_model(partial / MODEL, weights, buffers)
-        distance = sum(consensus_distance(map(_weights, workers[m::size]), parts[m]) for m in range(size))
-        minutes = max(float(each["minutes"]) for each in scalars)
-        is_finite = all(each["is_finite"] for each in scalars) and all_finite([weights, *buffers.values()])
-        return self._finish(partial, final, state, state.world, minutes, distance, is_finite)
-
-    def _finish(
+    def _complete(
         self,
-        partial: Path,
         final: Path,
-        state: LearnerState,
-        num_learners: int,
-        minutes: float,
-        distance: float,
-        is_finite: bool,
+        states: Sequence["LearnerState | _Saved"],
+        own: LearnerState,
+        num_saved: int,
     ) -> Checkpoint:
-        position = state.position
+        """Add the consensus model and the manifest, and publish the checkpoint, which has the states of so many
+        learners. `own` is one of the states."""
+        partial, shard = partial_folder(final), own.shard_of_island
+        size = 1 if shard is None else shard.cut.size
+        parts, distance = [], 0.0
+        for member in range(size):
+            island = states[member::size]
+            if self._has_one_model:
+                _check_one_model(final, (each.weights for each in island), size, member)
+            part = consensus((each.weights for each in island), [each.kept for each in island])
+            distance += consensus_distance((each.weights for each in island if each.is_worker), part)
+            parts.append(part)
+        weights = parts[0] if shard is None else shard.cut.whole(parts)
+        buffers = mean_of_buffers([each.buffers for each in states if each.is_worker]) if own.buffers else {}
+        self._write_model(partial / MODEL, weights, buffers)
         manifest = Manifest(
             starling=version("starling-asr"),
             fingerprints=self._fingerprints,
-            world=state.world,
-            learners=num_learners,
+            world=own.world,
+            learners=num_saved,
             sync_group_size=self._sync_group_size,
-            next_ticket=TicketRecord.of(position.next_ticket),
-            outstanding=tuple(TicketRecord.of(ticket) for ticket in position.outstanding),
-            epochs_ended=state.epochs_ended,
-            minutes=minutes,
+            **dict(SavedPosition.of(own.position)),
+            epochs_ended=own.epochs_ended,
+            minutes=max(each.minutes for each in states),
             consensus_distance=distance if math.isfinite(distance) else None,
-            is_finite=is_finite,
-            files=Listing.of(partial).entries,
+            is_finite=math.isfinite(distance)
+            and all_finite([weights, *buffers.values()])
+            and all(each.is_finite for each in states if isinstance(each, _Saved)),
+            files=listing(partial),
         ).with_digest()
         write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
         publish(partial, final)
         for old in surplus(self.folder, self._keep, final):
             remove(old)
         return Checkpoint(final, manifest)
+
+
+class BackgroundWriter:
+    """Runs `CheckpointWriter.save` in a thread.
+
+    One thread runs at a time: checkpoints are completed in order, and there is at most one copy of the state. An error
+    in the thread is raised unchanged by the next call of `check`, `save` or `close`. The process does not exit before
+    the thread has. The writer's `arrive` must not use a connection on which the learner itself may wait.
+    """
+
+    def __init__(self, writer: CheckpointWriter) -> None:
+        self._writer = writer
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        state: LearnerState,
+        completed: Callable[[Checkpoint], None],
+        writer: CheckpointWriter | None = None,
+    ) -> None:
+        """Wait for the previous save, copy `state`, and start writing the copy.
+
+        If this learner's part completes the checkpoint, the thread calls `completed` with it. `writer` replaces the
+        usual writer for this save.
+        """
+        self.close()
+        chosen, copy = writer or self._writer, [state.copy()]
+
+        def write() -> None:
+            try:
+                checkpoint = chosen.save(copy.pop())
+                if checkpoint is not None:
+                    completed(checkpoint)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="starling-checkpoint", daemon=False)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of the last save if it has failed; do not wait."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.close()
+
+    def close(self) -> None:
+        """Wait for the last save, and raise its error if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._thread, self._error = self._error, None, None
+        if error is not None:
+            raise error
+
+
+class _Saved:
+    """A learner's state in its files, of whose tensors only those are read that are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        scalars = read_json(path.with_suffix(".json"))
+        self._path = path
+        self.minutes = float(scalars["minutes"])
+        self.is_worker, self.is_finite = bool(scalars["is_worker"]), bool(scalars["is_finite"])
+        self.kept: list[tuple[int, int]] = [(shard["start"], shard["stop"]) for shard in scalars["shards"]]
+
+    @property
+    def weights(self) -> Tensor:
+        with safe_open(self._path, framework="pt") as file:
+            weights: Tensor = file.get_tensor("weights")
+        return weights
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        return buffers_in(read_tensors(self._path))
 
 
 def _check_one_model(final: Path, weights: Iterable[Tensor], size: int = 1, member: int = 0) -> None:
@@ -180,55 +238,6 @@ def _check_one_model(final: Path, weights: Iterable[Tensor], size: int = 1, memb
                 "checkpoint was not saved. Change weights alike on all learners, or not at all, and resume from the "
                 "last checkpoint"
             )
-
-
-def write_learner(folder: Path, state: LearnerState) -> None:
-    """Write one learner's state as `learner-<rank>.safetensors` and `learner-<rank>.json`."""
-    tensors = {"weights": state.weights} | {f"buffer.{name}": buffer for name, buffer in state.buffers.items()}
-    if state.under_shards is not None:
-        tensors["under_shards"] = state.under_shards
-    position = state.position
-    scalars = {
-        "rank": state.rank,
-        "world": state.world,
-        "next_ticket": TicketRecord.of(position.next_ticket).model_dump(),
-        "outstanding": [TicketRecord.of(ticket).model_dump() for ticket in position.outstanding],
-        "minutes": state.minutes,
-        "optimizer": encode_state(state.optimizer, "optimizer", tensors),
-        "strategy": encode_state(state.strategy, "strategy", tensors),
-        "is_worker": state.is_worker,
-        "of_strategy": state.of_strategy,
-        **({"island": _encode_island(state.shard_of_island)} if state.shard_of_island else {}),
-        "shards": [_encode_shard(shard, tensors) for shard in state.shards],
-        "is_finite": all_finite(state.tensors()),
-    }
-    write_tensors(folder / f"learner-{state.rank}.safetensors", tensors)
-    write_json(folder / f"learner-{state.rank}.json", scalars)
-
-
-def _encode_island(shard: ShardOfIsland) -> dict[str, Any]:
-    """The index of an island's files: which part of the model each of its ranks has saved."""
-    cut = shard.cut
-    dims = {"dims": cut.dims} if cut.dims else {}
-    return {"size": cut.size, "shapes": cut.shapes, **dims, "member": shard.member, "order": shard.order}
-
-
-def _encode_shard(shard: ShardState, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """A shard's place and optimizer values as JSON; its weights are saved with the learner's."""
-    optimizer = encode_state(shard.optimizer, f"shard.{shard.start}", tensors)
-    return {"start": shard.start, "stop": shard.stop, "optimizer": optimizer}
-
-
-def _weights(path: Path) -> Tensor:
-    """A learner's weights `[P]`, read without its optimizer state."""
-    with safe_open(path, framework="pt") as file:
-        weights: Tensor = file.get_tensor("weights")
-    return weights
-
-
-def _buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    prefix = "buffer."
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def mean_of_buffers(buffers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from starling.experiment.any_job import Simulated, train_quietly
 from starling.launch.messages import EpochEnd
 from starling.reporting.epochs import Meter, together
 from starling.reporting.events import Event, read_events
+from starling.reporting.lines import share
 from starling.training.job import EpochReport, Job, Silence, StepReport
 from starling.workload import Ticket, Workload
 
@@ -74,7 +75,7 @@ class Watcher(Silence):
             "mean_staleness": every.mean_staleness,
             "largest_staleness": every.largest_staleness,
             "bytes_sent": every.bytes_sent,
-            **{key: workers.share(getattr(workers, key)) for key in _SPENT},
+            **{key: share(workers, key) for key in _SPENT},
         }
 
 

@@ -23,7 +23,6 @@ from starling.engines.processes.place import Place, choose_device
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.claim import unwritable
-from starling.experiment.cores import use_threads
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.launching import machines_of, shared_folder
 from starling.experiment.packing import JobConfig, pack
@@ -152,7 +151,7 @@ def simulated_choice(run: RunConfig, cluster: Cluster, job: Job) -> Choice:
 def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
     """What the learners of a run choose after measuring; all of them call this, and get the same."""
     options = options_of(run)
-    use_threads(run, place.local_world)
+    place.use_threads(run.engine.threads)
     per_node = place.local_world if place.local_world < place.world else 1
     found = AtHand()
     gradients = job.budget.num_batches(job.workload.num_batches(0))

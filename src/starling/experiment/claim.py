@@ -12,8 +12,7 @@ from pathlib import Path
 
 from starling.checkpoint.files import PARTIAL, remove_partial
 from starling.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, read_manifest, sort_key
-from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load
-from starling.checkpoint.retention import is_finite, newest_good
+from starling.checkpoint.reader import Checkpoint, checkpoints_in, is_finite, latest, load, newest_good
 from starling.errors import CheckpointError, ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import begin_segment
@@ -23,11 +22,6 @@ from starling.recipe.run import RunConfig, dump_recipe
 from starling.reporting.progress import Bars, Say
 from starling.workload import Position
 
-_OWN_FOLDERS = (
-    *("initial", "frames", "log", "tensorboard", "checkpoints", "best", "validation", "decode", "seen"),
-    "joins",
-)
-_OWN_FILES = ("config.yaml", "env.txt", "auto.yaml", "too_short.tsv", "status.json", "report.html")
 _OF_SET_UP = ("initial", "frames", "too_short.tsv")
 """What a task may write to the experiment's folder when it sets up a run."""
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
@@ -121,7 +115,7 @@ def _check_budget(run: RunConfig, folder: Path, manifest: Manifest) -> None:
 def check_claim(run: RunConfig) -> None:
     """For a run that resumes in its own folder, raise ConfigError if the folder has later checkpoints or cannot be
     written."""
-    if run.resume is None or _is_elsewhere(run):
+    if run.resume is None or _is_new(run):
         return
     own = sort_key(checkpoint_name(read_manifest(run.resume).position))
     found = checkpoints_in(run.folder / "checkpoints")
@@ -160,11 +154,11 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
         say(line)
     existing = [path for path in folder.checkpoints.glob("[!.]*") if (path / MANIFEST).is_file()]
     try:
-        is_new = run.resume is None or _is_elsewhere(run)
+        is_new = _is_new(run)
         if existing and is_new and not run.overwrite:
             say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
         if is_new:
-            _clear(folder.path)
+            folder.clear()
         folder.path.mkdir(parents=True, exist_ok=True)
         remove_partial(folder.checkpoints)
         shutil.rmtree(folder.validation, ignore_errors=True)
@@ -195,9 +189,9 @@ def _fresh_strategy(run: RunConfig, checkpoint: Path) -> str:
     )
 
 
-def _is_elsewhere(run: RunConfig) -> bool:
-    """Whether the run resumes from a checkpoint of another experiment."""
-    return run.resume is not None and run.resume.resolve().parent.parent != run.folder.resolve()
+def _is_new(run: RunConfig) -> bool:
+    """Whether the run does not resume from a checkpoint of its own folder."""
+    return run.resume is None or run.resume.resolve().parent.parent != run.folder.resolve()
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
@@ -224,15 +218,6 @@ def _move_aside(path: Path) -> Path:
     """Rename a folder to the first free of `<name>.1`, `<name>.2`, …"""
     aside = next(aside for number in count(1) if not (aside := path.with_name(f"{path.name}.{number}")).exists())
     return path.rename(aside)
-
-
-def _clear(path: Path) -> None:
-    """Remove the files of an earlier run; other files in the folder stay."""
-    for name in _OWN_FOLDERS:
-        if (path / name).is_dir():
-            shutil.rmtree(path / name)
-    for name in _OWN_FILES:
-        (path / name).unlink(missing_ok=True)
 
 
 def _version(package: str) -> str:

@@ -16,9 +16,10 @@ exp/<name>/status.json              the state of the run, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance, and when it computed; see
                                     starling.experiment.seen
 exp/<name>/report.html              the page of `starling report`
-exp/<name>/joins/                   requests for more learners; see starling.launch.requests
+exp/<name>/joins/                   requests for more learners; see starling.launch.joiners
 """
 
+import shutil
 from pathlib import Path
 
 from starling.checkpoint.manifest import sort_key
@@ -48,6 +49,15 @@ class ExperimentFolder:
         self.seen = path / "seen"
         self.joins = path / "joins"
         self.status = path / "status.json"
+        self.report = path / "report.html"
+
+    def clear(self) -> None:
+        """Remove the files of an earlier run; other files in the folder stay, and a file in place of a folder."""
+        for path in {*vars(self).values()} - {self.path}:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.suffix:
+                path.unlink(missing_ok=True)
 
 
 def existing(experiment: Path) -> ExperimentFolder:

@@ -26,7 +26,7 @@ from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.epochs import together
 from starling.reporting.events import Events
-from starling.reporting.lines import duration
+from starling.reporting.lines import duration, share
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import Stalls
 from starling.timeouts import LOOK_EVERY
@@ -255,7 +255,7 @@ def summarise(title: str, roster: Roster, counts: Counts, waits: Sequence[str], 
 
 def _lines(roster: Roster, counts: Counts, waits: Sequence[str], experiment: str) -> list[str]:
     lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.lost]
-    joined = [str(each.learner_id) for each in roster.learners.values() if each.has_joined]
+    joined = [str(each.learner_id) for each in roster.learners.values() if each.num_joins]
     if joined:
         lines.append(f"joined the running experiment: learner {', '.join(joined)}")
     if roster.lost or roster.generation > 0:
@@ -276,8 +276,7 @@ def _shares(learner: LearnerRecord) -> list[str]:
     all_epochs = together(learner.epochs)
     if all_epochs.seconds <= 0.0:
         return [""] * 3  # it reported no epoch
-    parts = (all_epochs.computing, all_epochs.waiting_for_data, all_epochs.waiting_for_peers)
-    return [f"{all_epochs.share(part):.1f} %" for part in parts]
+    return [f"{share(all_epochs, what):.1f} %" for what in ("computing", "waiting_for_data", "waiting_for_peers")]
 
 
 def _became(learner: LearnerRecord) -> str:
@@ -285,5 +284,5 @@ def _became(learner: LearnerRecord) -> str:
         return "lost"
     if learner.state is LearnerState.LEFT:
         return "left"
-    joined = "joined, " if learner.has_joined else ""
+    joined = "joined, " if learner.num_joins else ""
     return f"{joined}{'ended' if learner.state is LearnerState.ENDED else 'was ended'}"

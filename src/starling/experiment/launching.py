@@ -13,13 +13,12 @@ from starling.experiment.following import Following
 from starling.experiment.observers import show
 from starling.experiment.task import Scoring
 from starling.extras import require
-from starling.launch.joiners import Changes
+from starling.launch.joiners import Changes, launcher_id, taking_requests
 from starling.launch.launcher import launch, this_machine
 from starling.launch.messages import LearnerMessage
 from starling.launch.on_ray import RayMachines, connected
 from starling.launch.process import Machines
 from starling.launch.rendezvous import LOOPBACK
-from starling.launch.requests import launcher_id, taking_requests
 from starling.launch.roster import Loss, Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.metrics import Metrics, serving
@@ -74,7 +73,6 @@ def run_learners(
                     replaces=run.on_loss == "replace",
                     joins=[fault for fault in run.faults if isinstance(fault, Join)],
                     requests=requests,
-                    is_open=run.on_loss != "stop",
                     say=display.say,
                     on_join=on_join,
                     on_left_out=display.left_out,

@@ -15,7 +15,6 @@ from starling.checkpoint.writer import CheckpointWriter, WriteModel
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.processes.stalls import Stall, Waits
-from starling.experiment.cores import use_threads
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import (
     LearnersCurves,
@@ -32,8 +31,7 @@ from starling.experiment.seen import Record, Seen, Timeline, segments
 from starling.experiment.task import RunT, Task
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
-from starling.launch.rendezvous import find_membership, joins
-from starling.launch.stopping import save_requests_of
+from starling.launch.rendezvous import find_membership, joins, save_requests_of
 from starling.recipe.run import RunConfig, recipe_digest
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
@@ -43,7 +41,7 @@ from starling.training.job import Job, Observer, Silence, StepReport
 
 def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
     """Train as a learner until the run ends; return the signal if one stopped the run early, else None."""
-    use_threads(run, place.local_world)
+    place.use_threads(run.engine.threads)
 
     def tell(message: LearnerMessage) -> None:
         if link is not None:
@@ -112,7 +110,7 @@ def recording(
         (pass_on, SEND_EVERY),
     )
     try:
-        yield [*records, *(Metered(listener, world, every) for listener, every in listeners)]
+        yield [*records, Metered(listeners, world)]
     finally:
         curves.close()
         for record in records:

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
 
-from starling.checkpoint.background import BackgroundWriter
 from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
-from starling.checkpoint.writer import CheckpointWriter, WriteModel
+from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter, WriteModel
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.seen import Record
 from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
 from starling.reporting.curves import Curves
 from starling.reporting.epochs import Meter
@@ -21,36 +21,46 @@ from starling.training.job import ClaimReport, EpochReport, Observer, Silence, S
 from starling.workload import Position
 
 Listener = Callable[[Snapshot | EpochEnd], None]
+Seconds = float
 
 
 class Metered(Silence):
-    """An observer that sends its listener at most one snapshot every `every` seconds, and statistics of each epoch."""
+    """An observer that sends each listener statistics of each epoch, and between them at most one snapshot in as many
+    seconds as `listeners` has beside it."""
 
-    def __init__(self, listener: Listener, world: int, every: float, clock: Callable[[], float] = time.monotonic):
-        self._listener = listener
+    def __init__(
+        self,
+        listeners: Sequence[tuple[Listener, Seconds]],
+        world: int,
+        clock: Callable[[], Seconds] = time.monotonic,
+    ) -> None:
+        self._listeners = listeners
         self._world = world
-        self._every = every
         self._clock = clock
         self._meters: dict[int, Meter] = {}
-        self._passed_on: dict[int, float] = {}
+        self._due: dict[tuple[int, int], Seconds] = {}
 
     def on_step(self, report: StepReport) -> None:
-        self._meter(report.rank).add(report)
-        if self._clock() - self._passed_on.get(report.rank, -self._every) >= self._every:
-            self._pass_on(report.rank)
+        if (meter := self._meters.get(report.rank)) is None:
+            meter = self._meters[report.rank] = Meter(self._world, len(self._listeners))
+        meter.add(report)
+        now = self._clock()
+        for number in range(len(self._listeners)):
+            if now >= self._due.get((report.rank, number), now):
+                self._pass_on(meter, report.rank, number)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self._pass_on(report.rank)
-        self._listener(self._meter(report.rank).end_epoch(report, state.position.num_done))
+        meter = self._meters.setdefault(report.rank, Meter(self._world, len(self._listeners)))
+        end = meter.end_epoch(report, state.position.num_done)
+        for number, (listener, _) in enumerate(self._listeners):
+            self._pass_on(meter, report.rank, number)
+            listener(end)
 
-    def _meter(self, rank: int) -> Meter:
-        return self._meters.setdefault(rank, Meter(self._world))
-
-    def _pass_on(self, rank: int) -> None:
-        snapshot = self._meter(rank).take()
-        if snapshot is not None:
-            self._listener(snapshot)
-            self._passed_on[rank] = self._clock()
+    def _pass_on(self, meter: Meter, rank: int, number: int) -> None:
+        if (snapshot := meter.take(number)) is not None:
+            listener, every = self._listeners[number]
+            listener(snapshot)
+            self._due[rank, number] = self._clock() + every
 
 
 class Log:
@@ -213,18 +223,22 @@ class Together(Silence):
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
+        # at each mini-batch, only those that do something
+        silent = (Silence.on_claim, Silence.on_step, Record.on_claim, Record.on_step)
+        self._on_claim = [each.on_claim for each in observers if type(each).on_claim not in silent]
+        self._on_step = [each.on_step for each in observers if type(each).on_step not in silent]
 
     @property
     def saves(self) -> bool:
         return any(observer.saves for observer in self._observers)
 
     def on_claim(self, report: ClaimReport) -> None:
-        for observer in self._observers:
-            observer.on_claim(report)
+        for on_claim in self._on_claim:
+            on_claim(report)
 
     def on_step(self, report: StepReport) -> None:
-        for observer in self._observers:
-            observer.on_step(report)
+        for on_step in self._on_step:
+            on_step(report)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         for observer in self._observers:

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from starling.budget import Budget
+from starling.engines.processes.place import cores_here
 from starling.engines.virtual.cluster import LinkModel
 from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
 from starling.experiment.any_job import train_quietly
-from starling.experiment.cores import cores_here
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import RecipeT, Task
 from starling.files import replace_file

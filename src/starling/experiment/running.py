@@ -13,8 +13,8 @@ from rich.text import Text
 
 from starling.errors import ConfigError, DataError, PeerLost, ProtocolError
 from starling.experiment.folder import existing
+from starling.launch.joiners import ask, launcher_id, take_answer, withdraw
 from starling.launch.messages import LearnerStatus, Status, decode_file
-from starling.launch.requests import ask, launcher_id, take_answer, withdraw
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.reporting.lines import duration
 from starling.reporting.progress import Say
@@ -86,7 +86,7 @@ def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
             loss=record.loss if record.loss is not None and math.isfinite(record.loss) else None,
             heard=None if record.attempt.heard_at is None else now - record.attempt.heard_at,
             log=f"log/learner-{record.learner_id}.log",
-            node=record.process.node if record.process is not None else "",
+            node=record.process.node,
         )
 
 

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from pydantic import ValidationError
 
-from starling.checkpoint.manifest import TicketRecord
-from starling.configuration import Config
+from starling.checkpoint.manifest import SavedPosition
 from starling.errors import DataError
 from starling.reporting.epochs import Sums
 from starling.reporting.evidence import Stretch
@@ -51,11 +50,6 @@ _ALL_LEARNERS = 16_000
 _COLUMNS = ("time", "seconds", "step", "batches", "examples", "frames", "loss", "computing", "for_data", "for_peers")
 
 
-class _Start(Config):
-    next_ticket: TicketRecord
-    outstanding: tuple[TicketRecord, ...] = ()
-
-
 def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
     """Create the folder of a segment that starts at `position`, and remove segments that start there or later.
 
@@ -72,10 +66,8 @@ def begin_segment(folder: Path, position: Position, earlier: Path | None = None)
         if _begin(old) >= position.num_done:
             shutil.rmtree(old)
     segment.mkdir()
-    start = _Start(
-        next_ticket=TicketRecord.of(position.next_ticket), outstanding=tuple(map(TicketRecord.of, position.outstanding))
-    )
-    (segment / "start.json").write_text(start.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    start = SavedPosition.of(position).model_dump_json(indent=2)
+    (segment / "start.json").write_text(start + "\n", encoding="utf-8")
     return segment
 
 
@@ -257,7 +249,7 @@ class Timeline(Record):
     def _end(self, own: _Open, last: StepReport) -> None:
         """Write a learner's stretch, and begin the next."""
         now, sums, name = 60.0 * last.minutes, own.sums, f"times-{last.rank}.tsv"
-        loss = "nan" if sums.loss is None else f"{sums.loss:.6g}"
+        loss = "nan" if (mean := sums.loss) is None else f"{mean:.6g}"
         at = f"{now if self._clock is None else self._clock():.4f}"
         spent = (f"{each:.4f}" for each in own.spent)
         row = (at, f"{now:.4f}", last.ticket.step, sums.batches, sums.examples, sums.frames, loss, *spent)
@@ -345,10 +337,9 @@ def start_of(segment: Path) -> Position:
     """The position at which a segment starts. Raises DataError if that is missing or damaged."""
     path = segment / "start.json"
     try:
-        start = _Start.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return SavedPosition.model_validate(json.loads(path.read_text(encoding="utf-8"))).position
     except (OSError, ValueError, ValidationError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    return Position(start.next_ticket.ticket, tuple(each.ticket for each in start.outstanding))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -21,8 +21,7 @@ from starling.experiment.observers import Together, show
 from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, Timeline, segments
 from starling.experiment.task import RecipeT, Task
-from starling.launch.process import signal_name
-from starling.launch.stopping import on_stop_signal
+from starling.launch.process import on_stop_signal, signal_name
 from starling.recipe.run import RunConfig
 from starling.reporting.events import Events
 from starling.reporting.lines import duration

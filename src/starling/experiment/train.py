@@ -7,11 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from starling.engines.processes.place import Place
+from starling.engines.processes.place import Place, cores_here
 from starling.errors import PeerLost, Stopped
 from starling.experiment.auto import kept, launched_choice, measured_choice, settled
 from starling.experiment.claim import resolve_resume, set_up_and_claim
-from starling.experiment.cores import cores_here
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following
 from starling.experiment.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners

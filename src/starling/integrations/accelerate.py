@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from starling.engines.loop.joined import JoinedLearner
 from starling.errors import ConfigError, ProtocolError
 from starling.extras import require
-from starling.integrations.host_learner import HostLearner, close_host_group, open_host_group
+from starling.integrations import HostLearner, close_host_group, open_host_group
 from starling.launch.joining import shared_place, steps_together
 
 require("huggingface", "starling.integrations.accelerate", ["accelerate"])
@@ -88,8 +88,7 @@ class StarlingSGD:
             if self._is_distributed:
                 shared_place()  # at the store of accelerate's group, which ends with that group
                 close_host_group()
-            optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
-            self._host.attach(optimizer, self._model, self._accelerator.scaler)
+            self._host.attach(self._optimizer, self._model, self._accelerator.scaler)
             if _give_copies not in self._model._state_dict_hooks.values():
                 self._model.register_state_dict_post_hook(_give_copies)  # type: ignore[no-untyped-call]
             if self._host.is_apart:

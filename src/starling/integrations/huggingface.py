@@ -15,9 +15,9 @@ from torch.utils.data import Sampler
 from starling.engines.loop.joined import JoinedLearner
 from starling.errors import ConfigError
 from starling.extras import require
-from starling.integrations.host_learner import HostLearner
+from starling.integrations import HostLearner
 from starling.launch.joining import steps_together
-from starling.launch.rendezvous import is_learner, number_of_learners
+from starling.launch.rendezvous import number_of_learners
 from starling.launch.sharing import SharedSampler
 
 require("huggingface", "starling.integrations.huggingface")
@@ -102,7 +102,7 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
         if args.auto_find_batch_size or args.deepspeed or args.fsdp:
             raise ConfigError("args: auto_find_batch_size, deepspeed and fsdp cannot be used with StarlingTrainer")
         self._host = HostLearner(strategy, dict(options or {}))
-        self._world = number_of_learners() if is_learner() else 1
+        self._world = number_of_learners()
         self._is_in_step = steps_together(strategy, self._host.options)
         self._sampler: SharedSampler | None = None
         self._is_limited = True  # by steps instead of epochs, as far as is known before training
@@ -127,8 +127,7 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **options)
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wraps it
-        self._host.attach(optimizer, self.model, self.accelerator.scaler)
+        self._host.attach(self.optimizer, self.model, self.accelerator.scaler)
         return prepared
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from starling.engines.loop.joined import JoinedLearner
-from starling.engines.loop.traps import warn_of_samplers
 from starling.errors import ConfigError, ProtocolError
 from starling.extras import require
-from starling.integrations.host_learner import HostLearner, close_host_group, open_host_group
-from starling.launch.joining import prepare_to_survive
+from starling.integrations import HostLearner, close_host_group, open_host_group
+from starling.launch.joining import prepare_to_survive, warn_of_samplers
 from starling.launch.rendezvous import is_learner
+from starling.timeouts import CONNECT
 
 require("lightning", "starling.integrations.lightning")
 
@@ -109,7 +109,7 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
     def setup(self, trainer: Trainer) -> None:
         """Prepare to train, or to evaluate. Lightning asks a loader without a length for data before learners join."""
         if self._host.survives and trainer.state.fn == TrainerFn.FITTING and is_learner():
-            prepare_to_survive()
+            prepare_to_survive(self._host.options.get("timeout_seconds", CONNECT))
         super().setup(trainer)
 
     def configure_ddp(self) -> None:

@@ -14,12 +14,14 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from starling.engines.processes.run_token import VARIABLE, is_proof, new_challenge, own_token, proof
 from starling.errors import ProtocolError
+from starling.launch.link import Line
 from starling.launch.messages import (
     Ended,
     Failed,
@@ -29,9 +31,8 @@ from starling.launch.messages import (
     NewMembership,
     Ready,
     decode_from_learner,
-    encode,
 )
-from starling.timeouts import COORDINATOR_LOOKS, COORDINATOR_TELLS, FULL_PAUSE
+from starling.timeouts import COORDINATOR_LOOKS, FULL_PAUSE
 
 Seconds = float
 LINK = "coordinator/link"
@@ -45,12 +46,11 @@ _LONGEST_LINE = 1 << 16
 
 
 @dataclass(eq=False)
-class _Line:
+class _Loop:
     """The connection of one learner."""
 
-    connection: socket.socket
+    line: Line
     challenge: str = field(default_factory=new_challenge)
-    unread: bytearray = field(default_factory=bytearray)
     learner_id: int | None = None
     silence_limit: Seconds = 60.0
     is_ready: bool = False
@@ -68,10 +68,12 @@ class Coordinator:
         self._listener, self._parent = listener, parent
         self._deadline = time.monotonic() + (0.0 if parent is not None else wait)
         self._selector = selectors.DefaultSelector()
-        self._lines: set[_Line] = set()
-        self._learners: dict[int, _Line] = {}
+        self._loops: set[_Loop] = set()
+        self._learners: dict[int, _Loop] = {}
         self._has_changed = False
         """Whether learners have become ready or were lost since the last announcement."""
+        self._reasons: list[str] = []
+        """How they were lost."""
         self._looked_at = 0.0
         self._world = 0
         self._membership = NewMembership(-1, ())
@@ -83,26 +85,27 @@ class Coordinator:
 
     def serve(self) -> None:
         """Serve until no learner is left."""
-        while self._lines or self._parent is not None or time.monotonic() < self._deadline:
-            reasons: list[str] = []
+        while self._loops or self._parent is not None or time.monotonic() < self._deadline:
+            self._reasons = []
             for key, _ in self._selector.select(COORDINATOR_LOOKS):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj == self._parent:
                     self._selector.unregister(key.fileobj)
                     self._parent = None
-                elif key.data in self._lines:
-                    self._read(key.data, reasons)
-            self._drop_silent(reasons)
+                elif key.data in self._loops:
+                    self._read(key.data)
+            if time.monotonic() - self._looked_at >= COORDINATOR_LOOKS:
+                self._look_after_all()
             if self._has_changed and not self._is_over:  # not for each message: it takes as long as there are learners
-                self._announce(reasons)
+                self._announce()
 
-    def _drop_silent(self, reasons: list[str]) -> None:
-        now = time.monotonic()
-        if now - self._looked_at >= COORDINATOR_LOOKS:
-            self._looked_at = now
-            for line in [each for each in self._lines if now - each.heard_at > each.silence_limit]:
-                self._drop(line, f"was silent for {line.silence_limit:g} s", reasons)
+    def _look_after_all(self) -> None:
+        now = self._looked_at = time.monotonic()
+        for loop in list(self._loops):
+            loop.line.tell_rest()
+            if now - loop.heard_at > loop.silence_limit:
+                self._drop(loop, f"was silent for {loop.silence_limit:g} s")
 
     def _accept(self) -> None:
         try:
@@ -113,121 +116,102 @@ class Coordinator:
             return
         with suppress(OSError):
             keep_alive(connection, *PATIENCE)
-            connection.settimeout(COORDINATOR_TELLS)
-            line = _Line(connection)
-            connection.sendall(line.challenge.encode() + b"\n")
-            self._lines.add(line)
-            self._selector.register(connection, selectors.EVENT_READ, line)
+            loop = _Loop(Line(connection))
+            connection.sendall(loop.challenge.encode() + b"\n")
+            self._loops.add(loop)
+            self._selector.register(loop.line, selectors.EVENT_READ, loop)
 
-    def _read(self, line: _Line, reasons: list[str]) -> None:
+    def _read(self, loop: _Loop) -> None:
         try:
-            received = line.connection.recv(1 << 12)
-        except TimeoutError:
+            messages = loop.line.hear()
+        except BlockingIOError:
             return
-        except OSError:
-            received = b""
-        line.heard_at = time.monotonic()
-        line.unread += received
-        while line in self._lines and b"\n" in line.unread:
-            text, _, rest = line.unread.partition(b"\n")
-            line.unread = bytearray(rest)
-            try:
-                self._hear(line, decode_from_learner(bytes(text), -1 if line.learner_id is None else line.learner_id))
-            except ProtocolError as error:
-                self._refuse(line, str(error))
-            except _Gone as gone:
-                self._drop(line, str(gone), reasons)
-        if line in self._lines and (not received or len(line.unread) > _LONGEST_LINE):
-            self._drop(line, "was lost: its connection closed", reasons)
+        except EOFError:
+            self._drop(loop, "was lost: its connection closed")
+            return
+        loop.heard_at = time.monotonic()
+        for each in messages:
+            if loop in self._loops:
+                try:
+                    self._hear(loop, decode_from_learner(each, -1 if loop.learner_id is None else loop.learner_id))
+                except ProtocolError as error:
+                    self._refuse(loop, str(error))
+        if loop in self._loops and len(loop.line.unread) > _LONGEST_LINE:
+            self._drop(loop, "was lost: its connection closed")
 
-    def _hear(self, line: _Line, message: LearnerMessage) -> None:
+    def _hear(self, loop: _Loop, message: LearnerMessage) -> None:
         match message:
             case Hello():
-                self._greet(line, message)
-            case _ if line.learner_id is None:
-                self._refuse(line, "a learner must first say which it is")
+                self._greet(loop, message)
+            case _ if loop.learner_id is None:
+                self._refuse(loop, "a learner must first say which it is")
             case Ready():
-                line.is_ready = self._has_changed = True
+                loop.is_ready = self._has_changed = True
             case Failed():
-                raise _Gone(f"failed: {message.error}: {message.text}")
+                self._drop(loop, f"failed: {message.error}: {message.text}")
             case Ended():
                 self._is_over = True
-                for other in set(self._lines).difference(self._learners[each] for each in self._present()):
+                for other in self._loops.difference(self._present()):
                     self._refuse(other, OVER)  # joiners, for whom no learner would wait
             case _:
                 pass
 
-    def _present(self) -> list[int]:
+    def _present(self) -> list[_Loop]:
         """The members of the newest membership that are connected."""
-        return [each for each in self._membership.members if each in self._learners]
+        return [self._learners[each] for each in self._membership.members if each in self._learners]
 
-    def _greet(self, line: _Line, hello: Hello) -> None:
+    def _greet(self, loop: _Loop, hello: Hello) -> None:
         name, token = str(hello.learner_id), own_token()
-        if not is_proof(hello.proof, token, "learner", line.challenge, name, str(hello.world), hello.challenge):
+        if not is_proof(hello.proof, token, "learner", loop.challenge, name, str(hello.world), hello.challenge):
             raise ProtocolError(
                 f"learner {name} does not belong to this run: its run token is another one; set {VARIABLE} to the same "
                 "value for all learners of a run, or for none of them"
             )
         self._world = self._world or hello.world
         if self._is_over:
-            self._refuse(line, OVER)
+            self._refuse(loop, OVER)
         elif hello.world != self._world:
-            self._refuse(line, f"WORLD_SIZE is {hello.world}, but {self._world} in the run")
+            self._refuse(loop, f"WORLD_SIZE is {hello.world}, but {self._world} in the run")
         elif hello.learner_id in self._learners:
-            self._refuse(line, f"RANK {hello.learner_id} is already in the run; give it the RANK of a lost learner")
+            self._refuse(loop, f"RANK {hello.learner_id} is already in the run; give it the RANK of a lost learner")
         else:
-            line.learner_id, line.silence_limit = hello.learner_id, hello.timeout_seconds
-            self._learners[hello.learner_id] = line
+            loop.learner_id, loop.silence_limit = hello.learner_id, hello.timeout_seconds
+            self._learners[hello.learner_id] = loop
             self._deadline = 0.0
-            with suppress(OSError):
-                line.connection.sendall(encode(Greeted(proof=proof(token, "coordinator", hello.challenge, name))))
+            loop.line.tell(Greeted(proof=proof(token, "coordinator", hello.challenge, name)))
 
-    def _refuse(self, line: _Line, why: str) -> None:
-        with suppress(OSError):
-            line.connection.sendall(encode(Greeted(why)))
-        self._drop(line, "", [])
+    def _refuse(self, loop: _Loop, why: str) -> None:
+        loop.line.tell(Greeted(why))
+        self._drop(loop)
 
-    def _drop(self, line: _Line, why: str, reasons: list[str]) -> None:
-        self._lines.discard(line)
-        self._selector.unregister(line.connection)
-        line.connection.close()
-        if line.learner_id is not None and self._learners.pop(line.learner_id, None) is not None:
+    def _drop(self, loop: _Loop, why: str = "") -> None:
+        self._loops.discard(loop)
+        self._selector.unregister(loop.line)
+        loop.line.close()
+        if loop.learner_id is not None and self._learners.pop(loop.learner_id, None) is not None:
             self._has_changed = True
-            if line.learner_id in self._membership.members and not self._is_over:
-                reasons.append(f"learner {line.learner_id} {why}")
+            if why and loop.learner_id in self._membership.members and not self._is_over:
+                self._reasons.append(f"learner {loop.learner_id} {why}")
 
-    def _announce(self, reasons: list[str]) -> None:
+    def _announce(self) -> None:
         """Announce the next membership if learners were lost or are ready to join."""
         self._has_changed = False
-        ready = {learner_id for learner_id, line in self._learners.items() if line.is_ready}
-        before = self._membership
+        ready = {learner_id for learner_id, loop in self._learners.items() if loop.is_ready}
+        before, joined = self._membership, list[int]()
         if before.generation < 0:
-            if self._world == 0 or len(ready) < self._world or not ready.issuperset(range(self._world)):
+            if self._world == 0 or not ready.issuperset(range(self._world)):
                 return
-            members: tuple[int, ...] = tuple(range(self._world))
+            living = list(range(self._world))
         else:
             living = [each for each in before.members if each in ready]
             joined = sorted(ready.difference(before.members))
-            members = (*living, *joined)
-            reasons += [f"learner {each} joined" for each in joined]
+        members = (*living, *joined)
         if members == before.members or not members:
             return
+        reasons = [*self._reasons, *(f"learner {each} joined" for each in joined)]
         self._membership = NewMembership(before.generation + 1, members, "; ".join(reasons))
-        announcement = encode(self._membership)
-        for line in [self._learners[each] for each in self._present()]:
-            try:
-                sent = line.connection.send(announcement, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                sent = 0
-            except OSError:  # its end is read from its connection
-                continue
-            if sent < len(announcement):  # waiting for it would delay the others; its end is read from its connection
-                with suppress(OSError):
-                    line.connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Gone(Exception):  # noqa: N818 - not an error
-    """A learner leaves."""
+        for loop in self._present():
+            loop.line.tell(self._membership)
 
 
 def keep_alive(connection: socket.socket, idle: int, every: int, times: int) -> None:
@@ -252,31 +236,28 @@ _running: list["subprocess.Popen[bytes]"] = []
 """Coordinators that this process has started."""
 
 
-class StartedCoordinator:
-    """A coordinator that this process has started; it stays as long as this is not closed or learners are there."""
-
-    def __init__(self, address: str, port: int) -> None:
-        """Start one whose store listens on `port`, or on any if that is 0. `ProtocolError` if it cannot."""
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, address, str(port), "--parent"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to this process's group does not reach it
-        )
-        _running[:] = [each for each in _running if each.poll() is None] + [self._process]
-        said: dict[str, int | str] = json.loads((self._process.stdout and self._process.stdout.readline()) or b"{}")
+@contextmanager
+def started_coordinator(address: str, port: int) -> Generator[int, None, None]:
+    """Start a coordinator whose store listens on `port`, or on any if that is 0; yields that. It stays within this
+    context, and as long as learners are there. `ProtocolError` if it cannot be started."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, address, str(port), "--parent"],
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a signal to this process's group does not reach it
+    )
+    _running[:] = [each for each in _running if each.poll() is None] + [process]
+    try:
+        said: dict[str, int | str] = json.loads((process.stdout and process.stdout.readline()) or b"{}")
         if "port" not in said:
             raise ProtocolError(
                 f"no store can be started on port {port}: {said.get('error', 'its process ended')}; is the port free?"
             )
-        self.port = int(said["port"])
-
-    def close(self) -> None:
-        """Let it end with the last learner."""
-        for pipe in (self._process.stdin, self._process.stdout):
+        yield int(said["port"])
+    finally:
+        for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
 

@@ -7,41 +7,38 @@ process group of a host framework), it takes any free port, which learner 0 publ
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes import run_token
 from starling.engines.processes.backend import check_files
-from starling.engines.processes.forks import clone_store, own_connections
+from starling.engines.processes.forks import clone_store
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.errors import PeerLost, ProtocolError
-from starling.launch.coordinator import LINK, OVER, PATIENCE, StartedCoordinator, await_coordinator, keep_alive
+from starling.launch.coordinator import LINK, OVER, PATIENCE, await_coordinator, keep_alive, started_coordinator
 from starling.launch.door import read_line
+from starling.launch.link import Link
 from starling.launch.messages import (
     Ended,
     Failed,
     Greeted,
-    Heartbeat,
     Hello,
-    LearnerMessage,
+    LauncherMessage,
     NewMembership,
     Ready,
     decode_from_launcher,
     encode,
 )
-from starling.launch.rendezvous import AGENT, LOOPBACK, USUAL_SECONDS, check_store, find_place, ranks_of_environment
-from starling.timeouts import HEARTBEAT_EVERY
+from starling.launch.rendezvous import AGENT, LOOPBACK, USUAL_SECONDS, check_store, find_place, place_of_environment
 from starling.training.membership import Membership, MembershipFeed
 
-T = TypeVar("T")
 _LOG = logging.getLogger("starling")
 _PUBLISHED = "coordinator/port"
 _RETRY_SECONDS = 0.05
@@ -58,17 +55,17 @@ class CoordinatorLink:
     """This learner's connection to the coordinator, and the memberships heard from it."""
 
     def __init__(self, place: Place, line: socket.socket, store_connections: Connections, seconds: float) -> None:
+        self.place = place
+        """This process's place, with the coordinator's store."""
         self.feed = MembershipFeed(place.rank, None, is_watched=True)
-        self._place, self._line, self._store_connections, self._seconds = place, line, store_connections, seconds
-        self._sending = threading.Lock()
+        self._store_connections, self._seconds = store_connections, seconds
+        self._refused = ""
         self._error: PeerLost | None = None
-        self._has_left = False
         self._on_lost: Callable[[PeerLost], None] = lambda error: None
         self.listening: Store = clone_store(place.store)
         self.listening.set_timeout(timedelta(days=20))
         store_connections.note()
-        for target, name in ((self._hear, "hears"), (self._beat, "beats")):
-            threading.Thread(target=target, name=f"starling-coordination-{name}", daemon=True).start()
+        self._link = Link(line, self._lose, self._hear)
 
     def watch(self, on_lost: Callable[[PeerLost], None]) -> None:
         """Call `on_lost` once if the connection is lost."""
@@ -78,9 +75,9 @@ class CoordinatorLink:
 
     def await_first(self) -> Membership:
         """Report that this learner is ready; the first membership that includes it. Raises PeerLost."""
-        store, world = self._place.store, self._place.world
+        store, world = self.place.store, self.place.world
         store.set(f"came/{self.feed.name}", "")
-        self._send(Ready())
+        self._link.send(Ready())
         deadline = time.monotonic() + self._seconds
         while (first := self.feed.beyond(Membership(-1, ()), _RETRY_SECONDS)) is None:
             if self._error is not None:
@@ -95,115 +92,63 @@ class CoordinatorLink:
 
     def leave(self, error: BaseException | None) -> None:
         """Disconnect: because the run has ended or, with `error`, because this learner ends without the others."""
-        self._has_left = True
-        with suppress(OSError):
-            self._send(Ended(0) if error is None else Failed(type(error).__name__, str(error).partition("\n")[0]))
-            self._line.shutdown(socket.SHUT_RDWR)
+        self._link.close(Ended(0) if error is None else Failed(type(error).__name__, str(error).partition("\n")[0]))
         await_coordinator(_REAP_SECONDS)
 
-    def _send(self, message: LearnerMessage) -> None:
-        line = encode(message)
-        with self._sending:
-            self._line.sendall(line)
+    def _hear(self, message: LauncherMessage) -> None:
+        if isinstance(message, NewMembership):
+            self.feed.announce(Membership(message.generation, message.members, message.reason))
+        elif isinstance(message, Greeted):
+            self._refused = message.refused
 
-    def _beat(self) -> None:
-        while not self._has_left:
-            time.sleep(HEARTBEAT_EVERY)
-            with suppress(OSError):  # the listening thread hears of it
-                self._send(Heartbeat())
-
-    def _hear(self) -> None:
-        why, refused = "its connection closed", ""
-        try:
-            with self._line.makefile("rb") as lines:
-                for line in lines:
-                    new = decode_from_launcher(line)
-                    if isinstance(new, NewMembership):
-                        self.feed.announce(Membership(new.generation, new.members, new.reason))
-                    elif isinstance(new, Greeted) and new.refused:
-                        refused = new.refused
-                        break
-        except (OSError, ProtocolError) as error:
-            why = str(error)
-        if not self._has_left:
-            self._error = PeerLost(
-                f"learner {self.feed.name} cannot join: {refused}, and no learner is left to continue with"
-                if refused
-                else f"learner {self.feed.name} lost the coordinator of its run ({why}): its process or machine has "
-                "ended, or the network to it; learners that reach it continue"
-            )
-            self._on_lost(self._error)
-            self._store_connections.cut()
+    def _lose(self, error: Exception) -> None:
+        self._error = PeerLost(
+            f"learner {self.feed.name} cannot join: {self._refused}, and no learner is left to continue with"
+            if self._refused
+            else f"learner {self.feed.name} lost the coordinator of its run ({error}): its process or machine has "
+            "ended, or the network to it; learners that reach it continue"
+        )
+        self._on_lost(self._error)
+        self._store_connections.cut()
 
 
-def connect(seconds: float, host_store: Store | None = None) -> tuple[Place, CoordinatorLink]:
-    """This process's place among learners that survive losses; learner 0 starts the coordinator if there is none.
+def connect(seconds: float, host_store: Store | None = None) -> CoordinatorLink:
+    """Connect to the coordinator of learners that survive losses; learner 0 starts it if there is none.
 
     `host_store` is the store at MASTER_PORT, if all learners have already connected to one.
 
     Raises `ConfigError` for an invalid environment variable, `ProtocolError` if no coordinator answers or takes it.
     """
-    rank, world, local_rank, local_world = ranks_of_environment(may_join=True)
-
-    def attempt(address: str, port: int) -> tuple[Place, CoordinatorLink]:
-        connections = Connections()
-        store, line = _connect(rank, world, address, port, seconds)
-        place = Place(rank, world, local_rank, local_world, store)
-        return place, CoordinatorLink(place, line, connections, seconds)
-
-    try:
-        return _reach(rank, seconds, host_store, attempt)
-    finally:
-        for each in _started:
-            each.close()
-        _started.clear()
-
-
-def find_store(seconds: float, host_store: Store | None = None) -> Place:
-    """This process's place with the coordinator's store, before it connects as a learner. As `connect` otherwise."""
-    rank, world, local_rank, local_world = ranks_of_environment(may_join=True)
-
-    def attempt(address: str, port: int) -> Place:
-        with own_connections():
-            return Place(rank, world, local_rank, local_world, _find_store(rank, address, port, seconds)[0])
-
-    return _reach(rank, seconds, host_store, attempt)
-
-
-_started: list[StartedCoordinator] = []
-"""The coordinator that this process has started, until it has connected."""
-
-
-def _reach(rank: int, seconds: float, host_store: Store | None, attempt: Callable[[str, int], T]) -> T:
-    """The result of `attempt` at the address and port of the coordinator, which learner 0 starts if there is none."""
+    own = place_of_environment(may_join=True)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent_store = find_place(seconds).store if os.environ.get(AGENT) == "True" else host_store
     begin, has_said = time.monotonic(), False
-    while True:
-        try:
-            return attempt(address, port if agent_store is None else _published(agent_store))
-        except _NotThere as reason:
-            if rank == 0 and not _started and str(reason) != OVER:
-                _started.append(_start(address, port, agent_store))
-            elif time.monotonic() - begin > seconds:
-                raise ProtocolError(
-                    f"learner {rank} cannot reach the coordinator at {address}:{port}: {reason}; is learner 0 "
-                    "alive, and is the port free?"
-                ) from reason
-            elif time.monotonic() - begin > USUAL_SECONDS and not has_said:
-                has_said = True
-                what = "learner %d waits for the coordinator at %s:%d, which learner 0 starts (%s); %g s at most"
-                _LOG.warning(what, rank, address, port, reason, seconds)
-            time.sleep(_RETRY_SECONDS)
-
-
-def _start(address: str, port: int, agent_store: Store | None) -> StartedCoordinator:
-    listening = "127.0.0.1" if address in LOOPBACK else ""
-    if agent_store is None:
-        return StartedCoordinator(listening, port)
-    started = StartedCoordinator(listening, 0)
-    agent_store.set(_PUBLISHED, str(started.port))
-    return started
+    with ExitStack() as stack:  # a coordinator that this process starts stays until it has connected
+        has_started = False
+        while True:
+            connections = Connections()
+            try:
+                where = port if agent_store is None else _published(agent_store)
+                store, line = _connect(own.rank, own.world, address, where, seconds)
+                return CoordinatorLink(replace(own, store=store), line, connections, seconds)
+            except _NotThere as reason:
+                if own.rank == 0 and not has_started and str(reason) != OVER:
+                    has_started = True
+                    listening = "127.0.0.1" if address in LOOPBACK else ""
+                    started = started_coordinator(listening, port if agent_store is None else 0)
+                    started_port = stack.enter_context(started)
+                    if agent_store is not None:
+                        agent_store.set(_PUBLISHED, str(started_port))
+                elif time.monotonic() - begin > seconds:
+                    raise ProtocolError(
+                        f"learner {own.rank} cannot reach the coordinator at {address}:{port}: {reason}; is learner 0 "
+                        "alive, and is the port free?"
+                    ) from reason
+                elif time.monotonic() - begin > USUAL_SECONDS and not has_said:
+                    has_said = True
+                    what = "learner %d waits for the coordinator at %s:%d, which learner 0 starts (%s); %g s at most"
+                    _LOG.warning(what, own.rank, address, port, reason, seconds)
+                time.sleep(_RETRY_SECONDS)
 
 
 def _published(agent_store: Store) -> int:
@@ -214,29 +159,6 @@ def _published(agent_store: Store) -> int:
 
 def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> tuple[Store, socket.socket]:
     """The coordinator's store, and a connection over which it has taken this learner."""
-    store, link = _find_store(rank, address, port, seconds)
-    line = _open(address, link)
-    token, own = run_token.own_token(), run_token.new_challenge()
-    try:
-        challenge = read_line(line)
-    except OSError as error:
-        raise _NotThere(error.strerror or str(error)) from error
-    said = run_token.proof(token, "learner", challenge, str(rank), str(world), own)
-    answer = _greet(line, Hello(rank, world, seconds, own, said))
-    refused = answer.refused
-    if refused == OVER:
-        raise _NotThere(OVER)
-    if not refused and not run_token.is_proof(answer.proof, token, "coordinator", own, str(rank)):
-        refused = "what listens there does not know the run token"
-    if refused:
-        raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {refused}")
-    keep_alive(line, *PATIENCE)
-    line.settimeout(None)
-    return store, line
-
-
-def _find_store(rank: int, address: str, port: int, seconds: float) -> tuple[Store, int]:
-    """The coordinator's store, and the port on which it hears learners."""
     try:
         check_store(rank, address, port, seconds)
     except OSError as error:
@@ -251,23 +173,24 @@ def _find_store(rank: int, address: str, port: int, seconds: float) -> tuple[Sto
             f"learner {rank}: what listens at {address}:{port} is not the coordinator of a run "
             f"({str(error).splitlines()[0]}); choose another MASTER_PORT"
         ) from error
-    return store, link
-
-
-def _greet(line: socket.socket, hello: Hello) -> Greeted:
-    """Introduce this learner; returns the coordinator's answer."""
+    token, own = run_token.own_token(), run_token.new_challenge()
     try:
-        line.sendall(encode(hello))
-        said = read_line(line)  # what follows belongs to `CoordinatorLink`
+        line = socket.create_connection((address, link), timeout=_ANSWER_SECONDS)
+        said = run_token.proof(token, "learner", read_line(line), str(rank), str(world), own)
+        line.sendall(encode(Hello(rank, world, seconds, own, said)))
+        answer = decode_from_launcher(read_line(line).encode())  # what follows belongs to `CoordinatorLink`
     except OSError as error:
+        check_files(rank)
         raise _NotThere(error.strerror or str(error)) from error
-    answer = decode_from_launcher(said.encode())
-    return answer if isinstance(answer, Greeted) else Greeted("it did not answer")
-
-
-def _open(address: str, port: int) -> socket.socket:
-    try:
-        return socket.create_connection((address, port), timeout=_ANSWER_SECONDS)
-    except OSError as error:
-        check_files(int(os.environ["RANK"]))
-        raise _NotThere(error.strerror or str(error)) from error
+    if not isinstance(answer, Greeted):
+        answer = Greeted("it did not answer")
+    refused = answer.refused
+    if refused == OVER:
+        raise _NotThere(OVER)
+    if not refused and not run_token.is_proof(answer.proof, token, "coordinator", own, str(rank)):
+        refused = "what listens there does not know the run token"
+    if refused:
+        raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {refused}")
+    keep_alive(line, *PATIENCE)
+    line.settimeout(None)
+    return store, line

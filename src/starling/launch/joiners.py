@@ -1,17 +1,32 @@
-"""The joiners of a running experiment: which are requested, which have been started, and how each attempt ended."""
+"""The joiners of a running experiment: how they are requested, which have been started, and how each attempt ended.
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+Other processes request them by files in the experiment's folder.
+
+    joins/open                  locked by the launcher while it takes requests; its content identifies the launcher
+    joins/request-<id>.json     a `JoinRequest`; removed by the launcher once it has been read
+    joins/answer-<id>.json      a `JoinAnswer`; removed by the process that sent the request
+
+Files are written under a temporary name and renamed. Any user with write access to the folder can send a request.
+"""
+
+import fcntl
+import secrets
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from starling.errors import StarlingError
-from starling.launch.messages import JoinAnswer, JoinRequest
+from starling.errors import ProtocolError, StarlingError
+from starling.files import replace_file
+from starling.launch.messages import JoinAnswer, JoinRequest, decode_file, encode_file
 from starling.launch.process import end_loaders
-from starling.launch.requests import Requests
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
-from starling.timeouts import JOINER_FRESH
+from starling.timeouts import JOINER_FRESH, LOCK, REQUESTS_EVERY
 from starling.training.faults import Join
 
 MAX_LEARNERS = 4096
+_LOCK, _REQUEST, _ANSWER = "open", "request-{}.json", "answer-{}.json"
 Succession = Callable[[Sequence[int], Collection[int], Sequence[int]], tuple[int, ...]]
 """Computes the members of the next membership, in rank order, from the members of the current one, the ids of lost
 learners and the ids of joiners; see `Strategy.successors`."""
@@ -21,6 +36,80 @@ def any_number(members: Sequence[int], lost: Collection[int], joining: Sequence[
     """The succession of a strategy that works with any number of learners."""
     gone = set(lost)
     return (*(learner for learner in members if learner not in gone), *joining)
+
+
+@dataclass(eq=False)
+class Request:
+    """A request at the launcher's end, from its arrival to its answer."""
+
+    learners: int
+    """How many to add; 0, which is refused, if it could not be read."""
+    path: Path
+    """The file of its answer."""
+    open: list[int] = field(default_factory=list)
+    """The learners that have neither joined nor failed yet."""
+    joined: list[int] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def settle(self, num_members: int) -> None:
+        """Answer with what became of its learners."""
+        self.answer(JoinAnswer("", tuple(sorted(self.joined)), tuple(self.failed), num_members))
+
+    def answer(self, answer: JoinAnswer) -> None:
+        """Write the answer."""
+        with suppress(OSError):  # a full disk must not end the run
+            replace_file(self.path, encode_file(answer))
+
+
+class Requests:
+    """The launcher's end, in a folder that it has locked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next_look = 0.0
+
+    def take(self) -> list[Request]:
+        """Remove and return the new requests. Looks only every `REQUESTS_EVERY` seconds."""
+        if time.monotonic() < self._next_look:
+            return []
+        self._next_look = time.monotonic() + REQUESTS_EVERY
+        found = []
+        for path in sorted(self._folder.glob(_REQUEST.format("*"))):
+            answer = self._folder / _ANSWER.format(path.stem.removeprefix("request-"))
+            with suppress(OSError):
+                content = path.read_bytes()
+                path.unlink()
+                try:
+                    found.append(Request(decode_file(JoinRequest, content).learners, answer))
+                except ProtocolError:
+                    found.append(Request(0, answer))
+        return found
+
+
+@contextmanager
+def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
+    """Take requests inside the context; None if the folder cannot be written, or another launcher takes requests
+    there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / _LOCK).open("ab")
+    except OSError:
+        yield None
+        return
+    with lock:
+        deadline = time.monotonic() + LOCK
+        while not (is_ours := _lock(lock.fileno(), fcntl.LOCK_EX)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not is_ours:
+            yield None
+            return
+        for old in (*folder.glob(_REQUEST.format("*")), *folder.glob(_ANSWER.format("*"))):
+            old.unlink(missing_ok=True)
+        with suppress(OSError):  # the disk may be full
+            lock.truncate(0)
+            lock.write(secrets.token_hex(8).encode())
+            lock.flush()
+        yield Requests(folder)
 
 
 @dataclass(frozen=True)
@@ -34,8 +123,6 @@ class Changes:
     """Learners that join at a given time."""
     requests: Requests | None = None
     """Requests of other processes for more learners; None if there can be none."""
-    is_open: bool = True
-    """Whether these requests are granted."""
     say: Callable[[str], None] = lambda line: None
     on_join: Callable[[int, int], None] = lambda learner_id, num_learners: None
     """Called when a learner has joined, with the number of learners that now train."""
@@ -43,191 +130,203 @@ class Changes:
     """Called when a joiner was started but did not join, with the reason."""
 
 
-@dataclass
-class _OpenRequest:
-    request: JoinRequest
-    open: set[int]
-    """The learners that have neither joined nor failed yet."""
-    joined: list[int] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-
-
 class Joiners:
     """Requested and started joiners, each until it trains or has failed.
 
-    `start` starts a process for a learner that has none running.
+    `start` starts a process for a learner that has none running. Requests are granted only if `is_open`.
     """
 
-    def __init__(self, changes: Changes, roster: Roster, start: Callable[[int], LearnerRecord]) -> None:
-        self._changes = changes
-        self._roster = roster
-        self._start = start
+    def __init__(self, changes: Changes, roster: Roster, start: Callable[[int], None], is_open: bool) -> None:
+        self._changes, self._roster, self._start, self._is_open = changes, roster, start, is_open
         self._wanted: list[int] = []
-        self._joining: dict[int, LearnerRecord] = {}
-        self._open_requests: list[_OpenRequest] = []
+        self._requests: list[Request] = []
+        """Those that were granted, until each of their learners trains or has failed."""
         self._timed = sorted(changes.joins, key=lambda join: join.at_seconds)
         self._begin: float | None = None
 
-    def __contains__(self, record: LearnerRecord) -> bool:
-        return self._joining.get(record.learner_id) is record
+    @property
+    def _members(self) -> tuple[int, ...]:
+        return self._roster.membership.members
 
     def want(self, learner_ids: Iterable[int]) -> None:
         """Request these learners: `tend` starts each once its previous process, if any, has exited."""
         self._wanted = list(dict.fromkeys([*self._wanted, *learner_ids]))
 
-    def tend(self, members: Sequence[int], is_ending: bool) -> list[LearnerRecord]:
-        """Take new requests, start the requested learners, and return those that were started.
+    def tend(self, is_ending: bool) -> None:
+        """Take new requests, and start the requested learners.
 
-        Called only after all `members`, except joiners still on their way, have entered a membership. `is_ending` is
+        Called only after all members, except joiners still on their way, have entered a membership. `is_ending` is
         true once one of them has exited: then requests are refused, and no learner is started.
         """
         now = self._roster.clock()
         self._begin = now if self._begin is None else self._begin
         while self._timed and now - self._begin >= self._timed[0].at_seconds:
-            self._join_on_purpose(self._timed.pop(0).join, members)
+            self._join_on_purpose(self._timed.pop(0).join)
         for request in self._changes.requests.take() if self._changes.requests else ():
-            self._take(request, members, is_ending)
-        learners = self._roster.learners
-        still_running = {each for each in self._wanted if each in learners and learners[each].is_running}
-        due = [each for each in self._wanted if each not in still_running and not is_ending]
-        if due:
-            self._wanted = [each for each in self._wanted if each in still_running]
-        started = [record for each in due if (record := self._started(each, len(members))) is not None]
-        self._joining |= {each.learner_id: each for each in started}
-        return started
+            if problem := self._grant(request, is_ending):
+                self._changes.say(f"a request for learners was refused: {problem}")
+                request.answer(JoinAnswer(refused=problem))
+        if is_ending:
+            return
+        running = {each.learner_id for each in self._roster.learners.values() if each.process.is_running}
+        due = [each for each in self._wanted if each not in running]
+        self._wanted = [each for each in self._wanted if each in running]
+        for learner_id in due:
+            try:
+                self._start(learner_id)
+            except OSError as error:  # for example out of memory; the run continues without this joiner
+                reason = f"learner {learner_id} could not be started ({error})"
+                self._changes.say(reason)
+                self._note(learner_id, reason)
 
-    def ready(self, members: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+    def ready(self) -> tuple[list[int], tuple[int, ...]]:
         """The joiners to admit now, oldest first, and the members of the next membership. Of the ready joiners, as many
         are admitted as the strategy can use; both results are empty if that is none."""
         ready = [
             each.learner_id
-            for each in self.waiting(members)
-            if each.state is LearnerState.READY and each.is_running and self._roster.since_heard(each) < JOINER_FRESH
+            for each in self._roster.joining(is_member=False)
+            if each.state is LearnerState.READY
+            and each.process.is_running
+            and self._roster.since_heard(each) < JOINER_FRESH
         ]
         for number in range(len(ready), 0, -1):
             try:
-                return ready[:number], self._changes.succession(members, (), ready[:number])
+                return ready[:number], self._changes.succession(self._members, (), ready[:number])
             except StarlingError:
                 continue
         return [], ()
 
-    def expected(self, members: Collection[int]) -> list[LearnerRecord]:
-        """The joiners that are members already: the other members wait for them."""
-        inside = set(members) if self._joining else set()
-        return [each for each in self._joining.values() if each.learner_id in inside]
-
-    def waiting(self, members: Collection[int]) -> list[LearnerRecord]:
-        """The joiners that are not members yet."""
-        inside = set(members) if self._joining else set()
-        return [each for each in self._joining.values() if each.learner_id not in inside]
-
-    def settle(self, members: Sequence[int], exited: Sequence[LearnerRecord]) -> list[int]:
-        """Remove the joiners that have started training or have `exited`; return the ids of `members` among the
-        exited."""
+    def settle(self, exited: Collection[int]) -> list[int]:
+        """Note the joiners that have started training or have `exited`; return the ids of members among the latter."""
         failed, is_one_missing = [], False
-        gone = {each.learner_id for each in exited}
-        for learner_id, record in list(self._joining.items()):
+        for record in (*self._roster.joining(is_member=True), *self._roster.joining(is_member=False)):
             if record.attempt.generation >= 0:
-                del self._joining[learner_id]
-                self._changes.on_join(learner_id, len(members))
-                self._note(learner_id, len(members), "")
-            elif learner_id in gone:
-                del self._joining[learner_id]
-                self._leave_out(record, record.describe_exit(), members)
-                failed += [learner_id] if learner_id in members else []
+                record.is_joining = False
+                self._changes.on_join(record.learner_id, len(self._members))
+                self._note(record.learner_id, "")
+            elif record.learner_id in exited:
+                self._leave_out(record, record.describe_exit())
+                failed += [record.learner_id] if record.learner_id in self._members else []
                 is_one_missing = True
         if is_one_missing and not failed:
-            self.drop_unusable(members)
+            self.drop_unusable()
         return failed
 
-    def drop_unusable(self, members: Sequence[int]) -> None:
+    def drop_unusable(self) -> None:
         """If the members cannot form a valid membership with the remaining joiners, kill these joiners and drop the
         learners that have not been started."""
-        waiting = self.waiting(members)
+        waiting = self._roster.joining(is_member=False)
         try:
-            self._changes.succession(members, (), [*(each.learner_id for each in waiting), *self._wanted])
+            self._changes.succession(self._members, (), [*(each.learner_id for each in waiting), *self._wanted])
         except StarlingError as error:
             for record in waiting:
-                del self._joining[record.learner_id]
                 record.kill()
-                self._leave_out(record, f"learner {record.learner_id} was killed ({error})", members)
+                self._leave_out(record, f"learner {record.learner_id} was killed ({error})")
             for learner_id in self._wanted:
-                self._note(learner_id, len(members), f"learner {learner_id} was not started ({error})")
+                self._note(learner_id, f"learner {learner_id} was not started ({error})")
             self._wanted.clear()
 
-    def close(self, members: Sequence[int]) -> None:
+    def close(self) -> None:
         """Answer the requests that are still open when the run ends."""
-        for each in self._open_requests:
-            each.failed += [f"learner {joiner}: the run ended before it joined" for joiner in sorted(each.open)]
-            self._answer(each, len(members))
-        self._open_requests.clear()
+        for request in self._requests:
+            for learner_id in request.open:
+                request.failed.append(f"learner {learner_id}: the run ended before it joined")
+            request.settle(len(self._members))
 
-    def _leave_out(self, record: LearnerRecord, reason: str, members: Sequence[int]) -> None:
+    def _leave_out(self, record: LearnerRecord, reason: str) -> None:
+        record.is_joining = False
         self._roster.lose(record.learner_id)
-        if record.process is not None:
-            end_loaders([record.process])
+        end_loaders([record.process])
         self._changes.on_left_out(record.learner_id, reason)
-        self._note(record.learner_id, len(members), reason)
+        self._note(record.learner_id, reason)
 
-    def _started(self, learner_id: int, num_members: int) -> LearnerRecord | None:
-        try:
-            return self._start(learner_id)
-        except OSError as error:  # for example out of memory; the run continues without this joiner
-            reason = f"learner {learner_id} could not be started ({error})"
-            self._changes.say(reason)
-            self._note(learner_id, num_members, reason)
-            return None
-
-    def _join_on_purpose(self, learner_id: int, members: Sequence[int]) -> None:
-        is_there = learner_id in members or learner_id in self._joining
-        if is_there or learner_id in self._wanted:
+    def _join_on_purpose(self, learner_id: int) -> None:
+        if learner_id in {*self._members, *self._coming()}:
             self._changes.say(f"faults: learner {learner_id} does not join, because it is already running or starting")
         else:
             self.want([learner_id])
 
-    def _take(self, request: JoinRequest, members: Sequence[int], is_ending: bool) -> None:
-        if is_ending or not self._changes.is_open:
-            self._refuse(request, "the run is ending" if is_ending else "the run was started with on_loss: stop")
-            return
-        others = [each for each in [*self._joining, *self._wanted] if each not in members]
-        limit = MAX_LEARNERS - len(members) - len(others)
-        if not 1 <= request.learners <= limit:
-            self._refuse(request, f"the number of learners must be in [1, {limit}], got {request.learners}")
-            return
-        learner_ids = self._free(request.learners, {*members, *others})
+    def _coming(self) -> list[int]:
+        """The joiners that are not members yet, started or not."""
+        return [*(each.learner_id for each in self._roster.joining(is_member=False)), *self._wanted]
+
+    def _grant(self, request: Request, is_ending: bool) -> str:
+        """Request the learners that a request asks for; return why that cannot be, or an empty text."""
+        if is_ending or not self._is_open:
+            return "the run is ending" if is_ending else "the run was started with on_loss: stop"
+        coming = self._coming()
+        num_before = len(self._members) + len(coming)
+        if not 1 <= request.learners <= MAX_LEARNERS - num_before:
+            return f"the number of learners must be in [1, {MAX_LEARNERS - num_before}], got {request.learners}"
+        learner_ids = self._free(request.learners, {*self._members, *coming})
         try:
-            self._changes.succession(members, (), [*others, *learner_ids])
+            self._changes.succession(self._members, (), [*coming, *learner_ids])
         except StarlingError as error:
-            num_before = len(members) + len(others)
-            self._refuse(request, f"cannot add {request.learners} to the run's {num_before} learners: {error}")
-            return
-        self._open_requests.append(_OpenRequest(request, set(learner_ids)))
+            return f"cannot add {request.learners} to the run's {num_before} learners: {error}"
+        request.open = learner_ids
+        self._requests.append(request)
         self.want(learner_ids)
+        return ""
 
     def _free(self, number: int, taken: Collection[int]) -> list[int]:
         """`number` unused ids: those of lost learners first, then new ones."""
         known = sorted({*self._roster.learners, *taken})
-        running = {each.learner_id for each in self._roster.learners.values() if each.is_running}
+        running = {each.learner_id for each in self._roster.learners.values() if each.process.is_running}
         free = [each for each in known if each not in taken and each not in running]
         return [*free, *range(known[-1] + 1, known[-1] + 1 + number)][:number]
 
-    def _note(self, learner_id: int, num_members: int, failure: str) -> None:
-        for each in [each for each in self._open_requests if learner_id in each.open]:
-            each.open.remove(learner_id)
+    def _note(self, learner_id: int, failure: str) -> None:
+        """Note in its request that a learner trains or, with the reason, has failed."""
+        for request in [each for each in self._requests if learner_id in each.open]:
+            request.open.remove(learner_id)
             if failure:
-                each.failed.append(failure)
+                request.failed.append(failure)
             else:
-                each.joined.append(learner_id)
-            if not each.open:
-                self._open_requests.remove(each)
-                self._answer(each, num_members)
+                request.joined.append(learner_id)
+            if not request.open:
+                self._requests.remove(request)
+                request.settle(len(self._members))
 
-    def _answer(self, open_request: _OpenRequest, num_members: int) -> None:
-        if self._changes.requests:
-            answer = JoinAnswer("", tuple(sorted(open_request.joined)), tuple(open_request.failed), num_members)
-            self._changes.requests.answer(open_request.request, answer)
 
-    def _refuse(self, request: JoinRequest, reason: str) -> None:
-        self._changes.say(f"a request for learners was refused: {reason}")
-        if self._changes.requests:
-            self._changes.requests.answer(request, JoinAnswer(refused=reason))
+def launcher_id(folder: Path) -> bytes | None:
+    """Identifies the launcher that takes requests in this folder now; None if there is none."""
+    try:
+        with (folder / _LOCK).open("rb") as lock:
+            # a shared lock, so that several processes can look at the same time
+            return None if _lock(lock.fileno(), fcntl.LOCK_SH) else lock.read()
+    except OSError:
+        return None
+
+
+def ask(folder: Path, learners: int) -> JoinRequest:
+    """Write a request for more learners."""
+    request = JoinRequest(learners, f"{time.time_ns():020d}-{secrets.token_hex(4)}")
+    replace_file(folder / _REQUEST.format(request.id), encode_file(request))
+    return request
+
+
+def take_answer(folder: Path, request: JoinRequest) -> JoinAnswer | None:
+    """Remove and return the answer to a request; None if there is none yet. Raises ProtocolError for an invalid
+    file."""
+    path = folder / _ANSWER.format(request.id)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    path.unlink(missing_ok=True)
+    return decode_file(JoinAnswer, content)
+
+
+def withdraw(folder: Path, request: JoinRequest) -> None:
+    """Remove the files of a request and its answer, if they still exist."""
+    for name in (_REQUEST, _ANSWER):
+        (folder / name.format(request.id)).unlink(missing_ok=True)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Try to lock an open file until it is closed; return whether that succeeded."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

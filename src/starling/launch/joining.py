@@ -1,28 +1,37 @@
-"""`starling.join`: turns an existing PyTorch training loop into one learner of several."""
+"""`starling.join`: turns an existing PyTorch training loop into one learner of several.
 
-from collections.abc import Iterator, Sequence
+Here is also what of a loop learners cannot train together, what it still has from its life under
+DistributedDataParallel, and what would harm learners."""
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data.distributed import DistributedSampler
 
 from starling.configuration import Config
 from starling.engines.loop.joined import JoinedLearner
-from starling.engines.loop.optimizers import OptimizerList, as_one
-from starling.engines.loop.traps import check_loop, check_modules, check_served
+from starling.engines.loop.optimizers import OptimizerList, as_one, members_of, parameters_of
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
-from starling.launch.elastic import CoordinatorLink, connect, find_store
+from starling.launch.elastic import CoordinatorLink, connect
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.base import all_but_the_lost
 from starling.timeouts import CONNECT
+from starling.training.flat import trainable
 
 
 def join(
@@ -64,8 +73,7 @@ def join(
     check_loop(model, joined := as_one(optimizer))
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     checked = _checked(chosen, options)
-    _check_optimizer(joined, chosen, checked)
-    _check_arguments(timeout_seconds, most_not_finite, on_loss, chosen)
+    _check(joined, chosen, checked, timeout_seconds, most_not_finite, on_loss)
     coordination: CoordinatorLink | None = None
     if not is_learner():
         place = Place(0, 1, 0, 1, HashStore())
@@ -76,7 +84,8 @@ def join(
         )
     elif on_loss == "continue":
         chosen.validate(checked, number_of_learners())
-        place, coordination = connect(timeout_seconds, _host_store())
+        coordination = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
+        place = coordination.place
         _surviving[:] = [place]
     else:
         place = _new_place(timeout_seconds)
@@ -87,31 +96,40 @@ def join(
     return JoinedLearner(place, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
 
 
-def _check_arguments(timeout_seconds: float, most_not_finite: int, on_loss: str, strategy: Strategy) -> None:
-    """Raise `ConfigError` for an argument of `join` that is out of its range."""
+def _check(
+    optimizer: Optimizer,
+    strategy: Strategy,
+    options: Config,
+    timeout_seconds: float,
+    most_not_finite: int,
+    on_loss: str,
+) -> None:
+    """Raise `ConfigError` for arguments of `join` that are out of their range or do not suit the strategy, such as an
+    optimizer whose steps cannot be made by servers, or in shared memory."""
+    for member in members_of(optimizer) if strategy.is_served or not strategy.steps_itself else ():
+        kind = type(member).__name__
+        if callable(getattr(member, "train", None)) and callable(getattr(member, "eval", None)):
+            raise ConfigError(
+                f"optimizer: {kind} has weights to train and weights to evaluate, between which train() and eval() "
+                f"switch, but under {strategy.name} it makes its steps elsewhere; choose a strategy whose learners "
+                "step themselves, such as adpsgd, or another optimizer"
+            )
+        if isinstance(member, torch.optim.SparseAdam):
+            raise ConfigError(
+                f"optimizer: {kind} needs sparse gradients, and under {strategy.name} they travel as whole vectors; "
+                "choose Adam, or a strategy whose learners step themselves, such as adpsgd"
+            )
+    if isinstance(optimizer, OptimizerList) and getattr(options, "optimizer_state", "local") == "averaged":
+        raise ConfigError(
+            "optimizer_state: several optimizers have no common state to average; leave it out, or join with one"
+        )
     if not timeout_seconds > 0.0:
         raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
     if most_not_finite < 1:
         raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
     if on_loss not in ("stop", "continue"):
         raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
-    if on_loss == "continue":
-        _check_survives(strategy)
-
-
-def _check_optimizer(optimizer: Optimizer, strategy: Strategy, options: Config) -> None:
-    """Raise `ConfigError` for an optimizer that does not suit the strategy."""
-    if strategy.is_served or not strategy.steps_itself:
-        check_served(optimizer, strategy.name)
-    if isinstance(optimizer, OptimizerList) and getattr(options, "optimizer_state", "local") == "averaged":
-        raise ConfigError(
-            "optimizer_state: several optimizers have no common state to average; leave it out, or join with one"
-        )
-
-
-def _check_survives(strategy: Strategy) -> None:
-    """Raise `ConfigError` for a strategy whose learners cannot each be lost."""
-    if strategy.is_served or strategy.survivors is not all_but_the_lost:
+    if on_loss == "continue" and (strategy.is_served or strategy.survivors is not all_but_the_lost):
         why = "its servers hold the model" if strategy.is_served else "its super-learners need all their learners"
         raise ConfigError(
             f"on_loss: {strategy.name} cannot continue without any one of its learners, because {why}; choose another "
@@ -160,7 +178,7 @@ def steps_together(strategy: str, options: dict[str, Any]) -> bool:
     `options` are the keywords of `join`."""
     chosen = find_strategy(strategy)
     own = {name: value for name, value in options.items() if name in chosen.options.model_fields}
-    world = number_of_learners() if is_learner() else 1
+    world = number_of_learners()
     return chosen.sync_groups(_checked(chosen, own), world).size == world
 
 
@@ -173,8 +191,10 @@ def shared_place(timeout_seconds: float = CONNECT) -> Place:
 
 
 def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
-    """Let samplers that begin before `join(…, on_loss="continue")` use the store that outlives every learner."""
-    _surviving[:] = [find_store(timeout_seconds, _host_store())]
+    """Connect to the coordinator before `join(…, on_loss="continue")`, so that samplers that begin earlier use the
+    store that outlives every learner."""
+    _prepared[:] = [connect(timeout_seconds, _host_store())]
+    _surviving[:] = [_prepared[0].place]
 
 
 def surviving_place() -> Place | None:
@@ -192,13 +212,13 @@ def _new_place(timeout_seconds: float) -> Place:
     The prefix is the number of earlier calls, which is the same on all learners.
     """
     place = shared_place(timeout_seconds)
-    store = PrefixStore(f"join/{next(_NUM_CALLS)}", place.store)
-    return Place(place.rank, place.world, place.local_rank, place.local_world, store)
+    return replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store))
 
 
 _NUM_CALLS: Iterator[int] = count()
 _places: list[Place] = []
 _surviving: list[Place] = []
+_prepared: list[CoordinatorLink] = []
 
 
 def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:
@@ -219,3 +239,71 @@ def _problem(strategy: Strategy, name: str, kind: str, message: str) -> str:
     known = list(strategy.options.model_fields)
     options = ", ".join(known) or "none"
     return f"{strategy.name}: unknown option {name!r}; {did_you_mean(name, known)}its options: {options}"
+
+
+def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for a model or optimizer that learners cannot train together."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError(
+                f"model: {name or 'it'} is a DistributedDataParallel, which averages gradients; use its `.module`"
+            )
+    parameters = trainable(model)
+    if parameters[0].is_complex():
+        name = next(name for name, each in model.named_parameters() if each is parameters[0])
+        raise ConfigError(
+            f"model: parameter {name} is {parameters[0].dtype}, and learners exchange real numbers; keep it as a real "
+            "parameter with a last dimension of 2, and use torch.view_as_complex of it in forward"
+        )
+    if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
+        raise ConfigError(f"model: its parameters must be on one device, found {', '.join(sorted(devices))}")
+    own = {id(parameter) for parameter in model.parameters()}
+    known = list(parameters_of(optimizer))
+    if foreign := [parameter for parameter in known if id(parameter) not in own]:
+        raise ConfigError(
+            f"optimizer: {len(foreign)} of its {len(known)} parameters do not belong to the model; the first has shape "
+            f"{list(foreign[0].shape)}. Create it from `model.parameters()`; join several models as one "
+            "`nn.ModuleList`, with a list of their optimizers"
+        )
+    if not {id(parameter) for parameter in known} & {id(parameter) for parameter in parameters}:
+        raise ConfigError("optimizer: it has none of the model's trainable parameters")
+    for member in members_of(optimizer):
+        closure = inspect.signature(member.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"optimizer: {type(member).__name__} needs a closure to compute several gradients per step, but a "
+                "learner computes one gradient per step; use an optimizer without a closure, such as SGD or AdamW"
+            )
+
+
+def check_modules(model: nn.Module, strategy: str, is_in_step: bool) -> None:
+    """Raise `ConfigError` for modules that communicate although learners are not in step; warn of metrics that do so
+    when they are computed."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and not is_in_step:
+            raise ConfigError(
+                f"model: {name or 'it'} is a SyncBatchNorm, which waits for all learners in each forward pass; under "
+                f"{strategy} they are not in step: use BatchNorm (`consensus` averages its statistics), or allreduce"
+            )
+    metrics = [name for name, module in model.named_modules() if getattr(module, "sync_on_compute", False) is True]
+    if metrics and not is_in_step:
+        warnings.warn(
+            f"model: {', '.join(metrics[:5])}: torchmetrics exchange their states in compute(), which makes learners "
+            f"wait for each other under {strategy}; create them with sync_on_compute=False",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def warn_of_samplers(loaders: Iterable[object], strategy: str) -> None:
+    """Warn of a `DistributedSampler`, which gives a slow learner as much work as a fast one."""
+    for loader in loaders:
+        samplers = [getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None))]
+        if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+            warnings.warn(
+                f"the data has a DistributedSampler: it gives all learners equal shares, so that under {strategy} the "
+                "fast ones end first; use starling.SharedSampler, whose samples go to the learner that asks first",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return

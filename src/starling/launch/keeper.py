@@ -14,13 +14,15 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from starling.engines.processes.place import NODE_CPUS
 from starling.errors import ProtocolError
 from starling.launch.door import knock
-from starling.launch.link import NODE_CPUS, OWN_DEVICE
+from starling.launch.link import OWN_DEVICE
 from starling.launch.process import LocalProcess, Program, end_loaders, loopback_interface, scratch_folder, start
 from starling.timeouts import READ, TERMINATION
 
@@ -34,10 +36,6 @@ class Errand:
 
     program: Program
     """With an empty token. Its command is executed by the node's own Python."""
-    learner_id: int
-    joins: bool
-    name: str
-    """Identifies this start of the learner."""
     folder: Path
     """The launcher's current folder, from which relative paths start."""
     token_file: Path
@@ -48,10 +46,12 @@ class Errand:
     """The port on which the launcher waits for keepers."""
     store: int
     """The port of the store."""
-    num_cpus: float
-    """The CPUs that Ray reserves for each learner."""
-    has_device: bool
-    """Whether Ray gives each learner a GPU of its own."""
+    resources: Mapping[str, float]
+    """What Ray reserves for each learner."""
+    learner_id: int = 0
+    joins: bool = False
+    name: str = ""
+    """Identifies this start of the learner."""
 
 
 class Keeper:
@@ -83,14 +83,15 @@ class Keeper:
                 f"node {node} cannot reach the launcher at {errand.address}:{errand.door} ({error}): the nodes of the "
                 "cluster must be able to connect to the driver's machine"
             )
-        here = max(1, min(errand.program.world, int(num_cpus // (errand.num_cpus or 1))))
+        has_device = errand.resources.get("GPU", 0.0) >= 1.0
+        here = max(1, min(errand.program.world, int(num_cpus // (errand.resources.get("CPU") or 1))))
         place: dict[str, object] = {
-            "LOCAL_RANK": 0 if errand.has_device else errand.learner_id % here,
+            "LOCAL_RANK": 0 if has_device else errand.learner_id % here,
             "LOCAL_WORLD_SIZE": here,
             "MASTER_ADDR": errand.address,
             "MASTER_PORT": errand.store,
             "GLOO_SOCKET_IFNAME": interface_of(address),
-            OWN_DEVICE: int(errand.has_device),
+            OWN_DEVICE: int(has_device),
             NODE_CPUS: max(1, int(num_cpus)),
         }
         program = replace(errand.program, token=token, command=(sys.executable, *errand.program.command[1:]))
@@ -135,7 +136,7 @@ def _this_node() -> tuple[str, str, float]:
 
 def _relay(process: LocalProcess, line: socket.socket) -> bool:
     """Pass on messages until the learner has exited; False if the launcher has gone, or cannot be reached."""
-    own = process.line
+    own = process.line.connection
     if own is None:
         return False
     with selectors.DefaultSelector() as selector:
@@ -170,7 +171,7 @@ def _pass_on(source: socket.socket, target: socket.socket) -> bool:
 
 def _end_without_launcher(process: LocalProcess) -> None:
     """End a learner whose launcher cannot be reached: it notices that its socket is closed, unless it is stuck."""
-    process.hang_up()
+    process.line.close()
     process.signal(signal.SIGCONT)
     if not process.wait(TERMINATION):
         process.kill()

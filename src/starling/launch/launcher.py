@@ -6,35 +6,45 @@ announces the next membership to them.
 
 import math
 import os
+import selectors
 import shutil
 import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import run_token
 from starling.engines.processes.forks import own_connections, owned
+from starling.errors import ConfigError, PeerLost, ProtocolError, StarlingError, Stopped
 from starling.launch.joiners import Changes, Joiners
+from starling.launch.messages import LearnerMessage, NewMembership, Signalled, Stop, decode_from_learner
 from starling.launch.process import (
     LearnerProcess,
     Machines,
     Program,
     Site,
     end,
+    end_loaders,
+    end_now,
     loopback_interface,
+    on_stop_signal,
     scratch_folder,
+    signal_name,
     start,
 )
 from starling.launch.roster import LearnerRecord, Loss, Roster
-from starling.launch.stopping import end_now, on_stop_signal
-from starling.launch.watch import OnMessage, Watch
+from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, NODE_LOSS, READ, STOP
 
 NO_CHANGES = Changes()
+LONGEST_MESSAGE = 1 << 26
+"""Bytes. A learner that sends more without the end of a line would fill the launcher's memory."""
 Seconds = float
+OnMessage = Callable[[int, LearnerMessage], None]
 
 
 @contextmanager
@@ -120,37 +130,325 @@ def launch(
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     roster = roster or Roster(world)
-    processes: list[LearnerProcess] = []
     program = Program(tuple(command), world, log_folder, run_token.new_token(), on_loss is not None)
-    with machines(program) as site, _signals(processes, site) as received:
-        try:
-
-            def begin(learner_id: int, joins: bool = True) -> LearnerRecord:
-                process = site.start(learner_id, joins)
-                processes.append(process)
-                return roster.start(learner_id, process, joins)
-
-            for learner_id in range(world):
-                begin(learner_id, joins=False)
-            joiners = Joiners(changes, roster, begin)
-            watch = Watch(roster, on_message, on_loss, silence_seconds, received, changes, joiners, is_enough)
-            watch.until_all_ended()
-            return roster.lost
-        finally:
-            end(processes)
+    with machines(program) as site:
+        supervisor = Supervisor(site, roster, changes, on_message, on_loss, silence_seconds, is_enough)
+        with on_stop_signal(supervisor.received.append, supervisor.kill_all):
+            try:
+                for learner_id in range(world):
+                    supervisor.start(learner_id, joins=False)
+                supervisor.until_all_ended()
+            finally:
+                end(supervisor.processes)
+    return roster.lost
 
 
-@contextmanager
-def _signals(processes: list[LearnerProcess], site: Site) -> Generator[list[int], None, None]:
-    """Collect SIGINT and SIGTERM in a list instead of ending this process; the second signal ends it."""
-    received: list[int] = []
+class Supervisor:
+    """Starts learners at `site`, and watches those of the roster until all have exited: reads their messages, decides
+    which are lost, and announces memberships. The other arguments are those of `launch`."""
 
-    def kill_all(number: int) -> None:
-        for process in processes:
+    def __init__(
+        self,
+        site: Site,
+        roster: Roster,
+        changes: Changes,
+        on_message: OnMessage,
+        on_loss: Callable[[Loss], None] | None,
+        silence_seconds: Seconds,
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.processes: list[LearnerProcess] = []
+        """All that were started."""
+        self.received: list[int] = []
+        """The signals to this process."""
+        self._received_by_learners: list[int] = []
+        self._site, self._roster, self._changes = site, roster, changes
+        self._on_message, self._on_loss, self._is_enough = on_message, on_loss, is_enough
+        self._silence_seconds = silence_seconds
+        self._joiners = Joiners(changes, roster, self.start, is_open=on_loss is not None)
+        self._all_here: float | None = None
+        """Since when all members of the newest membership, except joiners, have been waiting for the others."""
+        self._asked_to_stop: Seconds | None = None
+        self._selector = selectors.DefaultSelector()
+        self._has_one_closed = False
+        """Whether a learner has closed its line since the launcher looked after its processes."""
+        self._exited: set[int] = set()
+        """The learners that had exited then, and not been lost before."""
+        self._node_lost_at: Seconds | None = None
+        """When the first learner of a lost node was noticed, while others on that node still seem to run."""
+
+    def start(self, learner_id: int, joins: bool = True) -> None:
+        """Start a process for a learner that has none running."""
+        process = self._site.start(learner_id, joins)
+        self.processes.append(process)
+        self._roster.start(learner_id, process, joins)
+
+    def kill_all(self, number: int) -> None:
+        """Kill all learners, and end this process, after a second signal."""
+        for process in self.processes:
             process.signal(signal.SIGKILL)  # a stopped process would not notice that its link is closed
             process.signal_group(signal.SIGTERM)
-        site.abandon()
+        self._site.abandon()
         end_now(number)
 
-    with on_stop_signal(received.append, kill_all):
-        yield received
+    def until_all_ended(self) -> None:
+        """Handle messages until all processes have exited. Raises the first error that the run did not survive."""
+        with self._selector:
+            while any(record.process.is_running for record in self._counted()):
+                self._read_for(READ)
+                if number := self._signal():
+                    self._stop(number)
+                elif self._asked_to_stop is not None or self._is_enough():
+                    self._stop(signal.SIGTERM)
+                self._kill_silent()
+                if not self._handle_exits():
+                    break
+                self._admit_joiners()
+            deadline = self._roster.clock() + EXPLANATION  # learners that still run may send messages without end
+            while (self._read(0.0) or _is_unexplained(self._counted())) and self._roster.clock() < deadline:
+                self._register()
+                self._read(READ)
+        failed = [record for record in self._counted() if record.has_failed]
+        if failed:
+            raise _cause(failed)
+        self._joiners.close()
+        if number := self._signal():
+            raise Stopped(f"stopped by {signal_name(number)}", number, has_saved=True)
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        return self._roster.membership.members
+
+    def _signal(self) -> int | None:
+        """The first stop signal to the launcher, or else to one of its learners."""
+        return next(chain(self.received, self._received_by_learners), None)
+
+    def _stop(self, number: int) -> None:
+        """Tell the learners to save and end together; raise `Stopped` if they are not able to, or take too long."""
+        name, now = signal_name(number), self._roster.clock()
+        if self._asked_to_stop is None:
+            if not any(record.process.can_stop for record in self._counted()):
+                raise Stopped(f"stopped by {name}; the learners were killed", number)
+            self._asked_to_stop = now
+            for record in self._counted():
+                record.process.line.tell(Stop(number))
+        elif now - self._asked_to_stop > STOP:
+            raise Stopped(f"stopped by {name}; the learners had not saved after {STOP:g} s", number)
+
+    def _counted(self) -> list[LearnerRecord]:
+        """The learners whose failure is a failure of the run: not those that the others train without, and not
+        joiners."""
+        return [each for each in self._roster.learners.values() if not each.is_out and not each.is_joining]
+
+    def _handle_exits(self) -> bool:
+        """Announce a membership without the learners that have failed, if any; return False if the run cannot survive
+        their loss."""
+        exited = [
+            record
+            for record in self._roster.learners.values()
+            if (record.is_joining or not record.is_out) and not record.process.is_running
+        ]
+        self._exited = {record.learner_id for record in exited}
+        deadline = self._roster.clock() + READ  # learners that still run may send messages without end
+        while exited and self._read(0.0) and self._roster.clock() < deadline:
+            pass
+        for record in exited:
+            self._read_rest(record)
+            record.attempt.error = record.attempt.error or record.process.error
+        failed = [record for record in exited if record.has_failed and not record.is_joining]
+        if self._others_may_follow(failed):
+            return True
+        if failed and (
+            self._on_loss is None
+            or not all(record.was_killed for record in failed)
+            or any(record.attempt.generation < 0 for record in self._counted())  # not all have entered a membership yet
+        ):
+            return False
+        never_came = self._joiners.settle(self._exited)
+        return self._continue_without(failed, never_came) if failed or never_came else True
+
+    def _others_may_follow(self, failed: list[LearnerRecord]) -> bool:
+        """Whether to wait for the other learners of a lost node, so that one new membership is without all of them."""
+        nodes = {each.process.node for each in failed if each.process.lost} - {""}
+        if not any(each.process.node in nodes and each.process.is_running for each in self._roster.learners.values()):
+            self._node_lost_at = None
+            return False
+        now = self._roster.clock()
+        self._node_lost_at = now if self._node_lost_at is None else self._node_lost_at
+        return now - self._node_lost_at < NODE_LOSS
+
+    def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
+        """Announce a membership without these learners; return False if no other has a state to continue from."""
+        before, reasons = self._members, [record.describe_death() for record in failed]
+        expected = [record.learner_id for record in self._roster.joining(is_member=True)]
+        out = [record.learner_id for record in failed]
+        reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
+        if not any(
+            each.attempt.generation >= 0 and each.learner_id not in out for each in self._roster.records(before)
+        ):
+            return False
+        try:
+            members = self._changes.succession(before, [*out, *never_came], ())
+        except (ConfigError, PeerLost) as error:
+            raise PeerLost(f"{reason}; the run cannot continue: {error}") from error
+        num_lost = len(self._roster.lost)
+        for learner_id, why in zip(out, reasons, strict=True):
+            self._roster.lose(learner_id, why)
+        self._announce(members, reason)
+        end_loaders([record.process for record in failed])
+        for loss in self._roster.lost[num_lost:]:
+            if self._on_loss is not None:
+                self._on_loss(loss)
+        self._joiners.drop_unusable()
+        kept = {*members, *never_came, *expected}
+        self._replace([each for each in before if each not in kept], failed)
+        return True
+
+    def _replace(self, gone: list[int], failed: list[LearnerRecord]) -> None:
+        """Request restarts of the learners in `gone`, unless a failed one was a joiner that had computed nothing, or
+        the run is about to stop."""
+        if not self._changes.replaces or self._asked_to_stop is not None:
+            return
+        idle = [record for record in failed if record.attempt.is_joiner and not record.attempt.has_computed]
+        for record in idle:
+            self._changes.say(
+                f"learner {record.learner_id} is not restarted, because it had computed nothing since it joined"
+            )
+        if not idle and gone:
+            self._changes.say(f"learner {', '.join(map(str, gone))}: restarting")
+            self._joiners.want(gone)
+
+    def _admit_joiners(self) -> None:
+        """Start requested joiners, and announce a membership with those that are ready. Waits until all members have
+        entered the newest membership."""
+        if self._asked_to_stop is not None or any(record.attempt.generation < 0 for record in self._counted()):
+            return
+        here = self._roster.records(self._members)
+        is_ending = any(record.learner_id in self._exited for record in here)
+        self._joiners.tend(is_ending)
+        if is_ending or any(record.attempt.generation < self._roster.membership.generation for record in here):
+            return
+        joining, members = self._joiners.ready()
+        if joining:
+            self._announce(members, f"learner {', '.join(map(str, joining))} joined")
+
+    def _announce(self, members: tuple[int, ...], reason: str) -> None:
+        """Announce a new membership to its members, and to those of the previous one, which may have to leave."""
+        told = self._roster.records({*self._members, *members})
+        membership = NewMembership(self._roster.membership.generation + 1, members, reason)
+        self._all_here = None
+        self._roster.announce(membership)
+        for record in told:
+            record.process.line.tell(membership)
+
+    def _kill_silent(self) -> None:
+        """Kill learners that have sent nothing for too long, and joiners that take too long to meet the others."""
+        roster, generation = self._roster, self._roster.membership.generation
+        # a learner that has not entered a membership yet loads libraries, which may delay its heartbeats
+        met = [record for record in self._counted() if record.attempt.generation >= 0]
+        for record in (*met, *roster.joining(is_member=False)):
+            self._kill_if_silent(record, self._silence_seconds)
+        others = [record for record in roster.records(self._members) if not record.is_joining]
+        if not all(max(record.attempt.arrived, record.attempt.generation) >= generation for record in others):
+            self._all_here = None
+        elif self._all_here is None:
+            self._all_here = roster.clock()
+        for record in roster.joining(is_member=True):
+            self._kill_if_silent(record, min(JOINER_SILENT, self._silence_seconds))
+            patience = ENTRY if record.attempt.arrived < generation else max(ENTRY, self._silence_seconds)
+            if self._all_here is not None and roster.clock() - self._all_here > patience and record.process.is_running:
+                record.kill(f"did not meet the others within {patience:g} s")
+
+    def _kill_if_silent(self, record: LearnerRecord, limit: Seconds) -> None:
+        if (silence := self._roster.since_heard(record)) > limit and record.process.is_running:
+            record.kill(f"sent no heartbeat for {silence:.1f} s")
+
+    def _read_for(self, seconds: Seconds) -> None:
+        """Handle messages for so long, or until a learner closes its line, which may mean that it was lost.
+
+        All else that the launcher does takes time in proportion to the number of learners: it must not do so for each
+        message.
+        """
+        self._register()
+        for record in self._roster.learners.values():
+            if record.process.line.untold:
+                record.process.line.tell_rest()
+        self._has_one_closed = False
+        begin = now = self._roster.clock()
+        while not self._has_one_closed and now - begin < seconds:
+            self._read(seconds - (now - begin))
+            now = self._roster.clock()
+
+    def _register(self) -> None:
+        """Read the messages of each learner's newest process, once it is connected."""
+        for record in self._roster.learners.values():
+            process, number = record.process, record.process.line.fileno()
+            if process.is_read or number < 0:
+                continue
+            process.is_read = True
+            if number in self._selector.get_map():  # of a line that was closed before its end was read
+                self._selector.unregister(number)
+            self._selector.register(process.line, selectors.EVENT_READ, (record, process))
+
+    def _read(self, timeout: Seconds) -> bool:
+        """Handle new messages from learners; return whether any data came."""
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
+            self._read_from(*key.data)
+        return bool(ready)
+
+    def _read_rest(self, record: LearnerRecord) -> None:
+        """Handle the last messages of a learner that has exited."""
+        process = record.process
+        while process.is_read and process.line.fileno() >= 0 and self._read_from(record, process):
+            pass
+
+    def _read_from(self, record: LearnerRecord, process: LearnerProcess) -> bool:
+        """Handle what has come from one learner; return whether anything has. At end-of-file, close the socket."""
+        try:
+            messages = process.line.hear()
+        except BlockingIOError:
+            return False
+        except EOFError:
+            self._has_one_closed = True
+            self._selector.unregister(process.line)
+            process.line.close()
+            return True
+        is_newest = process is record.process  # and not the previous one of a learner that was restarted
+        if is_newest:
+            record.attempt.heard_at = self._roster.clock()
+        if len(process.line.unread) > LONGEST_MESSAGE:
+            raise ProtocolError(
+                f"learner {record.learner_id} sent a message of more than {LONGEST_MESSAGE >> 20} MiB; see its "
+                f"log: {process.log}"
+            )
+        for each in messages:
+            message = decode_from_learner(each, record.learner_id)
+            if is_newest:
+                self._roster.hear(record.learner_id, message)
+            if isinstance(message, Signalled):
+                self._received_by_learners.append(message.signal_number)
+            self._on_message(record.learner_id, message)
+        return True
+
+
+def _is_unexplained(records: list[LearnerRecord]) -> bool:
+    """Whether all failed learners failed because they lost another one."""
+    failed = [record for record in records if record.has_failed]
+    return bool(failed) and all(isinstance(record.attempt.error, PeerLost) for record in failed)
+
+
+def _cause(failed: list[LearnerRecord]) -> StarlingError:
+    """The most likely cause among failures: a kill, else an exit without a message, else an error other than the loss
+    of a peer, else any."""
+    for record in failed:
+        if record.was_killed:
+            return PeerLost(f"{record.describe_death()}; its log: {record.process.log}")
+    for record in failed:
+        if record.attempt.error is None:
+            return StarlingError(
+                f"learner {record.learner_id} exited with code {record.process.exit_code} while "
+                f"{record.attempt.doing}; its log: {record.process.log}"
+            )
+    errors = [record.attempt.error for record in failed if record.attempt.error is not None]
+    return next((error for error in errors if not isinstance(error, PeerLost)), errors[0])

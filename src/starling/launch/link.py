@@ -1,4 +1,4 @@
-"""The socket between a launcher and each of its learners: messages in both directions, and the learner's heartbeat.
+"""The connection between a launcher and each of its learners: messages in both directions, and the learner's heartbeat.
 
 If the launcher dies, the learner reads end-of-file and exits, so that no process is left behind. If no heartbeat comes
 for a long time, the launcher knows that the learner is stalled.
@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 from starling.engines.processes.forks import owned
@@ -30,26 +31,98 @@ JOINS = "STARLING_JOINS"
 """Environment variable: 1 if the learner joins a running experiment."""
 OWN_DEVICE = "STARLING_OWN_DEVICE"
 """Environment variable: 1 if the learner sees one CUDA device, which no other learner uses."""
-NODE_CPUS = "STARLING_NODE_CPUS"
-"""Environment variable: on a Ray cluster, the number of CPUs that the node offers, which may be fewer than it has."""
 ORPHANED = 3
 """The exit code of a learner whose launcher died."""
 
 
-class Link:
-    """A learner's end of the socket."""
+class Line:
+    """One end of a connection that carries messages; it never waits for the other end.
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = owned(line)
-        self._lock = threading.Lock()
-        self._listening = threading.Lock()
+    Until it is connected, it keeps what it is told.
+    """
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        self.connection = connection
+        self.closed_at = 0.0
+        """When it was closed, on the monotonic clock; 0 before."""
+        self.unread = bytearray()
+        """The received part of an incomplete message."""
+        self.untold = bytearray()
+        """Messages that the other end, which does not read, has left no room for."""
+
+    def fileno(self) -> int:
+        """The descriptor; -1 before it is connected, and after it was closed."""
+        return -1 if self.connection is None else self.connection.fileno()
+
+    def tell(self, message: LauncherMessage) -> None:
+        """Send a message, or later, with `tell_rest`, what there is no room for. It is dropped if the connection is
+        lost."""
+        self.untold += _encoded(message)
+        self.tell_rest()
+
+    def tell_rest(self) -> None:
+        """Send what there was no room for."""
+        if self.connection is not None:
+            try:
+                del self.untold[: self.connection.send(self.untold, socket.MSG_DONTWAIT)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.untold.clear()
+
+    def hear(self) -> list[bytes]:
+        """The messages that are complete now. BlockingIOError if nothing has come, EOFError at the end."""
+        try:
+            received = self.connection.recv(1 << 16, socket.MSG_DONTWAIT) if self.connection is not None else b""
+        except BlockingIOError:
+            raise
+        except OSError:  # it was reset, or its machine does not answer any more
+            received = b""
+        if not received:
+            raise EOFError
+        self.unread += received
+        if b"\n" not in received:
+            return []
+        *messages, self.unread = self.unread.split(b"\n")
+        return [bytes(each) for each in messages]
+
+    def close(self) -> None:
+        """Hang up."""
+        if self.connection is not None:
+            self.connection.close()
+        self.closed_at = self.closed_at or time.monotonic()
+
+
+@lru_cache(maxsize=4)
+def _encoded(message: LauncherMessage) -> bytes:
+    """A message that is sent to many learners, one after the other."""
+    return encode(message)
+
+
+class Link:
+    """A learner's connection to its launcher or its coordinator: messages in both directions, and heartbeats.
+
+    `hear` is called with each message, and `on_end` once the connection has ended or carries something else; without
+    `on_end`, this process exits then. A thread calls both.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        on_end: Callable[[Exception], None] | None = None,
+        hear: Callable[[LauncherMessage], None] | None = None,
+    ) -> None:
+        self._connection = owned(connection)
+        self._sending, self._listening = threading.Lock(), threading.Lock()
         self._heard: list[LauncherMessage] = []
-        self._listeners: list[Callable[[LauncherMessage], None]] = []
+        self._listeners = [] if hear is None else [hear]
+        self._on_end = on_end or self._exit
+        self._is_closed = False
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
         """Makes the message that is sent every `HEARTBEAT_EVERY` seconds."""
         self.leftovers = [Path(os.environ[SCRATCH])] if SCRATCH in os.environ else []
         """The folders that are removed if the launcher dies, which removes them otherwise."""
-        threading.Thread(target=self._watch_launcher, name="starling-link", daemon=True).start()
+        threading.Thread(target=self._hear, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
     @classmethod
@@ -59,41 +132,53 @@ class Link:
         return None if descriptor is None else cls(socket.socket(fileno=int(descriptor)))
 
     def send(self, message: LearnerMessage) -> None:
-        """Send a message to the launcher."""
+        """Send a message."""
         line = encode(message)
-        with self._lock:
-            self._line.sendall(line)
+        with self._sending:
+            self._connection.sendall(line)
 
     def listen(self, listener: Callable[[LauncherMessage], None]) -> None:
-        """Call `listener` with each message of the launcher: at once with earlier ones, in the link's thread with later
-        ones."""
+        """Call `listener` with each message, too: at once with earlier ones, in the link's thread with later ones."""
         with self._listening:
             self._listeners.append(listener)
             for message in self._heard:
                 listener(message)
 
+    def close(self, last: LearnerMessage) -> None:
+        """Send a last message, and hang up."""
+        self._is_closed = True
+        with suppress(OSError):
+            self.send(last)
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def _beat(self) -> None:
-        while True:
+        while not self._is_closed:
             time.sleep(HEARTBEAT_EVERY)
-            with suppress(OSError):  # the launcher is gone, or a log cannot be written: the next heartbeat may succeed
+            with suppress(OSError):  # the other end is gone, or a log cannot be written: the next one may succeed
                 self.send(self.heartbeat())
 
-    def _watch_launcher(self) -> None:
-        code, reason = ORPHANED, "the launcher is gone: this learner exits"
+    def _hear(self) -> None:
+        error: Exception = ConnectionError("its connection closed")
         try:
-            with self._line.makefile("rb") as lines:
+            with self._connection.makefile("rb") as lines:
                 for line in lines:
                     message = decode_from_launcher(line)
                     with self._listening:
                         self._heard.append(message)
                         for listener in self._listeners:
                             listener(message)
-        except OSError:
-            pass  # the launcher is gone
-        except ProtocolError as error:
-            code, reason = error.exit_code, f"{error}: this learner exits"
+        except (OSError, ProtocolError) as own:
+            error = own
+        if not self._is_closed:
+            self._on_end(error)
+
+    def _exit(self, error: Exception) -> None:
+        """End this learner and its loading processes, and remove what its launcher has left."""
+        code, reason = (
+            (error.exit_code, error) if isinstance(error, ProtocolError) else (ORPHANED, "the launcher is gone")
+        )
         with suppress(OSError):  # the disk may be full
-            sys.stderr.write(f"{reason}\n")
+            sys.stderr.write(f"{reason}: this learner exits\n")
             sys.stderr.flush()
         for folder in self.leftovers:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Every message between a launcher, its learners, and the commands that look at a run or change it.
 
 Learners and launcher communicate over a socket, one JSON object per line (`launch/link.py`); `starling join` and the
-launcher exchange files (`launch/requests.py`); `starling status` reads a file that the launcher writes. Each message is
+launcher exchange files (`launch/joiners.py`); `starling status` reads a file that the launcher writes. Each message is
 one of the frozen classes below. Only the `encode…` and `decode_…` functions convert them to and from
 JSON. An unknown or missing field or a wrong type is a `ProtocolError`.
 
@@ -13,7 +13,8 @@ and from the end of its process.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
@@ -23,6 +24,7 @@ from starling.errors import ProtocolError
 
 Seconds = float
 _STRICT = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
+_NOT_KNOWN = "this version does not understand"
 _SHOWN = 120
 """How many bytes of an invalid message its error shows."""
 
@@ -30,30 +32,41 @@ _SHOWN = 120
 class _Message:
     __pydantic_config__ = _STRICT
 
+    def __init_subclass__(cls, kind: str = "") -> None:
+        """Give a message that travels over a socket its last field, `kind`, by which the other end knows it."""
+        if kind:
+            cls.__annotations__["kind"] = Literal[kind]
+            cls.kind = field(default=kind, kw_only=True)  # type: ignore[attr-defined]
+
+
+class LearnerMessage(_Message):
+    """A message from a learner to its launcher."""
+
+
+class LauncherMessage(_Message):
+    """A message from a launcher to its learners."""
+
 
 # From a learner to its launcher
 
 
 @dataclass(frozen=True)
-class Heartbeat(_Message):
+class Heartbeat(LearnerMessage, kind="heartbeat"):
     """The learner's process runs."""
 
     num_steps: int | None = None
     """Mini-batches that this process has computed; None before it trains."""
     stall: Stall | None = None
     """Its current wait, if that is a long one."""
-    kind: Literal["heartbeat"] = field(default="heartbeat", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Ready(_Message):
+class Ready(LearnerMessage, kind="ready"):
     """A joiner is ready to train, and waits for a membership that includes it."""
 
-    kind: Literal["ready"] = field(default="ready", kw_only=True)
-
 
 @dataclass(frozen=True)
-class Hello(_Message):
+class Hello(LearnerMessage, kind="hello"):
     """The first message of a joined loop to its coordinator."""
 
     learner_id: int
@@ -65,60 +78,52 @@ class Hello(_Message):
     """A random number, over which the coordinator proves that it knows the run token."""
     proof: str
     """Shows, over the coordinator's random number, that this learner knows the run token."""
-    kind: Literal["hello"] = field(default="hello", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Arrived(_Message):
+class Arrived(LearnerMessage, kind="arrived"):
     """The learner waits for the other members of a membership."""
 
     generation: int
-    kind: Literal["arrived"] = field(default="arrived", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Entered(_Message):
+class Entered(LearnerMessage, kind="entered"):
     """All members of the membership have met, and the learner trains."""
 
     generation: int
-    kind: Literal["entered"] = field(default="entered", kw_only=True)
 
 
 @dataclass(frozen=True)
-class CanStop(_Message):
+class CanStop(LearnerMessage, kind="can-stop"):
     """The learner is now able to save and end together with the others on a stop request."""
 
-    kind: Literal["can-stop"] = field(default="can-stop", kw_only=True)
-
 
 @dataclass(frozen=True)
-class Signalled(_Message):
+class Signalled(LearnerMessage, kind="signalled"):
     """The learner itself received a signal to stop."""
 
     signal_number: int
-    kind: Literal["signalled"] = field(default="signalled", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Failed(_Message):
+class Failed(LearnerMessage, kind="failed"):
     """An error ends the learner."""
 
     error: str
     """The name of the exception's class."""
     text: str
-    kind: Literal["failed"] = field(default="failed", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Ended(_Message):
+class Ended(LearnerMessage, kind="ended"):
     """The learner's training is done."""
 
     num_steps: int
-    kind: Literal["ended"] = field(default="ended", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Snapshot(_Message):
+class Snapshot(LearnerMessage, kind="snapshot"):
     """One learner's progress since its previous snapshot."""
 
     learner_id: int
@@ -149,23 +154,10 @@ class Snapshot(_Message):
     """Time spent on gradients and steps in the epoch so far; the next two likewise."""
     waiting_for_data: Seconds = 0.0
     waiting_for_peers: Seconds = 0.0
-    kind: Literal["snapshot"] = field(default="snapshot", kw_only=True)
-
-    @property
-    def minutes_left(self) -> float | None:
-        """The estimated time for the rest of the budget; None before anything is spent."""
-        if self.fraction <= 0.0 or self.minutes <= 0.0:
-            return None
-        return self.minutes * (1.0 - self.fraction) / self.fraction
-
-    @property
-    def doing(self) -> str:
-        """The learner's activity as text."""
-        return f"computing batch {self.batch + 1} of epoch {self.epoch + 1}"
 
 
 @dataclass(frozen=True)
-class EpochEnd(_Message):
+class EpochEnd(LearnerMessage, kind="epoch"):
     """One learner's statistics of an epoch."""
 
     learner_id: int
@@ -195,85 +187,47 @@ class EpochEnd(_Message):
     num_frames: int = 0
     learning_rate: float | None = None
     """The learning rate of the last gradient."""
-    kind: Literal["epoch"] = field(default="epoch", kw_only=True)
-
-    @property
-    def rounds_per_gradient(self) -> float:
-        """Averaging rounds per gradient; 0 without gradients."""
-        return self.num_rounds / self.num_steps if self.num_steps else 0.0
-
-    def share(self, seconds: Seconds) -> float:
-        """`seconds` as a percentage of the learner's time in the epoch."""
-        return 100.0 * seconds / self.seconds if self.seconds > 0.0 else 0.0
-
-    @property
-    def doing(self) -> str:
-        """The learner's activity as text."""
-        return f"saving after epoch {self.epoch + 1}"
 
 
 @dataclass(frozen=True)
-class Saved(_Message):
+class Saved(LearnerMessage, kind="saved"):
     """A checkpoint is complete."""
 
     folder: str
     moment: Literal["epoch", "barrier", "end"]
     """The end of an epoch, a checkpoint barrier inside one, or the end of the run."""
     consensus_distance: float | None = None
-    kind: Literal["saved"] = field(default="saved", kw_only=True)
 
 
 @dataclass(frozen=True)
-class ModelSaved(_Message):
+class ModelSaved(LearnerMessage, kind="model-saved"):
     """The files from which the consensus model is computed are complete, so that the launcher may score it."""
 
     folder: str
-    kind: Literal["model-saved"] = field(default="model-saved", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Said(_Message):
+class Said(LearnerMessage, kind="said"):
     """A line that the launcher prints."""
 
     line: str
-    kind: Literal["said"] = field(default="said", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Activity(_Message):
+class Activity(LearnerMessage, kind="activity"):
     """The activity of a learner's program, and values that it reports to the program that called `launch`."""
 
     doing: str = ""
     """Empty: unchanged."""
     values: dict[str, JsonValue] = field(default_factory=dict)
     """Passed to `on_message` of `launch`; Starling itself ignores them."""
-    kind: Literal["activity"] = field(default="activity", kw_only=True)
-
-
-LearnerMessage = (
-    Heartbeat
-    | Hello
-    | Ready
-    | Arrived
-    | Entered
-    | CanStop
-    | Signalled
-    | Failed
-    | Ended
-    | Snapshot
-    | EpochEnd
-    | Saved
-    | ModelSaved
-    | Said
-    | Activity
-)
 
 
 # From a launcher to its learners
 
 
 @dataclass(frozen=True)
-class NewMembership(_Message):
+class NewMembership(LauncherMessage, kind="membership"):
     """A new membership replaces the present one."""
 
     generation: int
@@ -281,29 +235,23 @@ class NewMembership(_Message):
     """Learner ids in rank order."""
     reason: str = ""
     """What changed, as text."""
-    kind: Literal["membership"] = field(default="membership", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Stop(_Message):
+class Stop(LauncherMessage, kind="stop"):
     """Save a checkpoint together with the others, and end."""
 
     signal_number: int
-    kind: Literal["stop"] = field(default="stop", kw_only=True)
 
 
 @dataclass(frozen=True)
-class Greeted(_Message):
+class Greeted(LauncherMessage, kind="greeted"):
     """A coordinator's answer to `Hello`."""
 
     refused: str = ""
     """Why the loop may not take part; empty: it may."""
     proof: str = ""
     """Shows that the coordinator knows the run token."""
-    kind: Literal["greeted"] = field(default="greeted", kw_only=True)
-
-
-LauncherMessage = NewMembership | Stop | Greeted
 
 
 # Between `starling join` and a launcher
@@ -385,6 +333,7 @@ class Status(_Message):
     format: Literal[2] = 2
 
 
+MessageT = TypeVar("MessageT", bound=_Message)
 FileT = TypeVar("FileT", JoinRequest, JoinAnswer, Status)
 _FILES = {
     JoinRequest: "a request for learners",
@@ -397,27 +346,23 @@ _FILES = {
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     if kind in _FILES:
         return TypeAdapter(kind)
-    return TypeAdapter(Annotated[kind, Field(discriminator="kind")], config=_STRICT)
+    either: Any = reduce(or_, kind.__subclasses__())
+    return TypeAdapter(Annotated[either, Field(discriminator="kind")], config=_STRICT)
 
 
 def encode(message: LearnerMessage | LauncherMessage) -> bytes:
     """A message as one line of JSON."""
-    direction = LauncherMessage if isinstance(message, LauncherMessage) else LearnerMessage
-    return _adapter(direction).dump_json(message) + b"\n"
+    return _adapter(type(message).__base__).dump_json(message) + b"\n"
 
 
 def decode_from_learner(line: bytes, learner_id: int) -> LearnerMessage:
     """Decode a line from a learner. Raises ProtocolError."""
-    what = f"learner {learner_id} sent a message that this version does not understand"
-    message: LearnerMessage = _decode(LearnerMessage, line, what)
-    return message
+    return _decode(LearnerMessage, line, f"learner {learner_id} sent a message that {_NOT_KNOWN}")
 
 
 def decode_from_launcher(line: bytes) -> LauncherMessage:
     """Decode a line from the launcher. Raises ProtocolError."""
-    what = "the launcher sent a message that this version does not understand"
-    message: LauncherMessage = _decode(LauncherMessage, line, what)
-    return message
+    return _decode(LauncherMessage, line, f"the launcher sent a message that {_NOT_KNOWN}")
 
 
 def encode_file(content: JoinRequest | JoinAnswer | Status) -> str:
@@ -429,8 +374,7 @@ def encode_file(content: JoinRequest | JoinAnswer | Status) -> str:
 
 def decode_file(kind: type[FileT], content: bytes) -> FileT:
     """Decode the content of a file. Raises ProtocolError."""
-    message: FileT = _decode(kind, content, f"not {_FILES[kind]}")
-    return message
+    return _decode(kind, content, f"not {_FILES[kind]}")
 
 
 def values_of(message: LearnerMessage) -> Mapping[str, JsonValue]:
@@ -438,9 +382,11 @@ def values_of(message: LearnerMessage) -> Mapping[str, JsonValue]:
     return message.values if isinstance(message, Activity) else {}
 
 
-def _decode(kind: Any, content: bytes, what: str) -> Any:
+def _decode(kind: type[MessageT], content: bytes, what: str) -> MessageT:
+    known: Any = kind
     try:
-        return _adapter(kind).validate_json(content)
+        message: MessageT = _adapter(known).validate_json(content)
+        return message
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         first = next((each for each in errors if each["loc"] == ("format",)), errors[0])  # it explains the others

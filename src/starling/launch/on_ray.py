@@ -23,8 +23,7 @@ from starling.extras import require
 from starling.launch.door import Door
 from starling.launch.keeper import Errand, Keeper
 from starling.launch.launcher import loopback_store
-from starling.launch.messages import LauncherMessage
-from starling.launch.process import LearnerProcess, Program, Site
+from starling.launch.process import STOP_SIGNALS, LearnerProcess, Program, Site
 from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM
 
 Seconds = float
@@ -60,9 +59,22 @@ class RayMachines:
                     f"warning: the run's store and its launcher listen on {address}: any process that reaches their "
                     "ports can disturb the run; use a private network, and see SECURITY.md"
                 )
-            token_file = program.log_folder.resolve() / TOKEN_FILE
-            with loopback_store(address) as store, _secret(token_file, program.token), _listening(address) as listener:
-                site = _Site(self, ray, program, token_file, address, store, listener)
+            logs = program.log_folder.resolve()
+            with (
+                loopback_store(address) as store,
+                _secret(logs / TOKEN_FILE, program.token),
+                socket.create_server((address, 0), backlog=128) as listener,
+            ):
+                errand = Errand(
+                    program=replace(program, token="", log_folder=logs),
+                    folder=Path.cwd(),
+                    token_file=logs / TOKEN_FILE,
+                    address=address,
+                    door=int(listener.getsockname()[1]),
+                    store=store,
+                    resources=dict(self.resources),
+                )
+                site = _Site(self, ray, program, errand, listener)
                 try:
                     yield site
                 finally:
@@ -75,67 +87,53 @@ class _Process(LearnerProcess):
     def __init__(self, log: Path, errand: Errand) -> None:
         super().__init__(log)
         self.errand = errand
-        self.has_place = False
-        """Whether there is an actor for it, which may still wait for room in the cluster."""
         self.why_again = ""
-        """Why its last actor was lost before it started the learner."""
+        """Why its last actor was lost before it started the learner; empty while there is one, which may still wait
+        for room in the cluster."""
         self._num_places = 0
         self._actor: Any = None
         self._is_killed = self._is_removed = False
         self.started_at = time.monotonic()
+        self.num_said = 0
+        """How often the run has said that it waits for room in the cluster."""
         self._code: int | None = None
-        self._code_at = self._closed_at = 0.0
-        self._unsent: list[LauncherMessage] = []
+        self._code_at = 0.0
         self._has_ended = threading.Event()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self.clearing: Any = None
         """Ray's reference to the removal of what the learner left."""
 
     def give_place(self, actor: Any) -> None:
         """Let a new actor start the learner: the first one, or one after an actor that was lost before it could."""
-        self._actor, self.has_place = actor, True
+        self._actor, self.why_again = actor, ""
         self._num_places += 1
         actor.keep.remote(self.errand).future().add_done_callback(self._on_end)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its keeper has connected."""
+        return self.line.connection is not None
+
+    @property
     def exit_code(self) -> int | None:
-        now = time.monotonic()
-        if self._code is None and self._closed_at and now - self._closed_at > NODE_SILENT:
+        now, closed_at = time.monotonic(), self.line.closed_at
+        if self._code is None and closed_at and now - closed_at > NODE_SILENT:
             self._lose()
         if self._code is None:
             return None
         # its last messages come before the end of the connection
-        is_heard = self.line is None or self._closed_at > 0.0 or now - self._code_at > NODE_SILENT
+        is_heard = not self.has_begun or closed_at > 0.0 or now - self._code_at > NODE_SILENT
         return self._code if is_heard else None
 
     def connect(self, line: socket.socket, node: str) -> None:
         """Use the connection that its keeper has made. Called by another thread."""
-        with self._lock:
-            self.node, self.line = node, line
-            for message in self._unsent:
-                super().tell(message)
-            self._unsent.clear()
-
-    def tell(self, message: LauncherMessage) -> None:
-        with self._lock:
-            if self.line is None:
-                self._unsent.append(message)
-            else:
-                super().tell(message)
-
-    def tell_rest(self) -> None:
-        with self._lock:
-            super().tell_rest()
-
-    def hang_up(self) -> None:
-        super().hang_up()
-        self._closed_at = self._closed_at or time.monotonic()
+        self.node, self.line.connection = node, line
 
     def signal(self, number: int) -> None:
         self._is_killed = self._is_killed or number in (signal.SIGKILL, signal.SIGTERM)
-        if not self.has_place:
+        if self.why_again:
             self._end(-number)
-        elif self.line is None and self._is_killed:  # it has not been started yet
+        elif self._is_killed and not self.has_begun:  # it has not been started yet
             self.remove_actor()
         else:
             self._actor.signal.remote(number)
@@ -149,15 +147,12 @@ class _Process(LearnerProcess):
             self.remove_actor()
         if not self.wait(NODE_SILENT):
             self._lose()
-        super().hang_up()
+        self.line.close()
 
-    def signal_group(self, number: int) -> bool:
-        return False  # its keeper ends its loading processes: see `forget`
-
-    def forget(self) -> None:
+    def forget(self) -> None:  # its keeper ends its loading processes
         if self.lost:
             self.remove_actor()
-        elif self.clearing is None and self.line is not None:
+        elif self.clearing is None and self.has_begun:
             self.clearing = self._actor.clear.remote()
 
     def remove_actor(self) -> None:
@@ -176,9 +171,8 @@ class _Process(LearnerProcess):
         if isinstance(error, RayTaskError):
             self.error = StarlingError(f"the learner could not be started: {error.cause or error}")
             self._end(1)
-        elif error is not None and self.line is None and not self._is_killed:
+        elif error is not None and not self.has_begun and not self._is_killed:
             self.why_again = (str(error).splitlines() or [type(error).__name__])[0]
-            self.has_place = False
             if self._num_places >= MOST_PLACES:
                 self.error = StarlingError(
                     f"{MOST_PLACES} Ray actors in succession could not start it; the last: {error}"
@@ -211,42 +205,14 @@ class _Site:
     """One run on a cluster."""
 
     def __init__(
-        self,
-        machines: RayMachines,
-        ray: Any,
-        program: Program,
-        token_file: Path,
-        address: str,
-        store: int,
-        listener: socket.socket,
+        self, machines: RayMachines, ray: Any, program: Program, errand: Errand, listener: socket.socket
     ) -> None:
-        self._machines, self._ray, self._program = machines, ray, program
+        self._machines, self._ray, self._program, self._errand = machines, ray, program, errand
         self._processes: dict[str, _Process] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._said: dict[str, int] = {}
-        resources = machines.resources
-        self._errand = Errand(
-            program=replace(program, token="", log_folder=program.log_folder.resolve()),
-            learner_id=0,
-            joins=False,
-            name="",
-            folder=Path.cwd(),
-            token_file=token_file,
-            address=address,
-            door=int(listener.getsockname()[1]),
-            store=store,
-            num_cpus=resources.get("CPU", 0.0),
-            has_device=resources.get("GPU", 0.0) >= 1.0,
-        )
-        more = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
-        self._keeper = ray.remote(Keeper)
-        self._options: dict[str, Any] = {
-            "num_cpus": resources.get("CPU", 0.0),
-            "num_gpus": resources.get("GPU", 0.0),
-            "resources": more or None,
-            "max_concurrency": 4,
-            "max_restarts": 0,
-        }
+        more = dict(machines.resources)
+        amounts = {"num_cpus": more.pop("CPU", 0.0), "num_gpus": more.pop("GPU", 0.0), "resources": more or None}
+        self._keeper = ray.remote(**amounts, max_concurrency=4, max_restarts=0)(Keeper)
         self._door = Door(listener, program.token, self._admit, self._look_after_waiting)
 
     def start(self, learner_id: int, joins: bool) -> LearnerProcess:
@@ -259,7 +225,7 @@ class _Site:
 
     def _begin(self, process: _Process) -> None:
         place = self._place(process.errand.learner_id)
-        process.give_place(self._keeper.options(**self._options, scheduling_strategy=place).remote())
+        process.give_place(self._keeper.options(scheduling_strategy=place).remote())
 
     def abandon(self) -> None:
         self._errand.token_file.unlink(missing_ok=True)
@@ -297,20 +263,17 @@ class _Site:
     def _look_after_waiting(self) -> None:
         """Let new actors start the learners whose actors were lost before they could, and say which wait for room."""
         due = []
-        for name, process in list(self._processes.items()):
+        for process in list(self._processes.values()):
             if process.clearing is not None and self._ray.wait([process.clearing], timeout=0)[0]:
                 process.remove_actor()
-            if process.line is not None or process.exit_code is not None:
+            if process.has_begun or process.exit_code is not None:
                 continue
-            if not process.has_place:
-                learner_id, why = process.errand.learner_id, process.why_again
-                self._machines.say(
-                    f"learner {learner_id}: its Ray actor was lost before it began ({why}); trying again"
-                )
+            if process.why_again:
+                how = f"its Ray actor was lost before it began ({process.why_again})"
+                self._machines.say(f"learner {process.errand.learner_id}: {how}; trying again")
                 self._begin(process)
-            num_said = self._said.get(name, 0)
-            if time.monotonic() - process.started_at > ROOM * 10**num_said:
-                self._said[name] = num_said + 1
+            if time.monotonic() - process.started_at > ROOM * 10**process.num_said:
+                process.num_said += 1
                 due.append(process.errand.learner_id)
         if due:
             asked = ", ".join(f"{name}: {amount:g}" for name, amount in self._machines.resources.items())
@@ -353,20 +316,18 @@ def connected(
         f"launch.address; {otherwise}"
     )
     _check_answers(address, what, advice)
-    handlers = _handlers()
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except Exception as error:  # Ray has no class of its own for this
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        where = "" if address == "auto" else f" at {address}"
-        raise ConfigError(f"{what}: no Ray cluster{where} to connect to ({reason}); {advice}") from None
-    finally:
-        _restore(handlers)
+    with _own_signals():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # Ray has no class of its own for this
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            where = "" if address == "auto" else f" at {address}"
+            raise ConfigError(f"{what}: no Ray cluster{where} to connect to ({reason}); {advice}") from None
     try:
         yield ray
     finally:
-        ray.shutdown()
-        _restore(handlers)
+        with _own_signals():
+            ray.shutdown()
 
 
 def _keep_loopback(address: str) -> None:
@@ -396,15 +357,16 @@ def _check_answers(address: str, what: str, advice: str) -> None:
         raise ConfigError(f"{what}: no Ray cluster at {address} to connect to ({error}); {advice}") from None
 
 
-def _handlers() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-
-def _restore(handlers: Mapping[int, Any]) -> None:
-    """Undo what Ray does to the signals of this process."""
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+@contextmanager
+def _own_signals() -> Generator[None, None, None]:
+    """Undo what Ray does to the signals of this process within this context."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def _own_address(ray: Any) -> str:
@@ -431,9 +393,3 @@ def _secret(path: Path, content: str) -> Generator[None, None, None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _listening(address: str) -> Generator[socket.socket, None, None]:
-    with socket.create_server((address, 0), backlog=128) as listener:
-        yield listener

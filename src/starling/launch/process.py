@@ -1,4 +1,4 @@
-"""A learner's process: how a launcher starts it, sends it messages, and ends it together with its child processes.
+"""A learner's process: how a launcher starts it, and ends it together with its child processes; and signals to stop.
 
 `LearnerProcess`, `Site` and `Machines` are what the launcher knows of the place where learners run. `LocalProcess` is a
 process on this machine; `starling.launch.on_ray` has the processes on a Ray cluster.
@@ -8,21 +8,20 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from types import FrameType
 from typing import Protocol
 
 from starling.engines.processes import run_token
 from starling.engines.processes.forks import owned
 from starling.errors import StarlingError
-from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED
-from starling.launch.messages import LauncherMessage, encode
+from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED, Line
 from starling.timeouts import LOADERS, TERMINATION
 
 Seconds = float
@@ -49,12 +48,12 @@ class Program:
 
 
 @dataclass
-class LearnerProcess(ABC):
-    """A learner's process as its launcher sees it, on whichever machine it runs."""
+class LearnerProcess:
+    """A learner's process as its launcher sees it, on whichever machine it runs; this class: one that has not begun."""
 
-    log: Path
-    line: socket.socket | None = None
-    """The launcher's end of the socket to it; None before it is connected."""
+    log: Path = Path()
+    line: Line = field(default_factory=Line)
+    """The launcher's end of the connection to it."""
     node: str = ""
     """The cluster's node on which it runs; empty on the launcher's machine."""
     lost: str = ""
@@ -64,63 +63,34 @@ class LearnerProcess(ABC):
     killed_because: str = ""
     """Why the launcher killed it; empty if it did not."""
     is_read: bool = False
-    """Whether `Watch` reads its messages."""
-    unread: bytearray = field(default_factory=bytearray)
-    """The received part of an incomplete message."""
-    untold: bytearray = field(default_factory=bytearray)
-    """Messages to it that it has left no room for: it does not read."""
+    """Whether the launcher reads its messages."""
     can_stop: bool = False
     """Whether it is able to save and end together with the others on a stop request."""
 
     @property
-    @abstractmethod
     def exit_code(self) -> int | None:
         """None while it runs; negative if a signal killed it, or its machine was lost."""
+        return None
 
     @property
     def is_running(self) -> bool:
         """Whether it runs, or is still to be started."""
         return self.exit_code is None
 
-    def tell(self, message: LauncherMessage) -> None:
-        """Send a message, without waiting for a process that does not read: `tell_rest` sends it later. If the process
-        has exited, the message is dropped: `Watch` notices the exit."""
-        if self.line is not None:
-            self.untold += _encoded(message)
-            self.tell_rest()
-
-    def tell_rest(self) -> None:
-        """Send what there was no room for."""
-        if self.line is not None:
-            try:
-                del self.untold[: self.line.send(self.untold, socket.MSG_DONTWAIT)]
-            except BlockingIOError:
-                pass
-            except OSError:
-                self.untold.clear()
-
-    def hang_up(self) -> None:
-        """Close the socket: the process has exited, is about to, or can no longer be reached."""
-        if self.line is not None:
-            self.line.close()
-
-    @abstractmethod
     def signal(self, number: int) -> None:
         """Send it a signal, if it runs."""
 
-    @abstractmethod
     def wait(self, seconds: Seconds) -> bool:
         """Wait for it to exit; return whether it has."""
+        return True
 
-    @abstractmethod
     def kill(self) -> None:
         """Send SIGKILL, and wait for the process to exit."""
 
-    @abstractmethod
     def signal_group(self, number: int) -> bool:
         """Signal it and its loading processes; return whether one exists. Number 0 only looks."""
+        return False
 
-    @abstractmethod
     def forget(self) -> None:
         """Release what belonged to it; it and its loading processes are gone."""
 
@@ -177,12 +147,6 @@ class LocalProcess(LearnerProcess):
         self._is_cleared = True
 
 
-@lru_cache(maxsize=4)
-def _encoded(message: LauncherMessage) -> bytes:
-    """A message that is sent to many learners, one after the other."""
-    return encode(message)
-
-
 def start(
     program: Program,
     learner_id: int,
@@ -226,7 +190,7 @@ def start(
             start_new_session=True,  # so that a signal to the group also reaches its loading processes
             cwd=folder,
         )
-    return LocalProcess(log, owned(ours), popen=popen)
+    return LocalProcess(log, Line(owned(ours)), popen=popen)
 
 
 def scratch_folder() -> Path:
@@ -248,7 +212,7 @@ def end(processes: Sequence[LearnerProcess]) -> None:
     for process in processes:
         if not process.wait(max(0.0, deadline - time.monotonic())):
             process.kill()
-        process.hang_up()
+        process.line.close()
     end_loaders(processes)
 
 
@@ -280,3 +244,56 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def end_now(number: int) -> None:
+    """End this process with the exit code that a shell reports for the signal."""
+    os._exit(128 + number)
+
+
+@contextmanager
+def on_stop_signal(
+    on_signal: Callable[[int], None], on_second: Callable[[int], None] = end_now
+) -> Generator[None, None, None]:
+    """Inside the context, call `on_signal` with the number of the first SIGINT or SIGTERM, and `on_second` with
+    that of the next, which ends this process at once.
+
+    A thread handles the signals, so that they take effect even while the main thread waits inside torch. Outside the
+    main thread, the context does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def listen() -> None:
+        num_heard = 0
+        while received := ours.recv(64):
+            for number in received:  # the numbers of all signals with a Python handler, not only of these two
+                num_heard += number in STOP_SIGNALS
+                if number in STOP_SIGNALS and num_heard == 1:
+                    on_signal(number)
+                elif number in STOP_SIGNALS:
+                    on_second(number)
+
+    thread = threading.Thread(target=listen, name="starling-signals", daemon=True)
+    thread.start()
+    before = {number: signal.signal(number, _handled_by_thread) for number in STOP_SIGNALS}
+    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        theirs.close()
+        thread.join()
+        ours.close()
+
+
+def _handled_by_thread(number: int, frame: FrameType | None) -> None:
+    """Replaces Python's handler, whose exception would be lost in callbacks from C code, such as soundfile's."""

@@ -1,5 +1,5 @@
 """A process's place among the learners, from the environment variables that Starling's launcher, torchrun and Slurm
-scripts set."""
+scripts set, and what it hears from Starling's launcher: memberships and stop requests."""
 
 import logging
 import os
@@ -7,16 +7,21 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.forks import own_connections
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, ProtocolError
 from starling.launch.link import JOINS, OWN_DEVICE, WATCHED, Link
-from starling.launch.messages import Arrived, Entered, LauncherMessage, NewMembership, Ready
-from starling.launch.process import loopback_interface
+from starling.launch.messages import Arrived, CanStop, Entered, LauncherMessage, NewMembership, Ready, Signalled, Stop
+from starling.launch.process import end_now, loopback_interface, on_stop_signal
 from starling.timeouts import CONNECT
 from starling.training.membership import Membership, MembershipFeed
 
@@ -32,8 +37,8 @@ def is_learner() -> bool:
 
 
 def number_of_learners() -> int:
-    """How many learners were started with this one."""
-    return _number("WORLD_SIZE")
+    """How many learners were started with this one; 1 without any other."""
+    return _number("WORLD_SIZE") if is_learner() else 1
 
 
 def is_first() -> bool:
@@ -68,31 +73,61 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
     return membership
 
 
+@contextmanager
+def save_requests_of(link: Link | None, minutes: float | None) -> Generator[SaveRequests, None, None]:
+    """The checkpoints and stops that this learner process asks for inside the context: a checkpoint every `minutes`
+    minutes, and a stop after a signal.
+
+    Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may
+    signal all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the others.
+    """
+    save_requests = SaveRequests(minutes, ignores_signals=True)
+
+    def hear(message: LauncherMessage) -> None:
+        if isinstance(message, Stop):
+            save_requests.stop(message.signal_number)
+
+    if link is not None:
+        save_requests.on_ready = lambda: link.send(CanStop())
+        link.listen(hear)
+
+    def stop(number: int) -> None:
+        if not save_requests.is_ready:  # there is nothing to save
+            end_now(number)
+        if link is None:
+            save_requests.stop(number)
+        else:
+            with suppress(OSError):  # the launcher is gone: the link's thread ends this process
+                link.send(Signalled(number))
+
+    with on_stop_signal(stop):
+        yield save_requests
+
+
 def find_place(timeout_seconds: float = CONNECT) -> Place:
     """This process's place, connected to the store.
 
     Raises `ConfigError` for an invalid environment variable, `ProtocolError` if the store does not answer.
     """
-    rank, world, local_rank, local_world = ranks_of_environment(joins())
-    address = os.environ["MASTER_ADDR"]
+    own, address = place_of_environment(joins()), os.environ["MASTER_ADDR"]
+    rank = own.rank
     if rank != 0 or os.environ.get(AGENT) == "True":  # otherwise it starts the store
         timeout_seconds = await_store(rank, address, _number("MASTER_PORT"), timeout_seconds)
     try:
         with own_connections():
-            store, _, _ = next(rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
+            store, _, _ = next(rendezvous("env://", rank, own.world, timeout=timedelta(seconds=timeout_seconds)))
     except (RuntimeError, OSError) as error:
         port = os.environ["MASTER_PORT"]
         raise ProtocolError(
             f"learner {rank} cannot reach the store at {address}:{port}: {str(error).splitlines()[0]}; "
             "is the process that owns it alive, and is the port free?"
         ) from error
-    owns_device = os.environ.get(OWN_DEVICE) == "1"
-    return Place(rank, world, local_rank, local_world, store, owns_device)
+    return replace(own, store=store)
 
 
-def ranks_of_environment(may_join: bool) -> tuple[int, int, int, int]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Also keeps gloo on loopback if MASTER_ADDR is, and warns of
-    any other address.
+def place_of_environment(may_join: bool) -> Place:
+    """This process's place, with a store of its own. Also keeps gloo on loopback if MASTER_ADDR is, and warns of any
+    other address.
 
     Raises `ConfigError` for an invalid variable. A rank that `may_join` later may be any number from 0.
     """
@@ -105,7 +140,7 @@ def ranks_of_environment(may_join: bool) -> tuple[int, int, int, int]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     if rank == 0:
         _warn_if_exposed(address)
-    return rank, world, local_rank, local_world
+    return Place(rank, world, local_rank, local_world, HashStore(), os.environ.get(OWN_DEVICE) == "1")
 
 
 def _warn_if_exposed(address: str) -> None:

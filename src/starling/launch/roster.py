@@ -37,7 +37,6 @@ from starling.launch.messages import (
     Ready,
     Saved,
     Snapshot,
-    Stop,
 )
 from starling.launch.process import LearnerProcess, signal_name
 from starling.timeouts import SILENT_AFTER
@@ -90,12 +89,7 @@ class Attempt:
     def does(self, doing: str, now: float) -> None:
         """Note what it does from now on."""
         self.doing, self.doing_since = doing, now
-
-    def beat(self, stall: Stall | None, now: float) -> None:
-        """Note what it waits for."""
-        self.wait = stall
-        if stall is not None:
-            self.wait_began_at = now - stall.seconds
+        self.has_computed = self.has_computed or self.generation >= 0
 
 
 @dataclass
@@ -104,8 +98,8 @@ class LearnerRecord:
 
     learner_id: int
     attempt: Attempt
-    process: LearnerProcess | None = None
-    """Its newest process; None before the first start, and in a roster that only follows messages."""
+    process: LearnerProcess = field(default_factory=LearnerProcess)
+    """Its newest process; one that has not begun before the first start, and in a roster that only follows messages."""
     state: LearnerState = LearnerState.STARTING
     rank: int | None = None
     """Its rank in the present membership; None if it is not a member."""
@@ -113,6 +107,8 @@ class LearnerRecord:
     """Mini-batches that all its processes have computed."""
     num_joins: int = 0
     """How many of its processes have joined the run after the start."""
+    is_joining: bool = False
+    """Whether it was started as a joiner and has neither trained nor failed since."""
     newest: Snapshot | None = None
     num_examples: int = 0
     """Examples in all its snapshots."""
@@ -126,11 +122,6 @@ class LearnerRecord:
     def loss(self) -> float | None:
         """The training loss of its last snapshot."""
         return None if self.newest is None else self.newest.loss
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether one of its processes has joined the run after the start."""
-        return self.num_joins > 0
 
     def spent(self, what: What) -> Seconds:
         """How long all its processes together have done this, as far as they have reported."""
@@ -156,19 +147,14 @@ class LearnerRecord:
         return [] if self.newest is None or self.newest.epoch <= ended else [self.newest]
 
     @property
-    def is_running(self) -> bool:
-        """Whether its process runs."""
-        return self.process is not None and self.process.is_running
-
-    @property
     def has_failed(self) -> bool:
         """Whether its process exited with an error or was killed."""
-        return self.process is not None and bool(self.process.exit_code)
+        return bool(self.process.exit_code)
 
     @property
     def was_killed(self) -> bool:
         """Whether a signal ended its process, and it reported no error."""
-        return self.process is not None and (self.process.exit_code or 0) < 0 and self.attempt.error is None
+        return (self.process.exit_code or 0) < 0 and self.attempt.error is None
 
     @property
     def is_out(self) -> bool:
@@ -180,42 +166,28 @@ class LearnerRecord:
         """Whether it is starting, ready or training."""
         return self.state not in (*_OUT, LearnerState.ENDED)
 
-    @property
-    def log(self) -> str:
-        """The path of its log; empty without a process."""
-        return str(self.process.log) if self.process is not None else ""
-
-    def tell(self, message: NewMembership | Stop) -> None:
-        """Send it a message."""
-        if self.process is not None:
-            self.process.tell(message)
-
     def kill(self, because: str = "") -> None:
         """Kill its process, and note the reason."""
-        if self.process is not None:
-            self.process.killed_because = because
-            self.process.kill()
+        self.process.killed_because = because
+        self.process.kill()
 
     def describe_death(self) -> str:
         """How it was killed, and what it was doing then, as text."""
         name, doing, process = f"learner {self.learner_id}", self.attempt.doing, self.process
-        if process is not None and process.killed_because:
+        if process.killed_because:
             return f"{name} {process.killed_because} while {doing} and was killed"
-        if process is not None and process.lost:
-            return f"{name} {process.lost} while {doing}"
-        code = (process.exit_code if process is not None else None) or 0
-        return f"{name} was killed by {signal_name(-code)} while {doing}"
+        how = process.lost or f"was killed by {signal_name(-(process.exit_code or 0))}"
+        return f"{name} {how} while {doing}"
 
     def describe_exit(self) -> str:
         """How its process exited, as text."""
-        process = self.process
-        if self.was_killed or (process is not None and process.killed_because):
+        if self.was_killed or self.process.killed_because:
             return self.describe_death()
-        code = process.exit_code if process is not None else None
+        code = self.process.exit_code
         if code == 0:
             return f"learner {self.learner_id} exited: its sync group lost a member"
         how = self.attempt.error or f"it exited with code {code} while {self.attempt.doing}"
-        return f"learner {self.learner_id}: {how}; its log: {self.log}"
+        return f"learner {self.learner_id}: {how}; its log: {self.process.log}"
 
 
 @dataclass(frozen=True)
@@ -267,7 +239,8 @@ class Roster:
         with self.lock:
             record = self.learners.setdefault(learner_id, self._record(learner_id))
             now = self.clock()
-            record.process, record.state = process, LearnerState.STARTING
+            record.process, record.state = process or LearnerProcess(), LearnerState.STARTING
+            record.is_joining = is_joiner
             record.attempt = Attempt(now, now, is_joiner, record.num_steps)
             return record
 
@@ -293,12 +266,16 @@ class Roster:
                     record.num_steps = attempt.num_before + message.num_steps
                     if message.num_steps and record.state is LearnerState.STARTING:
                         record.state = LearnerState.TRAINING  # an unwatched learner reports no membership
-                    attempt.beat(message.stall, now)
-                case Snapshot() | EpochEnd() | Activity() if message.doing:
+                    attempt.wait = message.stall
+                    attempt.wait_began_at = now - message.stall.seconds if message.stall else 0.0
+                case Snapshot():
+                    attempt.does(f"computing batch {message.batch + 1} of epoch {message.epoch + 1}", now)
+                    record.report(message)
+                case EpochEnd():
+                    attempt.does(f"saving after epoch {message.epoch + 1}", now)
+                    record.report(message)
+                case Activity() if message.doing:
                     attempt.does(message.doing, now)
-                    attempt.has_computed = attempt.has_computed or attempt.generation >= 0
-                    if not isinstance(message, Activity):
-                        record.report(message)
                 case Ready():
                     _advance(record, LearnerState.READY)
                 case Arrived():
@@ -308,14 +285,14 @@ class Roster:
                     attempt.generation = message.generation
                     _advance(record, LearnerState.TRAINING)
                 case Ended():
-                    attempt.does("ending", now)
+                    attempt.doing, attempt.doing_since = "ending", now
                     record.num_steps, attempt.wait = attempt.num_before + message.num_steps, None
                     _advance(record, LearnerState.ENDED)
                 case Failed():
                     attempt.error = _error_from(message)
                 case Saved():
                     self.saved, self.saved_at, self.num_saved = message.folder, now, self.num_saved + 1
-                case CanStop() if record.process is not None:
+                case CanStop():
                     record.process.can_stop = True
                 case _:
                     pass
@@ -334,6 +311,12 @@ class Roster:
         """The records of these learners, without those that were lost or left."""
         chosen = set(learner_ids)
         return [each for each in self.learners.values() if not each.is_out and each.learner_id in chosen]
+
+    def joining(self, is_member: bool) -> list[LearnerRecord]:
+        """The joiners under way, in the order in which they were started: those for which the other members wait, or
+        those that are not members yet."""
+        found = [each for each in self.learners.values() if each.is_joining and (each.rank is not None) is is_member]
+        return sorted(found, key=lambda each: each.attempt.started_at)
 
     def waiting(self) -> dict[int, LearnerRecord]:
         """The learners in a long wait, by `learner_id`."""

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils.data import Sampler
 
 from starling.chance import derive_seed
@@ -31,8 +31,6 @@ class _Shared(Sampler[T], Generic[T]):
         self._epoch = self._num_passes = 0
         self._remaining = remaining
         self._has_ended = False
-        self._place: tuple[Store, int] | None = None
-        self._run: Place | None = None
         self._present: Claims | None = None
 
     _end: int | None = None
@@ -83,15 +81,15 @@ class _Shared(Sampler[T], Generic[T]):
         yield from claims
         self._has_ended = True
 
+    def _find_place(self) -> Place:
+        return (surviving_place() or shared_place()) if is_learner() else Place(0, 1, 0, 1, HashStore())
+
     def _claims(self) -> Claims:
         """The claims of the present pass, or of the first one before it begins."""
         if self._present is None:
-            run = surviving_place()
-            if self._place is None or run is not self._run:  # not earlier: Lightning sets the ranks when a fit begins
-                self._place, self._run = _store_and_rank(self._number), run
-            store, rank = self._place
-            store = PrefixStore(f"pass/{self._num_passes}", store)
-            self._present = Claims(store, rank, self._remaining, self._claim_size)
+            place = self._find_place()  # not earlier: Lightning sets the ranks when a fit begins
+            store = PrefixStore(f"sampler/{self._number}/pass/{self._num_passes}", place.store)
+            self._present = Claims(store, place.rank, self._remaining, self._claim_size)
         return self._present
 
 
@@ -182,11 +180,3 @@ class SharedBatches(_Shared[T]):
                 self._has_ended, self._end = True, following
                 return
             yield batch
-
-
-def _store_and_rank(number: int) -> tuple[Store, int]:
-    """This process's part of the run's store for its sampler `number`, and its rank."""
-    if not is_learner():
-        return HashStore(), 0
-    place = surviving_place() or shared_place()
-    return PrefixStore(f"sampler/{number}", place.store), place.rank

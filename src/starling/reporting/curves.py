@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starling.launch.messages import EpochEnd, Snapshot
+from starling.reporting.lines import rounds_per_gradient, share
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -38,10 +39,10 @@ class Curves:
         """Add an epoch's time and averaging statistics by epoch (counted from 1), and the consensus distance, if known,
         by step."""
         values = {
-            "time/computing": end.share(end.computing),
-            "time/waiting_for_data": end.share(end.waiting_for_data),
-            "time/waiting_for_peers": end.share(end.waiting_for_peers),
-            "averaging/rounds_per_gradient": end.rounds_per_gradient,
+            "time/computing": share(end, "computing"),
+            "time/waiting_for_data": share(end, "waiting_for_data"),
+            "time/waiting_for_peers": share(end, "waiting_for_peers"),
+            "averaging/rounds_per_gradient": rounds_per_gradient(end),
             "averaging/megabytes_sent": end.bytes_sent / 1e6,
             "averaging/mean_staleness": end.mean_staleness,
         }

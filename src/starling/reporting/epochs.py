@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from starling.launch.messages import EpochEnd, Snapshot
-from starling.reporting.lines import duration, mean_staleness
+from starling.reporting.lines import duration, mean_staleness, rounds_per_gradient, share
 
 if TYPE_CHECKING:
     from starling.training.job import EpochReport, StepReport
@@ -31,11 +31,14 @@ class Sums:
     frames: int = 0
     losses: float = 0.0
     """Losses times frames."""
+    audio: float = 0.0
+    """Seconds."""
 
     def add(self, report: StepReport) -> None:
         """Add one gradient."""
         self.batches += 1
         self.examples += report.num_examples
+        self.audio += report.audio_seconds
         if math.isfinite(report.loss):
             self.frames += max(1, report.num_frames)
             self.losses += report.loss * max(1, report.num_frames)
@@ -47,33 +50,34 @@ class Sums:
 
 
 class Meter:
-    """Sums up one learner's steps between snapshots."""
+    """Sums up one learner's steps between the snapshots of each of several listeners."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, num_listeners: int = 1) -> None:
         self._world = world
         self._last: StepReport | None = None
-        self._new, self._epoch = Sums(), Sums()
-        self._audio = 0.0
-        self._since_minutes: float | None = None
+        self._new, self._epoch = [Sums() for _ in range(num_listeners)], Sums()
+        self._since_minutes = [0.0] * num_listeners
 
     def add(self, report: StepReport) -> None:
         """Count one gradient."""
         if self._last is None or self._last.ticket.epoch != report.ticket.epoch:
             self._epoch = Sums()
-        self._new.add(report)
         self._epoch.add(report)
-        if self._since_minutes is None:
-            self._since_minutes = report.minutes  # the first batch has no known start: its audio is not counted
-        else:
-            self._audio += report.audio_seconds
+        for new in self._new:
+            new.add(report)
+            if self._last is None:
+                new.audio = 0.0  # the first batch has no known start
+        if self._last is None:
+            self._since_minutes = [report.minutes] * len(self._new)
         self._last = report
 
-    def take(self) -> Snapshot | None:
-        """A snapshot of the gradients since the previous one; None if there was no finite loss."""
-        last, loss, running_loss = self._last, self._new.loss, self._epoch.loss
+    def take(self, listener: int = 0) -> Snapshot | None:
+        """A snapshot of the gradients since the listener's previous one; None if there was no finite loss."""
+        new, last = self._new[listener], self._last
+        loss, running_loss = new.loss, self._epoch.loss
         if last is None or loss is None or running_loss is None:
             return None
-        seconds = 60.0 * (last.minutes - (self._since_minutes or 0.0))
+        seconds = 60.0 * (last.minutes - self._since_minutes[listener])
         snapshot = Snapshot(
             learner_id=last.rank,
             world=self._world,
@@ -82,17 +86,16 @@ class Meter:
             num_batches=last.num_batches,
             step=last.ticket.step,
             loss=loss,
-            num_frames=self._new.frames,
+            num_frames=new.frames,
             running_loss=running_loss,
             learning_rate=last.learning_rate,
-            audio_rate=self._audio / seconds if seconds > 0.0 else 0.0,
+            audio_rate=new.audio / seconds if seconds > 0.0 else 0.0,
             fraction=last.fraction,
             minutes=last.minutes,
-            num_examples=self._new.examples,
+            num_examples=new.examples,
             **vars(last.spent),
         )
-        self._new, self._audio = Sums(), 0.0
-        self._since_minutes = last.minutes
+        self._new[listener], self._since_minutes[listener] = Sums(), last.minutes
         return snapshot
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:
@@ -203,19 +206,19 @@ class EpochSummary:
         parts = [f"loss {every.loss:.4f}"] if every.loss is not None else []
         if workers.learning_rate is not None:
             parts.append(f"lr {workers.learning_rate:.3g}")
-        computing = workers.share(workers.computing)
-        worst = min(self._computing, key=lambda each: each.share(each.computing))
-        least = worst.share(worst.computing)
+        computing = share(workers, "computing")
+        worst = min(self._computing, key=lambda each: share(each, "computing"))
+        least = share(worst, "computing")
         named = f" (learner {worst.learner_id}: {least:.0f} %)" if computing - least >= _MUCH else ""
         parts += [
             f"computing {computing:.0f} %{named}",
-            f"waiting {workers.share(workers.waiting_for_data):.0f} % for data",
-            f"{workers.share(workers.waiting_for_peers):.0f} % for peers",
+            f"waiting {share(workers, 'waiting_for_data'):.0f} % for data",
+            f"{share(workers, 'waiting_for_peers'):.0f} % for peers",
         ]
         if every.num_rounds or every.largest_staleness:
             parts.append(f"staleness {every.mean_staleness:.1f} (at most {every.largest_staleness})")
         if every.num_rounds and every.num_steps:
-            parts.append(f"{every.rounds_per_gradient:.2f} rounds per gradient")
+            parts.append(f"{rounds_per_gradient(every):.2f} rounds per gradient")
         if every.num_not_finite:
             parts.append(f"{every.num_not_finite} gradients not finite and left out")
         if score is not None:

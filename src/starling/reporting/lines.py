@@ -30,9 +30,9 @@ def epoch_line(end: EpochEnd) -> str:
     steps = "step" if end.num_steps == 1 else "steps"
     line = (
         f"({end.learner_id}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} {steps} in "
-        f"{duration(end.seconds)}, {end.share(end.computing):.1f} % computing, "
-        f"{end.share(end.waiting_for_data):.1f} % waiting for data, "
-        f"{end.share(end.waiting_for_peers):.1f} % waiting for peers{_averaging(end)}"
+        f"{duration(end.seconds)}, {share(end, 'computing'):.1f} % computing, "
+        f"{share(end, 'waiting_for_data'):.1f} % waiting for data, "
+        f"{share(end, 'waiting_for_peers'):.1f} % waiting for peers{_averaging(end)}"
     )
     if end.num_not_finite:
         line += f", {end.num_not_finite} gradients not finite and left out"
@@ -41,9 +41,9 @@ def epoch_line(end: EpochEnd) -> str:
 
 def advice(end: EpochEnd) -> str | None:
     """Advice if a learner waited for much of an epoch, else None."""
-    if end.num_steps == 0 or end.share(end.computing) >= _BUSY:
+    if end.num_steps == 0 or share(end, "computing") >= _BUSY:
         return None
-    for_data, for_peers = end.share(end.waiting_for_data), end.share(end.waiting_for_peers)
+    for_data, for_peers = share(end, "waiting_for_data"), share(end, "waiting_for_peers")
     if for_data > for_peers and for_data >= _LITTLE:
         return MORE_WORKERS
     if for_peers >= _LITTLE and end.world > 1:
@@ -54,23 +54,34 @@ def advice(end: EpochEnd) -> str | None:
 def advice_line(end: EpochEnd, what: str) -> str:
     """A piece of advice with its reason."""
     is_data = what == MORE_WORKERS
-    share = end.share(end.waiting_for_data if is_data else end.waiting_for_peers)
-    return f"learner {end.learner_id} waits for {'data' if is_data else 'peers'} {share:.0f} % of its time: {what}"
+    part = share(end, "waiting_for_data" if is_data else "waiting_for_peers")
+    return f"learner {end.learner_id} waits for {'data' if is_data else 'peers'} {part:.0f} % of its time: {what}"
 
 
 def _averaging(end: EpochEnd) -> str:
     """Averaging rounds, staleness and traffic; empty for a synchronous strategy."""
     if end.num_rounds == 0 and end.largest_staleness == 0:
         return ""
-    rounds = f", {end.rounds_per_gradient:.2f} rounds per gradient" if end.num_rounds else ""
+    rounds = f", {rounds_per_gradient(end):.2f} rounds per gradient" if end.num_rounds else ""
     staleness = f"staleness {end.mean_staleness:.1f} (at most {end.largest_staleness})"
     return f"{rounds}, {staleness}, {end.bytes_sent / 1e6:,.1f} MB sent"
 
 
+def share(end: EpochEnd, what: str) -> float:
+    """`computing`, `waiting_for_data` or `waiting_for_peers` as a percentage of a learner's time in an epoch."""
+    return 100.0 * float(getattr(end, what)) / end.seconds if end.seconds > 0.0 else 0.0
+
+
+def rounds_per_gradient(end: EpochEnd) -> float:
+    """Averaging rounds per gradient; 0 without gradients."""
+    return end.num_rounds / end.num_steps if end.num_steps else 0.0
+
+
 def time_left(snapshot: Snapshot) -> str:
     """The estimated time left; empty while it is unknown."""
-    left = snapshot.minutes_left
-    return "" if left is None else duration(60.0 * left)
+    if snapshot.fraction <= 0.0 or snapshot.minutes <= 0.0:
+        return ""
+    return duration(60.0 * snapshot.minutes * (1.0 - snapshot.fraction) / snapshot.fraction)
 
 
 def duration(seconds: float) -> str:

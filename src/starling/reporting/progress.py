@@ -15,7 +15,7 @@ from rich.table import Table
 from starling.launch.messages import EpochEnd, Saved, Snapshot
 from starling.reporting.epochs import EpochCollector, EpochSummary, Score
 from starling.reporting.events import Events
-from starling.reporting.lines import advice, advice_line, duration, time_left
+from starling.reporting.lines import advice, advice_line, duration, share, time_left
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
 
 Say = Callable[[str], None]
@@ -163,7 +163,7 @@ class Display:
         self._write("epoch", **summary.fields())
         self._print(summary.line(score))
         self._has_told()
-        for end in sorted(summary.ends, key=lambda each: each.share(each.computing)):
+        for end in sorted(summary.ends, key=lambda each: share(each, "computing")):
             what = advice(end)
             if what is not None and what not in self._advised:
                 self._advised.add(what)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from starling.chance import borrowed_generators, derive_seeds
 from starling.configuration import Config
+from starling.errors import DataError
 from starling.speech.codecs import Codec, transmitted
+from starling.speech.features import Warp
 
 if TYPE_CHECKING:
     import torch
-
-    from starling.speech.mel import Warp
 
 _STEP = 0.01  # factors are rounded to it, so that few mel banks are made
 _MIN_FRAMES_TO_MASK = 20  # below this, masks would hide whole phones or be empty
@@ -112,6 +113,27 @@ class AugmentConfig(Config):
         return max(self.speed), 1.0 if self.tempo is None else self.tempo[1]
 
 
+def augmented(
+    waveforms: Sequence[torch.Tensor | DataError], sampling_rate: int, config: AugmentConfig, seed: int
+) -> list[torch.Tensor | DataError]:
+    """The waveforms of a micro-batch, augmented, or the errors in their places.
+
+    The randomness of each depends only on `seed` and its place, so an error does not affect others, unless speech of
+    the batch is mixed into them (`babble_snr`).
+    """
+    found = list(waveforms)
+    for place, each in enumerate(derive_seeds(seed, "waveform", len(waveforms))):
+        if isinstance(waveform := waveforms[place], DataError):
+            continue
+        others = [] if config.babble_snr is None else [*waveforms[:place], *waveforms[place + 1 :]]
+        usable = [other for other in others if not isinstance(other, DataError)]
+        try:
+            found[place] = augment_waveform(waveform, sampling_rate, config, np.random.default_rng(each), usable)
+        except DataError as error:
+            found[place] = error
+    return found
+
+
 def augment_waveform(
     waveform: torch.Tensor,
     sampling_rate: int,
@@ -152,15 +174,14 @@ def augment_waveform(
     return waveform
 
 
-def draw_warp(config: AugmentConfig, generator: np.random.Generator) -> Warp | None:
-    """The tempo and the warping of an utterance's frequency axis, each rounded to 0.01; None if neither is changed."""
-    if config.tempo is None and config.vocal_tract is None:
-        return None
-    from starling.speech.mel import Warp
-
-    drawn = [1.0 if each is None else generator.uniform(*each) for each in (config.tempo, config.vocal_tract)]
-    tempo, frequency = (round(round(each / _STEP) * _STEP, 2) for each in drawn)
-    return Warp(tempo, frequency)
+def draw_warps(config: AugmentConfig, seed: int, count: int) -> list[Warp]:
+    """The tempo and the warping of the frequency axis of each utterance of a micro-batch, rounded to 0.01."""
+    warps = []
+    for each in derive_seeds(seed, "warp", count):
+        generator = np.random.default_rng(each)
+        drawn = [1.0 if each is None else generator.uniform(*each) for each in (config.tempo, config.vocal_tract)]
+        warps.append(Warp(*(round(round(each / _STEP) * _STEP, 2) for each in drawn)))
+    return warps
 
 
 def impulse_response(sampling_rate: int, decay: Range, generator: np.random.Generator) -> torch.Tensor:
@@ -217,16 +238,24 @@ def _coloured_noise(num_samples: int, generator: np.random.Generator) -> torch.T
     return noise
 
 
-def spec_augment(features: list[torch.Tensor], config: SpecAugmentConfig, seed: int) -> list[torch.Tensor]:
-    """Masked copies of `features` (`[frames, F]` each); a pure function of its arguments.
+def spec_augment(
+    features: Sequence[torch.Tensor | DataError], config: SpecAugmentConfig, seed: int
+) -> list[torch.Tensor | DataError]:
+    """Masked copies of `features` (`[frames, F]` each), and errors in their places; a pure function of its arguments.
 
-    lhotse draws masks from the global generators, which are seeded for it and then restored. Masked values are replaced
-    by the utterance's mean. Utterances with fewer than 20 frames are not changed.
+    lhotse draws masks from the global generators of torch and NumPy, which are seeded for each utterance and then
+    restored. Masked values are replaced by the utterance's mean. Utterances with fewer than 20 frames are not changed.
     """
-    from starling.speech.chance import borrowed_generators
+    import torch
 
+    found = list(features)
     with borrowed_generators(seed):
-        return [_masked(each, config) for each in features]
+        for place, each in enumerate(derive_seeds(seed, "SpecAugment", len(features))):
+            if not isinstance(matrix := features[place], DataError):
+                torch.default_generator.manual_seed(each)
+                np.random.seed(each & 0xFFFFFFFF)
+                found[place] = _masked(matrix, config)
+    return found
 
 
 def _masked(features: torch.Tensor, config: SpecAugmentConfig) -> torch.Tensor:

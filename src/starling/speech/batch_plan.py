@@ -1,13 +1,8 @@
-"""Plans the mini-batches of an epoch by a pure function, so that all processes agree.
-
-An epoch is planned in windows of a few shards. Each window is planned independently, and a learner reads only a few
-shards at a time, however large the set is.
-"""
+"""Groups utterances of similar duration into mini-batches, window by window; a window is a few shards of an epoch."""
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +11,12 @@ from pydantic import Field
 from starling.chance import derive_seed
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.mixture import Mixture
 from starling.workload import Weighting
 
 MiniBatch = list[NDArray[np.int64]]  # its micro-batches, each an array of utterance indices
 
 _MICRO_BATCHES_PER_BUCKET = 4  # with fewer, small sets would have needlessly small batches
 _MAX_SPLIT = 0.1  # fraction of micro-batches that may be split to complete groups of similar mini-batches
-_WINDOWS_KEPT = 3  # the current one, the next, which is loaded ahead, and one that a slow learner is still in
-_EPOCHS_KEPT = 2
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 class BatchConfig(Config):
@@ -80,85 +69,6 @@ def shard_bounds(shards: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.flatnonzero(changes) + 1, [len(shards)]])
 
 
-class Planner:
-    """Plans the epochs of a set; a pure function of the constructor's arguments.
-
-    `durations` (`[N]`, seconds) and `shards` (`[N]`, ascending: the shard of each utterance) describe the set. Without
-    a mixture, each utterance is in exactly one micro-batch per epoch, and a window has at most `config.window` shards.
-    With a mixture, an epoch contains the data that it draws (see `starling.speech.mixture`).
-
-    In a window, utterances are sorted by duration into buckets, and those of a bucket are assigned to micro-batches at
-    random. A micro-batch with its padding is at most `max_duration` long, unless it consists of one longer utterance,
-    or the window has too few utterances to fill `accumulate` without merging. Each mini-batch has `accumulate`
-    micro-batches (fewer if the window has fewer utterances). Groups of `similar` mini-batches are in random order;
-    mini-batches that do not fill a group come last. Raises DataError for a set without utterances.
-    """
-
-    def __init__(
-        self,
-        durations: NDArray[np.float32],
-        shards: NDArray[np.int32],
-        config: BatchConfig,
-        seed: int,
-        mixture: Mixture | None = None,
-    ) -> None:
-        if not len(durations):
-            raise DataError("there are no utterances to plan an epoch with; check the training set")
-        self._durations = durations
-        self._config = config
-        self._seed = seed
-        self.windows = (
-            ShardWindows(shards, config.window, seed)
-            if mixture is None
-            else mixture.windows(durations, shard_bounds(shards), config.window, seed)
-        )
-        self._epochs: dict[int, EpochPlan] = {}
-        self._plans: dict[tuple[int, int], list[MiniBatch]] = {}
-
-    def epoch(self, epoch: int) -> "EpochPlan":
-        """The plan of an epoch; each window is planned when it is first needed."""
-        return _recent(self._epochs, _EPOCHS_KEPT, epoch, lambda: EpochPlan(self, epoch))
-
-    def count(self, epoch: int, window: int) -> int:
-        """The number of mini-batches in a window."""
-        members = self.windows.members(epoch, window)
-        return _Dealing(self._durations[members], self._config).num_batches
-
-    def window(self, epoch: int, window: int) -> list[MiniBatch]:
-        """The mini-batches of a window, in order."""
-        return _recent(self._plans, _WINDOWS_KEPT, (epoch, window), lambda: self._plan(epoch, window))
-
-    def _plan(self, epoch: int, window: int) -> list[MiniBatch]:
-        members = self.windows.members(epoch, window)
-        generator = np.random.default_rng(derive_seed(self._seed, "window", epoch, window))
-        dealt = _Dealing(self._durations[members], self._config).deal(generator)
-        order = in_similar_groups(len(dealt), self._config.similar, generator)
-        return [[members[micro] for micro in dealt[number]] for number in order]
-
-
-class EpochPlan:
-    """The mini-batches of one epoch, in order."""
-
-    def __init__(self, planner: Planner, epoch: int) -> None:
-        self._planner, self._epoch = planner, epoch
-        counts = [planner.count(epoch, window) for window in range(planner.windows.num_windows)]
-        self._ends = np.cumsum(counts)
-
-    @property
-    def num_batches(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> MiniBatch:
-        if not 0 <= index < self.num_batches:
-            raise IndexError(f"mini-batch {index} of epoch {self._epoch}, which has {self.num_batches}")
-        window = int(np.searchsorted(self._ends, index, side="right"))
-        first = int(self._ends[window - 1]) if window else 0
-        return self._planner.window(self._epoch, window)[index - first]
-
-    def __iter__(self) -> Iterator[MiniBatch]:
-        return (self[index] for index in range(self.num_batches))
-
-
 @dataclass
 class Bucket:
     """Utterances of similar duration, and the number of micro-batches they are divided into."""
@@ -171,7 +81,7 @@ class Bucket:
         return self.longest * len(self.members) / self.groups
 
 
-class _Dealing:
+class Dealing:
     """The sizes of a window's micro-batches, which depend on `durations` (`[n]`, seconds) only, and their random
     division into mini-batches."""
 
@@ -248,12 +158,3 @@ def in_similar_groups(count: int, size: int, generator: np.random.Generator) -> 
 
 def _next_multiple(number: int, of: int) -> int:
     return -(-number // of) * of
-
-
-def _recent(cache: dict[K, V], most: int, key: K, make: Callable[[], V]) -> V:
-    """The value of a key, from a cache of the `most` recently used ones or made now."""
-    value = cache.pop(key) if key in cache else make()
-    cache[key] = value
-    if len(cache) > most:
-        del cache[next(iter(cache))]
-    return value

@@ -18,6 +18,11 @@ from starling.errors import ConfigError
 from starling.extras import require
 
 COMMANDS = Commands()
+Average = Annotated[
+    int | None,
+    typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
+]
+Beam = Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")]
 
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling prepare demo data.folder=corpora/demo jobs=4[/bold]")
@@ -31,9 +36,27 @@ def prepare(
     jobs=N uses N processes, executor=ray the Ray cluster at launch.address; the result is the same.
     """
     require("speech", "starling prepare")
-    from starling.speech.commands import prepare
+    from starling.reporting.progress import Bars
+    from starling.speech.prepare import prepare_all
+    from starling.speech.preparing.executors import executor_of
+    from starling.speech.recipe import load_recipe
 
-    prepare.prepare(recipe, overrides or (), typer.echo, progress_console(), overwrite)
+    own = [each for each in overrides or () if each.partition("=")[0].strip() in ("jobs", "executor")]
+    problems, address = [], "auto"
+    try:
+        loaded = load_recipe(recipe, [each for each in overrides or () if each not in own])
+        address = loaded.launch.address
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        executor = executor_of(own, address)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    with executor, Bars(progress_console()) as bars:
+        described = prepare_all(loaded, bars, executor, overwrite)
+    typer.echo(described)
 
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling check demo data.check.silence_db=-50[/bold]")
@@ -55,11 +78,9 @@ def check(
     With --model, an experiment, a checkpoint or a recogniser's folder, also swapped and wrong transcripts.
     """
     require("speech", "starling check")
-    from rich.console import Console
-
     from starling.speech.commands import check
 
-    check.check(data, overrides or (), drop, strict, typer.echo, Console(), progress_console(), model)
+    check.check(data, overrides or (), drop, strict, progress_console(), model)
 
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling demo learners=2[/bold]")
@@ -84,10 +105,7 @@ def evaluate(
         list[str] | None,
         typer.Option("--condition", help="Pass audio through a codec, such as telephone or opus-8; may be repeated."),
     ] = None,
-    average: Annotated[
-        int | None,
-        typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
-    ] = None,
+    average: Average = None,
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder.
 
@@ -121,14 +139,12 @@ def score(
 ) -> None:
     """Score decoded texts again, by speaker or column, normalised; test whether two experiments differ."""
     require("speech", "starling score")
-    from rich.console import Console
-
     from starling.speech.commands.score import score as score_texts
 
     if table is not None and by is None:
         raise ConfigError("score: --table needs --by, the column to group by")
     experiments = [each for each in (experiment, other) if each is not None]
-    score_texts(experiments, typer.echo, Console(), sets or (), by, table, normalise or (), language)
+    score_texts(experiments, sets or (), by, table, normalise or (), language)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling transcribe exp/demo talk.flac --format srt --output talk.srt[/bold]")
@@ -154,7 +170,7 @@ def transcribe(
         ),
     ] = None,
     best: Best = False,
-    beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
+    beam: Beam = False,
 ) -> None:
     """Transcribe audio with the newest model of an experiment.
 
@@ -181,7 +197,7 @@ def serve(
         float, typer.Option("--stall-seconds", min=0.1, help="How long a client may send nothing.")
     ] = 30.0,
     best: Best = False,
-    beam: Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")] = False,
+    beam: Beam = False,
 ) -> None:
     """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket."""
     require("serve", "starling serve")
@@ -200,10 +216,7 @@ def export(
         bool, typer.Option("--onnx", help="Also write ONNX, and a program that needs no Starling.")
     ] = False,
     best: Best = False,
-    average: Annotated[
-        int | None,
-        typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
-    ] = None,
+    average: Average = None,
 ) -> None:
     """Write the newest model of an experiment to a folder: weights, tokens, language model, and a model card."""
     require("speech", "starling export")

@@ -16,13 +16,11 @@ from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, merge
 from starling.recipe.problems import refused
 from starling.reporting.progress import Bars, Say
-from starling.speech.batches import Batch
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.trained import recognised
-from starling.speech.training.job import make_job
-from starling.speech.training.set_up import set_up, set_up_like
-from starling.speech.training.workload import SpeechWorkload
+from starling.speech.training.set_up import make_job, set_up, set_up_like
+from starling.speech.training.workload import Batch, SpeechWorkload
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 from starling.workload import Ticket
@@ -133,23 +131,19 @@ class SpeechComparison:
                 set_up(recipe, folder, say if len(self._prepared) == 1 else lambda line: None, bars)
             done.append(path)
 
-    def _shared(self, cell: Cell) -> str:
-        """Equal for cells whose models before training differ in the seed alone."""
-        return self._digest(cell, {"model"})
-
     def _alike(self, cell: Cell) -> str:
         """Equal for cells whose folders `set_up_like` makes from one another: CTC leaves out other utterances for
         another model; an alignment serves them all."""
-        return self._digest(cell, set() if self.recipe(cell).loss == "frames" else {"model"})
+        return self._digest(cell, with_model=self.recipe(cell).loss != "frames")
 
-    def _digest(self, cell: Cell, more: set[str]) -> str:
-        sections = {"data", "mixture", "tokens", "features", "augment", "warm_start", *more}
-        sections |= {"loss", "states", "alignment", "decoding"}
+    def _digest(self, cell: Cell, with_model: bool) -> str:
+        sections = {"data", "mixture", "tokens", "features", "augment", "warm_start"}
+        sections |= {"loss", "states", "alignment", "decoding"} | ({"model"} if with_model else set())
         return digest(self.recipe(cell).model_dump(mode="json", include=sections))[:12]
 
     def _ready(self, cell: Cell) -> ExperimentFolder:
         """The folder of cells that begin with the same model and train on the same data."""
-        return ExperimentFolder(self.base.folder / "ready" / f"{self._shared(cell)}-seed{cell.seed}")
+        return ExperimentFolder(self.base.folder / "ready" / f"{self._digest(cell, with_model=True)}-seed{cell.seed}")
 
     def job(self, cell: Cell) -> Job:
         recipe = self.recipe(cell)

@@ -108,7 +108,7 @@ def _dirichlet(
     by_label = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
     members = [generator.permutation(each) for each in by_label]
     chosen = np.empty(len(labels), np.int32)
-    for part, size in enumerate(_even(len(labels), num_parts)):
+    for part, size in enumerate(np.diff(np.arange(num_parts + 1) * len(labels) // num_parts).tolist()):
         wanted = generator.dirichlet(alpha * proportions)
         missing = size
         while missing:
@@ -123,10 +123,6 @@ def _dirichlet(
             left -= taken
             missing -= int(taken.sum())
     return chosen
-
-
-def _even(count: int, num_parts: int) -> list[int]:
-    return [(part + 1) * count // num_parts - part * count // num_parts for part in range(num_parts)]
 
 
 class PartDraws:

@@ -29,60 +29,46 @@ class PhonesConfig(Config):
     """A text file with a word and its phones on each line, as in CMUdict, instead of espeak-ng."""
 
 
-class Phones:
-    """The phones of words. Number 0 is CTC's blank.
-
-    Args:
-        names: The phones, without the blank.
-        words: The numbers of the phones of each word.
-    """
-
-    def __init__(self, names: Sequence[str], words: Mapping[str, Sequence[int]]) -> None:
-        self.names = ["", *names]
-        self._words = {word: list(phones) for word, phones in words.items()}
-
-    @classmethod
-    def of(cls, pronunciations: Mapping[str, Sequence[str]]) -> Self:
-        """From the names of each word's phones."""
-        names = sorted({phone for phones in pronunciations.values() for phone in phones})
-        numbers = {name: number for number, name in enumerate(names, 1)}
-        return cls(names, {word: [numbers[each] for each in phones] for word, phones in pronunciations.items()})
-
-    @property
-    def num_outputs(self) -> int:
-        """The phones and the blank."""
-        return len(self.names)
-
-    def encode(self, text: str) -> list[int]:
-        """The phones of a text's words, one word after another; empty if any of the words is unknown."""
-        found: list[int] = []
-        for word in text.split():
-            phones = self._words.get(word)
-            if phones is None:
-                return []
-            found += phones
-        return found
-
-    def save(self, folder: Path) -> Path:
-        """Write the file that `load_phones` reads, and return its path."""
-        path = folder / PHONES_FILE
-        content = _Saved(names=tuple(self.names[1:]), words={word: tuple(each) for word, each in self._words.items()})
-        path.write_text(content.model_dump_json(), encoding="utf-8")
-        return path
-
-
-class _Saved(Config):
-    """What `phones.json` holds."""
+class Phones(Config):
+    """The phones of words; the contents of `phones.json`."""
 
     format: int = Field(default=1, ge=1, le=1)
     names: tuple[str, ...] = Field(min_length=1)
+    """The phones, numbered from 1; number 0 is CTC's blank."""
     words: dict[str, tuple[int, ...]]
+    """The numbers of the phones of each word."""
 
     @model_validator(mode="after")
     def _phones_are_named(self) -> Self:
         if any(not 0 < phone <= len(self.names) for phones in self.words.values() for phone in phones):
             raise ValueError(f"a word has a phone whose number is not between 1 and {len(self.names)}")
         return self
+
+    @classmethod
+    def of(cls, pronunciations: Mapping[str, Sequence[str]]) -> Self:
+        """From the names of each word's phones."""
+        names = sorted({phone for phones in pronunciations.values() for phone in phones})
+        numbers = {name: number for number, name in enumerate(names, 1)}
+        words = {word: tuple(numbers[each] for each in phones) for word, phones in pronunciations.items()}
+        return cls(names=tuple(names), words=words)
+
+    @property
+    def outputs(self) -> list[str]:
+        """The names with that of the blank, which is empty."""
+        return ["", *self.names]
+
+    def encode(self, text: str) -> list[int]:
+        """The phones of a text's words, one word after another; empty if any of the words is unknown."""
+        words = text.split()
+        if any(word not in self.words for word in words):
+            return []
+        return [phone for word in words for phone in self.words[word]]
+
+    def save(self, folder: Path) -> Path:
+        """Write the file that `load_phones` reads, and return its path."""
+        path = folder / PHONES_FILE
+        path.write_text(self.model_dump_json(), encoding="utf-8")
+        return path
 
 
 class MadePhones(NamedTuple):
@@ -95,8 +81,7 @@ class MadePhones(NamedTuple):
 
 def load_phones(folder: Path) -> Phones:
     """What `save` wrote. Raises CheckpointError naming the file."""
-    saved = read_saved(_Saved, folder / PHONES_FILE)
-    return Phones(saved.names, saved.words)
+    return read_saved(Phones, folder / PHONES_FILE)
 
 
 def make_phones(config: PhonesConfig, texts: Iterable[str]) -> MadePhones:

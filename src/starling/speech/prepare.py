@@ -3,22 +3,30 @@
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from starling.errors import ConfigError, DataError
+from starling.files import sync
+from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences, source_of
 from starling.speech.preparing.executors import Executor
-from starling.speech.preparing.making import SETTINGS, OnProgress, make_set
+from starling.speech.preparing.stages import Meter, OnProgress, Result, Stage, listing_of, read_result, remove_asides
+from starling.speech.recipe import Recipe
 from starling.speech.remote import fetch_sets
 from starling.speech.set_summary import SetSummary, read_summary
+from starling.speech.shard_writer import ShardIndex, write_index
 from starling.speech.shards import REMOTE
 from starling.speech.store import SpeechSet
-from starling.speech.usable import NO_SPEAKER
+from starling.speech.strings import join_strings, plan_strings
+from starling.speech.usable import NO_SPEAKER, Checker, Source
 
+SETTINGS = "settings.json"
+"""The file with the settings from which a set was made."""
 _MAX_SHOWN = 5  # changed settings
 _MAX_NAMED = 3  # dropped utterances
 
@@ -66,13 +74,26 @@ def prepare(
             _check_nothing_is_lost(config, missing)
         for name in own:
             if name in missing:
-                _prepare_set(config, name, executor or Executor(), report)
+                make_set(source_of(config, name), config.set_folder(name), executor or Executor(), report)
                 written.append(name)
-            elif _partial_folder(config, name).exists():
-                shutil.rmtree(_partial_folder(config, name), ignore_errors=True)
+            else:
+                shutil.rmtree(_partial_folder(config.set_folder(name)), ignore_errors=True)
         sets = tuple(read_summary(config.set_folder(name)) for name in config.used_sets)
         unnamed = [name for name in written if _has_no_speakers(config.set_folder(name))]
     return Summary(config.folder, sets, tuple(written), tuple(unnamed))
+
+
+def prepare_all(
+    recipe: Recipe, progress: OnProgress | None = None, executor: Executor | None = None, overwrite: bool = False
+) -> str:
+    """Prepare the sets of `data` and the further ones of the mixture; return a description. Raises ConfigError and
+    DataError as `prepare` does."""
+    lines = [describe(prepare(recipe.data, progress, executor, overwrite))]
+    for name in recipe.mixture.sets if recipe.mixture else ():
+        if name in recipe.data.sets and name not in recipe.data.used_sets:
+            alone = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
+            lines.append(describe(prepare(alone, progress, executor, overwrite)))
+    return "\n".join(lines)
 
 
 def describe(summary: Summary) -> str:
@@ -82,8 +103,7 @@ def describe(summary: Summary) -> str:
         state = "written" if each.name in summary.written else "kept"
         line = (
             f"{each.name}: {_number(each.utterances, 'utterance')}, {each.hours:.2f} h, "
-            f"{_number(each.speakers, 'speaker')}, "
-            f"{each.sampling_rate} Hz, {state}"
+            f"{_number(each.speakers, 'speaker')}, {each.sampling_rate} Hz, {state}"
         )
         if each.dropped:
             listed = summary.folder / each.name / "dropped.tsv"
@@ -140,37 +160,160 @@ def _finished_digest(folder: Path) -> str | None:
 
 def _check_nothing_is_lost(config: DataConfig, missing: Sequence[str]) -> None:
     """Raise ConfigError if a set to be prepared would replace one with other settings."""
-    found: dict[str, list[str]] = {}
+    changed: list[str] = []
+    changes: dict[str, None] = {}
     for name in missing:
-        folder = config.set_folder(name)
-        recorded = _recorded_settings(folder)
-        if recorded is not None:
-            found[name] = setting_differences(name, recorded, set_settings(config, name))
-        elif _finished_digest(folder) is not None:
-            found[name] = ["other settings, which were not recorded"]
-    changed = [name for name, changes in found.items() if changes]
+        if found := _changes(config, name):
+            changed.append(name)
+            changes |= dict.fromkeys(found)
     if changed:
-        changes = list(dict.fromkeys(change for name in changed for change in found[name]))
         more = f" and {len(changes) - _MAX_SHOWN} more" if len(changes) > _MAX_SHOWN else ""
         raise ConfigError(
-            f"{config.folder}: {', '.join(changed)} prepared with {', '.join(changes[:_MAX_SHOWN])}{more}; set "
+            f"{config.folder}: {', '.join(changed)} prepared with {', '.join([*changes][:_MAX_SHOWN])}{more}; set "
             "data.folder to another folder, or replace these sets with `starling prepare RECIPE --overwrite`"
         )
 
 
-def _recorded_settings(folder: Path) -> Any:
-    """The recorded settings of a set that was prepared here; None if they are unknown."""
+def _changes(config: DataConfig, name: str) -> list[str]:
+    """The settings in which a set that was prepared here differs from the recipe's."""
+    folder = config.set_folder(name)
     if (folder / REMOTE).exists():
-        return None
+        return []
     try:
-        return json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        recorded: Any = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None
+        return [] if _finished_digest(folder) is None else ["other settings, which were not recorded"]
+    return setting_differences(name, recorded, set_settings(config, name))
 
 
-def _prepare_set(config: DataConfig, name: str, executor: Executor, report: OnProgress) -> None:
-    make_set(source_of(config, name), config.set_folder(name), _partial_folder(config, name), executor, report)
+def make_set(source: Source, final: Path, executor: Executor, report: OnProgress) -> None:
+    """Make a set in a partial folder beside `final`, then rename it to `final`.
+
+    It is listed in chunks, which become shards in stages. Stages that an earlier call finished, with the same settings
+    and list of utterances, are not repeated. If this call fails, its finished stages are kept for the next one.
+
+    Raises:
+        DataError: The corpus is missing or invalid (the message names the utterance or file), or a file cannot be
+            written.
+    """
+    partial = _partial_folder(final)
+    work = partial.absolute() / source.digest[:16]
+    try:
+        partial.mkdir(exist_ok=True)
+        for other in partial.iterdir():
+            if other.name != work.name:
+                shutil.rmtree(other, ignore_errors=True)
+        for folder in (work / "stages", work / "set" / "shar"):
+            folder.mkdir(parents=True, exist_ok=True)
+        remove_asides(work)
+        _Making(source, work, executor, report).write()
+        made = work / "set"
+        sync(*made.rglob("*"), made)
+        if final.exists():
+            shutil.rmtree(final)
+        made.rename(final)
+        shutil.rmtree(partial)
+    except BaseException as error:
+        executor.stop(at_once=not isinstance(error, Exception))
+        remove_asides(work)
+        if not any((work / "stages").glob("*.json")):
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise DataError(f"set {source.name}: {partial} cannot be written: {error}") from error
+        raise
 
 
-def _partial_folder(config: DataConfig, name: str) -> Path:
-    return config.folder / f"{name}.partial"
+def _partial_folder(final: Path) -> Path:
+    return final.with_name(f"{final.name}.partial")
+
+
+class _Making:
+    """The stages of a set, run by an executor in the folder `work`."""
+
+    def __init__(self, source: Source, work: Path, executor: Executor, report: OnProgress) -> None:
+        self._source, self._work, self._executor, self._report = source, work, executor, report
+        self._checking = source.checking
+        self._whole = Checker(source.checking)  # has the counts of all stages
+
+    def write(self) -> None:
+        """Write the shards, the list of dropped utterances, the settings and the index."""
+        source, made = self._source, self._work / "set"
+        utterances = source.utterances()
+        if source.strings is not None:
+            recordings = [
+                self._whole.reread(replace(stage.utterances[place], speaker=speaker, text=text))
+                for stage, result in self._results(utterances, f"{source.name} (checking)", writes=False)
+                for place, speaker, text in zip(result.places, result.shard.speakers, result.shard.texts, strict=True)
+            ]
+            plans = plan_strings([each.speaker for each in recordings], source.strings, source.name)
+            utterances = join_strings(recordings, plans, source.strings, self._checking.sampling_rate)
+            limits = self._checking.limits.model_copy(update={"trim": None})  # its recordings are trimmed
+            self._checking = replace(self._checking, limits=limits)
+        files = [stage.file for stage, _ in self._results(utterances, source.name, writes=True)]
+        try:
+            dropped = self._whole.finish()
+        except DataError:
+            self._forget_dropped()
+            raise
+        wanted = {name for shard in _shards(files) for name, _ in shard.files}
+        for path in (made / "shar").iterdir():
+            if path.name not in wanted:  # left by an earlier call that found more utterances
+                path.unlink(missing_ok=True)
+        rows = "".join(f"{each.id}\t{each.seconds:.3f}\t{each.reason}\n" for each in dropped)
+        (made / "dropped.tsv").write_text(f"id\tseconds\treason\n{rows}", encoding="utf-8", errors="backslashreplace")
+        (made / SETTINGS).write_text(json.dumps(source.settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        rate, seconds = self._checking.sampling_rate, sum(each.seconds for each in dropped)
+        write_index(made, source.name, rate, _shards(files), source.digest, len(dropped), seconds)
+
+    def _results(self, utterances: Iterable[Utterance], label: str, writes: bool) -> Iterator[tuple[Stage, Result]]:
+        """Each chunk's stage with its result, in order.
+
+        An id is a duplicate if an earlier utterance that is used has it, in any chunk. A stage does not know the ids of
+        other chunks, so a stage with such ids is run again with them.
+        """
+        meter = Meter(label, utterances, self._report)
+        seen: set[str] = set()
+        for stage in self._executor.run(self._stages(utterances, writes), meter.add):
+            result = self._found(stage)
+            taken = seen.intersection(result.shard.ids) | seen.intersection(result.taken)
+            if taken != set(result.taken):
+                meter.add(-len(result.places))
+                stage.file.unlink()
+                stage = replace(stage, taken=frozenset(taken))
+                for _ in self._executor.run([stage], meter.add):
+                    result = self._found(stage)
+            seen.update(result.shard.ids)
+            self._whole.count(result.total, result.dropped)
+            yield stage, result
+        meter.end()
+
+    def _stages(self, utterances: Iterable[Utterance], writes: bool) -> Iterator[Stage]:
+        listed, number = iter(utterances), 0
+        while chunk := tuple(islice(listed, self._source.shard_size)):
+            yield Stage(self._work, number, chunk, self._checking.narrowed(chunk), writes, listing_of(chunk))
+            number += 1
+
+    def _found(self, stage: Stage) -> Result:
+        result = stage.result()
+        if result is None:
+            raise DataError(
+                f"set {self._source.name}: a process has written shard {stage.number}, but {stage.file} or the shard "
+                f"is missing; {self._work} must be the same folder for all processes"
+            )
+        return result
+
+    def _forget_dropped(self) -> None:
+        """Let the next call repeat the stages that dropped utterances: repaired audio does not change their listing."""
+        for file in (self._work / "stages").glob("*.json"):
+            result = read_result(file)
+            if result is None or result.dropped:
+                file.unlink()
+
+
+def _shards(files: Iterable[Path]) -> Iterator[ShardIndex]:
+    """The indexes of the shards, one at a time in memory."""
+    for file in files:
+        result = read_result(file)
+        if result is None:
+            raise DataError(f"{file}: was removed during the preparation; run `starling prepare RECIPE` again")
+        yield result.shard

@@ -23,7 +23,7 @@ from starling.speech.batch_plan import BatchConfig
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences
 from starling.speech.decoding.config import OF_CTC, OF_FRAMES, DecodingConfig
 from starling.speech.features import WHOLE, FeatureConfig
-from starling.speech.hybrid.config import AlignmentConfig, SequencesConfig, StatesConfig
+from starling.speech.hybrid import AlignmentConfig, SequencesConfig, StatesConfig
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
 from starling.speech.partition import PartitionConfig, labels_are_domains

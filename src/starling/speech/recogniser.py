@@ -1,26 +1,25 @@
 """A recogniser: network, tokens, perhaps tied states, and features, which are saved, loaded and used together."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self, cast
+from typing import TYPE_CHECKING, NamedTuple, Self, cast
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from starling.configuration import Config
+from starling.configuration import Config, read_saved
 from starling.errors import CheckpointError, DataError
 from starling.files import sha256
 from starling.speech.codecs import Codec, transmitted
 from starling.speech.decoding import decoders
-from starling.speech.decoding.greedy import greedy_decode
-from starling.speech.features import FeatureConfig, LogMel, UtteranceSource
+from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
 from starling.speech.hybrid.viterbi import WordDecoder
 from starling.speech.models import ModelConfig, build_model
@@ -29,6 +28,9 @@ from starling.speech.models.network import Decoder, Network
 from starling.speech.phones import PHONES_FILE, Phones, load_phones
 from starling.speech.resampling import resampled
 from starling.speech.tokens import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from starling.speech.store import SpeechSet
 
 _FORMAT = 2
 _CONFIG_FILE = "config.json"
@@ -45,6 +47,18 @@ class _Description(Config):
     vocab_size: int = Field(ge=2)
     sha256: dict[str, str]  # of each other file, by name
 
+    @field_validator("format")
+    @classmethod
+    def _is_ours(cls, value: int) -> int:
+        if value > _FORMAT:
+            raise ValueError(f"it is {value}, this version reads up to {_FORMAT}: use a newer Starling")
+        if value < _FORMAT:
+            raise ValueError(
+                f"it is {value}, which only versions before Starling 0.2 read: train again, or use the version that "
+                "wrote it"
+            )
+        return value
+
 
 class Heard(NamedTuple):
     """What a network makes of a batch of utterances."""
@@ -52,6 +66,19 @@ class Heard(NamedTuple):
     log_probs: torch.Tensor  # [B, T', V] of CTC, or of tied states
     lengths: torch.Tensor  # [B], frames of T'
     frames: torch.Tensor | None  # [B, T', W] of the encoder, for a decoder; None: there is none
+
+    @property
+    def rows(self) -> list[NDArray[np.float32]]:
+        """The log-probabilities `[T, V]` of each utterance, without padding."""
+        rows = zip(self.log_probs.float().cpu().numpy(), self.lengths.tolist(), strict=True)
+        return [np.ascontiguousarray(row[:length]) for row, length in rows]
+
+    @property
+    def frame_rows(self) -> list[torch.Tensor]:
+        """The encoder's frames `[T, W]` of each utterance, without padding. Raises ValueError without a decoder."""
+        if self.frames is None:
+            raise ValueError("a recogniser without a decoder has no search and no scores of its own")
+        return [row[:length] for row, length in zip(self.frames, self.lengths.tolist(), strict=True)]
 
 
 @dataclass(eq=False)
@@ -90,7 +117,7 @@ class Recogniser:
     ) -> Self:
         """A recogniser with randomly initialised weights."""
         num_outputs = tokenizer.vocab_size if states is None else states.num_states
-        num_phones = None if phones is None else phones.num_outputs
+        num_phones = None if phones is None else len(phones.outputs)
         model = build_model(model_config, features.num_features, num_outputs, seed, features.frame_seconds, num_phones)
         return cls(model, model_config, features, tokenizer, states, phones)
 
@@ -124,7 +151,9 @@ class Recogniser:
 
         Raises CheckpointError, naming the file, if a file is missing, damaged or inconsistent with the others.
         """
-        description = _read_description(folder)
+        if not (folder / _CONFIG_FILE).exists():
+            raise CheckpointError(f"{folder / _CONFIG_FILE} is missing: {folder} contains no complete recogniser")
+        description = read_saved(_Description, folder / _CONFIG_FILE)
         for name, digest in description.sha256.items():
             _verify(folder, name, digest)
         tokenizer = load_tokenizer(folder)
@@ -149,11 +178,13 @@ class Recogniser:
 
     def matrix(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
         """The features `[T, F]` of one recording; shapes and errors as for `transcribe`."""
-        return self.features(self._prepare(waveform, rate))
+        if rate <= 0:
+            raise DataError(f"a sampling rate of {rate} Hz is impossible")
+        return self.features(resampled(mono(waveform), rate, self.features.sampling_rate))
 
     def recognise(
         self,
-        speech_set: UtteranceSource,
+        speech_set: "SpeechSet",
         max_duration: float = 120.0,
         progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, str]:
@@ -168,7 +199,7 @@ class Recogniser:
 
     def heard(
         self,
-        speech_set: UtteranceSource,
+        speech_set: "SpeechSet",
         max_duration: float = 120.0,
         progress: Callable[[int, int], None] | None = None,
         among: Sequence[int] | None = None,
@@ -181,11 +212,9 @@ class Recogniser:
         done = 0
         for places in by_duration(speech_set.durations[chosen], max_duration):
             indices = chosen[places].tolist()
-            names = [speech_set.id(index) for index in indices]
-            waveforms = [
-                self.features.checked(audio, name)
-                for audio, name in zip(speech_set.audios(indices), names, strict=True)
-            ]
+            stored = speech_set.read(indices)
+            names = [each.id for each in stored]
+            waveforms = [self.features.checked(each.samples, each.id) for each in stored]
             if codec is not None:
                 rate = speech_set.sampling_rate
                 waveforms = [torch.from_numpy(transmitted(each.numpy(), rate, codec)) for each in waveforms]
@@ -240,45 +269,29 @@ class Recogniser:
         if self._words is not None:
             return self._words(log_probs, lengths)
         if self.decoder is None or frames is None:
-            return greedy_decode(log_probs, lengths, self.tokenizer)
+            return decoders.greedy_decode(log_probs, lengths, self.tokenizer)
         with self.evaluating():
             found = decoders.greedy(self.decoder, frames, lengths)
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def searched(self, heard: Heard, beam: int) -> list[str]:
         """The text of each utterance by the decoder's beam search. Raises ValueError without a decoder."""
-        if self.decoder is None or heard.frames is None:
+        if self.decoder is None:
             raise ValueError("a recogniser without a decoder has no beam search of its own")
         with self.evaluating():
-            rows = zip(heard.frames, heard.lengths.tolist(), strict=True)
-            found = [decoders.best_text(self.decoder, row[:length], beam) for row, length in rows]
+            found = [decoders.best_text(self.decoder, row, beam) for row in heard.frame_rows]
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def attention_scores(self, heard: Heard, texts: Sequence[Sequence[str]]) -> list[list[float]]:
         """log p(text | audio) by the attention decoder, of some texts of each utterance. ValueError without one."""
-        if not isinstance(self.decoder, AttentionDecoder) or heard.frames is None:
+        if not isinstance(self.decoder, AttentionDecoder):
             raise ValueError("a recogniser without an attention decoder cannot score texts by it")
+        encode = self.tokenizer.encode
         with self.evaluating():
             return [
-                decoders.scores(
-                    self.decoder, row[:length], [self.tokenizer.encode(text) if text else [] for text in each]
-                )
-                for row, length, each in zip(heard.frames, heard.lengths.tolist(), texts, strict=True)
+                decoders.scores(self.decoder, row, [encode(text) if text else [] for text in each])
+                for row, each in zip(heard.frame_rows, texts, strict=True)
             ]
-
-    def _prepare(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
-        tensor = torch.as_tensor(waveform)
-        if tensor.ndim not in (1, 2) or tensor.numel() == 0:
-            raise DataError(f"audio of shape {list(tensor.shape)} cannot be transcribed: give [T] or [channels, T]")
-        if rate <= 0:
-            raise DataError(f"a sampling rate of {rate} Hz is impossible")
-        if not tensor.is_floating_point():
-            tensor = tensor.float() / -float(torch.iinfo(tensor.dtype).min)
-        tensor = tensor.float()
-        mono = tensor.mean(0) if tensor.ndim == 2 else tensor
-        if not bool(torch.isfinite(mono).all()):
-            raise DataError("the audio contains samples that are not finite (NaN or infinity): decode it again")
-        return resampled(mono, rate, self.features.sampling_rate)
 
     def _load_weights(self, path: Path) -> None:
         try:
@@ -304,6 +317,20 @@ class Recogniser:
         )
 
 
+def mono(waveform: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Samples `[T]` in [-1, 1] of a recording `[T]` or `[channels, T]` (averaged). Raises DataError if it is empty or
+    not finite."""
+    tensor = torch.as_tensor(waveform)
+    if tensor.ndim not in (1, 2) or tensor.numel() == 0:
+        raise DataError(f"audio of shape {list(tensor.shape)} cannot be transcribed: give [T] or [channels, T]")
+    if not tensor.is_floating_point():
+        tensor = tensor.float() / -float(torch.iinfo(tensor.dtype).min)
+    samples = tensor.float().mean(0) if tensor.ndim == 2 else tensor.float()
+    if not bool(torch.isfinite(samples).all()):
+        raise DataError("the audio contains samples that are not finite (NaN or infinity): decode it again")
+    return samples
+
+
 def by_duration(durations: np.ndarray, max_duration: float) -> Iterable[list[int]]:
     """Indices, longest first, in groups whose padded duration stays within `max_duration` seconds."""
     order = np.argsort(-durations, kind="stable").tolist()
@@ -311,27 +338,6 @@ def by_duration(durations: np.ndarray, max_duration: float) -> Iterable[list[int
         size = max(1, int(max_duration / max(float(durations[order[0]]), 1e-3)))
         yield order[:size]
         order = order[size:]
-
-
-def _read_description(folder: Path) -> _Description:
-    path = folder / _CONFIG_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version = content.get("format") if isinstance(content, dict) else None
-        if isinstance(version, int) and version > _FORMAT:
-            raise CheckpointError(
-                f"{path} has format {version}, this version reads up to {_FORMAT}: use a newer Starling"
-            )
-        if isinstance(version, int) and version < _FORMAT:
-            raise CheckpointError(
-                f"{path} has format {version}, which only versions before Starling 0.2 read: train again, or use the "
-                "version that wrote it"
-            )
-        return _Description.model_validate(content)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} contains no complete recogniser") from None
-    except (OSError, ValueError, ValidationError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _verify(folder: Path, name: str, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""A prepared set on disk: lhotse Shar shards, and an index for random access.
+"""Prepared sets on disk, one or several as one: lhotse Shar shards, and an index for random access.
 
 <folder>/summary.json                     summary of the set; written last
 <folder>/dropped.tsv                      dropped utterances with the reasons
@@ -9,16 +9,17 @@
 """
 
 import io
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from starling.errors import DataError
-from starling.speech.corpora.audio import read_blocks
 from starling.speech.set_summary import ARRAYS, TEXTS, SetSummary, check_index, checked_file, read_summary
 from starling.speech.shards import Place, Shards, again, open_shards
 
@@ -38,6 +39,15 @@ class _Strings:
 
     def __len__(self) -> int:
         return len(self._ends)
+
+
+class Stored(NamedTuple):
+    """An utterance as it was read."""
+
+    id: str
+    text: str
+    samples: NDArray[np.float32] | DataError
+    """[T], mono, in -1..1; if the stored FLAC is damaged, an error that says so."""
 
 
 class SpeechSet:
@@ -116,24 +126,20 @@ class SpeechSet:
             ) from error
 
     def audio(self, index: int) -> NDArray[np.float32]:
-        """The samples of utterance `index`, [T], mono, in -1..1.
+        """The samples of utterance `index`, [T], mono, in -1..1. Raises DataError if the stored FLAC is damaged."""
+        (utterance,) = self.read([index])
+        if isinstance(utterance.samples, DataError):
+            raise utterance.samples
+        return utterance.samples
 
-        Raises:
-            DataError: The stored FLAC is damaged.
-        """
-        (samples,) = self.audios([index])
-        if isinstance(samples, DataError):
-            raise samples
-        return samples
-
-    def audios(self, indices: Sequence[int]) -> list[NDArray[np.float32] | DataError]:
-        """The samples of several utterances, as by `audio`; a DataError in place of each damaged one.
-
-        From an object store all are requested concurrently. Raises DataError if a shard cannot be read at all.
-        """
+    def read(self, indices: Sequence[int]) -> list[Stored]:
+        """Several utterances, requested concurrently from an object store. DataError if a shard cannot be read."""
         checked = [self._checked(index) for index in indices]
         encoded = self._shards.read([self._place(index) for index in checked])
-        return [self._decoded(index, each) for index, each in zip(checked, encoded, strict=True)]
+        return [
+            Stored(self.id(index), self.text(index), self._decoded(index, each))
+            for index, each in zip(checked, encoded, strict=True)
+        ]
 
     def _place(self, index: int) -> Place:
         """The location of the audio; the shard's first byte if the index points beyond the end of the shard."""
@@ -157,7 +163,7 @@ class SpeechSet:
                         f"{file.frames} samples, {file.channels} channels at {file.samplerate} Hz, not {expected} at "
                         f"{self.sampling_rate} Hz",
                     )
-                samples = read_blocks(file, expected)  # memory use does not depend on the header
+                samples = np.asarray(file.read(expected, dtype="float32"))
         except (soundfile.LibsndfileError, RuntimeError, ValueError, MemoryError) as error:
             return self._damaged(index, str(error))
         if len(samples) != expected:
@@ -185,6 +191,112 @@ class SpeechSet:
         return (SpeechSet._opened, (self.folder.absolute(),))
 
 
+class Member(NamedTuple):
+    """One set of a union: its domain and its folder."""
+
+    domain: str
+    folder: Path
+
+
+class SpeechSets:
+    """Concatenated prepared sets as one set: utterance n of the second set is number n + the length of the first.
+
+    A union of a single set has the same ids as that set. Otherwise ids begin with the domain, which makes them unique:
+    `talks/utt-1`, or `talks.2/utt-1` in the second set of a domain with several. Picklable and not thread-safe, like
+    SpeechSet.
+    """
+
+    durations: NDArray[np.float32]
+    """[N], seconds"""
+    shards: NDArray[np.int32]
+    """[N], ascending: the shard of each utterance, with consecutive numbers over all sets."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        """Open the sets, which must be ordered by domain.
+
+        Raises DataError if a set cannot be opened or occurs twice, or if the sets differ in sampling rate.
+        """
+        self.members = tuple(members)
+        self.sets = [SpeechSet.open(member.folder) for member in members]
+        self._check()
+        self.domains = tuple(dict.fromkeys(member.domain for member in members))
+        self.name = " + ".join(dict.fromkeys(each.name for each in self.sets))
+        self.sampling_rate = self.sets[0].sampling_rate
+        """Hz"""
+        self.bounds = [0, *accumulate(len(each) for each in self.sets)]
+        """[number of sets + 1]: the first utterance of each set, and the number of utterances."""
+        self.durations = _joined([each.durations for each in self.sets], [0] * len(self.sets))
+        num_shards = [len(each.summary.shards) for each in self.sets]
+        self.shards = _joined([each._shard_of for each in self.sets], np.cumsum([0, *num_shards[:-1]]).tolist())
+        self._prefixes = _prefixes(members) if len(members) > 1 else [""]
+
+    def _check(self) -> None:
+        rates = {each.sampling_rate: member.folder for each, member in zip(self.sets, self.members, strict=True)}
+        if len(rates) > 1:
+            found = ", ".join(f"{folder} at {rate} Hz" for rate, folder in sorted(rates.items()))
+            raise DataError(f"sets with different sampling rates cannot be mixed: {found}; prepare them at one rate")
+        places: dict[Path, Path] = {}
+        for member in self.members:
+            if (place := member.folder.resolve()) in places:
+                raise DataError(f"{member.folder} is in the mixture twice, also as {places[place]}; remove one of them")
+            places[place] = member.folder
+
+    def __len__(self) -> int:
+        return self.bounds[-1]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The set of an utterance, and its index in that set."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"utterance {index} of {self.name}, which has {len(self)}")
+        number = bisect_right(self.bounds, index) - 1
+        return number, int(index) - self.bounds[number]
+
+    def id(self, index: int) -> str:
+        number, inner = self._place(index)
+        return self._prefixes[number] + self.sets[number].id(inner)
+
+    def text(self, index: int) -> str:
+        number, inner = self._place(index)
+        return self.sets[number].text(inner)
+
+    def read(self, indices: Sequence[int]) -> list[Stored]:
+        """Several utterances, read set by set; as `SpeechSet.read`."""
+        places = [self._place(index) for index in indices]
+        found: dict[int, Stored] = {}
+        for number in sorted({number for number, _ in places}):
+            own = [position for position, place in enumerate(places) if place[0] == number]
+            for position, each in zip(own, self.sets[number].read([places[each][1] for each in own]), strict=True):
+                found[position] = each._replace(id=self._prefixes[number] + each.id)
+        return [found[position] for position in range(len(places))]
+
+    @property
+    def domain_bounds(self) -> list[int]:
+        """The first utterance of each domain, and the number of utterances: `[D + 1]`."""
+        firsts = [
+            self.bounds[next(number for number, member in enumerate(self.members) if member.domain == domain)]
+            for domain in self.domains
+        ]
+        return [*firsts, len(self)]
+
+    def domain_labels(self) -> NDArray[np.int32]:
+        """The number of each utterance's domain, `[N]`."""
+        return np.repeat(np.arange(len(self.domains), dtype=np.int32), np.diff(self.domain_bounds))
+
+    def speaker_labels(self) -> NDArray[np.int32]:
+        """A number for each utterance's speaker, `[N]`. The same name in the same domain is the same speaker."""
+        numbers: dict[tuple[str, str], int] = {}
+        labels = []
+        for member, each in zip(self.members, self.sets, strict=True):
+            names = [each._speakers[number] for number in range(each.summary.speakers)]
+            own = [numbers.setdefault((member.domain, name), len(numbers)) for name in names]
+            labels.append(np.asarray(own, np.int32)[each._speaker_of])
+        return np.concatenate(labels)
+
+    def __reduce__(self) -> "tuple[object, tuple[tuple[Member, ...]]]":
+        absolute = tuple(Member(member.domain, member.folder.absolute()) for member in self.members)
+        return (SpeechSets, (absolute,))
+
+
 def _load_array(folder: Path, name: str) -> NDArray[Any]:
     path = folder / "index" / f"{name}.npy"
     try:
@@ -210,3 +322,19 @@ def _check_ranges(folder: Path, summary: SetSummary, arrays: dict[str, NDArray[A
                 f"{folder}/index/{name}.npy: values from {array.min()} to {array.max()}, allowed are 0 to {most}; "
                 f"{again(folder)}"
             )
+
+
+def _joined(arrays: Sequence[NDArray[Any]], firsts: Sequence[int]) -> NDArray[Any]:
+    """Concatenated arrays, each with its entry of `firsts` added. A single array is returned unchanged,
+    memory-mapped."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate([(each + first).astype(each.dtype) for each, first in zip(arrays, firsts, strict=True)])
+
+
+def _prefixes(members: Sequence[Member]) -> list[str]:
+    domains = [member.domain for member in members]
+    return [
+        f"{domain}/" if domains.count(domain) == 1 else f"{domain}.{domains[: number + 1].count(domain)}/"
+        for number, domain in enumerate(domains)
+    ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from starling.errors import ConfigError
-from starling.speech.decoding.greedy import greedy_tokens
+from starling.speech.decoding.decoders import emissions_of
 from starling.speech.features import WHOLE, LogMel
 from starling.speech.models.streaming import StreamingNetwork
 from starling.speech.recogniser import Recogniser
+from starling.speech.tokens import BLANK
 
 Seconds = float
 
@@ -34,7 +36,7 @@ class StreamingLogMel:
 
     def accept(self, samples: torch.Tensor) -> torch.Tensor:
         """The frames `[n, F]` that are complete with these samples `[T]`, which follow those before."""
-        layer = self._features.layer
+        layer = self._features
         self._received += len(samples)
         self._samples = torch.cat([self._samples, samples.float()])
         if not self._has_begun:
@@ -48,7 +50,7 @@ class StreamingLogMel:
         """The frames `[n, F]` whose windows end behind the recording; none if it is shorter than a window."""
         if not self._has_begun:
             return self._nothing()
-        layer = self._features.layer
+        layer = self._features
         missing = layer.num_frames(self._received) - self._made
         needed = (missing - 1) * layer.shift + layer.length - len(self._samples)
         if needed > 0:
@@ -58,7 +60,7 @@ class StreamingLogMel:
     def _frames(self, count: int) -> torch.Tensor:
         if count <= 0:
             return self._nothing()
-        layer = self._features.layer
+        layer = self._features
         energies = layer.of_samples(self._samples[: (count - 1) * layer.shift + layer.length], count)
         self._samples = self._samples[count * layer.shift :]
         self._made += count
@@ -93,7 +95,7 @@ class Stream:
         with recogniser.evaluating():
             self._state = self._network.initial_state()
         self._tokens: list[int] = []
-        self._last = -1  # the best token of the last frame
+        self._last = BLANK  # the best token of the last frame
         self.log_probs: list[torch.Tensor] = []
         """Those of each step, `[T', V]`, for other searches."""
 
@@ -115,19 +117,17 @@ class Stream:
         with self._recogniser.evaluating():
             log_probs, self._state = self._network.step(features[None].to(device), self._state, is_last)
         if log_probs.shape[1]:
-            best = log_probs[0].argmax(1)
-            (found,) = greedy_tokens(log_probs, torch.tensor([log_probs.shape[1]], device=device))
-            repeated = bool(found) and int(best[0]) == self._last == found[0]
-            self._tokens += found[1:] if repeated else found
-            self._last = int(best[-1])
+            path = np.array([self._last, *log_probs[0].argmax(1).tolist()])
+            self._tokens += [each.token for each in emissions_of(path) if each.first > 0]
+            self._last = int(path[-1])
             self.log_probs.append(log_probs[0].cpu())
         return self.text
 
 
 def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
     """The network of a recogniser that can stream. Raises ConfigError for any other."""
-    network = _network(recogniser)
-    if network is None:
+    network = recogniser.model
+    if not isinstance(network, StreamingNetwork) or network.chunks is None:
         raise ConfigError(
             f"this {recogniser.model_config.name} needs whole recordings: to stream, train it with model.chunk"
         )
@@ -136,9 +136,6 @@ def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
 
 def can_stream(recogniser: Recogniser) -> bool:
     """Whether `Stream` takes a recogniser."""
-    return _network(recogniser) is not None and _comes_in_blocks(recogniser.features)
-
-
-def _network(recogniser: Recogniser) -> StreamingNetwork | None:
     network = recogniser.model
-    return network if isinstance(network, StreamingNetwork) and network.chunks is not None else None
+    has_chunks = isinstance(network, StreamingNetwork) and network.chunks is not None
+    return has_chunks and _comes_in_blocks(recogniser.features)

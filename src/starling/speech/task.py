@@ -11,6 +11,7 @@ from starling.experiment.folder import ExperimentFolder, best_model
 from starling.experiment.task import MiniBatches, Scoring, Task
 from starling.extras import require
 from starling.recipe.file import Tree
+from starling.speech.recipe import Recipe, changed_keys, check_recipe, check_resolved, fingerprints
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,44 +21,35 @@ if TYPE_CHECKING:
     from starling.reporting.epochs import Score
     from starling.reporting.evidence import ScoredSet
     from starling.reporting.progress import Bars, Say
-    from starling.speech.recipe import Recipe
     from starling.training.job import Job
 
 
-class Speech(Task["Recipe"]):
-    """Recipes that train speech recognisers. Modules are imported when they are needed."""
+class Speech(Task[Recipe]):
+    """Recipes that train speech recognisers. Modules that need an extra are imported when they are needed."""
 
     def require(self, command: str) -> None:
         require("speech", command)
 
     def check(self, tree: Tree, where: str) -> Recipe:
-        from starling.speech.recipe import check_recipe
-
         return check_recipe(tree, where)
 
     def check_resolved(self, tree: Tree, where: str) -> Recipe:
-        from starling.speech.recipe import check_resolved
-
         return check_resolved(tree, where)
 
     def make_job(self, recipe: Recipe, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
-        from starling.speech.training.job import make_job
+        from starling.speech.training.set_up import make_job
 
         return make_job(recipe, folder, learners_here)
 
     def model_writer(self, recipe: Recipe, folder: ExperimentFolder) -> WriteModel:
-        from starling.speech.training.job import ModelWriter
+        from starling.speech.training.set_up import ModelWriter
 
         return ModelWriter(folder.initial, recipe.freeze)
 
     def fingerprints(self, recipe: Recipe) -> dict[str, str]:
-        from starling.speech.recipe import fingerprints
-
         return fingerprints(recipe)
 
     def changes(self, recipe: Recipe, checkpoint: Path, sections: Sequence[str]) -> str:
-        from starling.speech.recipe import changed_keys
-
         return changed_keys(checkpoint, recipe, sections)
 
     def set_up(self, recipe: Recipe, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
@@ -66,7 +58,7 @@ class Speech(Task["Recipe"]):
         set_up(recipe, folder, say, bars)
 
     def max_skipped(self, recipe: Recipe, job: Job) -> int:
-        from starling.speech.training.job import max_skipped
+        from starling.speech.training.set_up import max_skipped
 
         return max_skipped(recipe, job)
 

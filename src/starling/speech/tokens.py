@@ -4,7 +4,7 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,37 +43,8 @@ class TokenConfig(Config):
         return self
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back; ids run from 1 to `vocab_size - 1`, 0 is the blank."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of outputs of the network: all tokens and the blank."""
-        ...
-
-    @property
-    def names(self) -> list[str]:
-        """The written form of each token, by id; `WORD_START` stands for a space. The blank is empty."""
-        ...
-
-    def encode(self, text: str, utterance: str = "") -> list[int]:
-        """The token ids of `text`.
-
-        Raises DataError, naming `utterance`, for an empty text or a character outside the alphabet.
-        """
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids; blanks are ignored."""
-        ...
-
-    def save(self, folder: Path) -> Path:
-        """Write the file that `load_tokenizer` reads; returns its path."""
-        ...
-
-
 class CharacterTokenizer:
-    """One token per character, in the order of the alphabet."""
+    """Text to token ids and back: one token per character, in the order of the alphabet."""
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = alphabet
@@ -81,13 +52,19 @@ class CharacterTokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """The number of outputs of the network: all tokens, whose ids begin at 1, and the blank."""
         return len(self.alphabet) + 1
 
     @property
     def names(self) -> list[str]:
+        """The written form of each token, by id; `WORD_START` stands for a space. The blank is empty."""
         return ["", *(_NAMES.get(character, character) for character in self.alphabet)]
 
     def encode(self, text: str, utterance: str = "") -> list[int]:
+        """The token ids of `text`.
+
+        Raises DataError, naming `utterance`, for an empty text or a character outside the alphabet.
+        """
         _refuse_empty(text, utterance)
         try:
             return [self._ids[character] for character in text]
@@ -95,16 +72,18 @@ class CharacterTokenizer:
             raise _outside(missing.args[0], text, utterance, self.alphabet) from None
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; blanks are ignored."""
         return "".join(self.alphabet[token - 1] for token in tokens if token != BLANK)
 
     def save(self, folder: Path) -> Path:
+        """Write the file that `load_tokenizer` reads; returns its path."""
         path = folder / _CHARACTERS_FILE
         path.write_text(json.dumps({"kind": "characters", "alphabet": self.alphabet}), encoding="utf-8")
         return path
 
 
 class PieceTokenizer:
-    """Subword pieces of a sentencepiece model, shifted by one to make room for the blank."""
+    """The same for subword pieces of a sentencepiece model, shifted by one to make room for the blank."""
 
     def __init__(self, model: bytes) -> None:
         import sentencepiece
@@ -140,6 +119,20 @@ class PieceTokenizer:
         path = folder / _PIECES_FILE
         path.write_bytes(self._model)
         return path
+
+
+Tokenizer = CharacterTokenizer | PieceTokenizer
+
+
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str], utterances: Sequence[str]) -> list[list[int] | DataError]:
+    """The token ids of each text, or the error that `Tokenizer.encode` raises."""
+    found: list[list[int] | DataError] = []
+    for text, utterance in zip(texts, utterances, strict=True):
+        try:
+            found.append(tokenizer.encode(text, utterance))
+        except DataError as error:
+            found.append(error)
+    return found
 
 
 def make_tokenizer(config: TokenConfig, texts: Iterable[str]) -> Tokenizer:

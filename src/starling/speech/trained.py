@@ -7,8 +7,8 @@ import torch
 
 from starling.checkpoint.manifest import MANIFEST
 from starling.checkpoint.reader import checkpoints_in, latest, load
+from starling.engines.processes.place import cores_here
 from starling.errors import CheckpointError
-from starling.experiment.cores import cores_here
 from starling.experiment.folder import ExperimentFolder, best_model, existing
 from starling.recipe.file import read_recipe
 from starling.speech.recogniser import Recogniser
@@ -38,9 +38,22 @@ def load_newest(source: Path) -> Recogniser:
     return Recogniser.load(source if (source / "config.json").is_file() else load(latest(source)).model_folder)
 
 
+def recipe_around(path: Path) -> "Recipe | None":
+    """The recipe of the experiment that a path is, or lies in; None if it is in none."""
+    from starling.speech.recipe import load_resolved
+
+    for folder in (path.resolve(), *path.resolve().parents[:3]):
+        if (config := ExperimentFolder(folder).config).is_file():
+            return load_resolved(config)
+    return None
+
+
 def load_recogniser(experiment: Path, is_best: bool = False, average: int | None = None) -> Recogniser:
     """The newest consensus model of an experiment, the mean of its `average` newest ones (None: the recipe's number),
-    or the best on the validation set; on the recipe's device. Raises CheckpointError if there is none."""
+    or the best on the validation set; on the recipe's device. Of a path that `is_model`, that one. Raises
+    CheckpointError if there is none."""
+    if is_model(experiment):
+        return load_newest(experiment)
     # checking the whole recipe would take a quarter of a second; the first ones of this format have no `average`
     match {"average": 1} | read_recipe(existing(experiment).config):
         case {

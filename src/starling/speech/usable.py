@@ -199,12 +199,13 @@ class _Silent(DataError):  # noqa: N818 - other modules see only a DataError
 class Checker:
     """Checks the utterances of one set, and records which are dropped."""
 
-    def __init__(self, checking: Checking) -> None:
+    def __init__(self, checking: Checking, seen: Iterable[str] = ()) -> None:
+        """`seen` are ids that other utterances of the set have already."""
         self._name, self._rate, self._limits = checking.set_name, checking.sampling_rate, checking.limits
         self._checking = checking
         self._total = 0
         self.dropped: list[Dropped] = []
-        self.seen: set[str] = set()
+        self.seen = set(seen)
 
     def usable(self, utterances: Iterable[Utterance]) -> Iterator[Checked]:
         """Each usable utterance.

@@ -14,17 +14,14 @@ from starling.topology.analysis import (
     identity,
     is_connected,
     is_doubly_stochastic,
-    is_strongly_connected,
     mixing_product,
-    pairs_contraction,
-    random_ring_contraction,
-    ring_eigenvalues,
     spectral_gap,
 )
-from starling.topology.base import Matrix, Topology
 from starling.topology.custom import check_pattern, custom, find_topology
 from starling.topology.patterns import (
     PATTERNS,
+    Matrix,
+    Topology,
     complete_graph,
     exponential,
     hierarchical,
@@ -52,14 +49,10 @@ __all__ = [
     "identity",
     "is_connected",
     "is_doubly_stochastic",
-    "is_strongly_connected",
     "lazy",
     "mixing_product",
     "pairs",
-    "pairs_contraction",
     "random_ring",
-    "random_ring_contraction",
     "ring",
-    "ring_eigenvalues",
     "spectral_gap",
 ]

@@ -3,9 +3,8 @@
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
-from starling.topology.base import Matrix, Topology
+from starling.topology.patterns import Matrix, Topology
 
 TOLERANCE = 1e-12
 """The largest rounding error accepted in sums of weights."""
@@ -45,7 +44,7 @@ def spectral_gap(mixing: Matrix) -> float:
     return float(1.0 - moduli.max())
 
 
-def is_strongly_connected(topology: Topology, rounds: int) -> bool:
+def is_connected(topology: Topology, rounds: int) -> bool:
     """Whether the first `rounds` rounds, repeated, bring every learner's changes to every other, along directions."""
     links = np.eye(topology.world, dtype=bool)  # from row to column
     for k in range(rounds):
@@ -54,29 +53,6 @@ def is_strongly_connected(topology: Topology, rounds: int) -> bool:
     for middle in range(topology.world):
         links |= links[:, middle, None] & links[None, middle, :]
     return bool(links.all())
-
-
-def is_connected(topology: Topology, rounds: int) -> bool:
-    """Whether the first `rounds` rounds, repeated, bring every learner's changes to every other.
-
-    Directions can be ignored: the matrices are doubly stochastic, so for every path there is one back.
-    """
-    group = list(range(topology.world))
-
-    def root(rank: int) -> int:
-        while group[rank] != rank:
-            group[rank] = group[group[rank]]
-            rank = group[rank]
-        return rank
-
-    apart = topology.world - 1
-    for k in range(rounds):
-        for rank in range(topology.world) if apart else ():
-            for peer in topology.sources(k, rank):
-                here, there = root(rank), root(peer)
-                apart -= here != there
-                group[here] = there
-    return apart == 0
 
 
 def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
@@ -188,33 +164,3 @@ def distance_of_noise(topology: Topology, rounds: int) -> float:
         mixing = topology.matrix(k)
         covariance = mixing.T @ covariance @ mixing + apart
     return float(np.trace(covariance)) / topology.world
-
-
-def ring_eigenvalues(world: int) -> NDArray[np.float64]:
-    """Eigenvalues of `ring`'s matrix, `[L]`: (1 + 2 cos(2 pi j / L)) / 3 for L >= 3; 1 and 0 for L = 2.
-
-    j = 0 is the mean. The spectral gap shrinks as 1/L^2: lambda_1 is about 1 - 4 pi^2 / (3 L^2).
-    """
-    eigenvalues: NDArray[np.float64] = (1 + 2 * np.cos(2 * np.pi * np.arange(world) / world)) / 3
-    if world == 2:
-        eigenvalues[1] = 0.0
-    return eigenvalues
-
-
-def random_ring_contraction(world: int) -> float:
-    """`expected_contraction` of `random_ring`: 1/3 - 2 / (3 (L - 1)) for L >= 3, otherwise 0.
-
-    E[T T^T] is invariant under permutations, so all its eigenvalues except the mean's are equal: (|T|^2 - 1) / (L - 1),
-    with |T|^2 = L/3 the sum of the squared entries of a ring's matrix.
-    """
-    return (world - 3) / (3 * (world - 1)) if world >= 3 else 0.0
-
-
-def pairs_contraction(world: int) -> float:
-    """`expected_contraction` of `pairs`: (1 - 1 / (L - 1)) / 2 for even L, 1/2 for odd L >= 3, 0 for one learner.
-
-    As for `random_ring`, with |T|^2 = L/2 for even L, and (L + 1) / 2 for odd L, where one learner is not paired.
-    """
-    if world % 2:
-        return 0.5 if world > 1 else 0.0
-    return (world - 2) / (2 * (world - 1))

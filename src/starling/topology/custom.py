@@ -2,19 +2,18 @@
 # ruff: noqa: A002 - `round` is the name of an averaging round, as on the learner
 
 import operator
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from starling.errors import ConfigError
 from starling.registry import Registry
-from starling.topology.analysis import TOLERANCE, is_connected, is_strongly_connected
-from starling.topology.base import Matrix, Topology
-from starling.topology.patterns import PATTERNS
+from starling.topology.analysis import TOLERANCE, is_connected
+from starling.topology.patterns import PATTERNS, Matrix, Topology
 
 Function = Callable[[int, int, int], Mapping[int, float]]
 """`function(round, rank, world)`: the learners that `rank` mixes in `round`, each with its weight."""
@@ -36,15 +35,14 @@ class _Custom(Topology):
         self._is_balanced = is_balanced
         self._function = function
         self._name = getattr(function, "__name__", repr(function))
-        self._plans: dict[int, _Plan] = {}
-        self._lock = threading.Lock()
+        self._plan = lru_cache(maxsize=_ROUNDS_KEPT)(self._draw)
         for k in range(rounds):
             if self._draw(k) != self._plan(k):
                 raise ConfigError(
                     f"pattern {self._name}, round {k}: two calls gave different results, so learners would disagree; "
                     "derive its randomness from the round and a fixed seed alone"
                 )
-        if not (is_connected if is_balanced else is_strongly_connected)(self, rounds):
+        if not is_connected(self, rounds):
             raise ConfigError(
                 f"pattern {self._name}: not connected within {rounds} rounds, so some learners would never mix; "
                 "add edges, or check more rounds"
@@ -63,16 +61,6 @@ class _Custom(Topology):
         if not self._is_balanced:
             mixing[np.diag_indices(self.world)] = [self.kept(round, rank) for rank in range(self.world)]
         return mixing
-
-    def _plan(self, round: int) -> _Plan:
-        plan = self._plans.get(round)
-        if plan is None:
-            plan = self._draw(round)
-            with self._lock:
-                self._plans[round] = plan
-                while len(self._plans) > _ROUNDS_KEPT:
-                    del self._plans[next(iter(self._plans))]
-        return plan
 
     def _draw(self, round: int) -> _Plan:
         """The checked result of the function for all learners in one round."""

@@ -1,16 +1,74 @@
-"""Built-in patterns: rings, random rings, pairs, exponential and complete graphs, and these with super-learners."""
+"""Topologies, and the built-in patterns: rings, pairs, exponential and complete graphs, and super-learners."""
 # ruff: noqa: A002 - `round` is the name of an averaging round, as on the learner
 
 import random
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from starling.chance import derive_seed
 from starling.errors import ConfigError
-from starling.topology.base import Matrix, Topology
+
+Matrix = NDArray[np.float64]
+
+
+class Topology(ABC):
+    """Which learners mix whose models in each round: the T_k of W <- W T_k, as each learner's sources and targets.
+
+    The methods are pure functions of round and rank, so learners agree without communication, and may ask for rounds in
+    any order.
+
+    Args:
+        world: L, the number of learners, at least 1.
+
+    Raises:
+        ConfigError: `world` is below 1.
+        ValueError: Raised by the methods for a round below 0 or a rank outside [0, world).
+    """
+
+    period: int | None = None
+    """The number of rounds after which the pattern repeats; None: it never repeats, or the period is unknown."""
+
+    def __init__(self, world: int) -> None:
+        if world < 1:
+            raise ConfigError(f"topology: {world} learners; a topology needs at least 1")
+        self.world = world
+        """L, the number of learners."""
+
+    @abstractmethod
+    def sources(self, round: int, rank: int) -> Mapping[int, float]:
+        """The learners whose models `rank` mixes into its own in `round`, each with its weight, ascending by rank.
+
+        Its own weight is 1 minus their sum. Empty: it does not take part in the round.
+        """
+
+    @abstractmethod
+    def targets(self, round: int, rank: int) -> Sequence[int]:
+        """The learners that mix the model of `rank` into their own in `round`, ascending."""
+
+    def kept(self, round: int, rank: int) -> float:
+        """The share of its own model that `rank` keeps in `round`: 1 minus the weights with which others mix it. Where
+        averaging conserves the mean, it is also its own weight."""
+        return max(0.0, 1.0 - sum(self.sources(round, peer)[rank] for peer in self.targets(round, rank)))
+
+    def matrix(self, round: int) -> Matrix:
+        """The matrix T of `round`, `[L, L]`: column l holds the weights with which learner l mixes all models."""
+        mixing = np.zeros((self.world, self.world))
+        for rank in range(self.world):
+            taken = self.sources(round, rank)
+            mixing[list(taken), rank] = list(taken.values())
+            mixing[rank, rank] = max(0.0, 1.0 - sum(taken.values()))
+        return mixing
+
+    def _check(self, round: int, rank: int) -> None:
+        if round < 0 or not 0 <= rank < self.world:
+            raise ValueError(
+                f"round {round}, learner {rank}: rounds are numbered from 0, and learners are 0 to {self.world - 1}"
+            )
+
 
 _ROUNDS_KEPT = 2048  # 2 KB each for 128 learners; an evicted permutation is drawn again, with the same result
 
@@ -30,57 +88,47 @@ def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple
     return tuple(order), tuple(places)
 
 
-class _Symmetric(Topology):
-    """A topology in which neighbours mix each other, with equal weights."""
+class _Mutual(Topology):
+    """Neighbours mix each other, with equal weights: those of a learner are `neighbours(round, rank, world, seed)`,
+    itself included or not."""
 
-    @abstractmethod
-    def _neighbours(self, round: int, rank: int) -> list[int]:
-        """The learners that mix with `rank`, ascending, without `rank`."""
+    def __init__(
+        self,
+        world: int,
+        neighbours: Callable[[int, int, int, int], Iterable[int]],
+        seed: int = 0,
+        period: int | None = None,
+    ) -> None:
+        super().__init__(world)
+        self.period = period
+        self._neighbours, self._seed = neighbours, seed
 
     def sources(self, round: int, rank: int) -> Mapping[int, float]:
-        self._check(round, rank)
-        neighbours = self._neighbours(round, rank)
+        neighbours = self.targets(round, rank)
         return dict.fromkeys(neighbours, 1.0 / (len(neighbours) + 1))
 
     def targets(self, round: int, rank: int) -> Sequence[int]:
         self._check(round, rank)
-        return self._neighbours(round, rank)
+        return sorted({*self._neighbours(round, rank, self.world, self._seed)} - {rank})
 
 
-class _Ring(_Symmetric):
-    period = 1
-
-    def _neighbours(self, round: int, rank: int) -> list[int]:
-        return sorted({(rank - 1) % self.world, (rank + 1) % self.world} - {rank})
+def _beside(round: int, rank: int, world: int, seed: int) -> Iterable[int]:
+    return (rank - 1) % world, (rank + 1) % world
 
 
-class _RandomRing(_Symmetric):
-    def __init__(self, world: int, seed: int) -> None:
-        super().__init__(world)
-        self._seed = seed
-
-    def _neighbours(self, round: int, rank: int) -> list[int]:
-        order, places = _permutation(self.world, self._seed, "random ring", round)
-        place = places[rank]
-        return sorted({order[place - 1], order[(place + 1) % self.world]} - {rank})
+def _beside_in_random_order(round: int, rank: int, world: int, seed: int) -> Iterable[int]:
+    order, places = _permutation(world, seed, "random ring", round)
+    return order[places[rank] - 1], order[(places[rank] + 1) % world]
 
 
-class _Pairs(_Symmetric):
-    def __init__(self, world: int, seed: int) -> None:
-        super().__init__(world)
-        self._seed = seed
-
-    def _neighbours(self, round: int, rank: int) -> list[int]:
-        order, places = _permutation(self.world, self._seed, "pairs", round)
-        partner = places[rank] ^ 1
-        return [order[partner]] if partner < self.world else []
+def _partner(round: int, rank: int, world: int, seed: int) -> Iterable[int]:
+    order, places = _permutation(world, seed, "pairs", round)
+    place = places[rank] ^ 1
+    return order[place : place + 1]
 
 
-class _Complete(_Symmetric):
-    period = 1
-
-    def _neighbours(self, round: int, rank: int) -> list[int]:
-        return [*range(rank), *range(rank + 1, self.world)]
+def _everyone(round: int, rank: int, world: int, seed: int) -> Iterable[int]:
+    return range(world)
 
 
 class _Exponential(Topology):
@@ -162,7 +210,7 @@ def ring(world: int) -> Topology:
 
     Two learners average as a pair, 1/2 each.
     """
-    return _Ring(world)
+    return _Mutual(world, _beside, period=1)
 
 
 def random_ring(world: int, seed: int) -> Topology:
@@ -177,7 +225,7 @@ def random_ring(world: int, seed: int) -> Topology:
     References:
         Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training", arXiv 2002.01119.
     """
-    return _RandomRing(world, seed)
+    return _Mutual(world, _beside_in_random_order, seed)
 
 
 def pairs(world: int, seed: int) -> Topology:
@@ -192,7 +240,7 @@ def pairs(world: int, seed: int) -> Topology:
     References:
         Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952.
     """
-    return _Pairs(world, seed)
+    return _Mutual(world, _partner, seed)
 
 
 def exponential(world: int) -> Topology:
@@ -214,7 +262,7 @@ def exponential(world: int) -> Topology:
 
 def complete_graph(world: int) -> Topology:
     """All learners average with equal weights: w_l <- (1/L) sum_j w_j."""
-    return _Complete(world)
+    return _Mutual(world, _everyone, period=1)
 
 
 def hierarchical(outer: Topology, per_node: int) -> Topology:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.budget import Progress
 from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
+from starling.learner import Handle
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
@@ -35,10 +35,12 @@ from starling.training.job import (
 )
 from starling.training.loading import Loaded
 from starling.training.replica import Replica
-from starling.training.shards import Shards, StartOnMemory
+from starling.training.shards import Shards
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket, Unit
+
+T = TypeVar("T")
 
 
 class BatchSource(Protocol):
@@ -59,65 +61,76 @@ class BatchSource(Protocol):
         """Record that a mini-batch is done: the strategy has used its gradient."""
 
 
+class Host(Protocol):
+    """The learner whose training a `Course` is, as its engine has made it."""
+
+    replica: Replica
+    statistics: Statistics
+
+    @property
+    def batches(self) -> BatchSource: ...
+
+    @property
+    def shard_of_island(self) -> ShardOfIsland | None:
+        """Which part of the model its weights are; None: all of it."""
+
+    @property
+    def cut_agreement(self) -> CutAgreement:
+        """States at checkpoint barriers are saved once all learners' have the same averaging rounds."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def now(self) -> float:
+        """Seconds since the membership began, on the engine's clock."""
+
+    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+        """Begin work on a shard, which passes so often over so many bytes."""
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """The model's buffers."""
+
+    def suffer(self, fault: Fault) -> None:
+        """Carry out an injected fault."""
+
+    def consensus_distance(self) -> float | None:
+        """(1/L) sum_l |w_l - mean|^2, or None where the engine does not know it."""
+
+
 class Course:
-    """One learner's training, from its first claim to the end of a membership.
+    """One learner's training, from its first claim to the end of a membership. It begins in the state of its `life`."""
 
-    The engine provides `batches`, a `clock` (seconds since the engine began), `start_on_memory` for work on shards, the
-    model's `buffers` by name, and `suffer`, which carries out an injected fault. `consensus_distance` returns
-    (1/L) sum_l |w_l - mean|^2, or None where the engine does not know it. The weights are all of the model's, or a
-    `shard_of_island`. With `cut_agreement`, states at checkpoint barriers are saved once all learners' have the same
-    averaging rounds.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        rank: int,
-        world: int,
-        life: Life,
-        tickets: SyncGroupTickets,
-        replica: Replica,
-        observer: Observer,
-        statistics: Statistics,
-        start: LearnerState | None,
-        *,
-        batches: BatchSource,
-        clock: Callable[[], float],
-        start_on_memory: StartOnMemory,
-        buffers: Callable[[], dict[str, Tensor]],
-        suffer: Callable[[Fault], None],
-        consensus_distance: Callable[[], float | None] = lambda: None,
-        shard_of_island: ShardOfIsland | None = None,
-        cut_agreement: CutAgreement | None = None,
-    ) -> None:
+    def __init__(self, job: Job, host: Host, life: Life, tickets: SyncGroupTickets, observer: Observer) -> None:
+        rank, world, start = host.rank, host.world, life.state
         job.validate(world)
         self.job, self.tickets = job, tickets
         self.barriers = Barriers(tickets, job.checkpoint_every)
         self._barriers_of_pushes = Barriers(tickets, job.checkpoint_every)
         self._forking = threading.Lock()
         self.num_done = 0  # claims of this learner
+        self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
         self.gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self.is_averaged = False  # whether a mean of the newest gradient has begun
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
-        self.shards = Shards(rank, replica, statistics, self._set_rates, start_on_memory, start.shards if start else ())
+        self._host, self._life, self._observer = host, life, observer
+        self._replica, self._statistics, self._batches = host.replica, host.statistics, host.batches
+        kept = start.shards if start else ()
+        self.shards = Shards(rank, host.replica, host.statistics, self._set_rates, host.start_on_memory, kept)
         sync_groups = job.sync_groups(world)
         self._is_worker = rank < sync_groups.num_workers
         self._sync_group = sync_groups.of(rank)
         self._rank, self._world = rank, world
         self._weight = tickets.weight(rank - self._sync_group.start)
         self._is_reporting = rank % job.island.learners_per_batch == 0  # for all that compute its mini-batches
-        self._life, self._replica, self._observer, self._statistics = life, replica, observer, statistics
-        self._batches, self._clock = batches, clock
-        self._buffers, self._suffer, self._consensus_distance = buffers, suffer, consensus_distance
-        self._shard_of_island = shard_of_island
-        steps_alone = sync_groups.size < sync_groups.num_workers
-        self.cuts = self._make_cuts(cut_agreement) if cut_agreement is not None and steps_alone else None
+        self.cuts = self._make_cuts() if sync_groups.size < sync_groups.num_workers else None
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
         self._num_not_finite = self._num_not_finite_in_a_row = 0
         self._open: deque[Sequence[Loaded]] = deque()  # claimed and not done
-        self._claimed: Sequence[Loaded] = ()
         self._epochs = self._fraction = self._factor = 0.0
         self._portion = 0
         self._epoch_steps, self._epoch_begin = 0, 0.0
@@ -130,11 +143,16 @@ class Course:
         if life.tally is not None:
             self._continue(life.tally)
 
-    def _make_cuts(self, agreement: CutAgreement) -> Cuts | None:
+    @property
+    def _minutes(self) -> float:
+        """Training time so far."""
+        return self._minutes_before + self._host.now() / 60.0
+
+    def _make_cuts(self) -> Cuts | None:
         """The states at checkpoint barriers that are not saved yet; None: learners save at once, because the model is
         in memory that they share or on a server that adds gradients, or there is nothing to save."""
         is_needed = self._observer.saves and not self._replica.weights.is_meta
-        return Cuts(self._replica, agreement) if self.job.strategy.steps_itself and is_needed else None
+        return Cuts(self._replica, self._host.cut_agreement) if self.job.strategy.steps_itself and is_needed else None
 
     def _restore(self, start: LearnerState) -> None:
         replica = self._replica
@@ -225,15 +243,15 @@ class Course:
         if self._statistics.num_claimed == 0:
             self.shards.forget_saved()
         minutes, loaded = self._minutes_before, None
-        if self.job.budget.minutes is not None:
+        if (most := self.job.budget.minutes) is not None:
             minutes += self._batches.agreed_seconds(self._statistics.num_claimed) / 60.0
-        if not self.job.budget.is_spent(Progress(0, 0.0, minutes)):
+        if most is None or minutes < most:
             loaded = self._batches.next(self._statistics.num_claimed)
         if loaded is None:
-            self._over_at, self._spent_when_over = self._clock(), self._statistics.spent
+            self._over_at, self._spent_when_over = self._host.now(), self._statistics.spent
             self._statistics.spent = Spent()  # time after the last claim is not training time
             return False
-        self._claimed = loaded
+        self.newest_claim = loaded
         self._open.append(loaded)
         self._statistics.num_claimed += 1
         self._portion = self.tickets.number_of(loaded[0][0])
@@ -245,14 +263,19 @@ class Course:
         following = self.tickets.progress(self._portion + 1, minutes)
         self._factor = self.job.schedule.at(progress, self.job.budget, following)
         for ticket, batch in loaded if self._is_reporting else ():
-            self._observer.on_claim(ClaimReport.of(self._rank, ticket, batch))
+            self._observer.on_claim(ClaimReport.of(self._life.name, ticket, batch))
         return True
+
+    def begin_gradient(self) -> Sequence[Loaded]:
+        """A gradient of the claimed mini-batches at the present weights begins."""
+        self.gradient_version, self.is_averaged = self._replica.version, False
+        return self.claimed()
 
     def claimed(self) -> Sequence[Loaded]:
         """The claimed tickets and their mini-batches: one unless learners have batch shares."""
-        if not self._claimed:
+        if not self.newest_claim:
             raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
-        return self._claimed
+        return self.newest_claim
 
     def claimed_batches(self) -> list[Sequence[Examples]]:
         """The mini-batches of the claimed tickets."""
@@ -267,16 +290,16 @@ class Course:
     def leave(self, membership: int) -> None:
         """Membership number `membership` has ended: save in the learner's `Life` what it needs in the next one."""
         life, statistics = self._life, self._statistics
-        life.past = Past(membership, self.num_done, self._minutes_before + self._clock() / 60.0)
+        life.past = Past(membership, self.num_done, self._minutes)
         life.state = self.state(Position()).copy()
         with statistics.lock:
-            seconds = self._clock() - self._epoch_begin
+            seconds = self._host.now() - self._epoch_begin
             life.tally = Tally(self._epoch_steps, seconds, statistics.spent, statistics.averaging, self._num_not_finite)
 
     def _continue(self, tally: Tally) -> None:
         """Continue counting from the tally of the previous membership."""
         self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
-        self._epoch_begin = self._clock() - tally.seconds
+        self._epoch_begin = self._host.now() - tally.seconds
         self._statistics.spent, self._statistics.averaging = tally.spent, tally.averaging
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
@@ -309,13 +332,13 @@ class Course:
             world=self._world,
             position=position,
             epochs_ended=epochs_ended,
-            minutes=self._minutes_before + self._clock() / 60.0,
+            minutes=self._minutes,
             weights=weights,
-            buffers={name: buffer.detach().cpu() for name, buffer in self._buffers().items()},
+            buffers={name: buffer.detach().cpu() for name, buffer in self._host.named_buffers().items()},
             optimizer=self._replica.optimizer.state_dict(),
             strategy=dict(self._replica.strategy_state),
             shards=shards,
-            shard_of_island=self._shard_of_island,
+            shard_of_island=self._host.shard_of_island,
             of_strategy=self.job.strategy.described(self.job.options),
             under_shards=under_shards,
             is_worker=self._is_worker,
@@ -361,7 +384,7 @@ class Course:
                 self.shards.fork(barrier.number)
 
     def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:
-        now, statistics = self._clock(), self._statistics
+        now, statistics = self._host.now(), self._statistics
         spent = statistics.spent
         if self._over_at is not None:
             now, spent = self._over_at, self._spent_when_over
@@ -369,13 +392,13 @@ class Course:
         with statistics.lock:
             averaging, statistics.averaging = statistics.averaging, Averaging()
         report = EpochReport(
-            rank=self._rank,
+            rank=self._life.name,
             epoch=epoch,
             num_steps=self._epoch_steps,
             seconds=now - self._epoch_begin,
             spent=spent,
             averaging=averaging,
-            consensus_distance=self._consensus_distance(),
+            consensus_distance=self._host.consensus_distance(),
             num_not_finite=self._num_not_finite,
             is_last=is_last,
         )
@@ -387,10 +410,10 @@ class Course:
     def gradient_task(self) -> GradientTask:
         """What the gradient of the claimed mini-batch depends on; injected faults are carried out."""
         tickets = tuple(ticket for ticket, _ in self.claimed())
-        faults = list(self._life.faults.next())
+        faults = next(self._life.faults)
         for fault in faults:
             if not isinstance(fault, NotFinite):
-                self._suffer(fault)
+                self._host.suffer(fault)
         is_spoilt = any(isinstance(each, NotFinite) for each in faults)
         sizes, factor = self._sizes_and_factor()
         return GradientTask(tickets, sizes, factor, is_spoilt, self._frozen())
@@ -401,7 +424,7 @@ class Course:
         flat: Model,
         before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
         must_reach_all: bool = False,
-        num_passes: Callable[[int], int] = lambda num_parts: num_parts,
+        num_passes: Callable[[int], int] | None = None,
     ) -> float:
         """Compute the gradient of the claimed mini-batches in `flat.gradients`, and return its loss; see
         `starling.training.gradient`."""
@@ -456,11 +479,11 @@ class Course:
             return
         self._observer.on_step(
             StepReport(
-                rank=self._rank,
+                rank=self._life.name,
                 ticket=ticket,
                 num_batches=self.tickets.sequence.num_batches(ticket.epoch),
                 fraction=self._fraction,
-                minutes=self._minutes_before + self._clock() / 60.0,
+                minutes=self._minutes,
                 loss=loss,
                 learning_rate=self._replica.learning_rate(self._factor),
                 num_examples=sum(examples.num_examples for examples in batch),

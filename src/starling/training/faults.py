@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, repeat
 from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -133,17 +134,10 @@ Fault = Annotated[
 ]
 
 
-class FaultsOf:
-    """The faults of one learner, in the order of its mini-batches."""
-
-    def __init__(self, faults: Sequence[Fault], learner: int) -> None:
-        self._faults = [fault for fault in faults if not isinstance(fault, Split | Join) and fault.learner == learner]
-        self._num_steps = 0
-
-    def next(self) -> Sequence[Kill | Pause | NotFinite]:
-        """The faults at the next mini-batch; call once for each mini-batch."""
-        self._num_steps += 1
-        return [fault for fault in self._faults if fault.at_step == self._num_steps]
+def faults_of(faults: Sequence[Fault], learner: int) -> Iterator[Sequence[Kill | Pause | NotFinite]]:
+    """The faults at each mini-batch of a learner, in their order."""
+    own = [fault for fault in faults if not isinstance(fault, Split | Join) and fault.learner == learner]
+    return ([fault for fault in own if fault.at_step == step] for step in count(1)) if own else repeat(())
 
 
 def problems(faults: Sequence[Fault], world: int) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """A model with its parameters in one flat vector and its gradients in another."""
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol, Self
 
 import torch
@@ -30,12 +30,10 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+def split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive views into `flat` `[P]` with the shapes of `like`."""
-    start = 0
-    for tensor in like:
-        yield flat[start : start + tensor.numel()].view(tensor.shape)
-        start += tensor.numel()
+    stops = accumulate(tensor.numel() for tensor in like)
+    return [flat[stop - tensor.numel() : stop].view(tensor.shape) for tensor, stop in zip(like, stops, strict=True)]
 
 
 NO_GRADIENT = -0.0
@@ -44,12 +42,19 @@ learners is right if only some of them used the parameter, and is -0.0 only if n
 never -0.0 throughout: it is accumulated onto 0.0, and 0.0 + -0.0 is 0.0."""
 
 
-def is_no_gradient(part: Tensor) -> bool:
-    """Whether a part of a gradient marks its parameter as without a gradient."""
-    if part.numel() == 0:
-        return False
-    first = float(part.reshape(-1)[0])
-    return first == 0.0 and math.copysign(1.0, first) < 0.0 and bool(torch.signbit(part).all()) and not part.any()
+def without_gradient(flat: Tensor, parts: Sequence[Tensor]) -> list[bool]:
+    """Whether each of the `parts` into which a gradient `flat` `[P]` is split marks its parameter as without one."""
+    if not parts:  # as in a simulation of time alone
+        return []
+    starts = torch.tensor([0, *accumulate(part.numel() for part in parts[:-1])], device=flat.device)
+    first = flat[starts.clamp_(max=len(flat) - 1)]
+    may_be = _is_negative_zero(first).tolist()  # from the first number of each part: few are read completely
+    pairs = zip(parts, may_be, strict=True)
+    return [mark and part.numel() > 0 and bool(_is_negative_zero(part).all()) for part, mark in pairs]
+
+
+def _is_negative_zero(numbers: Tensor) -> Tensor:
+    return (numbers == 0.0) & torch.signbit(numbers)
 
 
 def view_weights(model: nn.Module, parameters: Sequence[nn.Parameter], weights: Tensor) -> None:
@@ -103,14 +108,8 @@ class Model(Protocol):
     def reached(self) -> set[int]:
         """The numbers of the parameters that received a gradient since the last call."""
 
-    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Set the model's buffers by name."""
-
     def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
         """The numbers of the parameters that are frozen."""
-
-    @property
-    def num_parameters(self) -> int: ...
 
 
 def load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
@@ -167,7 +166,7 @@ class FlatModel:
     def use_gradients(self, gradients: Tensor) -> None:
         """Make `param.grad` views into `gradients` `[P]`; nothing is copied."""
         self.gradients = gradients
-        self.gradients_of = list(split(gradients, self.parameters))
+        self.gradients_of = split(gradients, self.parameters)
         for parameter, view in zip(self.parameters, self.gradients_of, strict=True):
             parameter.grad = view
 
@@ -202,11 +201,3 @@ class FlatModel:
         """Replace the model's buffers, in the order of `own_buffers()`; nothing is copied."""
         for (module, name), buffer in zip(self._buffer_places, buffers, strict=True):
             module._buffers[name] = buffer
-
-    @property
-    def num_parameters(self) -> int:
-        return self.weights.numel()
-
-    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Set the model's buffers by name."""
-        load_buffers(self.model, buffers)

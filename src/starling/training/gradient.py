@@ -1,9 +1,12 @@
 """The gradient of one mini-batch, the same on all engines: a function of the weights and of what is claimed."""
 
+import copy
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +16,11 @@ from starling.chance import derive_seed
 from starling.training.flat import NO_GRADIENT, Model
 from starling.training.freezing import Freeze
 from starling.training.job import Job
-from starling.workload import Examples, Ticket
+from starling.workload import Examples, Ticket, Workload
+
+Seconds = float
+LEAST_PASSES, LEAST_SECONDS = 3, 0.5
+"""How often, and for how long, a gradient is measured: a fast one often, because other programs disturb single ones."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ def compute_gradient(
     flat: Model,
     before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
     must_reach_all: bool = False,
-    num_passes: Callable[[int], int] = lambda num_parts: num_parts,
+    num_passes: Callable[[int], int] | None = None,
 ) -> Computed:
     """Compute the gradient of the mini-batches of a task's tickets in `flat.gradients`.
 
@@ -67,7 +74,7 @@ def compute_gradient(
     shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
     summed, counted = [0.0] * len(batches), [0.0] * len(batches)
     total, whole = 0.0, math.nan if task.is_spoilt else sum(shares)
-    num_more = num_passes(len(parts)) - len(parts)
+    num_more = 0 if num_passes is None else num_passes(len(parts)) - len(parts)
     parts, shares = parts + parts[-1:] * num_more, shares + [0.0] * num_more
     flat.reached()
     used: set[int] = set()
@@ -107,7 +114,7 @@ def _weights(job: Job, task: GradientTask, batches: Sequence[Sequence[Examples]]
 @contextmanager
 def _without_gradients(flat: Model, frozen: tuple[Freeze, ...]) -> Iterator[None]:
     """Within this context, frozen parameters get no gradient, and none is computed for them."""
-    parameters = [flat.parameters[number] for number in flat.numbers_of(frozen)]
+    parameters = [flat.parameters[number] for number in flat.numbers_of(frozen)] if frozen else []
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:
@@ -136,3 +143,20 @@ def _seed(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def measured_seconds(workload: Workload[Any], model: nn.Module, device: torch.device) -> Seconds:
+    """How long the gradient of the first mini-batch takes here: the median of some, after a first one. `model` does not
+    change."""
+    batch = [examples.to(device) for examples in workload.load(Ticket(0, 0, 0))]
+    model = copy.deepcopy(model)
+    found: list[Seconds] = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        while len(found) <= LEAST_PASSES or sum(found) < LEAST_SECONDS:
+            begin = time.perf_counter()
+            for examples in batch:
+                workload.loss(model, examples).backward()  # type: ignore[no-untyped-call]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found.append(time.perf_counter() - begin)
+    return max(1e-9, median(found[1:]))

@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
@@ -264,27 +264,3 @@ class Silence:
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
 
     def on_barrier(self, state: LearnerState) -> None: ...
-
-
-class Named:
-    """Reports to another observer under a learner's name, because its rank may change with the membership."""
-
-    def __init__(self, observer: Observer, name: int) -> None:
-        self._observer = observer
-        self._name = name
-
-    @property
-    def saves(self) -> bool:
-        return self._observer.saves
-
-    def on_claim(self, report: ClaimReport) -> None:
-        self._observer.on_claim(report if report.rank == self._name else replace(report, rank=self._name))
-
-    def on_step(self, report: StepReport) -> None:
-        self._observer.on_step(report if report.rank == self._name else replace(report, rank=self._name))
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self._observer.on_epoch(report if report.rank == self._name else replace(report, rank=self._name), state)
-
-    def on_barrier(self, state: LearnerState) -> None:
-        self._observer.on_barrier(state)

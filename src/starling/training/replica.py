@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.training.flat import is_no_gradient, split
-from starling.training.optimizer_state import OptimizerMemory
+from starling.checkpoint.state import name_of_state
+from starling.errors import ConfigError
+from starling.learner import Learner
+from starling.training.flat import split, without_gradient
 from starling.training.streams import lock_for
+
+NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
+"""Sums and averages of squares. Adding a delta computed from an older value could make them negative."""
 
 
 class Replica:
@@ -81,8 +86,9 @@ class Replica:
             return
         own = [parameter.grad for parameter in self._parameters]
         views = split(gradient, self._parameters)
-        for number, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
-            parameter.grad = None if number in self.sometimes_unused and is_no_gradient(view) else view
+        unused = without_gradient(gradient, views) if self.sometimes_unused else [False] * len(views)
+        for number, parameter in enumerate(self._parameters):
+            parameter.grad = None if unused[number] and number in self.sometimes_unused else views[number]
         try:
             yield
         finally:
@@ -153,14 +159,14 @@ class Replica:
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         with self._lock:
-            (self.weights if piece is None else self._at(piece)[1]).copy_(weights)
+            self._at(piece).copy_(weights)
             if piece is None or piece.stop == self._size:  # all pieces together count as one change
                 self.version += 1
 
     def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
         """A copy of the weights or of a piece of them, in new memory or in `into`, of the same shape."""
         with self._lock:
-            own = self.weights if piece is None else self._at(piece)[1]
+            own = self._at(piece)
             return own.clone() if into is None else into.copy_(own)
 
     def on_host(self) -> Tensor:
@@ -198,8 +204,133 @@ class Replica:
         self.strategy_state[name] = kept = kept.to(initial.device)
         return kept
 
-    def _at(self, piece: slice) -> tuple[int, Tensor]:
-        """The number of the vector that contains a piece (0: the weights), and a view of the piece."""
+    def _at(self, piece: slice | None) -> Tensor:
+        """A view of a piece of the weights or of the optimizer's averaged state; None: all weights."""
+        if piece is None:
+            return self.weights
         number, start = divmod(piece.start, self._size)
-        vector = self.weights if number == 0 or self._memory is None else self._memory.vectors[number - 1]
-        return number, vector[start : start + piece.stop - piece.start]
+        part: Tensor = self._vectors[number][start : start + piece.stop - piece.start]
+        return part
+
+
+class OptimizerMemory:
+    """One vector `[P]` for each number that the optimizer keeps per weight; its state becomes views into the vectors.
+
+    `another` creates an equal optimizer for other parameters, given by number. Raises ConfigError if the optimizer
+    keeps anything except such numbers and a step count.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: list[nn.Parameter],
+        another: Callable[[dict[int, nn.Parameter]], Optimizer],
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        if not optimizer.state:
+            self._begin(another)
+        names = self._checked_names()
+        try:
+            every = [[optimizer.state[each][name].reshape(-1) for each in parameters] for name in names]
+        except KeyError as error:
+            raise ConfigError(
+                "strategy.optimizer_state: the optimizer's state differs between trainable parameters and cannot be "
+                "averaged; choose local"
+            ) from error
+        self.vectors = [torch.cat(each) for each in every]
+        self.never_negative = [name in NEVER_NEGATIVE for name in names]
+        self._views = [
+            (parameter, name, view)
+            for name, vector in zip(names, self.vectors, strict=True)
+            for parameter, view in zip(parameters, split(vector, parameters), strict=True)
+        ]
+        for parameter, name, view in self._views:
+            optimizer.state[parameter][name] = view
+
+    def take_back(self) -> None:
+        """Take what `load_state_dict` has put in the place of the views, which are the optimizer's state again."""
+        for parameter, name, view in self._views:
+            state = self._optimizer.state[parameter]
+            found = state.get(name)
+            if found is not None and found.data_ptr() == view.data_ptr():
+                continue
+            if found is None:
+                view.zero_()
+            else:
+                view.copy_(found)
+            state[name] = view
+
+    def with_vectors(self, state_dict: dict[str, Any], vectors: Sequence[Tensor]) -> dict[str, Any]:
+        """A copy of the optimizer's `state_dict` whose numbers per weight are those of other vectors."""
+        order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        place = {id(parameter): number for number, parameter in enumerate(order)}
+        state = {number: dict(values) for number, values in state_dict["state"].items()}
+        others = [view for vector in vectors for view in split(vector, self._parameters)]
+        for (parameter, name, _), other in zip(self._views, others, strict=True):
+            state[place[id(parameter)]][name] = other
+        return state_dict | {"state": state}
+
+    def _begin(self, another: Callable[[dict[int, nn.Parameter]], Optimizer]) -> None:
+        """Initialise the optimizer's state to zeros.
+
+        A step of another optimizer, on a stand-in for each parameter in turn, creates the state: the parameters
+        themselves must not change, because a gradient may be under way at them.
+        """
+        for number, parameter in enumerate(self._parameters):
+            stand_in = nn.Parameter(torch.zeros_like(parameter))
+            stand_in.grad = torch.zeros_like(parameter)
+            other = another({number: stand_in})
+            other.step()
+            state = other.state[stand_in]
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    value.zero_()
+                elif name == "step":
+                    state[name] = 0
+            self._optimizer.state[parameter] = state
+
+    def _checked_names(self) -> list[str]:
+        kind = type(self._optimizer).__name__
+        names: list[str] = []
+        for parameter in self._parameters:
+            for name, value in self._optimizer.state.get(parameter, {}).items():
+                if name == "step" or value is None:
+                    continue
+                if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                    raise ConfigError(
+                        f"strategy.optimizer_state: {kind} keeps {name!r}, which is not one number per weight and "
+                        "cannot be averaged; choose local"
+                    )
+                if name not in names:
+                    names.append(name)
+        return names
+
+
+class ReplicaLearner(Learner):
+    """What all learners do with their replica, on every engine."""
+
+    replica: Replica
+
+    @property
+    def weights(self) -> Tensor:
+        return self.replica.weights
+
+    @property
+    def version(self) -> int:
+        return self.replica.version
+
+    @property
+    def shapes(self) -> Sequence[torch.Size]:
+        return [parameter.shape for parameter in self.replica.parameters]
+
+    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
+        self.replica.replace(weights, piece)
+
+    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
+        return self.replica.pieces(largest, optimizer_state)
+
+    def strategy_state(
+        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
+    ) -> Tensor:
+        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError, ConfigError
 from starling.learner import Handle, Shard
-from starling.training.flat import is_no_gradient, split
+from starling.training.flat import split, without_gradient
 from starling.training.job import Statistics
 from starling.training.replica import Replica
 
@@ -235,8 +235,9 @@ class _Fork:
 @contextmanager
 def _gradients(parts: Sequence[nn.Parameter], gradient: Tensor) -> Generator[None, None, None]:
     """Within this context the parts of a shard have their parts of a gradient `[n]`."""
-    for part, own in zip(parts, split(gradient, parts), strict=True):
-        part.grad = None if is_no_gradient(own) else own
+    own = split(gradient, parts)
+    for part, view, is_unused in zip(parts, own, without_gradient(gradient, own), strict=True):
+        part.grad = None if is_unused else view
     yield
     for part in parts:
         part.grad = None

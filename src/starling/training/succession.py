@@ -1,22 +1,25 @@
 """How a run continues after a membership change: with which learners, at which position, and from whose state."""
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
-from starling.checkpoint.state import LearnerState, beyond_membership
+from starling.checkpoint.state import LearnerState, beyond_membership, has_common
+from starling.consensus import ROUNDING
 from starling.errors import ConfigError, PeerLost
 from starling.training.batch_shares import shares_for
-from starling.training.faults import FaultsOf
+from starling.training.faults import Kill, NotFinite, Pause, faults_of
 from starling.training.job import Job, Tally
 from starling.training.membership import Membership
 from starling.training.stragglers import Delays
 from starling.training.tickets import SyncGroupTickets, position_after
 from starling.workload import Position, Ticket
 
+_NUM_SUMS = 64
 LOST_BEFORE_TRAINING = "learners were lost before training began; start again"
 
 
@@ -39,21 +42,22 @@ class Life:
     name: int
     delays: Delays
     """Injected delays."""
-    faults: FaultsOf
-    """Injected faults."""
+    faults: Iterator[Sequence[Kill | Pause | NotFinite]]
+    """The injected faults at each of its mini-batches."""
     state: LearnerState | None = None
     """Its state at the end of the last membership, or from a checkpoint; None: no state yet."""
     past: Past = field(default_factory=Past)
     tally: Tally | None = None
     """Its counters for the epoch that a membership change interrupted."""
 
-    @staticmethod
-    def begin(job: Job, name: int, is_new: bool) -> "Life":
+    @classmethod
+    def begin(cls, job: Job, name: int, is_new: bool, **more: Any) -> Self:
         """The `Life` of a learner that starts. A joiner or restarted learner (`is_new`) has no injected faults."""
-        return Life(
+        return cls(
             name=name,
             delays=Delays(job.stragglers, job.seed, name),
-            faults=FaultsOf(() if is_new else job.faults, name),
+            faults=faults_of(() if is_new else job.faults, name),
+            **more,
         )
 
 
@@ -189,3 +193,32 @@ def first_with_a_state(members: Sequence[Past]) -> int:
     if not with_state:
         raise PeerLost(LOST_BEFORE_TRAINING)
     return with_state[0]
+
+
+def must_begin_equal(job: Job, start: LearnerState | None) -> bool:
+    """Whether learners that begin with such a state, or with none, must all have the same weights."""
+    kept = {} if start is None else start.strategy
+    return job.strategy.begins_equal(job.options, has_common(kept))
+
+
+def sketch(weights: Tensor) -> list[float]:
+    """Numbers by which learners compare their weights `[P]` without sending them: the norm, and sums of every 64th
+    weight. Rounding changes them little, other weights much."""
+    sums = torch.stack([weights[first::_NUM_SUMS].sum(dtype=torch.float64) for first in range(_NUM_SUMS)])
+    return [float(torch.linalg.vector_norm(weights, dtype=torch.float64)), *sums.tolist()]
+
+
+def are_apart(mine: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether the weights of two sketches differ by more than rounding."""
+    most = ROUNDING * max(mine[0], theirs[0])
+    return any(abs(one - other) > most for one, other in zip(mine, theirs, strict=True))
+
+
+def different_weights(job: Job, learner: int, other: int) -> str:
+    """The message that two learners begin with different weights."""
+    return (
+        f"learner {learner} and learner {other} begin with different weights, but under {job.strategy.name} all "
+        "learners begin with the same; let make_model give every learner the same weights, for example after "
+        "torch.manual_seed. After a resume, its checkpoint holds different ones: resume with another number of "
+        "learners, which all begin with the mean"
+    )

@@ -22,15 +22,18 @@ class TicketSequence:
 
     def __init__(self, workload: Workload[Any], start: Ticket) -> None:
         self._workload = workload
+        self._num_batches: dict[int, int] = {}
         self._first_epoch = start.epoch
         # the number of each known epoch's first ticket, and of the first one after them
         self._first_steps = [start.step - start.index]
 
     def num_batches(self, epoch: int) -> int:
-        found = self._workload.num_batches(epoch)
-        if found < 1:
-            raise DataError(f"epoch {epoch} has {found} mini-batches; it needs at least 1; check the training data")
-        return found
+        if epoch not in self._num_batches:
+            found = self._workload.num_batches(epoch)
+            if found < 1:
+                raise DataError(f"epoch {epoch} has {found} mini-batches; it needs at least 1; check the training data")
+            self._num_batches[epoch] = found
+        return self._num_batches[epoch]
 
     def __getitem__(self, step: int) -> Ticket:
         place = self._place(step)
@@ -137,7 +140,7 @@ class SyncGroupTickets:
         self.sequence = TicketSequence(workload, start.next_ticket)
         self.shares = tuple(shares) or (1,) * sync_group_size
         """The tickets of each member of the sync group in a portion."""
-        self._start = start
+        self._start, self._num_done_before = start, start.num_done
         self._budget = budget
         groups = [range(*each) for each in pairwise(accumulate(self.shares[::learners_per_ticket], initial=0))]
         self._members = [groups[member // learners_per_ticket] for member in range(sync_group_size)]
@@ -161,6 +164,10 @@ class SyncGroupTickets:
     def tickets(self, number: int, member: int) -> tuple[Ticket, ...]:
         """The tickets of a `member` (its index in the sync group) in portion `number`."""
         return tuple(self._ticket_at(number * self.portion_size + place) for place in self.places(member))
+
+    def drawn(self, number: int, member: int) -> tuple[Ticket, ...]:
+        """The tickets of a member that has drawn portion `number`; none once the budget is spent."""
+        return () if self.is_beyond(number) else self.tickets(number, member)
 
     def ticket(self, number: int, member: int = 0) -> Ticket:
         """The first ticket of a `member` in portion `number`."""
@@ -190,7 +197,7 @@ class SyncGroupTickets:
 
     def num_before(self, number: int) -> int:
         """The number of done mini-batches when exactly the portions below `number` are done."""
-        return self._start.num_done + number * self.portion_size
+        return self._num_done_before + number * self.portion_size
 
     def progress(self, number: int, minutes: float) -> Progress:
         """The progress of the run when exactly the portions below `number` have been claimed."""

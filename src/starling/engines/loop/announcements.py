@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from starling.engines.loop.progress import Consensus, LoopProgress
+from starling.engines.loop.replica import Consensus
+from starling.engines.loop.run import LoopRun
 from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.forks import clone_store
 from starling.engines.processes.handshake import Peers
@@ -42,20 +43,21 @@ _ENDED = "ended"
 class AnnouncementListener(threading.Thread):
     """Listens to announcements, and takes part in each consensus for its learner.
 
-    `contribution` returns the learner's contribution after the steps in its `progress`, which also counts the bytes,
-    and the weights `[P]` whose distance from the mean is measured. `listening` is the store over a connection that
-    nothing else uses meanwhile; None: a new one. `must_be_equal` is the name of a strategy under which all learners
-    have the same weights after equal numbers of steps.
+    `contribution` returns the learner's contribution after the steps of its `run`, which also counts the bytes, and the
+    weights `[P]` whose distance from the mean is measured. The thread calls `on_news` when a learner has finished,
+    settled, closed or failed, and `on_error` when it fails itself. `listening` is the store over a connection that
+    nothing else uses meanwhile; None: a new one.
     """
 
     def __init__(
         self,
         peers: Peers,
         means: OrderedMean,
-        progress: LoopProgress,
+        run: LoopRun,
         contribution: Callable[[], tuple[Tensor, Tensor]],
+        on_news: Callable[[], None],
+        on_error: Callable[[BaseException], None],
         listening: Store | None = None,
-        must_be_equal: str | None = None,
     ) -> None:
         # a daemon, because it must not keep a failed process alive
         super().__init__(name=f"starling-announcements-{peers.rank}", daemon=True)
@@ -63,38 +65,40 @@ class AnnouncementListener(threading.Thread):
         """Of each rank whose loop has ended: its number of steps, and by how many it may be ahead of the others."""
         self.ahead: dict[int, int] = {}
         """The newest step of each rank that still makes some although another one has ended before it."""
-        self.unequal: str | None = None
-        """Why learners that must make equal numbers of steps cannot end together."""
-        self.finished: set[int] = set()
+        self.unequal: dict[int, str] = {}
+        """Why learners that must make equal numbers of steps cannot end together: the same text of all ranks."""
+        self.finished: dict[int, str] = {}
         """The ranks whose strategies need no more gradients."""
-        self.settled: set[int] = set()
-        """The ranks whose weights are final."""
-        self.final: Future[Consensus | None] = Future()
-        """The consensus of the final weights, once all have settled; None if no learner wants it."""
-        self.closed: set[int] = set()
+        self.settled: dict[int, int] = {}
+        """The ranks whose weights are final, each with whether it wants the final consensus."""
+        self.closed: dict[int, str] = {}
         self.failed: dict[int, str] = {}
         """The error of each rank that failed."""
         self.lost_peer: dict[int, str] = {}
         """The error of each rank that failed because it had lost a peer."""
+        self._heard: dict[str, dict[int, Any]] = {
+            "last step": self.ended,
+            "ahead": self.ahead,
+            UNEQUAL: self.unequal,
+            "finished": self.finished,
+            "settled": self.settled,
+            "closed": self.closed,
+            "failed": self.failed,
+            "lost peer": self.lost_peer,
+        }
+        self.final: Future[Consensus | None] = Future()
+        """The consensus of the final weights, once all have settled; None if no learner wants it."""
         self._store = peers.store
         # its own connection, because it blocks
         self._own = listening or clone_store(peers.store)
         self._own.set_timeout(timedelta(days=20))
-        self._rank, self._world, self._means = peers.rank, peers.world, means
-        self._progress, self._contribution = progress, contribution
-        self._is_final_wanted = False
+        self._rank, self._world, self._means, self._run = peers.rank, peers.world, means, run
+        self._contribution, self._on_news, self._on_error = contribution, on_news, on_error
         self._size: int | None = None
-        self._must_be_equal = must_be_equal
         self._awaited = 0
         self._lock = threading.Lock()
         self._requests: dict[int, Future[Consensus]] = {}
         self._under_way: tuple[int, Future[Consensus]] | None = None
-
-    def listen(self, on_news: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
-        """Start the thread. It calls `on_news` when a learner has finished, settled, closed or failed, and `on_error`
-        when it fails itself."""
-        self._on_news, self._on_error = on_news, on_error
-        self.start()
 
     def announce(self, what: str, word: int | str | Sequence[int] = "") -> int:
         """Tell all learners, including this one; returns the number of the announcement."""
@@ -102,10 +106,10 @@ class AnnouncementListener(threading.Thread):
         self._store.set(f"announced/{number}", json.dumps([self._rank, what, word]))
         return number
 
-    def request(self, num_steps: int) -> "Future[Consensus]":
-        """Request a consensus that includes this learner's `num_steps` steps; joins one under way that does."""
+    def request(self) -> "Future[Consensus]":
+        """Request a consensus that includes this learner's steps so far; joins one under way that does."""
         with self._lock:
-            if self._under_way is not None and self._under_way[0] == num_steps:
+            if self._under_way is not None and self._under_way[0] == self._run.num_steps:
                 return self._under_way[1]
             future: Future[Consensus] = Future()
             self._requests[self.announce("consensus")] = future
@@ -151,40 +155,19 @@ class AnnouncementListener(threading.Thread):
             self._take_part(future)
         elif what == "roll-call":
             self._store.set(f"noticed/{self._rank}", "")
-        elif what == "settled":
-            self.settled.add(rank)
-            self._is_final_wanted |= bool(word)
-            if len(self.settled) == self._world:
-                self._take_last_part()
-            self._on_news()
         else:
-            if what == "last step":
-                steps, lead = word
-                self.ended[rank] = int(steps), int(lead)
-            elif what == "ahead":
-                self.ahead[rank] = int(word)
-            elif what == UNEQUAL:
-                self.unequal = self.unequal or str(word)
-            elif what == "finished":
-                self.finished.add(rank)
-            elif what == "closed":
-                self.closed.add(rank)
-            elif what == "lost peer":
-                self.lost_peer[rank] = str(word)
-            else:
-                self.failed[rank] = str(word)
+            self._heard[what][rank] = word
+            if what == "settled" and len(self.settled) == self._world:
+                if any(self.settled.values()):
+                    self._take_part(self.final)
+                else:
+                    with suppress(InvalidStateError):
+                        self.final.set_result(None)
             self._on_news()
-
-    def _take_last_part(self) -> None:
-        if self._is_final_wanted:
-            self._take_part(self.final)
-        else:
-            with suppress(InvalidStateError):
-                self.final.set_result(None)
 
     def _take_part(self, future: "Future[Any]") -> None:
         with self._lock:
-            (mine, own), num_steps = self._contribution(), self._progress.num_steps
+            (mine, own), num_steps = self._contribution(), self._run.num_steps
             self._under_way = num_steps, future
         with suppress(InvalidStateError):  # the wait for it was released
             try:
@@ -209,9 +192,10 @@ class AnnouncementListener(threading.Thread):
         norm = torch.linalg.vector_norm(difference, dtype=torch.float64)
         told = torch.tensor([float(norm) ** 2, num_steps, num_steps**2], dtype=torch.float64)
         distance, steps, squared_steps = self._means.start(told).result().tolist()
-        self._progress.consensus_bytes += 2 * (self._world - 1) * mine.nbytes // self._world
-        if self._must_be_equal is not None and squared_steps == steps * steps:
-            self._check_equal(self._must_be_equal, distance, mean[: len(own)])
+        self._run.consensus_bytes += 2 * (self._world - 1) * mine.nbytes // self._world
+        strategy = self._run.strategy
+        if strategy.has_one_model and squared_steps == steps * steps:  # after equal numbers of steps
+            self._check_equal(strategy.name, distance, mean[: len(own)])
         return Consensus(mean, distance)
 
     def _check_equal(self, strategy: str, distance: float, mean: Tensor) -> None:

@@ -1,32 +1,40 @@
-"""The public API for a user's own PyTorch loop."""
+"""The public API for a user's own PyTorch loop, and the hooks that make its optimizers' steps those of the learner."""
 
 import atexit
 import hashlib
 import os
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from starling.configuration import Config
 from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.life import Coordination, LoopLife
-from starling.engines.loop.optimizers import StepHooks, describe, members_of
+from starling.engines.loop.optimizers import describe, members_of, parameters_of
 from starling.engines.loop.replica import LoopReplica
+from starling.engines.loop.run import LoopRun
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.place import Place
 from starling.engines.processes.threads import end_now
 from starling.errors import ConfigError, FinishedApart, ProtocolError
 from starling.strategies import Strategy
+
+MakeStep = Callable[[GradScaler | None, Optimizer | None], None]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -83,33 +91,27 @@ class JoinedLearner:
                 "have no loop; with starling.join use servers='beside'"
             )
         world = place.world if coordination is None else max(2, place.world)  # others may join later
-        is_shared = strategy.sync_groups(options, world).size == world
+        self._is_in_step = strategy.sync_groups(options, world).size == world
         refuses = None if strategy.adopts_changes(options) else strategy.name
-        replica = self._replica = LoopReplica(model, optimizer, is_shared, refuses)
-        digest, optimizers = _digest(model), describe(optimizer)
-
-        def handshake(world: int) -> Handshake:
-            return Handshake(
-                world=world,
-                strategy=strategy.name,
-                num_parameters=len(replica.weights),
-                dtype=str(replica.weights.dtype),
-                configuration=f"{options.model_dump_json()}, seed {seed}, model {digest}, "
-                f"{len(optimizer.param_groups)} parameter groups" + (", on_loss continue" if coordination else ""),
-                optimizer=optimizers,
-                **Handshake.of_versions(),
-            )
-
-        self._is_in_step = is_shared
+        replica = self._replica = LoopReplica(model, optimizer, self._is_in_step, refuses)
+        handshake = Handshake(
+            world=place.world,
+            strategy=strategy.name,
+            num_parameters=len(replica.weights),
+            dtype=str(replica.weights.dtype),
+            configuration=f"{options.model_dump_json()}, seed {seed}, model {_digest(model)}, "
+            f"{len(optimizer.param_groups)} parameter groups" + (", on_loss continue" if coordination else ""),
+            optimizer=describe(optimizer),
+        )
         self._is_closed = self._has_warned = False
         self._num_calls = 0
         self._consensus_distance: float | None = None
+        self._run = LoopRun(strategy, options, replica, seed, most_not_finite)
         root = Peers(place, timeout_seconds, feed=coordination.feed if coordination else None)
-        self._life = LoopLife(root, strategy, options, replica, seed, most_not_finite, handshake, coordination)
-        replica.leave_to_loop()
+        self._life = LoopLife(root, self._run, handshake, coordination)
+        replica.adopted.leave()
         self._learner_id = place.rank
-        name = f"learner {place.rank}"
-        self._hooks = StepHooks(optimizer, replica.parameters, lambda: replica.is_stepping, name)
+        self._hooks = StepHooks(replica, f"learner {place.rank}")
         self._process = os.getpid()
         atexit.register(self._at_exit)
 
@@ -139,7 +141,7 @@ class JoinedLearner:
     def num_steps(self) -> int:
         """The number of steps of the run. Without joiners, that is the number of calls of `step`. A process that joins
         later begins with that of another learner; learners that step together have the same."""
-        return self._life.progress.num_steps
+        return self._run.num_steps
 
     @property
     def is_in_step(self) -> bool:
@@ -179,7 +181,7 @@ class JoinedLearner:
                 f"learner {self.learner_id}: step(optimizer=…) got a {type(optimizer).__name__} that was not given to "
                 "starling.join; join the model with a list of all its optimizers"
             )
-        with self._replica.only(optimizer):
+        with self._replica.only(optimizer) if optimizer is not None else nullcontext():
             self._life.run(LoopLearner.step_of_loop, scaler, optimizer)
         self._num_calls += 1
 
@@ -204,14 +206,15 @@ class JoinedLearner:
 
         Raises `PeerLost` as `close` does, and warns if there were gradients but no steps.
         """
-        life, progress = self._life, self._life.progress
-        if progress.final is not None and not self._is_closed:
+        life, run = self._life, self._run
+        if run.final is not None and not self._is_closed:
             yield
             return
-        life.run(LoopLearner.prepare_consensus)
+        life.run(LoopLearner.check_in_use, "consensus()")
         self._warn_without_steps()
         if final:
-            self._consensus_distance = life.run(LoopLearner.finish_and_adopt).distance
+            life.run(LoopLearner.finish, is_final_wanted=True)
+            self._consensus_distance = run.final.distance if run.final else None
             self._hooks.detach()
             yield
             return
@@ -221,19 +224,19 @@ class JoinedLearner:
             with self._replica.showing(agreed.mean):
                 yield
         finally:
-            progress.resumed_at = time.monotonic()
+            run.begin_computing()
 
     def stats(self) -> LoopStats:
         """This learner's counters so far."""
-        progress = self._life.progress
-        averaging, spent = progress.statistics.averaging, progress.statistics.spent
+        run = self._run
+        averaging, spent = run.statistics.averaging, run.statistics.spent
         return LoopStats(
             steps=self._num_calls,
-            steps_skipped=progress.not_finite.num,
+            steps_skipped=run.num_not_finite,
             rounds=averaging.rounds,
             rounds_per_gradient=averaging.rounds / max(1, self._num_calls),
             staleness=dict(sorted(averaging.staleness.items())),
-            bytes_sent=averaging.bytes_sent + progress.consensus_bytes,
+            bytes_sent=averaging.bytes_sent + run.consensus_bytes,
             seconds_computing=spent.computing,
             seconds_waiting=spent.waiting_for_peers,
             consensus_distance=self._consensus_distance,
@@ -283,8 +286,9 @@ class JoinedLearner:
         self._life.abandon(error)
 
     def _warn_without_steps(self) -> None:
-        progress = self._life.progress
-        if progress.steps_begun == 0 and not progress.is_over and self._replica.has_gradients and not self._has_warned:
+        run = self._run
+        has_gradients = any(parameter.grad is not None for parameter in self._replica.parameters)
+        if run.steps_begun == 0 and not run.is_over and has_gradients and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"learner {self._learner_id} has computed gradients but made no step, so nothing was trained. Call "
@@ -300,7 +304,7 @@ class JoinedLearner:
             return
         error = getattr(sys, "last_value", None)
         is_attached = self._hooks.is_attached and (self._life.survives or self._life.learner.failure is None)
-        if error is None and not self._is_closed and (is_attached or self._life.progress.final is not None):
+        if error is None and not self._is_closed and (is_attached or self._run.final is not None):
             try:
                 self.close()
             except BaseException as failure:
@@ -330,3 +334,105 @@ def _digest(model: nn.Module) -> str:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+class StepHooks:
+    """Watches the steps of all optimizers, until it is removed.
+
+    A step that bypasses the learner is a `ProtocolError`: one of the learner's own optimizers, or of another that has
+    some of its parameters. Once the hooks are attached, each call of an own optimizer's `step` is a step of the
+    learner. That step calls `optimizer.step()` itself, with the gradient and at the weights that its strategy chooses.
+    So the call of the loop, which comes after the hook, gets a stand-in of the optimizer that has no parameters. Of
+    several optimizers, the learner steps with the one that is called.
+    """
+
+    def __init__(self, replica: LoopReplica, learner: str) -> None:
+        """`learner` names it in errors."""
+        self.is_attached = False
+        self._replica, self._learner = replica, learner
+        self._optimizers = members_of(replica.optimizer)
+        self._parameters = {id(parameter) for parameter in replica.parameters}
+        self._harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with its number of parameters
+        self._guard = register_optimizer_step_pre_hook(self._check)
+        self._handles: list[RemovableHandle] = []
+        self._scaler: GradScaler | None = None
+
+    def attach(self, make_step: MakeStep, scaler: GradScaler | None) -> None:
+        """Let the loop's calls of `optimizer.step()` or `scaler.step()` call `make_step`."""
+        self.is_attached = True
+        self._make_step = make_step
+        self._handles = [each.register_step_pre_hook(self._step_attached) for each in self._optimizers]
+        self._scaler = scaler
+        if scaler is not None:
+            self._step_of_scaler = scaler.step
+            scaler.step = self._step_scaled  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Leave the optimizers and the scaler to the loop again, as they were before `attach`."""
+        for handle in self._handles:
+            handle.remove()
+        if self._scaler is not None:
+            vars(self._scaler).pop("step", None)
+
+    def remove(self) -> None:
+        """Allow all steps."""
+        self.detach()
+        self._guard.remove()
+
+    def _check(self, optimizer: Optimizer, *_: object) -> None:
+        """Called before each step of any optimizer."""
+        if any(optimizer is own for own in self._optimizers):
+            if not self._replica.is_stepping and not self.is_attached:
+                raise ProtocolError(
+                    f"{self._learner}: optimizer.step() was called on an optimizer given to starling.join, so the "
+                    "other learners would not see the step; call step() of the joined learner instead, and "
+                    "step(scaler) instead of scaler.step(optimizer), or use starling.attach"
+                )
+            return
+        number = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._harmless.get(optimizer) == number:
+            return
+        if any(id(parameter) in self._parameters for parameter in parameters_of(optimizer)):
+            raise ProtocolError(
+                f"{self._learner}: a step of {type(optimizer).__name__} would change parameters of the joined model, "
+                "but this optimizer was not given to starling.join, so the other learners would not see the step; join "
+                "the model with a list of all its optimizers, and call step(optimizer=…) of the joined learner"
+            )
+        self._harmless[optimizer] = number
+
+    def _step_attached(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+        if self._replica.is_stepping:
+            return None
+        kwargs = dict(kwargs)
+        closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        names, own = list(before), {handle.id for handle in self._handles}
+        later = names[next(place for place, name in enumerate(names) if name in own) + 1 :]
+        # each hook must act once on the gradient: those before this one have, and the post hooks follow
+        optimizer._optimizer_step_pre_hooks = OrderedDict((name, before[name]) for name in later)
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+        try:
+            self._make_step(None, optimizer)
+        finally:
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+        return (_without_parameters(optimizer),), kwargs if closure is None else {**kwargs, "closure": lambda: loss}
+
+    def _step_scaled(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """In place of `scaler.step`, which would skip the learner's step if this learner's gradient is not finite."""
+        if self._scaler is None or not any(optimizer is own for own in self._optimizers):
+            return self._step_of_scaler(optimizer, *args, **kwargs)
+        self._make_step(self._scaler, optimizer)
+        return None
+
+
+def _without_parameters(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class whose step changes nothing."""
+    stand_in = object.__new__(type(optimizer))
+    stand_in.__dict__.update(optimizer.__dict__)
+    stand_in.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    stand_in.state = type(optimizer.state)(dict) if type(optimizer.state) is not dict else {}  # type: ignore[assignment]
+    return stand_in

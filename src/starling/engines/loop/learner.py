@@ -9,10 +9,11 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,20 +23,19 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
-from starling.configuration import Config
+from starling.checkpoint.state import beyond_membership
 from starling.engines.loop.announcements import UNEQUAL, AnnouncementListener
 from starling.engines.loop.optimizers import members_of
-from starling.engines.loop.progress import Consensus, LoopPlan, LoopProgress
-from starling.engines.loop.replica import LoopGradient, LoopReplica, MeanOfGradient
+from starling.engines.loop.replica import Consensus, LoopReplica
+from starling.engines.loop.run import LoopPlan, LoopRun
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Communicator, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
 from starling.engines.processes.threads import Worker
-from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
+from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.learner import Handle, LoopEnded
-from starling.strategies import Strategy
 from starling.training.checks import check_group
 from starling.training.shards import Shards
 
@@ -43,47 +43,58 @@ _HEARD_SECONDS = 2.0
 """How long a learner waits until all others have heard why they cannot end together."""
 
 
+class LoopGradient(Handle[Tensor]):
+    """The gradient that the loop computes next, or the mean `of` it: awaiting it waits for the loop."""
+
+    def __init__(self, result: Callable[[], Tensor], of: "LoopGradient | None" = None) -> None:
+        self._result, self._of = cache(result), of
+        self._is_supplied = False
+
+    @property
+    def is_supplied(self) -> bool:
+        """Whether the loop has computed it."""
+        return self._is_supplied if self._of is None else self._of.is_supplied
+
+    def supply(self) -> None:
+        """The loop has computed it."""
+        self._is_supplied = True
+
+    def result(self) -> Tensor:
+        return self._result()
+
+
 class LoopLearner(ConnectedLearner):
     """A learner whose gradients come from a user's loop. The loop's thread calls all methods, unless noted otherwise.
 
     While the loop computes, an `AnnouncementListener` responds to the other learners, which it hears over `listening`.
-    A learner that survives losses belongs to one membership, which it enters with a `plan`; another one continues with
-    `progress`.
+    A learner that survives losses belongs to one membership, which it enters with a `plan`; another one continues the
+    `run`.
     """
 
     replica: LoopReplica
 
     def __init__(
-        self,
-        peers: Peers,
-        strategy: Strategy,
-        options: Config,
-        replica: LoopReplica,
-        seed: int,
-        progress: LoopProgress,
-        plan: LoopPlan | None = None,
-        listening: Store | None = None,
+        self, peers: Peers, run: LoopRun, plan: LoopPlan | None = None, listening: Store | None = None
     ) -> None:
-        super().__init__(seed)
-        self.replica = replica
-        self.progress, self.statistics = progress, progress.statistics
-        self._peers, self._rank, self._world = peers, peers.rank, peers.world
+        super().__init__(run.seed)
+        self.replica, self.statistics = run.replica, run.statistics
+        self._run, self._peers, self._rank, self._world = run, peers, peers.rank, peers.world
+        self._me = self._name(peers.rank)
         self._survives = peers.feed.is_watched
-        self._strategy, self._options = strategy, options
-        self._num_groups = len(replica.optimizer.param_groups)
+        self._num_groups = len(run.replica.optimizer.param_groups)
         self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self._is_ending = self._has_finished = False
         self._changed = threading.Condition()  # something was announced, or failed
         self._listener: AnnouncementListener | None = None
-        self._coroutine = strategy.start(self, options)
-        sync_groups = strategy.sync_groups(options, self._world)
+        self._coroutine = run.strategy.start(self, run.options)
+        sync_groups = run.strategy.sync_groups(run.options, self._world)
         self._sync_group = sync_groups.of(self._rank)
         # if all learners form one sync group, only the loop's own thread computes means
-        by_nccl = peers.place.has_own_device(replica.weights.device) and len(self._sync_group) == self._world
+        by_nccl = peers.place.has_own_device(run.replica.weights.device) and len(self._sync_group) == self._world
         self.communicator = Communicator(
             peers,
             sync_groups,
-            replica.weights,
+            run.replica.weights,
             by_nccl,
             self.statistics,
             self._where,
@@ -91,26 +102,27 @@ class LoopLearner(ConnectedLearner):
             has_other_threads=self._world > 1,
         )
         self._release = self.communicator.release
-        self.shards = Shards(self._rank, replica, self.statistics, _set_rates, self.communicator.start_on_memory)
+        self.shards = Shards(self._rank, self.replica, self.statistics, _set_rates, self.start_on_memory)
         self._begin(plan, listening)
-        progress.resumed_at = time.monotonic()
+        run.begin_computing()
 
     def _begin(self, plan: LoopPlan | None, listening: Store | None) -> None:
         """Meet the other learners, and run the strategy to its first gradient."""
-        replica = self.replica
         try:
             if self._world > 1:
                 self._meet(listening)
+                # at the start of a run that survives no losses, all copy learner 0's model
+                plan = plan or LoopPlan(0, tuple(range(1, self._world)), (0,) * self._world)
             if plan is not None:
                 self._continue(plan)
         except BaseException:
             self.communicator.leave()
             raise
         if self._listener is not None:
-            self._listener.listen(self._news, self._failed_behind)
-            if getattr(self._options, "optimizer_state", "local") == "averaged":
-                replica.pieces(len(replica.weights), optimizer_state=True)  # not later, in the background
-        if self.progress.final is None:
+            self._listener.start()
+            if getattr(self._run.options, "optimizer_state", "local") == "averaged":
+                self.replica.pieces(len(self.replica.weights), optimizer_state=True)  # not later, in the background
+        if self._run.final is None:
             self._proceed()
 
     # the contract with the strategy
@@ -120,7 +132,7 @@ class LoopLearner(ConnectedLearner):
         rates = [float(group["lr"]) for group in self.replica.optimizer.param_groups]
         if len(rates) != self._num_groups:
             raise ProtocolError(
-                f"{self._name(self._rank)}: its optimizer has {len(rates)} parameter groups, but had "
+                f"{self._me}: its optimizer has {len(rates)} parameter groups, but had "
                 f"{self._num_groups} at starling.join; add groups before starling.join"
             )
         return torch.tensor(rates, dtype=torch.float64)
@@ -141,12 +153,13 @@ class LoopLearner(ConnectedLearner):
         if at is not replica.loop:
             replica.refresh_loop(None if at is replica.weights else at)
         self._gradient_version = replica.version if at is replica.weights else replica.loop_version
-        self._gradient = LoopGradient(replica.own_gradient())
+        gradient = replica.next_gradient()
+        self._gradient = LoopGradient(lambda: gradient)
         return self._gradient
 
     def clip(self, gradient: Tensor) -> Tensor | None:
         is_finite = math.isfinite(self.replica.clip(gradient))
-        self._count_not_finite(is_finite)
+        self._run.count_finite(is_finite, self._me)
         return gradient if is_finite else None
 
     @property
@@ -157,11 +170,11 @@ class LoopLearner(ConnectedLearner):
         replica = self.replica
         when = self._gradient_version if read_at is None else read_at
         self.statistics.averaging.staleness[replica.version - when] += 1
-        replica.step(gradient, scale)
-        if self.progress.gradient == "given":
-            self.progress.gradient = "used"
+        is_finite = replica.step(gradient, scale)
+        if self._run.gradient == "given":
+            self._run.gradient = "used"
         self.communicator.rounds.gradient_made()
-        self._count_not_finite(replica.was_finite)
+        self._run.count_finite(is_finite, self._me)
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         super().apply(delta, piece)
@@ -180,17 +193,17 @@ class LoopLearner(ConnectedLearner):
         return super().snapshot(piece)
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
-        if isinstance(of, LoopGradient):
+        if not isinstance(of, LoopGradient):
+            return self.communicator.mean(of, group)
+        if len(self._sync_group) == 1:
             check_group(self._rank, group, self._sync_group, self._world)
-            if len(self._sync_group) == 1:
-                return of
-            if not of.is_supplied:
-                return MeanOfGradient(of, self.communicator.mean)
-            of = of.result()
-        return self.communicator.mean(of, group)
+            return of
+        if of.is_supplied:
+            return self.communicator.mean(self.replica.own_gradient(), group)
+        return LoopGradient(lambda: self.communicator.mean(self.replica.own_gradient(), group).result(), of)
 
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
-        if self._world == 1 and not self._strategy.is_served:
+        if self._world == 1 and not self._run.strategy.is_served:
             activity.close()  # there are no other learners
         else:
             super().background(activity)
@@ -201,74 +214,62 @@ class LoopLearner(ConnectedLearner):
         """Take the gradient that the loop has computed in its parameters, for one of several optimizers, and run the
         strategy to the next gradient. If a membership change interrupts this, the learner of the next membership
         completes the step."""
-        progress, spent = self.progress, self.statistics.spent
-        if progress.gradient == "none":
+        run, spent, listener = self._run, self.statistics.spent, self._listener
+        if run.gradient == "none":
             self.check_in_use("step()")
-            self.replica.take_from_loop(self._name(self._rank))
+            self.replica.take_from_loop(self._me)
             if scaler is not None:
                 for member in members_of(optimizer or self.replica.optimizer):
-                    _unscale(scaler, member, self._name(self._rank))
-            spent.computing += time.monotonic() - progress.resumed_at
-            progress.gradient = "given"
-        self._release.check()
+                    _unscale(scaler, member, self._me)
+            run.end_computing()
+            run.gradient = "given"
+        else:
+            self._release.check()
         begin, waited = time.monotonic(), spent.waiting_for_peers
-        if self._listener is not None and self._listener.ended:
+        if listener is not None and listener.ended:
             self._news()
-        if progress.gradient == "given":
-            self._gradient.is_supplied = True
+        if run.gradient == "given":
+            self._gradient.supply()
             self._proceed()
-        elif progress.gradient == "alone":
-            self.replica.step(self.replica.own_gradient(), 1.0)
-        progress.gradient = "none"
-        progress.num_steps += 1
-        if self._listener is not None and (
-            self._listener.finished or self._listener.ended
-        ):  # who wait for this heartbeat
-            with self._naming_the_store():
-                self._peers.store.set(f"steps/{self._rank}", str(progress.num_steps))
-        self.replica.leave_to_loop()
-        progress.resumed_at = time.monotonic()
-        spent.computing += progress.resumed_at - begin - (spent.waiting_for_peers - waited)
-
-    def prepare_consensus(self) -> None:
-        """Check that a consensus can be requested now."""
-        self.check_in_use("consensus()")
-        self.replica.take_from_loop(self._name(self._rank))
+        elif run.gradient == "alone":
+            self.replica.step(self.replica.next_gradient(), 1.0)
+        run.gradient = "none"
+        run.num_steps += 1
+        if listener is not None and (listener.finished or listener.ended):  # who wait for this heartbeat
+            with self.communicator.naming_the_lost("step()"):
+                self._peers.store.set(f"steps/{self._rank}", str(run.num_steps))
+        self.replica.adopted.leave()
+        run.begin_computing()
+        spent.computing += time.monotonic() - begin - (spent.waiting_for_peers - waited)
 
     def agree(self) -> Consensus:
         """The mean of all learners' models, now."""
-        progress = self.progress
         self._release.check()
-        now = time.monotonic()
-        progress.statistics.spent.computing += now - progress.resumed_at
-        progress.resumed_at = now
+        self.replica.take_from_loop(self._me)
+        self._run.end_computing()
         if self._listener is None:
             return Consensus(self._contribution()[0], 0.0)
-        with self._naming_the_store():
-            request = self._listener.request(progress.num_steps)
+        with self.communicator.naming_the_lost("requesting a consensus"):
+            request = self._listener.request()
         return self.communicator.wait_for("a consensus", lambda: self._release.wait(request))
 
     def check_in_use(self, what: str) -> None:
         """Raise an error of another thread, or `ProtocolError` if `what` cannot be called now."""
         self._release.check()
-        if self.progress.is_over:
-            how = "closed" if self.progress.final is None else "finished"
-            raise ProtocolError(f"{self._name(self._rank)} has {how}: {what} must be called before that")
-        if self.replica.is_showing:
-            raise ProtocolError(
-                f"{self._name(self._rank)}: {what} was called within consensus(), where the weights are not its own"
-            )
+        if self._run.is_over:
+            how = "closed" if self._run.final is None else "finished"
+            raise ProtocolError(f"{self._me} has {how}: {what} must be called before that")
+        if self.replica.aside is not None:
+            raise ProtocolError(f"{self._me}: {what} was called within consensus(), where the weights are not its own")
 
     def close(self) -> None:
         """Finish, and continue averaging and taking part in consensus until all learners have closed."""
         self._release.check()
-        if self.progress.final is None and not self._has_finished:
+        if self._run.final is None and not self._has_finished:
             self.finish(is_final_wanted=False)
         begin, listener = time.monotonic(), self._listener
         if listener is not None:
-            with self._naming_the_store():
-                listener.announce("closed")
-                self._meet_all(lambda: self._wait_until(lambda: listener.is_over))
+            self._meet_all(listener, "closed", lambda: self._wait_until(lambda: listener.is_over))
         self._peers.end()
         if listener is not None:
             listener.join()
@@ -285,7 +286,7 @@ class LoopLearner(ConnectedLearner):
             self._consensus_means.abandon()
             listener.leave(LONGEST_LEAVE_SECONDS)
             if listener.final.done() and listener.final.exception() is None:
-                self.progress.final = self.progress.final or listener.final.result()
+                self._run.final = self._run.final or listener.final.result()
         self._coroutine.close()
 
     def fail(self, error: BaseException) -> None:
@@ -303,65 +304,54 @@ class LoopLearner(ConnectedLearner):
         """Why this learner has failed, also because of another one."""
         return self._release.error
 
-    def finish(self, is_final_wanted: bool) -> Consensus | None:
-        """Run the strategy to its end once all learners have made their last steps. Returns the consensus of the final
-        weights, or None if no learner wants it."""
-        progress = self.progress
+    def finish(self, is_final_wanted: bool) -> None:
+        """Run the strategy to its end once all learners have made their last steps. If any learner wants the consensus
+        of the final weights, this one takes it for good if it does."""
+        run, communicator, listener = self._run, self.communicator, self._listener
         self._release.check()
-        if progress.final is not None:
-            return progress.final
-        if not progress.is_over:
-            self.replica.take_from_loop(self._name(self._rank))
-        spent, communicator = self.statistics.spent, self.communicator
-        if not progress.is_over:
-            spent.computing += time.monotonic() - progress.resumed_at
-        progress.is_over = True
-        begin, listener = time.monotonic(), self._listener
-        if listener is not None and len(self._sync_group) > 1:
-            with self._naming_the_store():
+        if run.final is None:
+            if not run.is_over:
+                self.replica.take_from_loop(self._me)
+                run.end_computing()
+            run.is_over = True
+            begin = time.monotonic()
+            if listener is not None and len(self._sync_group) > 1:
                 self._end_together(listener)
-        self._is_ending = True
-        communicator.warn_of_few_rounds()
-        with self._naming_the_store():
-            communicator.rounds.finish()
-            with suppress(LoopEnded, StopIteration):  # run it until it waits for the others' end
-                self._coroutine.throw(LoopEnded())
+            self._is_ending = True
+            communicator.warn_of_few_rounds()
+            with communicator.naming_the_lost("its last step"):
+                communicator.rounds.finish()
+                with suppress(LoopEnded, StopIteration):  # run it until it waits for the others' end
+                    self._coroutine.throw(LoopEnded())
             if listener is not None:
-                listener.announce("finished")
-                self._meet_all(lambda: self._wait_for_all(listener.finished))
-            with suppress(StopIteration):
+                self._meet_all(listener, "finished", lambda: self._wait_for_all(listener.finished))
+            with communicator.naming_the_lost("its last step"), suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
-        communicator.join_background()
-        self._release.check()
-        agreed = None
-        if listener is not None:
-            with self._naming_the_store():
-                listener.announce("settled", int(is_final_wanted))
-                self._meet_all(lambda: self._wait_for_all(listener.settled))
-            agreed = self._release.wait(listener.final)
-        communicator.close()
-        self._has_finished = True
-        self.replica.refresh_loop()
-        spent.waiting_for_peers += time.monotonic() - begin
-        return agreed
-
-    def finish_and_adopt(self) -> Consensus:
-        """Finish, and take the final consensus for good."""
-        progress = self.progress
-        progress.final = self.finish(is_final_wanted=True) or Consensus(self._contribution()[0], 0.0)
-        self.replica.adopt(progress.final.mean)
-        return progress.final
+            communicator.join_background()
+            self._release.check()
+            agreed = None
+            if listener is not None:
+                self._meet_all(listener, "settled", lambda: self._wait_for_all(listener.settled), int(is_final_wanted))
+                agreed = self._release.wait(listener.final)
+            communicator.close()
+            self._has_finished = True
+            self.replica.refresh_loop()
+            self.statistics.spent.waiting_for_peers += time.monotonic() - begin
+            if is_final_wanted:
+                run.final = agreed or Consensus(self._contribution()[0], 0.0)
+        if is_final_wanted and run.final is not None:
+            self.replica.adopt(run.final.mean)
 
     # implementation
 
     def _end_together(self, listener: AnnouncementListener) -> None:
         """Wait until the loops of all learners have ended. Those that step together end after the same step: one whose
         loop ended before makes the steps that it lacks without a gradient."""
-        progress = self.progress
+        run = self._run
 
         def is_behind() -> bool:
-            return progress.num_steps < listener.last_step(self._sync_group)
+            return run.num_steps < listener.last_step(self._sync_group)
 
         def make_up() -> None:
             while True:
@@ -371,25 +361,24 @@ class LoopLearner(ConnectedLearner):
                     return
                 self._step_without_gradient()
 
-        listener.announce("last step", [progress.num_steps, self._lead])
-        self._meet_all(make_up)
+        self._meet_all(listener, "last step", make_up, [run.num_steps, self._lead])
 
     def _step_without_gradient(self) -> None:
         """Make a step of the strategy with a gradient that is not finite, which changes no weights. Where learners step
         with the mean of their gradients, none of them makes it."""
-        progress, parameters = self.progress, self.replica.parameters
-        before = replace(progress.not_finite)
+        run, parameters = self._run, self.replica.parameters
+        before = run.num_not_finite, run.not_finite_in_a_row
         gradients = [parameter.grad for parameter in parameters]
         try:
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, math.nan)
-            progress.gradient = "given"
-            self._gradient.is_supplied = True
+            run.gradient = "given"
+            self._gradient.supply()
             self._proceed()
-            progress.num_steps += 1
+            run.num_steps += 1
         finally:
-            progress.gradient = "none"
-            progress.not_finite = before
+            run.gradient = "none"
+            run.num_not_finite, run.not_finite_in_a_row = before
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
@@ -397,21 +386,21 @@ class LoopLearner(ConnectedLearner):
     def _lead(self) -> int:
         """How many steps more than another of its sync group this learner may make: less than one period, or as many as
         a change of the membership made it skip, which its loop may not have counted."""
-        period = int(getattr(self._options, "every", 1))
-        return max(period - 1, self.progress.num_jumped)
+        period = int(getattr(self._run.options, "every", 1))
+        return max(period - 1, self._run.num_jumped)
 
     def _check_ends(self, listener: AnnouncementListener) -> None:
         """Compare the ends of the loops that must make equal numbers of steps. If they are too far apart, all fail."""
-        begun, lead = self.progress.steps_begun, self._lead
+        begun, lead = self._run.steps_begun, self._lead
         for rank, (steps, their_lead) in list(listener.ended.items()):
             if rank == self._rank or rank not in self._sync_group:
                 continue
             is_behind = self._rank in listener.ended and steps - begun > their_lead
             if begun - steps > lead or is_behind:
-                done = "has closed after" if self.progress.is_over else "is in step"
+                done = "has closed after" if self._run.is_over else "is in step"
                 unequal = (
-                    f"{self._name(rank)} has closed after {steps} steps, but {self._name(self._rank)} {done} "
-                    f"{begun}: under {self._strategy.name} they must make equal numbers of steps; give "
+                    f"{self._name(rank)} has closed after {steps} steps, but {self._me} {done} "
+                    f"{begun}: under {self._run.strategy.name} they must make equal numbers of steps; give "
                     "them equal numbers of mini-batches"
                     + (" (let learner.num_steps count them)" if self._survives else "")
                     + ", or choose an asynchronous strategy, such as adpsgd"
@@ -425,8 +414,8 @@ class LoopLearner(ConnectedLearner):
         """End all learners with one error, none of them with a model that the others do not have."""
         store = self._peers.store
         first = store.compare_set(UNEQUAL, "", unequal).decode()
-        if listener.unequal is None:
-            listener.unequal = first
+        if not listener.unequal:
+            listener.unequal[self._rank] = first
             listener.announce(UNEQUAL, first)
         if not self._survives:  # otherwise the store outlives this learner
             store.set(f"{UNEQUAL}/{self._rank}", "")
@@ -439,96 +428,65 @@ class LoopLearner(ConnectedLearner):
         """How messages name a learner: by its permanent number, which is its rank unless learners may be lost."""
         return f"learner {self._peers.membership.members[rank]}"
 
-    def _meet_all(self, wait: Callable[[], object]) -> None:
-        """Call `wait`, then meet all learners in a closing barrier, which fails immediately if one of them dies. A
-        learner that survives losses hears of a death without it."""
-        if self._survives:
+    def _meet_all(
+        self, listener: AnnouncementListener, stage: str, wait: Callable[[], object], word: int | Sequence[int] = 0
+    ) -> None:
+        """Announce that this learner has reached a stage, call `wait`, then meet all learners in a closing barrier,
+        which fails immediately if one of them dies. A learner that survives losses hears of a death without it."""
+        with self.communicator.naming_the_lost("close()"):
+            listener.announce(stage, word)
+            thread = Worker("starling-closing")
+            met = None if self._survives else thread.submit(self._closing_barrier)
             wait()
             self._release.check()
-            return
-        thread = Worker("starling-closing")
-        met = thread.submit(self._closing_barrier)
-        wait()
-        self._release.check()
-        self._release.wait(met)
-        thread.close()
-
-    def _count_not_finite(self, is_finite: bool) -> None:
-        """Count non-finite gradients. Raises NonFiniteError after many in a row."""
-        progress = self.progress
-        if is_finite:
-            progress.not_finite.in_a_row = 0
-        elif progress.not_finite.count():
-            raise NonFiniteError(
-                f"{self._name(self._rank)}: the gradient of step {progress.steps_begun} is not finite, nor were the "
-                f"{progress.not_finite.most - 1} before it; lower the learning rate, clip gradients or use a longer "
-                "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
-            )
+            if met is not None:
+                self._release.wait(met)
+            thread.close()
 
     def _proceed(self) -> None:
         """Run the strategy until it waits for the loop's next gradient."""
         try:
-            with self._naming_the_store():
+            with self.communicator.naming_the_lost("step()"):
                 while not _waits_for_loop(self._coroutine.send(None)):
                     pass
         except BaseException as error:
             self.fail(error)
             raise
 
-    @contextmanager
-    def _naming_the_store(self) -> Generator[None, None, None]:
-        try:
-            yield
-        except dist.DistError as error:
-            host = "the coordinator" if self._survives else "learner 0 or the launcher"
-            raise self._release.error or PeerLost(
-                f"{self._name(self._rank)} lost the store, {self._where()}: {host}, which hosts it, has "
-                f"ended ({str(error).splitlines()[0]})"
-            ) from error
-
     def _meet(self, listening: Store | None) -> None:
-        """Make groups for consensus; at the start of a run, copy learner 0's model."""
+        """Make groups for consensus."""
         ranks = range(self._world)
         usual = timedelta(seconds=self._peers.timeout_seconds)
-        self._consensus_means = OrderedMean(dist.new_group(ranks, backend="gloo", timeout=usual), self._world)
+        means = self._consensus_means = OrderedMean(dist.new_group(ranks, backend="gloo", timeout=usual), self._world)
         if not self._survives:
             # a learner that has closed waits for the others without a time-out, but fails immediately if one dies
             self._closing_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))
         self._listener = AnnouncementListener(
-            self._peers,
-            self._consensus_means,
-            self.progress,
-            self._contribution,
-            listening,
-            must_be_equal=self._strategy.name if self._strategy.has_one_model else None,
+            self._peers, means, self._run, self._contribution, self._news, self._failed_behind, listening
         )
-        if not self._survives:
-            with self.communicator.naming_the_lost("copying learner 0's model"):
-                self.replica.start_from_first()
 
     def _continue(self, plan: LoopPlan) -> None:
         """Continue from this learner's state, or from that of another."""
-        progress, is_taker = self.progress, self._rank in plan.takers
-        self.replica.leave_membership()
+        run, replica, is_taker = self._run, self.replica, self._rank in plan.takers
+        replica.strategy_state = beyond_membership(replica.strategy_state)
         if plan.source is not None and self._world > 1:
-            is_source = self._rank == plan.source
-            own = self.replica.state(self._rank, self._world, progress.final if is_source else None)
-            with self.communicator.naming_the_lost("copying a learner's state"):
+            own = replica.state(self._rank, self._world, run.final if self._rank == plan.source else None)
+            if not self._survives:  # each loop begins with the optimizer's state that it may have loaded itself
+                own = replace(own, optimizer={})
+            with self.communicator.naming_the_lost(f"copying the model of {self._name(plan.source)}"):
                 state = share_state(own, plan.source)
-            progress.final = progress.final or self.replica.take(state, is_taker)
-            progress.is_over = progress.is_over or progress.final is not None
-        progress.continue_from(plan.num_done[self._rank], is_taker)
+            run.final = run.final or replica.take(state, is_taker)
+            run.is_over = run.is_over or run.final is not None
+        run.continue_from(plan.num_done[self._rank], is_taker)
 
     def _contribution(self) -> tuple[Tensor, Tensor]:
         """This learner's contribution `[P + B]` to the consensus mean, and its own weights `[P]`."""
-        contribution = self.replica.contribution()
-        own = contribution[: len(self.replica.weights)].clone()
-        if (
-            self._strategy.is_served and self._world > 1
-        ):  # the servers hold the model: each learner contributes only its shards
-            contribution[: len(self.replica.weights)] = 0.0
+        contribution, num_weights = self.replica.contribution(), len(self.replica.weights)
+        own, is_served = contribution[:num_weights].clone(), self._run.strategy.is_served
+        if is_served and self._world > 1:  # the servers hold the model: each learner contributes only its shards
+            contribution[:num_weights] = 0.0
         for shard in self.shards.held:
-            contribution[shard.piece] = shard.copy() * (self._world if self._strategy.is_served else 1)
+            contribution[shard.piece] = shard.copy() * (self._world if is_served else 1)
         return contribution, own
 
     def _closing_barrier(self) -> None:
@@ -558,7 +516,7 @@ class LoopLearner(ConnectedLearner):
             if (now := progress()) == before:
                 names = " and ".join(self._name(rank) for rank, _ in now)
                 raise PeerLost(
-                    f"{self._name(self._rank)} has closed and lost {names}: no step and no close() within "
+                    f"{self._me} has closed and lost {names}: no step and no close() within "
                     f"{self._peers.timeout_seconds:g} s; increase timeout_seconds if steps take that long"
                 )
             before = now
@@ -570,19 +528,19 @@ class LoopLearner(ConnectedLearner):
             return
         for rank, why in list(listener.failed.items()):
             if rank != self._rank:
-                self.fail(PeerLost(f"{self._name(self._rank)} lost {self._name(rank)}, {self._where()}: {why}"))
+                self.fail(PeerLost(f"{self._me} lost {self._name(rank)}, {self._where()}: {why}"))
         for rank, why in list(listener.lost_peer.items()):
             if rank != self._rank and self._release.error is None:
                 lost = self._name_lost(None)
-                self.fail(PeerLost(f"{self._name(self._rank)} lost {lost}, {self._where()}: {why}"))
+                self.fail(PeerLost(f"{self._me} lost {lost}, {self._where()}: {why}"))
         with suppress(dist.DistError):  # a lost store is noticed elsewhere
-            if listener.unequal is not None and self._release.error is None:
-                self._fail_together(listener, listener.unequal)
+            if listener.unequal and self._release.error is None:
+                self._fail_together(listener, next(iter(listener.unequal.values())))
             elif self._release.error is None:
                 self._check_ends(listener)
         with self._changed:
             self._changed.notify_all()
-        if not self.progress.is_over and threading.current_thread() is not listener:
+        if not self._run.is_over and threading.current_thread() is not listener:
             self._release.check()
 
     def _follow(self) -> None:
@@ -606,13 +564,12 @@ class LoopLearner(ConnectedLearner):
             self._listener.announce("roll-call")  # learners that only compute respond to it as well
             lost = self._peers.silent()
         except dist.DistError:
-            return "the store"
+            return f"the store, which {'the coordinator' if self._survives else 'learner 0 or the launcher'} hosts,"
         failed = [f"{self._name(rank)} ({why})" for rank, why in self._listener.failed.items() if rank != self._rank]
         return failed[0] if failed else lost
 
     def _where(self) -> str:
-        begun = self.progress.steps_begun
-        return f"step {begun}" if not self.progress.is_over else f"closing after step {begun}"
+        return f"{'closing after ' if self._run.is_over else ''}step {self._run.steps_begun}"
 
 
 def _set_rates(optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
@@ -638,8 +595,7 @@ def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:
 
 
 def _waits_for_loop(handle: Handle[Any]) -> bool:
-    gradient = handle.gradient if isinstance(handle, MeanOfGradient) else handle
-    return isinstance(gradient, LoopGradient) and not gradient.is_supplied
+    return isinstance(handle, LoopGradient) and not handle.is_supplied
 
 
 def one_line(error: BaseException | None) -> str:

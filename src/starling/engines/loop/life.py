@@ -10,22 +10,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from starling.configuration import Config
 from starling.engines.loop.announcements import UNEQUAL
 from starling.engines.loop.learner import LoopLearner
-from starling.engines.loop.progress import LoopPlan, LoopProgress, NotFinite, Past, plan
-from starling.engines.loop.replica import LoopReplica
+from starling.engines.loop.run import LoopPlan, LoopRun, Past, plan
 from starling.engines.processes.backend import ConnectionFailed
 from starling.engines.processes.handshake import OF_LEARNER_0, Handshake, Peers, check_alike
 from starling.engines.processes.process_group import Connections, process_group
+from starling.engines.processes.threads import Release
 from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError
-from starling.strategies import Strategy
 from starling.timeouts import REGROUP
 from starling.training.membership import Membership, MembershipChanged, MembershipFeed
 
@@ -63,32 +61,21 @@ class LoopLife:
     learner: LoopLearner
     """The learner of the present membership."""
 
-    def __init__(
-        self,
-        root: Peers,
-        strategy: Strategy,
-        options: Config,
-        replica: LoopReplica,
-        seed: int,
-        most_not_finite: int,
-        handshake: Callable[[int], Handshake],
-        coordination: Coordination | None,
-    ) -> None:
-        """Enter the first membership of the learners `root`. `handshake` makes this learner's for a number of
-        learners."""
+    def __init__(self, root: Peers, run: LoopRun, handshake: Handshake, coordination: Coordination | None) -> None:
+        """Enter the first membership of the learners `root`."""
         self.peers = self._root = root
         self.membership = Membership(0, tuple(range(root.world)))
-        self.progress = LoopProgress(NotFinite(most_not_finite))
-        self._strategy, self._options, self._replica, self._seed = strategy, options, replica, seed
-        self._handshake, self._coordination = handshake, coordination
+        self._run, self._handshake, self._coordination, self._feed = run, handshake, coordination, root.feed
         self._stack = ExitStack()
         self._connections: Connections | None = None
         self._lock = threading.RLock()  # held while the loop is in a learner, and while learners are regrouped
         self._changed = threading.Condition()
-        self._error: BaseException | None = None
+        self._failure = Release()
         self._is_over = False
         if coordination is None:
-            self._enter_only()
+            if root.world > 1:
+                root.shake_hands(handshake)
+            self.learner = self._connect(root)
             return
         try:
             self._begin(coordination)
@@ -100,9 +87,9 @@ class LoopLife:
         coordination.watch(self._fail)
         store = PrefixStore(Membership(0, ()).key, self._root.store)
         if store.check([OF_LEARNER_0]):
-            check_alike(store, coordination.feed.name, self._handshake(0))
+            check_alike(store, self._feed.name, self._handshake)
         first = coordination.await_first()
-        self.progress.has_joined = first.number > 0
+        self._run.has_joined = first.number > 0
         self._regroup(coordination, first)
         thread = threading.Thread(target=self._follow, args=[coordination], name="starling-regroup", daemon=True)
         thread.start()
@@ -112,14 +99,13 @@ class LoopLife:
         while True:
             try:
                 with self._lock:
-                    if self._error is not None:
-                        raise self._error
+                    self._failure.check()
                     learner, membership = self.learner, self.membership
                     return action(learner, *args, **kwargs)
             except _LOSSES as error:
-                if self._coordination is None or error is self._error:
+                if self._coordination is None or error is self._failure.error:
                     raise
-                self._await_next(self._coordination.feed, membership, error)
+                self._await_next(membership, error)
 
     def close(self) -> None:
         """Close the learner, and leave once all have closed."""
@@ -127,7 +113,7 @@ class LoopLife:
             with suppress(Closed):
                 self.run(LoopLearner.close)
         except PeerLost as error:
-            if not self.survives or self.progress.final is None:
+            if not self.survives or self._run.final is None:
                 raise
             raise FinishedApart(
                 f"learner {self._root.rank} has finished apart from the others, which may end with another model than "
@@ -160,27 +146,15 @@ class LoopLife:
 
     # implementation
 
-    def _enter_only(self) -> None:
-        if self._root.world > 1:
-            self._root.shake_hands(self._handshake(self._root.world))
-        self.learner = self._connect(self._root)
-
     def _connect(self, peers: Peers, how: LoopPlan | None = None, listening: Store | None = None) -> LoopLearner:
         """Connect to the other learners of a membership."""
-
-        def make_learner() -> LoopLearner:
-            progress = self.progress
-            return LoopLearner(
-                peers, self._strategy, self._options, self._replica, self._seed, progress, how, listening
-            )
-
         self._connections = None
         if peers.world == 1:
-            return make_learner()
-        connections = self._stack.enter_context(process_group(peers, self._replica.weights.device))
+            return LoopLearner(peers, self._run, how, listening)
+        connections = self._stack.enter_context(process_group(peers, self._run.replica.weights.device))
         self._connections = connections
         with peers.telling(lambda change: connections.cut_all()):
-            learner = make_learner()
+            learner = LoopLearner(peers, self._run, how, listening)
         connections.note()
         return learner
 
@@ -189,38 +163,39 @@ class LoopLife:
         if self._is_over:
             return
         with self._changed:
-            self._error = self._error or error
+            self._failure.fail(error)
             self._changed.notify_all()
         if hasattr(self, "learner"):
             self.learner.fail(error)
         if self._connections is not None:
             self._connections.cut()
 
-    def _await_next(self, feed: MembershipFeed, membership: Membership, error: BaseException) -> None:
+    def _await_next(self, membership: Membership, error: BaseException) -> None:
         """Wait until the learners have regrouped after `membership`. Raises `error` if nothing explains it."""
-        if self._later(feed, membership) is None and self._error is None and not self._is_over:
+        if self._later(membership) is None and not self._has_ended:
             raise error
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.membership.number > membership.number or self._error is not None or self._is_over
-            )
+            self._changed.wait_for(lambda: self.membership.number > membership.number or self._has_ended)
             if self._is_over:
                 raise Closed
-            if self._error is not None:
-                raise self._error
+            self._failure.check()
 
-    def _later(self, feed: MembershipFeed, membership: Membership) -> Membership | None:
+    @property
+    def _has_ended(self) -> bool:
+        return self._is_over or self._failure.error is not None
+
+    def _later(self, membership: Membership) -> Membership | None:
         """Wait for a later membership, at most for `REGROUP`; None if none comes or this learner has failed."""
         deadline = time.monotonic() + REGROUP
-        while time.monotonic() < deadline and self._error is None and not self._is_over:
-            if change := feed.beyond(membership, 0.2):
+        while time.monotonic() < deadline and not self._has_ended:
+            if change := self._feed.beyond(membership, 0.2):
                 return change
         return None
 
     def _follow(self, coordination: Coordination) -> None:
         """Regroup after each change of the membership. The target of a thread."""
         try:
-            while (change := coordination.feed.beyond(self.membership, _FOREVER)) and not self._is_over:
+            while (change := self._feed.beyond(self.membership, _FOREVER)) and not self._is_over:
                 with self._lock:
                     if not self._is_over and not self._leave():
                         self._regroup(coordination, change)
@@ -255,9 +230,8 @@ class LoopLife:
                 if self._connections is not None:
                     self._connections.cut()
                 self._stack.close()
-                later = self._later(coordination.feed, change)
-                if later is None:
-                    raise self._error or error from error
+                if (later := self._later(change)) is None:
+                    raise self._failure.error or error from error
                 change = later
         if change.number and self.peers.rank == 0:
             _LOG.warning("%s: %d learners continue", change.reason or "the membership changed", self.peers.world)
@@ -266,25 +240,25 @@ class LoopLife:
             self._changed.notify_all()
 
     def _enter(self, coordination: Coordination, membership: Membership) -> LoopLearner:
-        name = coordination.feed.name
+        name = self._feed.name
         if name not in membership.members:
             raise PeerLost(f"learner {name} was taken for lost, and the others continue without it")
-        world = len(membership.members)
+        world, run = len(membership.members), self._run
         try:
-            self._strategy.validate(self._options, world)
+            run.strategy.validate(run.options, world)
         except ConfigError as error:
-            raise PeerLost(f"{membership.reason}; {self._strategy.name} cannot continue: {error}") from error
-        peers = self.peers = self._root.enter(membership, self._check)
-        peers.shake_hands(self._handshake(world))
-        found = peers.gather_all("past", asdict(self.progress.past), "entering the next membership")
+            raise PeerLost(f"{membership.reason}; {run.strategy.name} cannot continue: {error}") from error
+        peers = self.peers = self._root.enter(membership, self._failure.check)
+        peers.shake_hands(replace(self._handshake, world=world))
+        found = peers.gather_all("past", asdict(run.past), "entering the next membership")
         pasts = [Past(**each) for each in found]
         if all(past.has_joined and not past.has_state for past in pasts):
             raise ProtocolError(
                 f"learner {name} has joined, but all learners that had the run's model were lost before it was "
                 "copied; start the run again, from your loop's last checkpoint"
             )
-        is_in_step = self._strategy.sync_group_size(self._options, 2) == 2
-        how = plan(pasts, self._strategy.has_one_model, is_in_step, self._strategy.keeps_state)
+        is_in_step = run.strategy.sync_group_size(run.options, 2) == 2
+        how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state)
         learner = self._connect(peers, how, PrefixStore(membership.key, coordination.listening))
 
         def end_membership(change: Membership) -> None:  # called by another thread
@@ -294,7 +268,3 @@ class LoopLife:
 
         self._stack.enter_context(peers.telling(end_membership))
         return learner
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error

@@ -2,14 +2,14 @@
 processes prepare mini-batches ahead."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 
-from starling.engines.processes.checkpoint_barrier import AGREEING, CheckpointBarrier
+from starling.engines.processes.checkpoint_barrier import CheckpointBarrier
 from starling.engines.processes.communicator import Communicator
-from starling.engines.processes.done_notes import DoneNotes
-from starling.engines.processes.draws import CLAIMING, Draws
+from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.training.job import Job
 from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.tickets import SyncGroupTickets
@@ -42,21 +42,23 @@ class ProcessBatches:
         self._member = peers.rank - self._sync_group.start
         self._naming_the_lost = communicator.naming_the_lost
         self._barrier, self._notes = barrier, notes
-        self._statistics, self._now = communicator.statistics, clock
+        self._statistics, self._clock = communicator.statistics, clock
         self._drawn_ahead: set[int] = set()  # portions that this sync group has drawn and not yet claimed
         self._newest_drawn = 0
-        self._draws = Draws(peers, self._sync_group, clock)
+        self._draws = Draws(peers, self._sync_group)
         self._resumed_at: float | None = None  # when the last mini-batch was given out
         is_counted = job.budget.steps is not None or job.budget.epochs is not None
         self._loader, self._lookahead = loader, Lookahead(is_counted)
         self._batches = loader.load(self._drawn(), self._num_ahead)
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
-        begin = self._now()
+        begin = time.monotonic()
         with self._peers.waits.waiting("data"):
             loaded = list(islice(self._batches, self._tickets.shares[self._member]))
-        now = self._now()
+        now = time.monotonic()
         self._statistics.spent.waiting_for_data += now - begin
+        if self._is_whole:  # nothing is drawn
+            return loaded or None
         if self._resumed_at is not None:
             spent = self._budget.fraction(self._tickets.progress(self._newest_drawn, minutes=0.0))
             self._lookahead.began(self._draws.drawn_at, begin - self._resumed_at, spent)
@@ -69,11 +71,11 @@ class ProcessBatches:
     def agreed_seconds(self, claim: int) -> float:
         """The clock of the sync group's first learner, through the store."""
         if len(self._sync_group) == 1:
-            return self._now()
+            return self._clock()
         store, first, what = self._peers.store, self._sync_group.start, "agreeing on the time"
         key = f"clock/{first}/{{}}".format
         if self._member == 0:
-            store.set(key(claim), repr(self._now()))
+            store.set(key(claim), repr(self._clock()))
             store.delete_key(key(claim - KEPT_TIMES))
         with self._naming_the_lost(what):
             self._peers.await_keys([key(claim)], what, [first])
@@ -81,8 +83,7 @@ class ProcessBatches:
 
     def reach(self, portion: int) -> None:
         """Wait until it is known whether there is a checkpoint barrier before `portion`."""
-        with self._naming_the_lost(AGREEING):
-            self._barrier.reach(portion, self._peers.look_around)
+        self._barrier.reach(portion)
 
     def done(self, ticket: Ticket) -> None:
         if self._notes is not None:
@@ -90,8 +91,7 @@ class ProcessBatches:
 
     def settle(self) -> None:
         """After the last claims of all learners: wait for the checkpoint barrier that is being agreed on, if any."""
-        with self._naming_the_lost(AGREEING):
-            self._barrier.settle(self._peers.look_around)
+        self._barrier.settle()
 
     def drawn_by_all(self) -> tuple[int, list[int]]:
         """The number of portions drawn by all sync groups, and the portions that remain undone because they were drawn
@@ -108,11 +108,12 @@ class ProcessBatches:
         """Draw this learner's tickets."""
         for number in self._numbers() if self._is_worker else ():
             self.reach(number)
-            if self._tickets.is_beyond(number):
+            if not (drawn := self._tickets.drawn(number, self._member)):
                 return
-            self._drawn_ahead.add(number)
-            self._newest_drawn = number
-            for ticket in self._tickets.tickets(number, self._member):
+            if not self._is_whole:
+                self._drawn_ahead.add(number)
+                self._newest_drawn = number
+            for ticket in drawn:
                 yield replace(ticket, part=self._part)
 
     def _numbers(self) -> Iterator[int]:
@@ -128,8 +129,6 @@ class ProcessBatches:
 
     def _draw_ahead(self, now: float) -> None:
         """Begin to draw what will be wanted after the mini-batch that begins, so that nothing waits for the store."""
-        if self._is_whole:
-            return
         num_more = 1 + self._loader.is_ahead
         if self._member == 0:
             num_more = self._lookahead.num(now, self._loader.load_seconds, 1 + self._loader.is_ahead)
@@ -152,7 +151,7 @@ class ProcessBatches:
         if self._is_whole:
             return sys.maxsize  # no other learner would take them
         if self._member == 0:
-            return self._lookahead.num(self._now(), self._loader.load_seconds)
+            return self._lookahead.num(time.monotonic(), self._loader.load_seconds)
         # only what the first has drawn: waiting for more would keep the group from the step that the first is in
         return len(self._drawn_ahead) - 1 + self._draws.num_known
 

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -82,10 +83,12 @@ class CheckpointBarrier(threading.Thread):
         peers: Peers,
         save_requests: SaveRequests | None,
         on_barrier: Callable[[int, int], None],
+        naming_the_lost: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
         super().__init__(name=f"starling-barriers-{peers.rank}", daemon=True)  # it must not keep a failed learner alive
         self._timeout_seconds = peers.timeout_seconds
         self._rank, self._world = peers.rank, peers.world
+        self._naming_the_lost, self._look_around = naming_the_lost, peers.look_around
         self._has_requests = save_requests is not None
         if save_requests is not None:  # its own connection: a store serves one request at a time
             place = replace(peers.place, store=clone_store(peers.store))
@@ -110,27 +113,32 @@ class CheckpointBarrier(threading.Thread):
         if self.is_alive():
             self.join(10.0 * POLL_SECONDS)
 
-    def reach(self, portion: int, look_around: Callable[[], None] = do_nothing) -> None:
-        """Called before this learner begins a portion: wait if there may be a barrier before it. While waiting,
-        `look_around` is called repeatedly and may raise. `DistError` if there is no agreement within the time-out."""
+    def reach(self, portion: int) -> None:
+        """Called before this learner begins a portion: wait if there may be a barrier before it. `DistError` if there
+        is no agreement within the time-out."""
         with self._changed:
-            self._wait(lambda limit: portion >= limit, look_around)
-            self._reached = max(self._reached, portion + 1)
+            if self._limit is None or portion < self._limit:
+                self._reached = max(self._reached, portion + 1)
+                return
+        self._wait(portion)
+        self.reach(portion)
 
-    def settle(self, look_around: Callable[[], None] = do_nothing) -> None:
+    def settle(self) -> None:
         """After the last portion of all learners: wait until they agree on the requested barrier, if any."""
-        with self._changed:
-            self._wait(lambda limit: True, look_around)
+        self._wait(math.inf)
 
-    def _wait(self, may_be_beyond: Callable[[int], bool], look_around: Callable[[], None]) -> None:
+    def _wait(self, portion: float) -> None:
         begin = time.monotonic()
-        while self._limit is not None and may_be_beyond(self._limit):
-            if self._error is not None:
-                raise self._error
-            if time.monotonic() - begin > self._timeout_seconds:
-                raise DistStoreError(f"Timed out: no checkpoint barrier was agreed on for {self._timeout_seconds:g} s")
-            look_around()
-            self._changed.wait(WAKE_SECONDS)
+        with self._naming_the_lost(AGREEING), self._changed:
+            while self._limit is not None and portion >= self._limit:
+                if self._error is not None:
+                    raise self._error
+                if time.monotonic() - begin > self._timeout_seconds:
+                    raise DistStoreError(
+                        f"Timed out: no checkpoint barrier was agreed on for {self._timeout_seconds:g} s"
+                    )
+                self._look_around()
+                self._changed.wait(WAKE_SECONDS)
 
     def run(self) -> None:
         try:

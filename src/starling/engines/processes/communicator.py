@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from starling.checkpoint.state import name_of_state
-from starling.engines.processes import nccl
+from starling.engines.processes import process_group as membership_group
 from starling.engines.processes.backend import (
     ConnectionFailed,
     ReducingModel,
+    Staging,
     check_files,
     communicating,
     local_group,
@@ -32,15 +32,14 @@ from starling.engines.processes.collectives import OrderedMean, SharedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
 from starling.engines.processes.rounds import Rounds, StoreBoard
-from starling.engines.processes.staging import Staging
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
 from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker
 from starling.errors import PeerLost, ProtocolError
-from starling.learner import EncodedMean, Handle, Learner, Shard
+from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
 from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
-from starling.training.replica import Replica
+from starling.training.replica import ReplicaLearner
 from starling.training.shards import MakeOptimizer, Shards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
@@ -50,12 +49,6 @@ LONGEST_LEAVE_SECONDS = 10.0
 A_MEAN = "a mean"
 MEAN_OF_GRADIENT = "the mean of a gradient"
 _PATIENCE = "; increase timeout_seconds if the learners are only slow"
-
-
-def stopwatch() -> Callable[[], float]:
-    """A clock that returns the seconds since this call."""
-    begin = time.monotonic()
-    return lambda: time.monotonic() - begin
 
 
 class _Lane:
@@ -117,7 +110,8 @@ class Communicator:
         self._name_lost = name_lost or peers.silent
         self._has_other_threads = has_other_threads
         self._staging = Staging(self._device)
-        self._background: threading.Thread | None = None
+        self.background: threading.Thread | None = None
+        """The thread of the learner's second coroutine."""
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._links = self._make_links(peers) if self._device.type == "cpu" else None
         is_linked = self._links is not None and self._links.join(range(self.world))
@@ -136,7 +130,7 @@ class Communicator:
     @property
     def is_behind(self) -> bool:
         """Whether the calling thread is the background."""
-        return threading.current_thread() is self._background
+        return threading.current_thread() is self.background
 
     @property
     def _lane(self) -> _Lane:
@@ -288,18 +282,6 @@ class Communicator:
         if self.peers.store.check([A_LOSS_WAS_NOTICED]):
             raise PeerLost(f"learner {self.peers.rank} lost {self._name_lost(None)}, {self._where()}")
 
-    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Work on this process's memory, done when it is awaited."""
-
-        def result() -> T:
-            begin = time.monotonic()
-            done = do()
-            if not self.is_behind:
-                self.statistics.spent.computing += time.monotonic() - begin
-            return done
-
-        return ProcessHandle(result)
-
     def share(self, num_pieces: int) -> tuple[Tensor, Tensor]:
         """Learner 0's weights `[P]` and zero counts `[num_pieces, L]`, in memory shared by all learners."""
         own, num_counts = host_copy(self._weights), num_pieces * self.world
@@ -323,7 +305,7 @@ class Communicator:
 
     def start_background(self, activity: Coroutine[Any, Any, None], on_error: Callable[[BaseException], None]) -> None:
         """Start the learner's second coroutine in a thread, on CUDA with a stream of its own."""
-        if self._background is not None:
+        if self.background is not None:
             raise ProtocolError(f"learner {self.rank} already has a background; it can have only one")
         on_stream = beside_this_thread(self._device)
 
@@ -338,8 +320,8 @@ class Communicator:
                 on_error(error)
 
         # a daemon, because it must not keep a failed learner alive
-        self._background = threading.Thread(target=run, name=f"{BACKGROUND}-{self.rank}", daemon=True)
-        self._background.start()
+        self.background = threading.Thread(target=run, name=f"{BACKGROUND}-{self.rank}", daemon=True)
+        self.background.start()
 
     def fail(self, error: BaseException) -> None:
         """End all waits of this learner with `error`. May be called by any thread."""
@@ -385,23 +367,23 @@ class Communicator:
 
     def warn_of_few_rounds(self) -> None:
         """Warn, at the end, if this learner made too few averaging rounds."""
-        if self._background is not None and (complaint := self.rounds.pace.complaint()):
+        if self.background is not None and (complaint := self.rounds.pace.complaint()):
             warnings.warn(f"learner {self.peers.rank} {complaint}", RuntimeWarning, stacklevel=2)
 
     def end_rounds(self) -> None:
         """Make no more gradients: wait until all rounds have ended; other learners may still be computing."""
         self.warn_of_few_rounds()
         self.rounds.finish()
-        if self._background is not None:
+        if self.background is not None:
             self.join_background()
             self.release.check()
         self.close()
 
     def join_background(self) -> None:
         """Wait until the background, if there is one, has ended."""
-        if self._background is not None:
+        if self.background is not None:
             with self._waits.waiting(OWN_ROUNDS):
-                self._background.join()
+                self.background.join()
 
     def close_foreground_mean(self) -> None:
         """End the thread that averages for the foreground."""
@@ -417,8 +399,8 @@ class Communicator:
     def leave(self) -> None:
         """Stop communicating without completing pending work; the caller has cut the connections."""
         self.rounds.leave()
-        if self._background is not None:
-            self._background.join(LONGEST_LEAVE_SECONDS)
+        if self.background is not None:
+            self.background.join(LONGEST_LEAVE_SECONDS)
         for each in (*self._lanes, self._staging):
             each.abandon()
         if self._links is not None:
@@ -428,7 +410,7 @@ class Communicator:
         """Wait for the sync group or one peer, and name the lost learners if that fails."""
         is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
         whom = self._group_processes if is_mean else () if peer is None else [self._place.process(peer)]
-        may_be_released = self._has_other_threads or (self._background is not None and not self.is_behind)
+        may_be_released = self._has_other_threads or (self.background is not None and not self.is_behind)
         begin = time.monotonic()
         with self.naming_the_lost(what, peer), self._waits.waiting(what, whom, is_group=is_mean):
             if may_be_released and not in_this_thread:
@@ -488,7 +470,7 @@ class Communicator:
             means = SharedMean(self._links, self.sync_group, number)
         else:
             means = OrderedMean(None, 1)
-        return _Lane(means, self._new_group_of_sync_group(nccl.BACKEND) if self._by_nccl else None, waiter)
+        return _Lane(means, self._new_group_of_sync_group(membership_group.BACKEND) if self._by_nccl else None, waiter)
 
     def _new_group_of_sync_group(self, backend: str) -> ProcessGroup | None:
         """A new process group of this learner's sync group. All processes create those of all sync groups, in order."""
@@ -501,17 +483,17 @@ class Communicator:
             with communicating():
                 group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
             mine = group if first == self.sync_group.start else mine
-        if mine is not None and backend == nccl.BACKEND:
+        if mine is not None and backend == membership_group.BACKEND:
             with communicating():
-                nccl.connect(mine, self._device)
+                membership_group.connect(mine, self._device)
         return mine
 
 
-class ConnectedLearner(Learner):
+class ConnectedLearner(ReplicaLearner):
     """A learner that is a process. Gradients, and when the strategy runs, are its subclasses' business."""
 
-    replica: Replica
     communicator: Communicator
+    statistics: Statistics
     shards: Shards
 
     def __init__(self, seed: int) -> None:
@@ -529,34 +511,11 @@ class ConnectedLearner(Learner):
     def seed(self) -> int:
         return self._seed
 
-    @property
-    def weights(self) -> Tensor:
-        return self.replica.weights
-
-    @property
-    def version(self) -> int:
-        return self.replica.version
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        return [parameter.shape for parameter in self.replica.parameters]
-
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         self.replica.apply(delta, piece, in_round=self.communicator.is_behind)
 
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.replica.replace(weights, piece)
-
     def snapshot(self, piece: slice | None = None) -> Tensor:
         return self.replica.snapshot(piece, self.communicator.snapshot_memory(piece))
-
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, optimizer_state)
-
-    def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
-    ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         return self.shards.keep(piece, make_optimizer)
@@ -565,6 +524,18 @@ class ConnectedLearner(Learner):
         for piece in pieces:
             self.shards.check(piece)
         return ProcessHandle(lambda: self.shards.share(pieces, *self.communicator.share(len(pieces))))
+
+    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+        """Work on a shard in this process's memory, done when it is awaited."""
+
+        def result() -> T:
+            begin = time.monotonic()
+            done = do()
+            if not self.communicator.is_behind:
+                self.statistics.spent.computing += time.monotonic() - begin
+            return done
+
+        return ProcessHandle(result)
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
         return self.communicator.encoded_mean(part)

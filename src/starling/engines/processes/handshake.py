@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
 from importlib.metadata import version
@@ -64,14 +64,8 @@ class Handshake:
     """A digest of the resolved recipe."""
     optimizer: str = ""
     """Of joined loops: the classes and options of their optimizers."""
-    starling: str = ""
-    torch: str = ""
-
-    @staticmethod
-    @cache
-    def of_versions() -> dict[str, str]:
-        """The versions of the packages that must be the same."""
-        return {"starling": version("starling-asr"), "torch": str(torch.__version__)}
+    starling: str = field(default_factory=cache(partial(version, "starling-asr")))
+    torch: str = field(default_factory=lambda: str(torch.__version__))
 
 
 class Peers:

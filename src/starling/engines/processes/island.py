@@ -5,7 +5,8 @@ a padded part of its rows. Here these parts are views into one vector `[P']`, so
 are those of any other learner. What FSDP2 gathers and reduces goes through `IslandGroup`, so that errors of the backend
 are told from those of the model, and sums run in rank order.
 
-FSDP2 has no public way to place its parts in given memory: `_place` sets two of its attributes, which `_parts` checks.
+FSDP2 has no public way to place its parts in given memory: `use_weights` sets two of its attributes, which `_parts`
+checks.
 """
 
 import copy
@@ -30,7 +31,7 @@ from starling.engines.processes.backend import PassWithBackend, communicating, l
 from starling.engines.processes.handshake import Peers
 from starling.errors import CheckpointError, ConfigError
 from starling.strategies.islands import Island
-from starling.training.flat import load_buffers, split, trainable
+from starling.training.flat import split, trainable
 from starling.training.freezing import Freeze
 from starling.training.job import Statistics
 from starling.training.shards import MakeOptimizer
@@ -115,9 +116,9 @@ class IslandModel:
         self.weights = cut.part(every, island.member)
         self._reached: list[int] = []
         self.gradients = torch.zeros_like(self.weights)
-        shapes = [torch.empty(shape, device="meta") for shape in cut.local_shapes]
-        self.gradients_of = list(split(self.gradients, shapes))
-        self.parameters = [nn.Parameter(view) for view in split(self.weights, shapes)]
+        self._like = [torch.empty(shape, device="meta") for shape in cut.local_shapes]
+        self.gradients_of = split(self.gradients, self._like)
+        self.parameters = [nn.Parameter(view) for view in split(self.weights, self._like)]
         for parameter, gradient in zip(self.parameters, self.gradients_of, strict=True):
             parameter.grad = gradient
 
@@ -145,14 +146,6 @@ class IslandModel:
     def name_of(self, number: int) -> str:
         """The name of a parameter in the model."""
         return self._named[number]
-
-    @property
-    def num_parameters(self) -> int:
-        return self.weights.numel()
-
-    def load_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Set the model's buffers by name."""
-        load_buffers(self.model, buffers)
 
     def own_part(self, state: LearnerState, make_optimizer: MakeOptimizer) -> LearnerState:
         """This rank's part of the state of a whole model; a state that is a part is returned as it is."""
@@ -195,7 +188,10 @@ class ShardedModel(IslandModel):
 
     def use_weights(self, weights: Tensor) -> None:
         self.weights = weights
-        _place(self._fsdp, weights, self.cut)
+        with torch.no_grad():
+            for part, view in zip(self._fsdp, split(weights, self._like), strict=True):
+                part._sharded_param_data = view.view(-1)
+                part.sharded_param._local_tensor = view[: part.sharded_size[0]]
 
     def _notice_gradients(self, units: Sequence[nn.Module]) -> None:
         """Record which parameters receive a gradient in this rank's backward. FSDP2 creates the parameters that a
@@ -207,13 +203,10 @@ class ShardedModel(IslandModel):
             def look(*_: object, within: list[Any] = within) -> None:
                 while within:
                     part = within.pop()
-                    note = partial(self._note, numbers[id(part)])
+                    note = partial(lambda number, _: self._reached.append(number), numbers[id(part)])
                     part._unsharded_param.register_post_accumulate_grad_hook(note)
 
             unit.register_forward_pre_hook(look)
-
-    def _note(self, number: int, _: Tensor) -> None:
-        self._reached.append(number)
 
 
 def check_island(island: Island, device: torch.device) -> None:
@@ -328,14 +321,3 @@ def _parts(units: Sequence[nn.Module]) -> dict[str, Any]:
                 prefix = places[id(module)]
                 found[f"{prefix}.{name}" if prefix else name] = part
     return found
-
-
-def _place(parts: Sequence[Any], weights: Tensor, cut: Cut) -> None:
-    """Let FSDP2's parts of the parameters be views into `weights` `[P']`."""
-    start = 0
-    with torch.no_grad():
-        for part, shape in zip(parts, cut.local_shapes, strict=True):
-            stop = start + part._sharded_param_data.numel()
-            part._sharded_param_data = weights[start:stop]
-            part.sharded_param._local_tensor = weights[start:stop].view(shape)[: part.sharded_size[0]]
-            start = stop

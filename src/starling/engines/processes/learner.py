@@ -18,19 +18,18 @@ from starling.engines.processes.communicator import (
     MEAN_OF_GRADIENT,
     Communicator,
     ConnectedLearner,
-    stopwatch,
 )
-from starling.engines.processes.done_notes import DoneNotes
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandGroup, IslandModel
 from starling.engines.processes.rounds import StoreCuts
 from starling.engines.processes.threads import GradientHandle
+from starling.engines.processes.tickets import DoneNotes
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Shard
 from starling.training.checks import changed_beneath, check_elementwise
 from starling.training.course import Course
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
-from starling.training.flat import Model
+from starling.training.flat import Model, load_buffers
 from starling.training.job import Job, Observer, Statistics
 from starling.training.loading import Loader
 from starling.training.replica import Replica
@@ -60,31 +59,34 @@ class ProcessLearner(ConnectedLearner):
         self.replica = self._make_replica(job, flat)
         start = life.state
         if start is not None:
-            flat.load_buffers(start.buffers)
+            load_buffers(flat.model, start.buffers)
         self._job, self._peers, self._flat, self._life = job, peers, flat, life
+        self._has_delays = job.stragglers != Stragglers()
         self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
-        self._statistics, self._now = Statistics(), stopwatch()
+        self.statistics, self._begun = Statistics(), time.monotonic()
         sync_groups = job.sync_groups(peers.world)
         self._sync_group = sync_groups.of(peers.rank)
         if self._island is not None:
-            self._island.statistics = self._statistics
+            self._island.statistics = self.statistics
         self.communicator = Communicator(
             peers,
             job.sync_groups_of_row(peers.world),
             self.replica.weights,
             peers.place.has_own_device(self.replica.weights.device),
-            self._statistics,
+            self.statistics,
             self._where,
             row_size=job.island.size,
         )
-        self._barrier = CheckpointBarrier(peers, save_requests, self._add_barrier)
+        self._barrier = CheckpointBarrier(
+            self.communicator.peers, save_requests, self._add_barrier, self.communicator.naming_the_lost
+        )
         position, size = start.position if start else Position(), job.sync_group_size(peers.world)
         shared_by = job.island.learners_per_batch
         tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, shared_by)
         # if all learners have the same model, the number of their mini-batches determines which tickets are done
         is_noting = peers.feed.is_watched and not job.strategy.has_one_model
-        self._batches = ProcessBatches(
+        self.batches = ProcessBatches(
             job,
             tickets,
             (life.name if shared_by == 1 else peers.rank // shared_by) % job.workload.num_parts,
@@ -92,27 +94,12 @@ class ProcessLearner(ConnectedLearner):
             self.communicator,
             self._barrier,
             DoneNotes(peers.store, peers.rank, sync_groups.num_workers) if is_noting else None,
-            self._now,
+            self.now,
         )
         row = self.communicator
-        self.course = Course(
-            job,
-            peers.rank,
-            peers.world,
-            life,
-            tickets,
-            self.replica,
-            observer,
-            self._statistics,
-            start,
-            batches=self._batches,
-            clock=self._now,
-            start_on_memory=self.communicator.start_on_memory,
-            buffers=lambda: dict(flat.model.named_buffers()),
-            suffer=_suffer,
-            shard_of_island=flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None,
-            cut_agreement=StoreCuts(row.store, row.rank, row.world, row.naming_the_lost),
-        )
+        self.shard_of_island = flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None
+        self.cut_agreement = StoreCuts(row.store, row.rank, row.world, row.naming_the_lost)
+        self.course = Course(job, self, life, tickets, observer)
         self.shards = self.course.shards
         self.communicator.rounds.cuts = self.course.cuts
 
@@ -133,11 +120,11 @@ class ProcessLearner(ConnectedLearner):
                 coroutine.send(None)  # waiting happens in `Handle.result`
         except StopIteration:
             self.communicator.end_rounds()
-            num_drawn, undone = self._batches.drawn_by_all()
-            self._batches.settle()
+            num_drawn, undone = self.batches.drawn_by_all()
+            self.batches.settle()
             return self.course.finish(self.course.tickets.handed_out(num_drawn), undone)
         finally:
-            self._batches.close()
+            self.batches.close()
             self.communicator.close_foreground_mean()
 
     @contextmanager
@@ -155,6 +142,23 @@ class ProcessLearner(ConnectedLearner):
         self._reducing.clear()  # their hooks would act on later gradients
         self.course.leave(self._peers.membership.number)
 
+    # what the course needs
+
+    def now(self) -> float:
+        return time.monotonic() - self._begun
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        return dict(self._flat.model.named_buffers())
+
+    def suffer(self, fault: Fault) -> None:
+        if isinstance(fault, Pause):
+            stop_this_process(fault.seconds)
+        else:
+            kill_this_process()
+
+    def consensus_distance(self) -> None:
+        """Unknown: it takes all learners' weights."""
+
     # the contract with the strategy
 
     @property
@@ -170,8 +174,7 @@ class ProcessLearner(ConnectedLearner):
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         course, version = self.course, self.replica.version
-        claimed = course.claimed()
-        course.gradient_version, course.is_averaged = version, False
+        claimed = course.begin_gradient()
         is_mine = at is self.replica.weights
         if not is_mine:
             self._elsewhere = self._elsewhere or self._flat.twin()
@@ -180,12 +183,12 @@ class ProcessLearner(ConnectedLearner):
         def result(reduced: bool) -> Tensor:
             if is_mine and self.replica.version != version:
                 raise changed_beneath(self._peers.rank)
-            if course.claimed() is not claimed:
+            if course.newest_claim is not claimed:
                 raise ProtocolError(f"learner {self._peers.rank} claimed again before it awaited its gradient")
             return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
         # an injected delay must come before the gradient is sent; DDP sends it during backward
-        may_reduce = self._job.stragglers == Stragglers() and self.communicator.reduces_in_backward
+        may_reduce = not self._has_delays and self.communicator.reduces_in_backward
         return GradientHandle(self._peers.rank, result, may_reduce)
 
     def clip(self, gradient: Tensor) -> Tensor | None:
@@ -196,10 +199,11 @@ class ProcessLearner(ConnectedLearner):
         return self.course.staleness
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
-        begin = self._now()
+        begin = time.monotonic()
         self.course.step(gradient, read_at, scale)
-        self.communicator.rounds.gradient_made()
-        self._statistics.spent.computing += self._now() - begin
+        if self.communicator.background is not None:
+            self.communicator.rounds.gradient_made()
+        self.statistics.spent.computing += time.monotonic() - begin
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         self._refuse_in_island("keeps a model shard")
@@ -217,7 +221,7 @@ class ProcessLearner(ConnectedLearner):
 
     def _compute(self, flat: Model, reduced: bool) -> Tensor:
         """The gradient of the claimed mini-batch, or the sync group's mean of it."""
-        begin, course, communicator = self._now(), self.course, self.communicator
+        begin, course, communicator = time.monotonic(), self.course, self.communicator
         waited = 0.0
         if self._island is not None:
             before = self._island.seconds
@@ -240,11 +244,10 @@ class ProcessLearner(ConnectedLearner):
                     self._peers.waits.end()  # begun by the forward hook of `Communicator.reducing`
         if flat is not self._flat:
             flat.use_weights(self.replica.weights)  # release the snapshot
-        delay = self._life.delays.after(self._now() - begin - waited)
-        if delay > 0.0:
-            time.sleep(delay)
-        self._statistics.spent.computing += self._now() - begin - waited
-        self._statistics.spent.waiting_for_peers += waited
+        if self._has_delays:
+            time.sleep(self._life.delays.after(time.monotonic() - begin - waited))
+        self.statistics.spent.computing += time.monotonic() - begin - waited
+        self.statistics.spent.waiting_for_peers += waited
         course.report_step(loss)
         return flat.gradients
 
@@ -286,12 +289,5 @@ class ProcessLearner(ConnectedLearner):
             self.course.add_barrier(number)
 
     def _where(self) -> str:
-        num_claimed = self._statistics.num_claimed
+        num_claimed = self.statistics.num_claimed
         return f"round {num_claimed}" if len(self._sync_group) == self._peers.world else f"after {num_claimed} claims"
-
-
-def _suffer(fault: Fault) -> None:
-    if isinstance(fault, Pause):
-        stop_this_process(fault.seconds)
-    else:
-        kill_this_process()

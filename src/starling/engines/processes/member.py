@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from starling.checkpoint.encoding import apart, decode_state, encode_state
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.files import apart
+from starling.checkpoint.state import LearnerState, decode_state, encode_state
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
-from starling.engines.processes.done_notes import noted
 from starling.engines.processes.handshake import Handshake, Peers, check_alike
 from starling.engines.processes.island import IslandGroup, IslandModel, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
@@ -32,11 +31,12 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import process_group
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import end_with_threads
+from starling.engines.processes.tickets import noted
 from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.timeouts import REGROUP
-from starling.training.equality import are_apart, different_weights, must_begin_equal, sketch
 from starling.training.flat import FlatModel, Model, trainable
-from starling.training.job import Job, Named, Observer
+from starling.training.gradient import measured_seconds
+from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import (
     IgnoreMembership,
@@ -45,15 +45,18 @@ from starling.training.membership import (
     MembershipFeed,
     MembershipObserver,
 )
-from starling.training.speed import measured_seconds
 from starling.training.succession import (
     LOST_BEFORE_TRAINING,
     Life,
     MembershipStart,
     Past,
+    are_apart,
+    different_weights,
     first_with_a_state,
+    must_begin_equal,
     next_membership,
     plan_after,
+    sketch,
 )
 from starling.training.tensor_plan import tensor_plan
 from starling.workload import Position, Ticket
@@ -92,9 +95,9 @@ def run_learner(
     life.state = start
     with Loader(job.workload, job.num_workers, ignores_signals) as loader:
         check_island(job.island, device)
-        peers, named = Peers(place, timeout_seconds, waits, feed), Named(observer, place.rank)
+        peers = Peers(place, timeout_seconds, waits, feed)
         changes = changes or IgnoreMembership()
-        return _Member(job, peers, device, digest, named, loader, changes, save_requests, life).run()
+        return _Member(job, peers, device, digest, observer, loader, changes, save_requests, life).run()
 
 
 def warm_up(job: Job, flat: FlatModel | None) -> None:
@@ -312,7 +315,6 @@ class _Member:
             num_parameters=self._num_parameters,
             dtype=self._dtype,
             configuration=self.digest,
-            **Handshake.of_versions(),
         )
 
 

@@ -1,9 +1,13 @@
-"""A learner process's rank, local rank and device, and the store through which learners connect."""
+"""A learner process's rank, local rank, device and cores, and the store through which learners connect."""
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+NODE_CPUS = "STARLING_NODE_CPUS"
+"""Environment variable: on a Ray cluster, the number of CPUs that the node offers, which may be fewer than it has."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,19 @@ class Place:
         """Whether each learner of this machine has its own CUDA device, as NCCL requires."""
         return device.type == "cuda" and (self.owns_device or self.local_world <= torch.cuda.device_count())
 
+    def use_threads(self, threads: int | None) -> None:
+        """Set torch's number of threads; None: this learner's share of its machine's cores."""
+        torch.set_num_threads(threads or max(1, cores_here() // self.local_world))
+
 
 def choose_device(name: str, place: Place) -> torch.device:
     """The device of a learner. `auto` is CUDA if available; learners are assigned to its devices in turn."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+
+
+def cores_here() -> int:
+    """The number of cores that this process may use: on a Ray cluster, at most the node's CPUs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, int(os.environ.get(NODE_CPUS, cores)))

@@ -65,7 +65,6 @@ class TensorModel(IslandModel):
                 room = GATHERED_TOGETHER
             self._gathered_together[-1].append(number)
             room -= size
-        self._like = [torch.empty(shape, device="meta") for shape in self.cut.local_shapes]
         for number, parameter in enumerate(self._computed):
             parameter.register_post_accumulate_grad_hook(partial(self._collect, number))  # type: ignore[no-untyped-call]
         self.use_weights(self.weights)
@@ -79,7 +78,7 @@ class TensorModel(IslandModel):
 
     def prepare(self) -> None:
         """Gather the parameters that are not cut from the ranks to which their parts belong."""
-        parts = list(split(self.weights, self._like))
+        parts = split(self.weights, self._like)
         with torch.no_grad():
             for numbers in self._gathered_together:
                 self._gather([parts[number] for number in numbers], numbers)

@@ -5,7 +5,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -138,6 +138,11 @@ class ProcessHandle(Handle[T]):
         self._wait_long = wait_long or wait
         self._results: list[T] = []
         self._error: BaseException | None = None
+
+    def __await__(self) -> Generator[Handle[Any], None, T]:
+        """Wait here: the thread that runs the strategy has nothing else to do."""
+        yield from ()
+        return self.result()
 
     @property
     def is_finished(self) -> bool:

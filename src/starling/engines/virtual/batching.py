@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from starling.checkpoint.state import LearnerState
-from starling.engines.virtual.computation import Buffers, Computing, Loss, RealGradients
-from starling.training.flat import NO_GRADIENT, trainable
+from starling.engines.virtual.computation import Loss, Member, RealGradients
+from starling.training.flat import NO_GRADIENT
 from starling.training.job import Job
 from starling.training.replica import Replica
 
@@ -34,13 +33,13 @@ MOST_STACKED_BYTES = 2**28
 class _Begun:
     """A gradient that is under way."""
 
-    learner: Computing
+    learner: Member
     at: Tensor
     examples: Any
     loss: float | None = None
 
 
-class BatchedGradients:
+class BatchedGradients(RealGradients):
     """Real gradients, those of learners that compute at the same time in one call.
 
     Mini-batches are computed together if each is one micro-batch of tensors with the same shapes. Others are computed
@@ -48,14 +47,11 @@ class BatchedGradients:
     cannot batch; `problem` says why.
     """
 
-    holds_weights = True
-
     def __init__(self, job: Job, device: torch.device) -> None:
-        self._job, self._device = job, device
-        self._single = RealGradients(job, device)
-        self._loss = _LossOf(job.workload.make_model().to(device), job)
+        super().__init__(job, device)
+        self._loss = _LossOf(self._model.model, job)
         names = {id(parameter): name for name, parameter in self._loss.named_parameters()}
-        self._parameters = trainable(self._loss.model)
+        self._parameters = self._model.parameters
         self._names = [names[id(parameter)] for parameter in self._parameters]
         stops = list(accumulate(each.numel() for each in self._parameters))
         self._places = [slice(stop - each.numel(), stop) for stop, each in zip(stops, self._parameters, strict=True)]
@@ -81,25 +77,19 @@ class BatchedGradients:
         return None
 
     def new_replica(self) -> Replica:
-        replica = self._single.new_replica()
+        replica = super().new_replica()
         self._replicas.add(replica)
         if self.most_together:
             _step_fast(replica)
         return replica
 
-    def new_buffers(self, start: LearnerState | None) -> Buffers:
-        return self._single.new_buffers(start)
-
-    def named(self, buffers: Buffers) -> dict[str, Tensor]:
-        return self._single.named(buffers)
-
-    def gradient(self, learner: Computing, at: Tensor) -> Loss:
+    def gradient(self, learner: Member, at: Tensor) -> Loss:
         batch = learner.course.claimed()[0][1]
         if self.problem is not None or len(batch) != 1:
-            return self._single.gradient(learner, at)
+            return super().gradient(learner, at)
         if id(learner) in self._begun:  # its gradient before was not awaited
             self._compute_all()
-        begun = self._begun[id(learner)] = _Begun(learner, at, batch[0].to(self._device))
+        begun = self._begun[id(learner)] = _Begun(learner, at, batch[0].to(self._workspace.device))
 
         def loss() -> float | None:
             if id(learner) in self._begun:
@@ -107,8 +97,6 @@ class BatchedGradients:
             return begun.loss
 
         return loss
-
-    def close(self) -> None: ...
 
     def _compute_all(self) -> None:
         """Compute all gradients that are under way."""
@@ -129,7 +117,7 @@ class BatchedGradients:
             else:
                 return
         for each in group:
-            each.loss = self._single.compute(each.learner, each.at)
+            each.loss = self.compute(each.learner, each.at)
 
     def _compute_together(self, group: Sequence[_Begun]) -> None:
         stacked = torch.stack([each.at.detach() for each in group])

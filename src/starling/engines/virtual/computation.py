@@ -1,17 +1,31 @@
-"""What the learners of a virtual run compute with: real weights and gradients. `timing` puts sizes in their place."""
+"""What the learners of a virtual run compute with: real weights and gradients, in this process or in several.
+
+`timing` puts sizes in their place. A gradient depends on weights, buffers and its mini-batch alone, so that it can be
+computed elsewhere while the simulation continues.
+"""
 
 import copy
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing import current_process
+from multiprocessing.connection import Connection, wait
+from traceback import format_exception
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from starling.checkpoint.state import LearnerState
+from starling.errors import ConfigError, StarlingError
 from starling.training.course import Course
-from starling.training.flat import FlatModel, split
+from starling.training.flat import FlatModel, load_buffers, split
+from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Job
 from starling.training.replica import Replica
+from starling.worker_processes import be_a_worker, exit_code_of, worker_processes
 
 Buffers = list[Tensor | None]
 """A model's buffers, in the order of its modules."""
@@ -19,8 +33,8 @@ Loss = Callable[[], float | None]
 """The loss of a gradient; None where there is none to report."""
 
 
-class Computing(Protocol):
-    """A learner, as its gradients need it."""
+class Member(Protocol):
+    """A learner of a membership."""
 
     course: Course
     replica: Replica
@@ -32,43 +46,48 @@ class Computing(Protocol):
     def rank(self) -> int:
         """Its number among the learners."""
 
+    def begin(self) -> None:
+        """Start the strategy."""
 
-class Computation(Protocol):
+
+class Computation(ABC):
     """Makes the learners' replicas, and computes their gradients."""
 
-    holds_weights: bool
+    holds_weights = True
     """Whether the weights are numbers, so that a consensus distance can be taken of them."""
 
+    @abstractmethod
     def new_replica(self) -> Replica:
         """A learner's weights and optimizer at the beginning."""
 
     def new_buffers(self, start: LearnerState | None) -> Buffers:
         """A learner's own buffers: those of a new model, or of the state that it starts from."""
+        return []
 
     def named(self, buffers: Buffers) -> dict[str, Tensor]:
         """A learner's buffers by name."""
+        return {}
 
-    def gradient(self, learner: Computing, at: Tensor) -> Loss:
+    @abstractmethod
+    def gradient(self, learner: Member, at: Tensor) -> Loss:
         """Begin the gradient of the claimed mini-batch at the weights `at` `[P]`.
 
         Once the loss has been asked for, the gradient is in the learner's replica.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Nothing is computed any more."""
 
 
-class RealGradients:
+class RealGradients(Computation):
     """Real gradients, one after another, with one model that looks at each learner's weights and buffers in turn."""
-
-    holds_weights = True
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
         self._model = FlatModel(job.workload.make_model(), device)
         self._first_buffers = self._model.own_buffers()
         self._workspace = torch.empty_like(self._model.weights)  # for the step of any learner, `[P]`
-        self._gradients_of = list(split(self._workspace, self._model.parameters))
+        self._gradients_of = split(self._workspace, self._model.parameters)
 
     def new_replica(self) -> Replica:
         job, model = self._job, self._model
@@ -83,20 +102,18 @@ class RealGradients:
         buffers = copy.deepcopy(list(self._first_buffers))
         if start is not None:
             self._model.use_buffers(buffers)
-            self._model.load_buffers(start.buffers)
+            load_buffers(self._model.model, start.buffers)
         return buffers
 
     def named(self, buffers: Sequence[Tensor | None]) -> dict[str, Tensor]:
         self._model.use_buffers(buffers)
         return dict(self._model.model.named_buffers())
 
-    def gradient(self, learner: Computing, at: Tensor) -> Loss:
+    def gradient(self, learner: Member, at: Tensor) -> Loss:
         loss = self.compute(learner, at)
         return lambda: loss
 
-    def close(self) -> None: ...
-
-    def compute(self, learner: Computing, at: Tensor) -> float:
+    def compute(self, learner: Member, at: Tensor) -> float:
         """Leave the gradient of the claimed mini-batch at `at` in the learner's replica; the loss."""
         model = self._model
         model.use_weights(at)
@@ -105,3 +122,139 @@ class RealGradients:
         loss = learner.course.compute_gradient(model.model, model)
         learner.buffers = model.own_buffers()  # a module may have replaced them
         return loss
+
+
+_SLOTS = 2
+"""Of each process: it computes in one while the other is filled."""
+
+
+@dataclass
+class _Begun:
+    """A gradient that is under way."""
+
+    learner: Member
+    at: Tensor
+    task: GradientTask
+    batches: Sequence[Sequence[Any]]
+    slot: int | None = None
+    loss: float | None = None
+
+
+class HostProcesses(RealGradients):
+    """Real gradients in `count` processes, each of which has its own copy of the workload and the model.
+
+    A process gets the weights in shared memory, and leaves the gradient there. Results are awaited when the simulated
+    gradient is complete: events and numbers are those of one process with one thread.
+    """
+
+    def __init__(self, job: Job, device: torch.device, count: int) -> None:
+        if device.type != "cpu":
+            raise ConfigError(f"cluster.compute.processes: {count} are for the CPU, not for {device}; leave it out")
+        if current_process().daemon:
+            raise ConfigError(
+                f"cluster.compute.processes: {count}, but cells that are computed side by side cannot have processes "
+                "of their own; leave out cluster.compute.processes, or compare.jobs"
+            )
+        super().__init__(job, device)
+        self._memory = self._workspace.new_zeros(count * _SLOTS, 2, len(self._workspace))
+        """Weights and gradient of each slot."""
+        self._memory.share_memory_()  # type: ignore[no-untyped-call]
+        self._begun: OrderedDict[int, _Begun] = OrderedDict()  # by the learner's identity
+        self._exits = ExitStack()
+
+        def problem(error: Exception) -> ConfigError:
+            return ConfigError(
+                f"cluster.compute.processes: the job cannot be sent to {count} processes ({error}); define its "
+                "functions at the top level of a module or of the script, or leave out cluster.compute.processes"
+            )
+
+        starting = worker_processes(_serve, (job, self._memory), count, "starling-gradients", problem)
+        self._workers = self._exits.enter_context(starting)
+        self._lines = list(self._workers) * _SLOTS
+        """The connection that serves each slot."""
+        self._free = list(range(count * _SLOTS))
+        self._computing: dict[int, _Begun] = {}  # by slot
+
+    def gradient(self, learner: Member, at: Tensor) -> Loss:
+        before = self._begun.get(id(learner))
+        if before is not None:  # it was not awaited
+            self._wait_for(before)
+        task, batches = learner.course.gradient_task(), learner.course.claimed_batches()
+        begun = self._begun[id(learner)] = _Begun(learner, at, task, batches)
+        self._receive(timeout=0.0)
+        self._hand_out()
+
+        def loss() -> float | None:
+            if self._begun.get(id(learner)) is begun:
+                self._wait_for(begun)
+            return begun.loss
+
+        return loss
+
+    def close(self) -> None:
+        self._exits.close()
+
+    def _hand_out(self) -> None:
+        """Give the gradients that are under way to free processes, in order."""
+        for begun in self._begun.values():
+            if not self._free:
+                return
+            if begun.slot is None:
+                begun.slot = self._free.pop(0)
+                self._memory[begun.slot, 0].copy_(begun.at)
+                self._computing[begun.slot] = begun
+                buffers = [None if buffer is None else buffer.clone() for buffer in begun.learner.buffers]
+                with suppress(OSError):  # the process has died, which `_receive` reports
+                    self._lines[begun.slot].send((begun.slot, begun.task, begun.batches, buffers))
+
+    def _wait_for(self, begun: _Begun) -> None:
+        """Receive gradients until one is there."""
+        self._begun.move_to_end(id(begun.learner), last=False)
+        while self._begun.get(id(begun.learner)) is begun:
+            self._hand_out()
+            self._receive(timeout=None)
+
+    def _receive(self, timeout: float | None) -> None:
+        """Take what processes have computed."""
+        ready = wait({self._lines[slot] for slot in self._computing}, timeout)
+        for line in [line for line in self._workers if line in ready]:
+            try:
+                slot, computed, buffers = line.recv()
+            except (EOFError, OSError):
+                code = exit_code_of(self._workers[line])
+                raise StarlingError(
+                    f"a process that computed gradients ended with exit code {code} (killed, or out of memory?); use "
+                    "fewer with cluster.compute.processes"
+                ) from None
+            if isinstance(computed, Exception):
+                raise computed
+            begun = self._computing.pop(slot)
+            self._free.append(slot)
+            learner = begun.learner
+            learner.replica.gradients.copy_(self._memory[slot, 1])
+            learner.buffers, begun.loss = buffers, computed.loss
+            learner.course.computed(computed)
+            del self._begun[id(learner)]
+
+
+def _serve(line: Connection, job: Job, memory: Tensor) -> None:
+    """Compute gradients until the other end of the connection is closed."""
+    be_a_worker()
+    torch.set_num_threads(1)
+    models: list[FlatModel] = []
+    with suppress(EOFError, OSError):
+        while True:
+            slot, task, batches, buffers = line.recv()
+            try:
+                models = models or [FlatModel(job.workload.make_model(), memory.device)]
+                flat = models[0]
+                flat.use_weights(memory[slot, 0])
+                flat.use_gradients(memory[slot, 1])
+                flat.use_buffers(buffers)
+                computed: Computed | Exception = compute_gradient(job, task, batches, flat.model, flat)
+                buffers = flat.own_buffers()
+            except Exception as error:
+                computed = error
+                if not isinstance(error, StarlingError):  # it may not be picklable
+                    computed = StarlingError("".join(format_exception(error)))
+            line.send((slot, computed, buffers))

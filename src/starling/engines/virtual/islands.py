@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from starling.checkpoint.state import LearnerState
-from starling.engines.virtual.cluster import Cluster, ComputeTimes
-from starling.engines.virtual.links import Links
+from starling.engines.virtual.cluster import Cluster, ComputeTimes, Links
 from starling.errors import ConfigError
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import ClaimReport, EpochReport, Job, Observer, Silence, StepReport
@@ -66,22 +65,19 @@ class SimulatedIslands:
         self.cluster = _side_by_side(cluster, size)
 
     def times(self, name: int, num_bytes: int) -> ComputeTimes:
-        """The gradient times of island `name`, whose whole weights have `num_bytes`."""
+        """The gradient times of island `name`, whose whole weights have `num_bytes`; they include the communication
+        within the island."""
         job, ranks = self._given, range(name * self._size, (name + 1) * self._size)
-        seconds, num_sent = self._communication(ranks, num_bytes)
-        times = [ComputeTimes(self._compute, job.seed, rank) for rank in ranks]
-        delays = [Delays(job.stragglers, job.seed, rank) for rank in ranks]
-        return _IslandTimes(times, delays, seconds, num_sent)
-
-    def _communication(self, ranks: range, num_bytes: int) -> tuple[float, int]:
-        """The seconds of communication within an island for one gradient, and the bytes that all its ranks send."""
         gathers, reductions = [num_bytes] * GATHERS_AND_SCATTERS, []
         if self._traffic is not None:
             gathers, reductions = [self._traffic.whole_bytes, *self._traffic.gathers], list(self._traffic.reductions)
         # an all-reduce is a scatter and a gather
         seconds = sum(self._links.reduce_seconds(ranks, each) for each in gathers) / 2
         seconds += sum(self._links.reduce_seconds(ranks, each) for each in reductions)
-        return seconds, (self._size - 1) * (sum(gathers) + 2 * sum(reductions))
+        num_sent = (self._size - 1) * (sum(gathers) + 2 * sum(reductions))  # by all ranks
+        times = [ComputeTimes(self._compute, job.seed, rank) for rank in ranks]
+        delays = [Delays(job.stragglers, job.seed, rank) for rank in ranks]
+        return _IslandTimes(times, delays, seconds, num_sent)
 
     def observer(self, observer: Observer) -> Observer:
         """Reports the ranks of the islands to `observer`."""

@@ -1,124 +1,73 @@
 """A learner on the simulated clock: what it starts are events, and what it sends travels over the simulated network."""
 
 import struct
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import simpy
-import torch
 from torch import Tensor
 
-from starling.checkpoint.state import LearnerState, name_of_state
-from starling.engines.virtual.batches import MembershipBatches, VirtualBatches
-from starling.engines.virtual.cluster import Cluster
-from starling.engines.virtual.computation import Computation
-from starling.engines.virtual.faults import VirtualFaults
-from starling.engines.virtual.lives import VirtualLife
-from starling.engines.virtual.network import Network, VirtualGradient, VirtualHandle, VirtualRounds, first_of
-from starling.learner import EncodedMean, Handle, Learner, Shard
+from starling.checkpoint.state import LearnerState
+from starling.engines.virtual.membership import Activity, Killed, VirtualBatches, VirtualMembership
+from starling.engines.virtual.network import VirtualGradient, VirtualHandle, first_of
+from starling.errors import ProtocolError
+from starling.learner import EncodedMean, Handle, Shard
 from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
 from starling.training.course import Course
-from starling.training.faults import Fault, Kill, Pause
-from starling.training.job import Job, Named, Observer, Spent, Statistics
+from starling.training.faults import Fault, Pause
+from starling.training.job import Observer, Spent, Statistics
+from starling.training.membership import MembershipChanged
 from starling.training.pace import Pace
-from starling.training.replica import Replica
+from starling.training.replica import ReplicaLearner
 from starling.training.shards import MakeOptimizer
-from starling.training.tickets import SyncGroupTickets
-from starling.workload import Position
 
 T = TypeVar("T")
 FOREGROUND, BACKGROUND = "", "'s background"
 """The two activities of a learner, as the deadlock report names them."""
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What the learners of one virtual membership share."""
+class Failed(Exception):  # noqa: N818 - carries what a strategy raised
+    """Carries a strategy's exception unchanged through simpy, which would make a new one from its arguments."""
 
-    job: Job
-    world: int
-    cluster: Cluster
-    environment: simpy.Environment
-    computation: Computation
-    faults: VirtualFaults
-    batches: MembershipBatches
-    network: Network
-    rounds: VirtualRounds
-    now: Callable[[], float]
-    """Simulated seconds since the membership began."""
-    record: Callable[[int, str, bytes], None]
-    """Adds an event of a learner to the run's: name, kind, detail."""
-    check: Callable[[], None]
-    """Raises MembershipChanged once the membership is over."""
-    consensus_distance: Callable[[], float | None]
-    shared_memory: Callable[[int], tuple[Tensor, Tensor]]
-    """Weights `[P]` and counts `[pieces, L]` that all learners share, for so many pieces."""
-    start: Callable[["VirtualLearner", Coroutine[Any, Any, None], str], None]
-    """Begins to drive a coroutine of a learner."""
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
-class VirtualLearner(Learner):
-    """A learner that is a coroutine on the simulated clock, or two of them."""
+class VirtualLearner(ReplicaLearner):
+    """A learner of a membership that is a coroutine on the simulated clock, or two of them."""
 
     def __init__(
-        self,
-        surroundings: Surroundings,
-        life: VirtualLife,
-        rank: int,
-        replica: Replica,
-        observer: Observer,
-        start: LearnerState | None,
+        self, membership: VirtualMembership, rank: int, observer: Observer, start: LearnerState | None
     ) -> None:
-        job, world = surroundings.job, surroundings.world
-        self.life, self.replica = life, replica
-        self.now = surroundings.now
+        simulation, computation, life = membership.simulation, membership.computation, membership.lives[rank]
+        job, world = simulation.job, membership.world
+        self.replica, self.now = computation.new_replica(), membership.now
+        self.buffers = computation.new_buffers(start)
+        """The model's buffers, of which each learner has its own."""
         self.statistics = Statistics()
         self.statistics.under_way = self._spent_waiting
-        self.wait: tuple[float, float] | None = None
-        """The wait of the foreground that is under way: since when, and how many seconds of it are own computation."""
-        self.activity = FOREGROUND
-        self.is_finished = False
-        self.has_left = False
-        self.buffers = surroundings.computation.new_buffers(start)
-        """The model's buffers, of which each learner has its own."""
-        self._surroundings, self._rank = surroundings, rank
-        self._environment, self._network = surroundings.environment, surroundings.network
-        self._rounds, self._record = surroundings.rounds, partial(surroundings.record, life.name)
+        self._membership, self._simulation, self._environment = membership, simulation, simulation.environment
+        self._network, self._rounds, self._life, self._rank = membership.network, membership.rounds, life, rank
+        self._record = partial(simulation.record, life.name)
         self._sync_group = job.sync_groups(world).of(rank)
+        self._activity = FOREGROUND
+        self._is_finished = self._has_left = False
+        self._wait: tuple[float, float] | None = None
+        """The wait of the foreground that is under way: since when, and how many seconds of it are own computation."""
         self._num_means: dict[str, int] = {}  # a mean is identified by its place in each learner's sequence
         self._pace = Pace()
         self._next_round = 0
         self._round_waited_for: int | None = None
         self._kept_up: tuple[float, simpy.Event] | None = None
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
-        tickets = SyncGroupTickets(
-            job.workload,
-            start.position if start else Position(),
-            job.budget,
-            job.sync_group_size(world),
-            surroundings.batches.shares,
-        )
         part = life.name % job.workload.num_parts
-        self.course = Course(
-            job,
-            rank,
-            world,
-            life,
-            tickets,
-            replica,
-            Named(observer, life.name),
-            self.statistics,
-            start,
-            batches=VirtualBatches(surroundings.batches, tickets, self._sync_group, rank, part),
-            clock=surroundings.now,
-            start_on_memory=self._start_on_memory,
-            buffers=self._named_buffers,
-            suffer=self._suffer,
-            consensus_distance=surroundings.consensus_distance if rank == 0 else lambda: None,
-            cut_agreement=self._rounds,
-        )
+        self.batches = VirtualBatches(membership.batches, self._sync_group, rank, part)
+        self.shard_of_island, self.cut_agreement = None, self._rounds
+        life.state = start
+        self.course = Course(job, self, life, membership.batches.tickets, observer)
+        self.shards = self.course.shards
 
     @property
     def rank(self) -> int:
@@ -126,19 +75,11 @@ class VirtualLearner(Learner):
 
     @property
     def world(self) -> int:
-        return self._surroundings.world
+        return self._membership.world
 
     @property
     def seed(self) -> int:
-        return self._surroundings.job.seed
-
-    @property
-    def weights(self) -> Tensor:
-        return self.replica.weights
-
-    @property
-    def version(self) -> int:
-        return self.replica.version
+        return self._simulation.job.seed
 
     @property
     def step_metadata(self) -> Tensor:
@@ -147,12 +88,8 @@ class VirtualLearner(Learner):
     def learning_rate(self, piece: slice | None = None) -> float | Tensor:
         return self.course.learning_rate
 
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        return [parameter.shape for parameter in self.replica.parameters]
-
     def claim(self) -> bool:
-        self._surroundings.check()
+        self._membership.check()
         claimed, step = self.course.claim(), -1
         if claimed:
             first, tickets = self.course.claimed()[0][0], self.course.tickets
@@ -161,19 +98,17 @@ class VirtualLearner(Learner):
         return claimed
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
-        begun = self._surroundings.computation.gradient(self, at)
+        begun = self._membership.computation.gradient(self, at)
         is_mine = at is self.weights  # what `at` is otherwise need not be kept
-        version = self.course.gradient_version = self.replica.version
-        self.course.is_averaged = False
-        times = self.life.times
-        seconds = sum(times.draw() for _ in self.course.claimed())
+        version, times = self.replica.version, self._life.times
+        seconds = sum(times.draw() for _ in self.course.begin_gradient())
         self.statistics.averaging.bytes_sent += times.communication_bytes
-        seconds += self.life.delays.after(seconds) + self._pause
+        seconds += self._life.delays.after(seconds) + self._pause
         self._pause = 0.0
-        waiting = self._surroundings.faults.seconds_cut_off(self.life)  # a claim is answered once it is heard
+        waiting = self._simulation.seconds_cut_off(self._life)  # a claim is answered once it is heard
 
         def finish(_: object) -> None:
-            if self.life.is_dead or self.has_left:
+            if self._life.is_dead or self._has_left:
                 return
             loss = begun()
             self._record("gradient", struct.pack("<d", loss or 0.0))
@@ -201,64 +136,45 @@ class VirtualLearner(Learner):
         self.course.step(gradient, read_at, scale)
         self._record("step", b"")
         self._pace.gradient_made()
-        if self._round_waited_for is not None and self._pace.may_open and not self.is_finished:
-            self._rounds.open(self._round_waited_for)
-            self._pace.opened()
+        self._open_round()
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        self.replica.apply(delta, piece, in_round=self.activity == BACKGROUND)
+        self.replica.apply(delta, piece, in_round=self._activity == BACKGROUND)
         self._record("apply", b"")
-
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.replica.replace(weights, piece)
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         return self.replica.snapshot(piece)
 
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, optimizer_state)
-
-    def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
-    ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
-
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.course.shards.keep(piece, make_optimizer)
+        return self.shards.keep(piece, make_optimizer)
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         for piece in pieces:
-            self.course.shards.check(piece)
-        shards = self.course.shards.share(pieces, *self._surroundings.shared_memory(len(pieces)))
+            self.shards.check(piece)
+        shards = self.shards.share(pieces, *self._membership.shared_memory(len(pieces)))
         return VirtualHandle(self._environment.timeout(0.0), lambda: shards, lambda: "shared memory")
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
-        chosen = self._sync_group
-        check_group(self._rank, group, chosen, self._surroundings.world)
+        check_group(self._rank, group, self._sync_group, self.world)
         if isinstance(of, Tensor):
             check_mean(self._rank, of, self.weights)
         else:
             self.course.is_averaged = True
         if isinstance(of, VirtualGradient) and not of.event.processed:
-            of.given_away = partial(given_away, self._rank)
-        number = self._num_means[self.activity] = self._num_means.get(self.activity, -1) + 1
-        size = self.weights.nbytes if isinstance(of, Handle) else of.nbytes
-        self.statistics.averaging.bytes_sent += 2 * (len(chosen) - 1) * size // len(chosen)
-        return self._network.mean(self._rank, chosen, self.activity, number, of)
+            of.give_away(given_away(self._rank))
+        size, num_bytes = len(self._sync_group), self.weights.nbytes if isinstance(of, Handle) else of.nbytes
+        return self._join_mean(of, 2 * (size - 1) * num_bytes // size)
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
-        chosen = self._sync_group
-        number = self._num_means[self.activity] = self._num_means.get(self.activity, -1) + 1
-        self.statistics.averaging.bytes_sent += 2 * (len(chosen) - 1) * part.message_bytes
-        return self._network.mean(self._rank, chosen, self.activity, number, part)
+        return self._join_mean(part, 2 * (len(self._sync_group) - 1) * part.message_bytes)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        check_peer(self._rank, peer, self._surroundings.world)
+        check_peer(self._rank, peer, self.world)
         self.statistics.averaging.bytes_sent += tensor.nbytes if peer != self._rank else 0
         return self._network.send(self._rank, peer, tensor, tag)
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        check_peer(self._rank, peer, self._surroundings.world)
+        check_peer(self._rank, peer, self.world)
         return self._network.receive(
             self._rank, peer, tag, lambda theirs: check_received(self._rank, peer, tag, theirs, like)
         )
@@ -271,34 +187,29 @@ class VirtualLearner(Learner):
         return self.receive(peer, tensor, tag)
 
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
-        self._surroundings.start(self, activity, BACKGROUND)
+        self._drive(activity, BACKGROUND)
 
     def round(self, period: float) -> Handle[int | None]:
         number, self._next_round = self._next_round, self._next_round + 1
         if self.course.cuts is not None:
             self.course.cuts.completed(number)
-        self._pace.completed()
-        self._look_at_lag()
+        self._complete_round()
         self._pace.period = period
-        if self._pace.may_open and not self.is_finished:
-            self._rounds.open(number)
-            self._pace.opened()
-        else:
-            self._round_waited_for = number
+        self._round_waited_for = number
+        self._open_round()
 
         def result() -> int | None:
             self._round_waited_for = None
             takes_place = self._rounds.enter(number)
             self._record("round", struct.pack("<q", number if takes_place else -1))
-            if takes_place:
-                if self.course.cuts is not None:
-                    self.course.cuts.entered(number)
-                self._pace.entered()
-                self.statistics.averaging.rounds += 1
-            else:
-                self._pace.completed()
-                self._look_at_lag()
-            return number if takes_place else None
+            if not takes_place:
+                self._complete_round()
+                return None
+            if self.course.cuts is not None:
+                self.course.cuts.entered(number)
+            self._pace.entered()
+            self.statistics.averaging.rounds += 1
+            return number
 
         return VirtualHandle(self._rounds.event(number), result, lambda: f"round {number} to open")
 
@@ -310,40 +221,120 @@ class VirtualLearner(Learner):
             event.callbacks = None  # it has happened, and takes no place in the queue of events
         return VirtualHandle(event, lambda: None, lambda: "its own averaging round")
 
-    def book(self) -> None:
-        """The foreground's wait is over: book its seconds."""
-        waited = self._spent_waiting()
-        self.statistics.spent.computing += waited.computing
-        self.statistics.spent.waiting_for_peers += waited.waiting_for_peers
-        self.wait = None
+    def begin(self) -> None:
+        """Start the strategy."""
+        job = self._simulation.job
+        self._drive(job.strategy.start(self, job.options), FOREGROUND)
+
+    def _drive(self, coroutine: Coroutine[Any, Any, None], kind: str) -> None:
+        """Begin to drive a coroutine."""
+        activity = self._membership.activities[self._rank, kind] = Activity(self._rank)
+        activity.process = self._environment.process(self._drive_to_end(activity, coroutine, kind))
+
+    def _drive_to_end(
+        self, activity: Activity, coroutine: Coroutine[Any, Any, None], kind: str
+    ) -> Generator[simpy.Event, None, None]:
+        """Run a coroutine to its end, or until this learner leaves its membership or dies."""
+        membership, life, has_ended = self._membership, self._life, False
+        try:
+            if not (life.is_dead or membership.reasons):
+                has_ended = yield from self._advance(activity, coroutine, kind)
+        except (MembershipChanged, Killed, simpy.Interrupt):
+            pass
+        except Exception as error:
+            raise Failed(error) from error
+        if has_ended:
+            self._record("end", b"")
+        if kind == FOREGROUND:  # after its background has left, the foreground may continue
+            self._is_finished |= has_ended
+            self._has_left |= not has_ended
+            if has_ended:
+                self._rounds.finish()
+        while membership.reasons and not life.is_dead and (seconds := self._simulation.seconds_out_of_reach(life)) > 0:
+            try:  # a learner that is paused or cut off does not hear at once that a membership is over
+                yield self._environment.timeout(seconds)
+            except simpy.Interrupt:
+                continue
+        coroutine.close()
+        del membership.activities[self._rank, kind]
+        membership.look_whether_over()
+
+    def _advance(
+        self, activity: Activity, coroutine: Coroutine[Any, Any, None], kind: str
+    ) -> Generator[simpy.Event, None, bool]:
+        """Whenever the coroutine waits for a handle, wait for its event. True at its end; False if this learner dies or
+        must leave before that."""
+        membership, life = self._membership, self._life
+        while True:
+            membership.driven, self._activity = life, kind
+            try:
+                handle = coroutine.send(None)
+            except StopIteration:
+                return True
+            finally:
+                membership.driven = None
+            if not isinstance(handle, VirtualHandle):
+                raise ProtocolError(
+                    f"learner {self._rank} awaited {handle!r}; a strategy awaits only what its learner started"
+                )
+            activity.waits_for = handle
+            if membership.reasons and not handle.is_own:
+                return False
+            if kind == FOREGROUND:
+                self._wait = self.now(), handle.computing
+            if not handle.event.processed:
+                yield handle.event
+            while not life.is_dead and life.still_until > self._environment.now:
+                yield self._environment.timeout(life.still_until - self._environment.now)
+            if life.is_dead:
+                return False
+            activity.waits_for = None
+            if kind == FOREGROUND:
+                waited = self._spent_waiting()
+                self.statistics.spent.computing += waited.computing
+                self.statistics.spent.waiting_for_peers += waited.waiting_for_peers
+                self._wait = None
 
     def _spent_waiting(self) -> Spent:
         """The seconds of the foreground's wait so far: first its own computation, then waiting for others."""
-        if self.wait is None:
+        if self._wait is None:
             return Spent()
-        since, computing = self.wait
+        since, computing = self._wait
         waited = self.now() - since
         return Spent(computing=min(waited, computing), waiting_for_peers=max(0.0, waited - computing))
 
-    def _look_at_lag(self) -> None:
+    def _join_mean(self, of: Tensor | Handle[Tensor] | EncodedMean, num_bytes: int) -> Handle[Tensor]:
+        number = self._num_means[self._activity] = self._num_means.get(self._activity, -1) + 1
+        self.statistics.averaging.bytes_sent += num_bytes
+        return self._network.mean(self._rank, self._sync_group, self._activity, number, of)
+
+    def _open_round(self) -> None:
+        """Open the round that the background waits for, if it is time."""
+        if self._round_waited_for is not None and self._pace.may_open and not self._is_finished:
+            self._rounds.open(self._round_waited_for)
+            self._pace.opened()
+
+    def _complete_round(self) -> None:
+        self._pace.completed()
         if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):
             kept_up, self._kept_up = self._kept_up[1], None
             kept_up.succeed()
 
-    def _start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         def result() -> T:
             self._record("shard", struct.pack("<q", passes))
             return do()
 
-        seconds = self._surroundings.cluster.memory.seconds(num_bytes, passes)
+        seconds = self._simulation.cluster.memory.seconds(num_bytes, passes)
         return VirtualHandle(self._environment.timeout(seconds), result, lambda: "its own memory", seconds)
 
-    def _named_buffers(self) -> dict[str, Tensor]:
-        return self._surroundings.computation.named(self.buffers)
+    def named_buffers(self) -> dict[str, Tensor]:
+        return self._membership.computation.named(self.buffers)
 
-    def _suffer(self, fault: Fault) -> None:
-        if isinstance(fault, Kill):
-            self._surroundings.faults.kill(self.life, "was killed on purpose")
+    def suffer(self, fault: Fault) -> None:
         if isinstance(fault, Pause):
             self._pause += fault.seconds
-            self._surroundings.faults.pause(self.life, fault.seconds)
+        self._simulation.inject(fault)
+
+    def consensus_distance(self) -> float | None:
+        return self._membership.consensus_distance() if self._rank == 0 else None

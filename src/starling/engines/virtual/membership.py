@@ -1,180 +1,276 @@
-"""One membership of a virtual run: it drives its learners' coroutines until all are done, or until it is over.
+"""What the learners of one membership of a virtual run share: their mini-batches, averaging rounds and network.
 
 When a membership is over, each learner leaves it where it next waits for another. A gradient under way is finished, as
 on the `processes` engine, so that it counts.
 """
 
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, TypeVar
 
 import simpy
 import torch
 from simpy.events import Initialize
 from torch import Tensor
 
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import LearnerState, has_common
 from starling.consensus import are_one_model, consensus, consensus_distance
-from starling.engines.virtual.batches import MembershipBatches
-from starling.engines.virtual.cluster import Cluster
-from starling.engines.virtual.computation import Computation
-from starling.engines.virtual.faults import VirtualFaults
-from starling.engines.virtual.learner import FOREGROUND, Surroundings, VirtualLearner
-from starling.engines.virtual.lives import VirtualLife
-from starling.engines.virtual.network import Network, VirtualGradient, VirtualHandle, VirtualRounds
+from starling.engines.virtual.computation import Computation, Member
+from starling.engines.virtual.network import Network, VirtualHandle
+from starling.engines.virtual.simulation import Simulation, VirtualLife
 from starling.errors import Deadlock, ProtocolError
-from starling.training.equality import different_weights, must_begin_equal
-from starling.training.job import Job, Observer
-from starling.training.loading import Loader
+from starling.training.loading import Loaded
 from starling.training.membership import Membership, MembershipChanged
-from starling.training.shards import HeldShard, host_copy
-from starling.training.succession import MembershipStart
+from starling.training.shards import host_copy
+from starling.training.succession import MembershipStart, different_weights
+from starling.training.tickets import DoneTickets, SyncGroupTickets
+from starling.workload import Ticket
 
-
-class Failed(Exception):  # noqa: N818 - carries what a strategy raised
-    """Carries a strategy's exception unchanged through simpy, which would make a new one from its arguments."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
+T = TypeVar("T")
 
 
 class Killed(BaseException):
     """Ends a learner wherever it is. No strategy can catch it."""
 
 
-class _Ended(Exception):  # noqa: N818 - a generator cannot raise StopIteration
-    """A coroutine has come to its end."""
+class MembershipBatches:
+    """The tickets of a membership and their mini-batches, for all its learners; `done` are the tickets done in it."""
+
+    def __init__(self, simulation: Simulation, plan: MembershipStart, clock: Callable[[], float]) -> None:
+        job = simulation.job
+        self._size = job.sync_group_size(plan.world)
+        self.done = DoneTickets(plan.position)
+        self.tickets = SyncGroupTickets(job.workload, plan.position, job.budget, self._size, plan.shares)
+        self.agreed: dict[tuple[int, int, str], tuple[Any, int]] = {}
+        """What the first member of a sync group found at a claim, and how many members are to come."""
+        self._clock, self._workload = clock, job.workload
+        self._num_drawn = 0  # portions that all sync groups together have drawn
+        self._batches = simulation.loader.load(self.tickets.take(count(), members=range(self._size)))
+        self._loaded: dict[int, Loaded] = {}
+
+    def number(self, sync_group: int, claim: int) -> int:
+        """The number of the portion that a sync group draws at a claim: the next that none has."""
+        return self._agree((sync_group, claim, "number"), self._draw)
+
+    def seconds(self, sync_group: int, claim: int) -> float:
+        """The time at which the first member of the sync group made the claim."""
+        return self._agree((sync_group, claim, "seconds"), self._clock)
+
+    def _agree(self, what: tuple[int, int, str], find: Callable[[], T]) -> T:
+        """What the first member finds is what all members get, each once; it is then forgotten."""
+        found, num_to_come = self.agreed.pop(what) if what in self.agreed else (find(), self._size)
+        if num_to_come > 1:
+            self.agreed[what] = found, num_to_come - 1
+        return found
+
+    def _draw(self) -> int:
+        self._num_drawn += 1
+        return self._num_drawn - 1
+
+    def load(self, ticket: Ticket) -> Loaded:
+        """A ticket with its mini-batch. Those of undivided data are loaded in order and kept until taken."""
+        if self._workload.num_parts > 1:
+            return ticket, self._workload.load(ticket)
+        while ticket.step not in self._loaded:
+            loaded = next(self._batches)
+            self._loaded[loaded[0].step] = loaded
+        return self._loaded.pop(ticket.step)
+
+    @property
+    def num_portions(self) -> int:
+        """The number of drawn portions that are within the budget."""
+        return self.tickets.handed_out(self._num_drawn)
+
+
+class VirtualBatches:
+    """The `BatchSource` of one virtual learner."""
+
+    def __init__(self, shared: MembershipBatches, sync_group: range, rank: int, part: int) -> None:
+        self._shared = shared
+        self._group, self._member, self._part = sync_group.start, rank - sync_group.start, part
+
+    def next(self, claim: int) -> Sequence[Loaded] | None:
+        number = self._shared.number(self._group, claim)
+        return [
+            self._shared.load(ticket if ticket.part == self._part else replace(ticket, part=self._part))
+            for ticket in self._shared.tickets.drawn(number, self._member)
+        ] or None
+
+    def agreed_seconds(self, claim: int) -> float:
+        return self._shared.seconds(self._group, claim)
+
+    def reach(self, portion: int) -> None:
+        """There are no checkpoint barriers to agree on."""
+
+    def done(self, ticket: Ticket) -> None:
+        self._shared.done.add(ticket.step)
+
+
+class VirtualRounds:
+    """The averaging rounds of all learners; `starling.engines.processes.rounds` has the rule."""
+
+    def __init__(self, environment: simpy.Environment, world: int) -> None:
+        self._environment = environment
+        self._world = world
+        self._events: dict[int, simpy.Event] = {}
+        self._num_opened = 0
+        self._first_free = 0  # the first round that no learner has entered
+        self._counted: Counter[tuple[str, int]] = Counter()  # learners, by what they have done
+        self._cuts: dict[int, int] = {}
+
+    def event(self, number: int) -> simpy.Event:
+        """The event that round `number` opens, or will never open."""
+        return self._events.setdefault(number, self._environment.event())
+
+    def open(self, number: int) -> None:
+        """Open a round, unless it is open."""
+        if number == self._num_opened:
+            self._num_opened += 1
+            self.event(number).succeed()
+
+    def enter(self, number: int) -> bool:
+        """Whether the round takes place."""
+        if self._is_last("entered", number):  # it is asked for no more
+            del self._events[number]
+        if number >= self._num_opened:
+            return False
+        self._first_free = max(self._first_free, number + 1)
+        return True
+
+    def finish(self) -> None:
+        """A learner will make no more gradients; after the last learner no round opens."""
+        if self._is_last("finished", 0):
+            self.event(self._num_opened).succeed()
+
+    def passed(self, barrier: int, num_entered: int) -> None:
+        """A learner has passed a checkpoint barrier; the last one places its cut, as `CutAgreement` has it."""
+        if self._is_last("passed", barrier):
+            self._cuts[barrier] = self._first_free
+
+    def is_cut(self, barrier: int, number: int) -> bool:
+        """Whether a round is the cut of a barrier."""
+        return self._cuts.get(barrier) == number
+
+    def cut(self, barrier: int) -> int | None:
+        """The cut of a barrier, if it is known."""
+        return self._cuts.get(barrier)
+
+    def saved(self, barrier: int) -> None:
+        """A learner asks no more about the cut of a barrier."""
+        if self._is_last("saved", barrier):
+            del self._cuts[barrier]
+
+    def _is_last(self, what: str, number: int) -> bool:
+        """Count a learner that has done something; whether it is the last."""
+        self._counted[what, number] += 1
+        if self._counted[what, number] < self._world:
+            return False
+        del self._counted[what, number]
+        return True
 
 
 @dataclass
-class _Activity:
-    learner: VirtualLearner
+class Activity:
+    """A coroutine of a learner, which a simpy process drives."""
+
+    rank: int
     process: simpy.Process | None = None
     waits_for: VirtualHandle[Any] | None = None
 
-
-@dataclass(frozen=True)
-class Simulation:
-    """What all memberships of a virtual run share."""
-
-    job: Job
-    cluster: Cluster
-    environment: simpy.Environment
-    computation: Computation
-    loader: Loader
-    faults: VirtualFaults
-    record: Callable[[int, str, bytes], None]
-    """Adds an event of a learner to the run's: name, kind, detail."""
+    def interrupt(self) -> None:
+        """End it where it waits."""
+        process = self.process
+        if process is None or not process.is_alive or process is process.env.active_process:
+            return
+        if not isinstance(process.target, Initialize):  # a process that has not begun checks first
+            process.interrupt()
 
 
 class VirtualMembership:
-    """The learners of a membership, by rank, which begin as `plan` says, each from its own state in `starts`."""
+    """A membership that begins as `plan` says. The engine adds its `learners`, by rank."""
 
     def __init__(
-        self,
-        simulation: Simulation,
-        membership: Membership,
-        plan: MembershipStart,
-        lives: Sequence[VirtualLife],
-        starts: Sequence[LearnerState | None],
-        observer: Observer,
+        self, simulation: Simulation, computation: Computation, membership: Membership, plan: MembershipStart
     ) -> None:
-        job, world, environment = simulation.job, len(membership.members), simulation.environment
+        self.simulation, self.computation = simulation, computation
         self.membership, self.plan = membership, plan
-        self.over = environment.event()
+        self.world = len(membership.members)
+        self.lives = [simulation.lives[name] for name in membership.members]
+        self.learners: list[Member] = []
+        self.activities: dict[tuple[int, str], Activity] = {}
+        """What learners do, by rank and kind."""
+        self.driven: VirtualLife | None = None
+        """The learner whose coroutine runs now."""
+        self.over = simulation.environment.event()
         """Happens when all learners have left, or are done."""
         self.reasons: list[str] = []
         """Why it is over before all are done."""
-        self._simulation, self._environment = simulation, environment
-        self._world, self._num_workers = world, job.sync_groups(world).num_workers
-        self._begun = float(environment.now)
-        self._activities: dict[tuple[int, str], _Activity] = {}
-        self._driven: VirtualLife | None = None
+        self._begun = simulation.now
         self._shared: tuple[Tensor, Tensor] | None = None
-        self._first_state = starts[0]
-        self.batches = MembershipBatches(job, world, plan, simulation.loader, self._now)
-        self._rounds = VirtualRounds(environment, world)
+        self.batches = MembershipBatches(simulation, plan, self.now)
+        self.rounds = VirtualRounds(simulation.environment, self.world)
         self.network = Network(
-            environment, simulation.cluster, self._record, membership.members, simulation.faults.apart, job.seed
+            simulation.environment,
+            simulation.cluster,
+            simulation.record,
+            membership.members,
+            simulation.apart,
+            simulation.job.seed,
         )
-        surroundings = Surroundings(
-            job=job,
-            world=world,
-            cluster=simulation.cluster,
-            environment=environment,
-            computation=simulation.computation,
-            faults=simulation.faults,
-            batches=self.batches,
-            network=self.network,
-            rounds=self._rounds,
-            now=self._now,
-            record=simulation.record,
-            check=self._check,
-            consensus_distance=self._consensus_distance if simulation.computation.holds_weights else lambda: None,
-            shared_memory=self._shared_memory,
-            start=self._start,
-        )
-        self.learners = [
-            VirtualLearner(surroundings, life, rank, simulation.computation.new_replica(), observer, start)
-            for rank, (life, start) in enumerate(zip(lives, starts, strict=True))
-        ]
 
-    def _now(self) -> float:
-        return float(self._environment.now) - self._begun
+    def now(self) -> float:
+        """Simulated seconds since the membership began."""
+        return self.simulation.now - self._begun
 
     def begin(self) -> None:
-        """Let all learners start. Raises ProtocolError if some must begin with the same weights and do not."""
-        self._check_weights()
-        for learner in self.learners:
-            if not learner.life.is_dead:
-                job = self._simulation.job
-                self._start(learner, job.strategy.start(learner, job.options), FOREGROUND)
-        self._look_whether_over()
+        """Let all learners start. Raises ProtocolError if they must begin with the same weights and do not."""
+        job, first = self.simulation.job, self.learners[0].replica
+        if self.computation.holds_weights and job.strategy.begins_equal(job.options, has_common(first.strategy_state)):
+            for life, learner in zip(self.lives, self.learners, strict=True):
+                if not are_one_model(first.weights, learner.replica.weights):
+                    raise ProtocolError(different_weights(job, life.name, self.lives[0].name))
+        for life, learner in zip(self.lives, self.learners, strict=True):
+            if not life.is_dead:
+                learner.begin()
+        self.look_whether_over()
 
-    def _check_weights(self) -> None:
-        job, first = self._simulation.job, self.learners[0]
-        if not self._simulation.computation.holds_weights or not must_begin_equal(job, self._first_state):
-            return
-        for learner in self.learners[1:]:
-            if not are_one_model(first.weights, learner.weights):
-                raise ProtocolError(different_weights(job, learner.life.name, first.life.name))
-
-    def _start(self, learner: VirtualLearner, coroutine: Coroutine[Any, Any, None], activity: str) -> None:
-        """Begin to drive one of a learner's coroutines."""
-        under_way = self._activities[learner.rank, activity] = _Activity(learner)
-        under_way.process = self._environment.process(self._drive(under_way, coroutine, activity))
-
-    def _record(self, rank: int, kind: str, detail: bytes) -> None:
-        self._simulation.record(self.membership.members[rank], kind, detail)
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise MembershipChanged once the membership is over."""
         if self.reasons:
             raise MembershipChanged(self.membership)
 
     def end_of(self, life: VirtualLife) -> None:
         """A learner has died: end all that it does."""
-        for activity in list(self._activities.values()):
-            if activity.learner.life is life:
-                self._interrupt(activity)
-        if self._driven is life:
+        for activity in list(self.activities.values()):
+            if self.lives[activity.rank] is life:
+                activity.interrupt()
+        if self.driven is life:
             raise Killed
 
     def leave(self, reason: str) -> None:
         """End this membership: learners that wait for others leave now, the others before they would wait."""
         self.reasons.append(reason)
-        for activity in list(self._activities.values()):
-            if activity.waits_for is not None and not _is_own(activity.waits_for):
-                self._interrupt(activity)
-        self._look_whether_over()
+        for activity in list(self.activities.values()):
+            if activity.waits_for is not None and not activity.waits_for.is_own:
+                activity.interrupt()
+        self.look_whether_over()
+
+    def look_whether_over(self) -> None:
+        """Is over once all have left or are done, and the others have heard of every death."""
+        if self.activities or self.over.triggered:  # asked at the end of each activity: of all learners only then
+            return
+        if self.reasons or not any(life.is_dead for life in self.lives):
+            self.over.succeed()
 
     def deadlock(self) -> Deadlock:
         """The error of a membership in which nothing is left to happen."""
         return Deadlock(
-            f"deadlock after {self._environment.now:.6g} simulated seconds: nothing is left to happen, but "
+            f"deadlock after {self.simulation.now:.6g} simulated seconds: nothing is left to happen, but "
             + "; ".join(
-                f"learner {activity.learner.life.name}{kind} waits for {activity.waits_for.waits_for()}"
-                for (_, kind), activity in sorted(self._activities.items(), key=lambda item: item[0])
+                f"learner {self.membership.members[rank]}{kind} waits for {activity.waits_for.waits_for()}"
+                for (rank, kind), activity in sorted(self.activities.items(), key=lambda item: item[0])
                 if activity.waits_for is not None
             )
         )
@@ -184,113 +280,20 @@ class VirtualMembership:
         num_portions = self.batches.num_portions
         return [learner.course.finish(num_portions) for learner in self.learners]
 
-    def _consensus_distance(self) -> float:
-        weights = [learner.weights for learner in self.learners]
-        if not any(learner.course.shards.held for learner in self.learners):
-            return consensus_distance(weights, consensus(weights, []))
-        model = torch.cat([shard.weights for shard in self._shards()])
-        return consensus_distance(weights[: self._num_workers], model)
-
-    def _shared_memory(self, num_pieces: int) -> tuple[Tensor, Tensor]:
-        if self._shared is None:
-            counts = torch.zeros(num_pieces, self._world, dtype=torch.int64)
-            self._shared = host_copy(self.learners[0].weights), counts
-        return self._shared
-
-    def _shards(self) -> list[HeldShard]:
-        """The pieces of the model, each once, in their order."""
+    def consensus_distance(self) -> float | None:
+        """That of all learners' weights; None if these are no numbers."""
+        if not self.computation.holds_weights:
+            return None
+        weights = [learner.replica.weights for learner in self.learners]
         found = {shard.piece.start: shard for learner in self.learners for shard in learner.course.shards.held}
-        return [found[start] for start in sorted(found)]
+        if not found:
+            return consensus_distance(weights, consensus(weights, []))
+        model = torch.cat([found[start].weights for start in sorted(found)])
+        return consensus_distance(weights[: self.simulation.job.sync_groups(self.world).num_workers], model)
 
-    def _drive(
-        self, under_way: _Activity, coroutine: Coroutine[Any, Any, None], kind: str
-    ) -> Generator[simpy.Event, None, None]:
-        """Run a coroutine to its end, or until its learner leaves this membership or dies."""
-        learner = under_way.learner
-        try:
-            if not (learner.life.is_dead or self.reasons):
-                yield from self._advance(under_way, coroutine, kind)
-            self._left(learner, kind)
-        except _Ended:
-            self._record(learner.rank, "end", b"")
-            if kind == FOREGROUND:
-                learner.is_finished = True
-                self._rounds.finish()
-        except (MembershipChanged, Killed, simpy.Interrupt):
-            self._left(learner, kind)
-        except Exception as error:
-            raise Failed(error) from error
-        yield from self._wake_to_leave(learner.life)
-        coroutine.close()
-        del self._activities[learner.rank, kind]
-        self._look_whether_over()
-
-    def _left(self, learner: VirtualLearner, kind: str) -> None:
-        learner.has_left = (
-            learner.has_left or kind == FOREGROUND
-        )  # after its background has left, the foreground may continue
-
-    def _advance(
-        self, under_way: _Activity, coroutine: Coroutine[Any, Any, None], kind: str
-    ) -> Generator[simpy.Event, None, None]:
-        """Whenever the coroutine waits for a handle, wait for its event, until the learner dies or must leave."""
-        learner = under_way.learner
-        while True:
-            self._driven, learner.activity = learner.life, kind
-            try:
-                handle = coroutine.send(None)
-            except StopIteration as end:
-                raise _Ended from end
-            finally:
-                self._driven = None
-            if not isinstance(handle, VirtualHandle):
-                raise ProtocolError(
-                    f"learner {learner.rank} awaited {handle!r}; a strategy awaits only what its learner started"
-                )
-            under_way.waits_for = handle
-            if self.reasons and not _is_own(handle):
-                return
-            if kind == FOREGROUND:
-                learner.wait = learner.now(), handle.computing
-            if not handle.event.processed:
-                yield handle.event
-            if learner.life.still_until > self._environment.now:
-                yield from self._stand_still(learner.life)
-            if learner.life.is_dead:
-                return
-            under_way.waits_for = None
-            if kind == FOREGROUND:
-                learner.book()
-
-    def _stand_still(self, life: VirtualLife) -> Generator[simpy.Event, None, None]:
-        while not life.is_dead and (until := life.still_until) > self._environment.now:
-            yield self._environment.timeout(until - self._environment.now)
-
-    def _wake_to_leave(self, life: VirtualLife) -> Generator[simpy.Event, None, None]:
-        """A learner that is paused or cut off does not hear at once that a membership is over."""
-        while (
-            self.reasons and not life.is_dead and (seconds := self._simulation.faults.seconds_out_of_reach(life)) > 0.0
-        ):
-            try:
-                yield self._environment.timeout(seconds)
-            except simpy.Interrupt:
-                continue
-
-    def _interrupt(self, activity: _Activity) -> None:
-        process = activity.process
-        if process is None or not process.is_alive or process is self._environment.active_process:
-            return
-        if not isinstance(process.target, Initialize):  # a process that has not begun checks first
-            process.interrupt()
-
-    def _look_whether_over(self) -> None:
-        """Is over once all have left or are done, and the others have heard of every death."""
-        if self._activities or self.over.triggered:  # asked at the end of each activity: of all learners only then
-            return
-        if self.reasons or not any(learner.life.is_dead for learner in self.learners):
-            self.over.succeed()
-
-
-def _is_own(handle: VirtualHandle[Any]) -> bool:
-    """Whether a learner waits only for a gradient of its own."""
-    return isinstance(handle, VirtualGradient) and handle.given_away is None
+    def shared_memory(self, num_pieces: int) -> tuple[Tensor, Tensor]:
+        """Weights `[P]` and counts `[pieces, L]` that all learners share, for so many pieces."""
+        if self._shared is None:
+            counts = torch.zeros(num_pieces, self.world, dtype=torch.int64)
+            self._shared = host_copy(self.learners[0].replica.weights), counts
+        return self._shared

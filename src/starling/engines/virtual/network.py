@@ -1,7 +1,7 @@
 """The simulated network: messages that take time, means that learners join, rounds that open."""
 
 import struct
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -11,16 +11,11 @@ from weakref import WeakValueDictionary, ref
 import simpy
 from torch import Tensor
 
-from starling.engines.virtual.cluster import Cluster, JitterOf
-from starling.engines.virtual.links import Links
+from starling.engines.virtual.cluster import Cluster, JitterOf, Links
 from starling.errors import ProtocolError
 from starling.learner import EncodedMean, Handle
 
 T = TypeVar("T")
-Record = Callable[[int, str, bytes], None]
-"""Adds an event of a learner to the run's: rank, kind, detail."""
-
-
 _ORDER = count()
 """Numbers events in the order in which they happen."""
 
@@ -31,6 +26,9 @@ class VirtualHandle(Handle[T]):
     `waits_for` says what it waits for, for the deadlock report; `computing` is how many of the seconds until then are
     the learner's own computation.
     """
+
+    is_own = False
+    """Whether it waits for nobody else: for a gradient of the learner itself."""
 
     def __init__(
         self,
@@ -74,11 +72,16 @@ def first_of(environment: simpy.Environment, handles: Mapping[int, Handle[Any]])
 class VirtualGradient(VirtualHandle[Tensor]):
     """A gradient; once `mean` has taken it, only the mean may be awaited, as on the `processes` engine."""
 
-    given_away: Callable[[], ProtocolError] | None = None
+    is_own = True
+    _refusal: ProtocolError | None = None
+
+    def give_away(self, refusal: ProtocolError) -> None:
+        """A mean has taken it: who awaits it now gets the `refusal`."""
+        self.is_own, self._refusal = False, refusal
 
     def result(self) -> Tensor:
-        if self.given_away is not None:
-            raise self.given_away()
+        if self._refusal is not None:
+            raise self._refusal
         return super().result()
 
 
@@ -108,65 +111,54 @@ class _Content:
 @dataclass(slots=True)
 class _Message:
     event: simpy.Event
+    is_sent: bool
     content: _Content | None = None
     read: Tensor | None = None
 
 
-class _Waiting:
-    """Messages from one learner to another under one tag, in order, that are sent and not yet wanted, or wanted and not
-    yet sent."""
-
-    def __init__(self) -> None:
-        self._by_channel: dict[tuple[int, int, int], deque[_Message]] = {}
-
-    def add(self, channel: tuple[int, int, int], message: _Message) -> None:
-        """Append a message."""
-        if channel in self._by_channel:
-            self._by_channel[channel].append(message)
-        else:
-            self._by_channel[channel] = deque((message,))
-
-    def take(self, channel: tuple[int, int, int]) -> _Message | None:
-        """Remove the first message, if there is any."""
-        messages = self._by_channel.get(channel)
-        if messages is None:
-            return None
-        if len(messages) == 1:
-            del self._by_channel[channel]
-        return messages.popleft()
-
-
 class Mean:
-    """A mean of a group's vectors, summed in rank order; a vector that comes before its turn is kept as a copy."""
+    """A mean of a group's vectors, summed in rank order; a vector that comes before its turn is kept as a copy. Or a
+    mean of vectors that travel encoded, computed once all learners' parts are there."""
 
     def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
         self.event = event
         self.group = group
         self.result: Tensor | None = None
+        self._brought = ""  # what all bring
         self._num_summed = 0
-        self._early: dict[int, Tensor] = {}
+        self._early: dict[int, Any] = {}  # by place in the group
 
-    def join(self, rank: int, vector: Tensor) -> bool:
-        """Add a vector as it is now; returns whether it was the last."""
-        other = self.result if self.result is not None else next(iter(self._early.values()), vector)
-        if other.shape != vector.shape:
-            raise ProtocolError(
-                f"learner {rank} cannot join a mean with {list(vector.shape)}: others brought {list(other.shape)}"
-            )
+    def join(self, rank: int, part: Tensor | EncodedMean) -> bool:
+        """Add a learner's part as it is now; returns whether it was the last."""
+        brought = (
+            f"{list(part.shape)}" if isinstance(part, Tensor) else f"{part.size} numbers in {part.message_bytes} bytes"
+        )
+        self._brought = self._brought or brought
+        if brought != self._brought:
+            raise ProtocolError(f"learner {rank} cannot join a mean with {brought}: others brought {self._brought}")
         place = self.group.index(rank)
-        if place != self._num_summed:
-            self._early[place] = vector.clone()
-            return False
-        while True:
-            self.result = vector.clone() if self.result is None else self.result.add_(vector)
+        if isinstance(part, EncodedMean):
+            self._early[place] = part
+            if len(self._early) == len(self.group):
+                self.result = self._decode(part)
+        elif place != self._num_summed:
+            self._early[place] = part.clone()
+        else:
+            self.result = part.clone() if self.result is None else self.result.add_(part)
             self._num_summed += 1
-            if self._num_summed not in self._early:
-                break
-            vector = self._early.pop(self._num_summed)
-        if self._num_summed < len(self.group):
-            return False
-        self.result.div_(len(self.group))
-        return True
+            while self._num_summed in self._early:
+                self.result.add_(self._early.pop(self._num_summed))
+                self._num_summed += 1
+            if self._num_summed == len(self.group):
+                self.result.div_(len(self.group))
+        return self._num_summed + len(self._early) == len(self.group)
+
+    def _decode(self, last: EncodedMean) -> Tensor:
+        if not last.has_numbers:
+            return last.vector
+        parts: list[EncodedMean] = [self._early[place] for place in range(len(self.group))]
+        sent = [each.messages() for each in parts]
+        return last.result([each.combine([row[place] for row in sent]) for place, each in enumerate(parts)])
 
     def missing(self) -> list[int]:
         """The ranks that have not joined."""
@@ -174,41 +166,8 @@ class Mean:
         return [self.group[place] for place in places if place not in self._early]
 
 
-class MeanOfEncoded:
-    """A mean whose vectors travel encoded; computed once all learners' parts are there."""
-
-    def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
-        self.event = event
-        self.group = group
-        self.result: Tensor | None = None
-        self._parts: dict[int, EncodedMean] = {}
-
-    def join(self, rank: int, part: EncodedMean) -> bool:
-        """Add a learner's part; returns whether it was the last."""
-        other = next(iter(self._parts.values()), part)
-        if (other.size, other.message_bytes) != (part.size, part.message_bytes):
-            raise ProtocolError(
-                f"learner {rank} cannot join a mean with {part.size} numbers in {part.message_bytes} bytes: others "
-                f"brought {other.size} in {other.message_bytes}"
-            )
-        self._parts[rank] = part
-        if len(self._parts) < len(self.group):
-            return False
-        parts = [self._parts[each] for each in self.group]
-        self.result = parts[0].vector
-        if part.has_numbers:
-            sent = [each.messages() for each in parts]
-            combined = [each.combine([row[place] for row in sent]) for place, each in enumerate(parts)]
-            self.result = part.result(combined)
-        return True
-
-    def missing(self) -> list[int]:
-        """The ranks that have not joined."""
-        return [rank for rank in self.group if rank not in self._parts]
-
-
 class Network:
-    """Carries messages between learners, over the links of the cluster.
+    """Carries messages between learners, over the links of the cluster, and `record`s what arrives: name, kind, detail.
 
     `names` are the learners' names, by rank. While a partition keeps some of them `apart`, messages between them wait
     until they `heal`.
@@ -218,7 +177,7 @@ class Network:
         self,
         environment: simpy.Environment,
         cluster: Cluster,
-        record: Record,
+        record: Callable[[int, str, bytes], None],
         names: Sequence[int],
         apart: Callable[[Sequence[int]], bool],
         seed: int,
@@ -229,17 +188,15 @@ class Network:
         self._record = record
         self._names, self._apart = names, apart
         self._held: list[tuple[simpy.Event, Sequence[int]]] = []
-        self._sent_first, self._wanted_first = _Waiting(), _Waiting()
-        self._means: dict[tuple[int, str, int], Mean | MeanOfEncoded] = {}
+        self._channels: dict[tuple[int, int, int], deque[_Message]] = {}
+        """By sender, receiver and tag: the messages, in order, that are sent and not yet wanted, or wanted and not yet
+        sent."""
+        self._means: dict[tuple[int, str, int], Mean] = {}
         self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # what each learner sent last
 
     def send(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Deliver `tensor` to `peer` after the time that a message takes."""
-        key = (rank, peer, tag)
-        message = self._wanted_first.take(key)
-        if message is None:
-            message = _Message(self._environment.event())
-            self._sent_first.add(key, message)
+        message = self._match((rank, peer, tag), is_sent=True)
         content = self._sent.get(rank)
         if content is None or not content.is_still(tensor):
             content = self._sent[rank] = _Content(tensor)
@@ -249,6 +206,17 @@ class Network:
         else:
             self._carry(message.event, tensor.nbytes, rank, peer)
         return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {self._names[peer]}")
+
+    def _match(self, channel: tuple[int, int, int], is_sent: bool) -> _Message:
+        """The first message of a channel of which there is the other side, or a new one."""
+        messages = self._channels.get(channel)
+        if messages is None or messages[0].is_sent == is_sent:
+            message = _Message(self._environment.event(), is_sent)
+            self._channels.setdefault(channel, deque()).append(message)
+            return message
+        if len(messages) == 1:
+            del self._channels[channel]
+        return messages.popleft()
 
     def _carry(self, event: simpy.Event, num_bytes: int, rank: int, peer: int) -> None:
         """Trigger `event` when a message has travelled over its link, and waited for the uplinks on its way."""
@@ -271,14 +239,10 @@ class Network:
 
     def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:
         """Receive what `peer` sends under `tag`; `check` raises if it is not as expected."""
-        key = (peer, rank, tag)
-        message = self._sent_first.take(key)
-        if message is None:
-            message = _Message(self._environment.event())
-            self._wanted_first.add(key, message)
+        message = self._match((peer, rank, tag), is_sent=False)
 
         def result() -> Tensor:
-            self._record(rank, "receive", struct.pack("<qq", peer, tag))
+            self._record(self._names[rank], "receive", struct.pack("<qq", peer, tag))
             if message.content is not None:
                 message.read = message.content.read()
                 message.content = None
@@ -298,37 +262,25 @@ class Network:
         Means of a learner's foreground and of its background are numbered separately.
         """
         name = (group[0], activity, number)
-        kind = MeanOfEncoded if isinstance(of, EncodedMean) else Mean
-        mean = self._means.setdefault(name, kind(self._environment.event(), group))
+        mean = self._means.setdefault(name, Mean(self._environment.event(), group))
 
-        def travel(num_bytes: int) -> None:
-            del self._means[name]
-            names = [self._names[each] for each in group]
-            longer = self._jitter.factor(names[0], names[-1])
-            self._happen(mean.event, self._links.reduce(names, self._environment.now, num_bytes, longer), group)
-
-        def join(vector: Tensor) -> None:
-            if isinstance(mean, MeanOfEncoded):
-                raise ProtocolError(f"learner {rank} cannot join a mean with numbers: others encode theirs")
-            if mean.join(rank, vector):
-                travel(vector.nbytes)
+        def join(part: Tensor | EncodedMean) -> None:
+            if mean.join(rank, part):
+                del self._means[name]
+                names = [self._names[each] for each in group]
+                num_bytes = len(group) * part.message_bytes if isinstance(part, EncodedMean) else part.nbytes
+                longer = self._jitter.factor(names[0], names[-1])
+                self._happen(mean.event, self._links.reduce(names, self._environment.now, num_bytes, longer), group)
 
         computing = 0.0
-        if isinstance(of, VirtualHandle) and of.event.processed:
-            join(of.result())
-        elif isinstance(of, VirtualHandle):
+        if isinstance(of, VirtualHandle) and not of.event.processed:
             computing = of.computing
             of.event.callbacks.append(lambda _: join(VirtualHandle.result(of)))
-        elif isinstance(of, Tensor):
-            join(of)
-        elif isinstance(of, EncodedMean):
-            if isinstance(mean, Mean):
-                raise ProtocolError(f"learner {rank} cannot join a mean with encoded numbers: others do not encode")
-            if mean.join(rank, of):
-                travel(len(group) * of.message_bytes)
+        else:
+            join(of.result() if isinstance(of, Handle) else of)
 
         def result() -> Tensor:
-            self._record(rank, "mean", struct.pack("<q", number))
+            self._record(self._names[rank], "mean", struct.pack("<q", number))
             if mean.result is None:
                 raise ProtocolError(f"learner {rank} read a mean before all learners had joined it")
             return mean.result
@@ -356,70 +308,3 @@ class Network:
 
     def _named(self, ranks: Sequence[int]) -> str:
         return " and ".join(f"learner {self._names[rank]}" for rank in ranks) or "the network"
-
-
-class VirtualRounds:
-    """The averaging rounds of all learners; `starling.engines.processes.rounds` has the rule."""
-
-    def __init__(self, environment: simpy.Environment, world: int) -> None:
-        self._environment = environment
-        self._world = world
-        self._events: dict[int, simpy.Event] = {}
-        self._num_entered: dict[int, int] = {}
-        self._num_opened = 0
-        self._num_finished = 0
-        self._first_free = 0  # the first round that no learner has entered
-        self._counted: Counter[int] = Counter()  # learners, by the barrier that they have passed, or saved
-        self._cuts: dict[int, int] = {}
-
-    def event(self, number: int) -> simpy.Event:
-        """The event that round `number` opens, or will never open."""
-        return self._events.setdefault(number, self._environment.event())
-
-    def open(self, number: int) -> None:
-        """Open a round, unless it is open."""
-        if number == self._num_opened:
-            self._num_opened += 1
-            self.event(number).succeed()
-
-    def enter(self, number: int) -> bool:
-        """Whether the round takes place."""
-        entered = self._num_entered[number] = self._num_entered.get(number, 0) + 1
-        if entered == self._world:  # it is asked for no more
-            del self._num_entered[number], self._events[number]
-        if number >= self._num_opened:
-            return False
-        self._first_free = max(self._first_free, number + 1)
-        return True
-
-    def finish(self) -> None:
-        """A learner will make no more gradients; after the last learner no round opens."""
-        self._num_finished += 1
-        if self._num_finished == self._world:
-            self.event(self._num_opened).succeed()
-
-    def passed(self, barrier: int, num_entered: int) -> None:
-        """A learner has passed a checkpoint barrier; the last one places its cut, as `CutAgreement` has it."""
-        if self._is_last(barrier):
-            self._cuts[barrier] = self._first_free
-
-    def is_cut(self, barrier: int, number: int) -> bool:
-        """Whether a round is the cut of a barrier."""
-        return self._cuts.get(barrier) == number
-
-    def cut(self, barrier: int) -> int | None:
-        """The cut of a barrier, if it is known."""
-        return self._cuts.get(barrier)
-
-    def saved(self, barrier: int) -> None:
-        """A learner asks no more about the cut of a barrier."""
-        if self._is_last(barrier):
-            del self._cuts[barrier]
-
-    def _is_last(self, barrier: int) -> bool:
-        """Count a learner, of those that pass a barrier and then of those that save; whether it is the last of them."""
-        self._counted[barrier] += 1
-        if self._counted[barrier] < self._world:
-            return False
-        del self._counted[barrier]
-        return True

@@ -6,13 +6,13 @@ bytes, rounds and stalenesses are those of a run with real gradients on the same
 every gradient of that run is finite.
 """
 
-import gc
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,9 +20,8 @@ from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster
-from starling.engines.virtual.computation import Buffers, Computing, Loss
+from starling.engines.virtual.computation import Computation, Loss, Member
 from starling.engines.virtual.engine import VirtualEngine
-from starling.engines.virtual.sizes import vector
 from starling.errors import ConfigError, ProtocolError
 from starling.strategies import Strategy
 from starling.strategies.islands import NO_ISLANDS, Island
@@ -35,13 +34,23 @@ from starling.workload import Examples, Ticket, Workload
 BYTES_OF_A_WEIGHT = 4
 
 
-@dataclass(frozen=True)
+@dataclass
 class LearnerTiming:
     """What one learner of a timing-only run did, and where its time went."""
 
-    num_gradients: int
-    spent: Spent
-    averaging: Averaging
+    num_gradients: int = 0
+    spent: Spent = field(default_factory=Spent)
+    averaging: Averaging = field(default_factory=Averaging)
+
+    def add(self, report: EpochReport) -> None:
+        """Add an epoch."""
+        self.num_gradients += report.num_steps
+        self.spent.computing += report.spent.computing
+        self.spent.waiting_for_data += report.spent.waiting_for_data
+        self.spent.waiting_for_peers += report.spent.waiting_for_peers
+        self.averaging.rounds += report.averaging.rounds
+        self.averaging.bytes_sent += report.averaging.bytes_sent
+        self.averaging.staleness += report.averaging.staleness
 
 
 @dataclass(frozen=True)
@@ -123,10 +132,9 @@ def simulate_timing(
     )
     totals = Totals(world)
     counting = _Counting(num_bytes // BYTES_OF_A_WEIGHT, optimizer_vectors)
-    with _without_collections():
-        outcome = VirtualEngine(job, world, cluster, totals, computation=counting).run()
+    outcome = VirtualEngine(job, world, cluster, totals, computation=counting).run()
     return TimingOutcome(
-        outcome.seconds, outcome.num_events, outcome.event_hash, totals.learners(), counting.gradients_at
+        outcome.seconds, outcome.num_events, outcome.event_hash, totals.learners, counting.gradients_at
     )
 
 
@@ -146,45 +154,14 @@ def _check(world: int, num_bytes: int, island: Island, traffic: Traffic | None) 
         raise ConfigError(f"timing: {world} learners; it needs at least 1")
 
 
-@contextmanager
-def _without_collections() -> Generator[None, None, None]:
-    """Keep the garbage collector from searching thousands of learners for cycles, again and again: events leave none,
-    and the search takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class Totals(Silence):
-    """An observer that sums up each learner's epochs."""
+    """An observer that sums up each learner's epochs; `learners` are by rank."""
 
     def __init__(self, world: int) -> None:
-        self._of = [_Total() for _ in range(world)]
+        self.learners = tuple(LearnerTiming() for _ in range(world))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        total, spent, averaging = self._of[report.rank], report.spent, report.averaging
-        total.num_gradients += report.num_steps
-        total.spent.computing += spent.computing
-        total.spent.waiting_for_data += spent.waiting_for_data
-        total.spent.waiting_for_peers += spent.waiting_for_peers
-        total.averaging.rounds += averaging.rounds
-        total.averaging.bytes_sent += averaging.bytes_sent
-        total.averaging.staleness += averaging.staleness
-
-    def learners(self) -> tuple[LearnerTiming, ...]:
-        """What each learner did, by rank."""
-        return tuple(LearnerTiming(total.num_gradients, total.spent, total.averaging) for total in self._of)
-
-
-@dataclass
-class _Total:
-    num_gradients: int = 0
-    spent: Spent = field(default_factory=Spent)
-    averaging: Averaging = field(default_factory=Averaging)
+        self.learners[report.rank].add(report)
 
 
 class _Unloaded(Workload[Examples]):
@@ -206,7 +183,7 @@ class _Unloaded(Workload[Examples]):
         raise ProtocolError("a timing-only run has no losses; use VirtualEngine for real gradients")
 
 
-class _Counting:
+class _Counting(Computation):
     """Replicas that count, and gradients that are only sizes."""
 
     holds_weights = False
@@ -219,15 +196,7 @@ class _Counting:
     def new_replica(self) -> Replica:
         return _CountingReplica(self._num_weights, self._optimizer_vectors)
 
-    def new_buffers(self, start: LearnerState | None) -> Buffers:
-        return []
-
-    def named(self, buffers: Buffers) -> dict[str, Tensor]:
-        return {}
-
-    def close(self) -> None: ...
-
-    def gradient(self, learner: Computing, at: Tensor) -> Loss:
+    def gradient(self, learner: Member, at: Tensor) -> Loss:
         times = self.gradients_at.setdefault(learner.rank, [])
         return lambda: times.append(learner.now())  # returns None, as there is no loss
 
@@ -261,18 +230,6 @@ class _CountingReplica(Replica):
     def learning_rate(self, factor: float) -> float:
         return 0.0
 
-    def apply(self, delta: Tensor, piece: slice | None = None, in_round: bool = False) -> None:
-        self.version += piece is None or piece.stop == self._size
-
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.version += piece is None or piece.stop == self._size
-
-    def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
-        return self.weights.clone() if piece is None else self.weights.new_empty(piece.stop - piece.start)
-
-    def on_host(self) -> Tensor:
-        return self.weights
-
     def pieces(self, largest: int, optimizer_state: bool) -> Sequence[slice]:
         num_vectors = 1 + (self._optimizer_vectors if optimizer_state else 0)
         return [
@@ -280,3 +237,131 @@ class _CountingReplica(Replica):
             for number in range(num_vectors)
             for start in range(0, self._size, largest)
         ]
+
+
+_META = torch.device("meta")
+_IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_", "clamp_")
+_MADE_OF_ONE = ("clone", "detach", "cpu", "contiguous", "__neg__")
+_MADE_OF_TWO = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
+
+
+class Sizes(Tensor):
+    """A tensor without numbers, wherever a strategy wants to have it.
+
+    What strategies do with vectors is answered here: torch's own meta tensors, which answer everything else, take a
+    hundred times as long for an addition. A vector that was made from another may be any vector of its size, because
+    no two differ.
+    """
+
+    _length: int
+    """Of a vector; -1 for anything else."""
+    _dtype: torch.dtype
+    _shape: torch.Size
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ELEMENTWISE and isinstance(args[0], Sizes):
+            if kwargs and "out" in kwargs:
+                return kwargs["out"]
+            if not kwargs and (made := args[0]._with(*args[1:])) is not None:
+                return made
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up shape and dtype once."""
+        if name not in ("_length", "_dtype", "_shape"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self._shape, self._dtype = super().shape, super().dtype
+        self._length = self._shape[0] if len(self._shape) == 1 else -1
+        return self.__dict__[name]
+
+    shape = property(lambda self: self._shape)
+    dtype = property(lambda self: self._dtype)
+    device = property(lambda self: _META)
+    nbytes = property(lambda self: self.numel() * self._dtype.itemsize)
+    _version = 0  # it never changes
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def dim(self) -> int:
+        return len(self._shape)
+
+    def numel(self) -> int:
+        return self._shape.numel()
+
+    def element_size(self) -> int:
+        return self._dtype.itemsize
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), self._dtype)
+        if dtype is self._dtype:
+            return self
+        return _vector(self._length, dtype) if self._length >= 0 else super().to(dtype)
+
+    def __getitem__(self, where: Any) -> Any:
+        if self._length < 0 or type(where) is not slice:
+            return super().__getitem__(where)
+        return _vector(len(range(*where.indices(self._length))), self._dtype)
+
+    def __setitem__(self, where: Any, value: Any) -> None: ...
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], int) and not kwargs:
+            return _vector(args[0], self._dtype)
+        return super().new_empty(*args, **kwargs)
+
+    new_zeros = new_empty
+
+    def _with(self, other: Any = 0.0, *others: Any) -> Any:
+        """The vector that this one and another, or a number, make element by element; None: ask torch."""
+        fits = isinstance(other, int | float) or (
+            isinstance(other, Sizes) and other._length == self._length and other._dtype is self._dtype
+        )
+        return _vector(self._length, self._dtype) if self._length >= 0 and fits and not others else None
+
+
+def vector(length: int, dtype: torch.dtype = torch.float32) -> Sizes:
+    """A vector that is no other."""
+    return torch.empty(length, dtype=dtype, device=_META).as_subclass(Sizes)
+
+
+@lru_cache(maxsize=4096)
+def _vector(length: int, dtype: torch.dtype) -> Sizes:
+    return vector(length, dtype)
+
+
+def _answer_alone(name: str) -> Callable[..., Any]:
+    general = getattr(Tensor, name)
+
+    def answer(self: Sizes, *args: Any, **kwargs: Any) -> Any:
+        return general(self, *args, **kwargs) if self._length < 0 else _vector(self._length, self._dtype)
+
+    return answer
+
+
+def _answer_for_two(name: str) -> Callable[..., Any]:
+    general = getattr(Tensor, name)
+
+    def answer(self: Sizes, other: Any) -> Any:
+        made = self._with(other)
+        return general(self, other) if made is None else made
+
+    return answer
+
+
+def _stay(self: Sizes, *args: Any, **kwargs: Any) -> Sizes:
+    return self
+
+
+for _name in _MADE_OF_ONE:
+    setattr(Sizes, _name, _answer_alone(_name))
+for _name in _MADE_OF_TWO:
+    setattr(Sizes, _name, _answer_for_two(_name))
+for _name in _IN_PLACE:
+    setattr(Sizes, _name, _stay)
+_ELEMENTWISE = frozenset(
+    (torch.add, torch.sub, torch.mul, torch.div, torch.empty_like, torch.zeros_like, torch.clone, torch.neg)
+)

@@ -1,68 +1,88 @@
 """Checks a whole corpus: all kinds of findings, including audio, transcripts and speakers that occur twice."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 
-import numpy as np
+from rensa import RMinHash, RMinHashLSH
 
 from starling.configuration import Config
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.check.collect import Line, Record, collect, lines_of
-from starling.speech.check.findings import HEARD, KINDS, CheckConfig, Finding, Kind, Report, SetSize
-from starling.speech.check.likeness import Near, likeness, near_texts
+from starling.speech.check.findings import HEARD, KINDS, CheckConfig, Finding, Report, SetSize
+from starling.speech.check.recordings import Group, Line, Record, Told, collect, lines_of, shared, shared_audio
 from starling.speech.check.transcripts import misfits
-from starling.speech.corpora import Audio
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.losses import check_ctc_fits
 from starling.speech.models import ModelConfig
-from starling.speech.preparing.making import OnProgress
+from starling.speech.preparing.stages import OnProgress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import TokenConfig, make_tokenizer
+from starling.speech.too_short import too_short_for_ctc
 from starling.speech.usable import Source
 
-Told = Callable[[int, int], None]
-"""Called with the number done and the total."""
-Group = list[int]
-"""Indices of equal utterances of one set, in order."""
-_MAX_ENVELOPE_DB = 4.0  # above this mean difference waveforms are not compared; a digit as MP3 at 8 kHz had 3.4
-_MAX_COMPARED = 5  # waveforms with the nearest envelopes that are compared with each one; bounds the time
+NUM_HASHES = 120
+_MAX_MISS_RATE = 1e-4
+_BLOCK = 1000
+_CACHED = 5000  # texts whose n-grams are kept, about 10 kB each
+_MARGIN = 0.25  # how much lower than the truth an estimate by 120 hashes may be: over five standard deviations
+Near = list[tuple[int, float]]
+"""Indices of other texts, each with its similarity."""
 
 
-def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
-    """Utterances whose decoded audio equals that of another, or is similar if text and length are the same.
+def pieces(text: str, ngram: int) -> frozenset[str]:
+    """The n-grams of `ngram` characters in a text with a space at each end; repeated ones are numbered.
 
-    Within a set, all except the first are findings; between training and a held-out set, those of both sides.
+    The numbers make the similarity below that of multisets, so that `ONE ONE ONE` differs from `ONE`.
     """
-    groups: dict[bytes, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
-    for place, record in enumerate(records):
-        groups[record.sound.digest][record.set].append(place)
-    overlaps = []
-    for by_set in groups.values():
-        for places in by_set.values():
-            for place in places[1:]:
-                yield _shared(records, "same-audio", place, places[0])
-        overlaps += [
-            (by_set[train], places, 1.0) for name, places in by_set.items() if train in by_set and name != train
-        ]
-    later_of: dict[int, Finding] = {}
-    for first, second, value in _alike(records, groups.values(), train, config, told):
-        name, other = records[first[0]].set, records[second[0]].set
-        if name == other:
-            earlier, later = sorted((first[0], second[0]))
-            found = _shared(records, "same-text-and-length", later, earlier, value, config.alike)
-            later_of.setdefault(later, found)
-        else:
-            overlaps.append((first, second, value) if name == train else (second, first, value))
-    yield from later_of.values()
-    seen: set[tuple[int, str]] = set()
-    for ours, theirs, value in overlaps:
-        for places, others in ((ours, theirs), (theirs, ours)):
-            for place in places:
-                key = (place, records[others[0]].set)
-                if key not in seen:
-                    seen.add(key)
-                    yield _shared(records, "overlap-audio", place, others[0], value, config.alike)
+    padded = f" {text} "
+    seen = Counter[str]()
+    found = set()
+    for start in range(max(1, len(padded) - ngram + 1)):
+        piece = padded[start : start + ngram]
+        found.add(f"{piece}\0{seen[piece]}" if seen[piece] else piece)
+        seen[piece] += 1
+    return frozenset(found)
+
+
+def similarity(first: frozenset[str], second: frozenset[str]) -> float:
+    """Jaccard similarity: |A and B| / |A or B|."""
+    shared = len(first & second)
+    return shared / (len(first) + len(second) - shared)
+
+
+def num_bands(threshold: float) -> int:
+    """The number of bands of hashes, such that at most one near-duplicate in 10,000 is missed.
+
+    Two texts of similarity s agree in at least one of b bands of r hashes with probability 1 - (1 - s^r)^b (Leskovec,
+    Rajaraman & Ullman, Mining of Massive Datasets, section 3.4). The smallest such number gives the fewest candidates.
+    """
+    fitting = [bands for bands in range(1, NUM_HASHES + 1) if NUM_HASHES % bands == 0]
+    return next(bands for bands in fitting if (1 - threshold ** (NUM_HASHES // bands)) ** bands <= _MAX_MISS_RATE)
+
+
+def near_texts(
+    texts: Sequence[str], threshold: float, ngram: int, progress: Callable[[int, int], None] | None = None
+) -> Iterator[Near]:
+    """For each of several distinct texts, the others with a similarity of at least `threshold`.
+
+    Needs about 3 kB per text. With a small vocabulary, such as digits, the number of candidates grows faster than that
+    of texts. `progress` is called with the number of texts done and the total.
+    """
+    cached = lru_cache(maxsize=_CACHED)(pieces)
+    sketches: list[RMinHash] = []
+    for start in range(0, len(texts), _BLOCK):
+        block = [list(pieces(text, ngram)) for text in texts[start : start + _BLOCK]]
+        sketches += RMinHash.from_token_sets(block, NUM_HASHES, 1)
+    index = RMinHashLSH(threshold=threshold, num_perm=NUM_HASHES, num_bands=num_bands(threshold))
+    index.insert_many(sketches, 0)
+    promising = threshold - _MARGIN
+    for start in range(0, len(texts), _BLOCK):
+        for place, candidates in enumerate(index.query_all(sketches[start : start + _BLOCK]), start):
+            sketch, own = sketches[place], cached(texts[place], ngram)
+            others = sorted(other for other in set(candidates) if sketch.jaccard(sketches[other]) >= promising)
+            near = ((other, similarity(own, cached(texts[other], ngram))) for other in others if other != place)
+            yield [(other, value) for other, value in near if value >= threshold]
+        if progress is not None:
+            progress(min(start + _BLOCK, len(texts)), len(texts))
 
 
 def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
@@ -73,11 +93,20 @@ def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: T
     held_out = dict.fromkeys(line.set for line in lines if line.set != train)
     groups = [dict(by_set) for by_set in texts.values()]
     for here, near in zip(groups, near_texts(list(texts), config.similarity, config.ngram, told), strict=True):
-        nearest_first = sorted(near, key=lambda each: -each[1])
+        similar = [(groups[group], value) for group, value in sorted(near, key=lambda each: -each[1])]
         for name, places in here.items():
-            yield from _near_inside(lines, name, places, groups, nearest_first, config.similarity)
+            first = places[0]
+            earlier = ((own[0], value) for by_set, value in similar if (own := by_set.get(name)) and own[0] < first)
+            if (found := next(earlier, None)) is not None:
+                yield shared(lines, "near-text", first, *found, config.similarity)
+            for place in places[1:]:
+                yield shared(lines, "near-text", place, first, 1.0, config.similarity)
             for other in held_out if name == train else [train]:
-                yield from _near_across(lines, other, here, places, groups, nearest_first, config.similarity)
+                if theirs := here.get(other):
+                    yield from (shared(lines, "overlap-text", place, theirs[0], 1.0) for place in places)
+                elif nearest := next(((by_set[other][0], value) for by_set, value in similar if other in by_set), None):
+                    for place in places:
+                        yield shared(lines, "overlap-near-text", place, *nearest, config.similarity)
 
 
 def shared_speakers(records: Sequence[Record], train: str) -> Iterator[Finding]:
@@ -92,99 +121,6 @@ def shared_speakers(records: Sequence[Record], train: str) -> Iterator[Finding]:
                 first, other = records[places[0]], records[ours[0]]
                 detail = f"{speaker}: {len(places)} utterances in {first.set}, {len(ours)} in {train}"
                 yield Finding("overlap-speaker", first.set, first.id, train, other.id, len(places), 0, detail)
-
-
-def _near_inside(
-    lines: Sequence[Line], name: str, places: Group, groups: Sequence[Mapping[str, Group]], near: Near, limit: float
-) -> Iterator[Finding]:
-    """The utterances of set `name` at `places`, all with one text, that have an earlier equal or similar text."""
-    for group, value in near:
-        if (other := groups[group].get(name)) and other[0] < places[0]:
-            yield _shared(lines, "near-text", places[0], other[0], value, limit)
-            break
-    for place in places[1:]:
-        yield _shared(lines, "near-text", place, places[0], 1.0, limit)
-
-
-def _near_across(
-    lines: Sequence[Line],
-    other: str,
-    here: Mapping[str, Group],
-    places: Group,
-    groups: Sequence[Mapping[str, Group]],
-    near: Near,
-    limit: float,
-) -> Iterator[Finding]:
-    """The utterances at `places`, all with one text, if set `other` has an equal or similar text."""
-    if theirs := here.get(other):
-        for place in places:
-            yield _shared(lines, "overlap-text", place, theirs[0], 1.0)
-        return
-    for group, value in near:
-        if theirs := groups[group].get(other):
-            for place in places:
-                yield _shared(lines, "overlap-near-text", place, theirs[0], value, limit)
-            return
-
-
-def _alike(
-    records: Sequence[Record], groups: Iterable[Mapping[str, Group]], train: str, config: CheckConfig, told: Told
-) -> Iterator[tuple[Group, Group, float]]:
-    """Pairs of groups of equal text and length that are copies of a recording although their samples differ.
-
-    Equal text and length are not enough: of 3,000 spoken digits, 13,701 pairs of one speaker and digit agree in length
-    within 20 ms, and none is a copy. So the envelopes are compared, and if they are similar, the waveforms.
-    """
-    by_text: dict[str, list[Group]] = defaultdict(list)
-    for by_set in groups:
-        for places in by_set.values():
-            by_text[records[places[0]].text].append(places)
-    done = 0
-    for candidates in by_text.values():
-        if len(candidates) > 1:
-            yield from _alike_of_one_text(records, candidates, train, config)
-        done += sum(map(len, candidates))
-        told(done, len(records))
-
-
-def _alike_of_one_text(
-    records: Sequence[Record], groups: list[Group], train: str, config: CheckConfig
-) -> Iterator[tuple[Group, Group, float]]:
-    groups = sorted(groups, key=lambda places: records[places[0]].sound.seconds)
-    members = [records[places[0]] for places in groups]
-    seconds = np.array([each.sound.seconds for each in members])
-    envelopes = np.stack([np.frombuffer(each.sound.envelope, np.int8) for each in members]).astype(np.int16)
-    ends = np.searchsorted(seconds, seconds + config.length_tolerance + 1e-9, side="right")
-    for i, first in enumerate(members):
-        others = range(i + 1, int(ends[i]))
-        distances = np.abs(envelopes[others.start : others.stop] - envelopes[i]).mean(axis=1) / 2  # dB
-        audio: Audio | None = None
-        compared = 0
-        for j in (others[int(place)] for place in np.argsort(distances, kind="stable")):
-            if distances[j - others.start] > _MAX_ENVELOPE_DB or compared == _MAX_COMPARED:
-                break
-            second = members[j]
-            both_held_out = first.set != second.set and train not in (first.set, second.set)
-            if both_held_out or first.sound.digest == second.sound.digest:
-                continue
-            compared += 1
-            audio = audio or first.read()
-            value = likeness(audio, second.read(), config.length_tolerance)
-            if value >= config.alike:
-                yield groups[i], groups[j], value
-
-
-def _shared(
-    items: Sequence[Record] | Sequence[Line],
-    kind: Kind,
-    place: int,
-    other: int,
-    value: float | None = None,
-    limit: float | None = None,
-) -> Finding:
-    own, theirs = items[place], items[other]
-    seconds = own.sound.seconds if isinstance(own, Record) else own.seconds
-    return Finding(kind, own.set, own.id, theirs.set, theirs.id, value, limit, seconds=seconds)
 
 
 class Training(Config):
@@ -228,9 +164,9 @@ def check_corpus(
     if "too-short" in config.kinds:
         findings += _too_short(sources, lines, train, training)
     if {"same-audio", "same-text-and-length", "overlap-audio"} & set(config.kinds):
-        findings += shared_audio(records, train, config, lambda done, total: progress("audio", done, total))
+        findings += shared_audio(records, train, config, partial(progress, "audio"))
     if {"near-text", "overlap-text", "overlap-near-text"} & set(config.kinds):
-        findings += shared_texts(lines, train, config, lambda done, total: progress("texts", done, total))
+        findings += shared_texts(lines, train, config, partial(progress, "texts"))
     findings += shared_speakers(records, train)
     places = {kind: place for place, kind in enumerate(KINDS)}
     wanted = sorted((each for each in findings if each.kind in config.kinds), key=lambda each: places[each.kind])
@@ -248,7 +184,7 @@ def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, tra
         spoken = ((line.id, line.text, line.seconds) for line in own.values())
         features = LogMel(training.features, source.checking.sampling_rate)
         augment = training.augment if source.name == train else None
-        for each in check_ctc_fits(spoken, tokenizer, training.model, features, augment, on_too_short="list"):
+        for each in too_short_for_ctc(spoken, tokenizer, training.model, features, augment):
             line = own[each.id]
             detail = f"frames for the {len(line.text)} characters in {line.seconds:.3f} s"
             yield Finding(

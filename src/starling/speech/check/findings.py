@@ -135,6 +135,9 @@ class SetHeard:
         return sum(len(each.text) for each in self.heard)
 
 
+LIST, HEARD_LIST = "check.tsv", "check-heard.tsv"
+"""The lists of findings, and of what a recogniser heard, in the folder of the data."""
+_DATA = "check.json"
 FORMAT = 1
 _HEARD_HEADER = ("set", "id", "score", "gap", "fit", "errors", "text", "heard")
 _HEADER = ("kind", "set", "id", "other_set", "other_id", "value", "limit", "detail")
@@ -186,28 +189,18 @@ class Report:
         return sum(each.kind == kind and each.set == set_name for each in self.findings)
 
 
-def list_path(folder: Path) -> Path:
-    """The list of findings for the data in `folder`."""
-    return folder / "check.tsv"
-
-
-def heard_path(folder: Path) -> Path:
-    """The list of what a recogniser heard in the data in `folder`."""
-    return folder / "check-heard.tsv"
-
-
 def write_report(folder: Path, report: Report) -> Path:
     """Write the lists of findings and of what was heard, and then a file that identifies the checked data; returns the
     path of the first."""
-    path, data_file = list_path(folder), _data_path(folder)
+    path, data_file = folder / LIST, folder / _DATA
     try:
         data_file.unlink(missing_ok=True)
-        heard_path(folder).unlink(missing_ok=True)
+        (folder / HEARD_LIST).unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{data_file}: cannot be replaced: {error}") from error
     write_table(path, _HEADER, map(_row, report.findings))
     if report.heard:
-        write_table(heard_path(folder), _HEARD_HEADER, _heard_rows(report.heard))
+        write_table(folder / HEARD_LIST, _HEARD_HEADER, _heard_rows(report.heard))
     content: dict[str, object] = {
         "format": FORMAT,
         "train": report.train,
@@ -231,18 +224,18 @@ def seen_in_training(folder: Path, train: str, test: str, digests: tuple[str, st
         DataError: The check belongs to other data, or its files are damaged.
     """
     try:
-        content = json.loads(_data_path(folder).read_text(encoding="utf-8"))
+        content = json.loads((folder / _DATA).read_text(encoding="utf-8"))
         checked = content["sets"] if content["format"] == FORMAT and content["train"] == train else {}
         own = (checked.get(train), checked.get(test))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{_data_path(folder)}: cannot be read ({error}); run `starling check` again") from error
+        raise DataError(f"{folder / _DATA}: cannot be read ({error}); run `starling check` again") from error
     if test == train or None in own:
         return None
     if own != digests:
-        raise DataError(f"{list_path(folder)} was made for other data; run `starling check` again")
-    rows = (row for _, row in read_table(list_path(folder), _HEADER) if row["kind"] in SEEN_IN_TRAINING)
+        raise DataError(f"{folder / LIST} was made for other data; run `starling check` again")
+    rows = (row for _, row in read_table(folder / LIST, _HEADER) if row["kind"] in SEEN_IN_TRAINING)
     return frozenset(row["id"] for row in rows if (row["set"], row["other_set"]) == (test, train))
 
 
@@ -273,10 +266,6 @@ def _heard_rows(heard: Iterable[SetHeard]) -> Iterator[Sequence[str]]:
         for each in whole.heard:
             numbers = (f"{number:.4g}" for number in (each.score, each.gap, each.fit, each.errors))
             yield (each.set, each.id, *numbers, each.text, each.heard)
-
-
-def _data_path(folder: Path) -> Path:
-    return folder / "check.json"
 
 
 def _row(each: Finding) -> Sequence[str]:

@@ -1,7 +1,8 @@
 """Finds transcripts that do not fit their audio, by what a recogniser with CTC hears."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
 import kaldialign
 import numpy as np
@@ -10,22 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from starling.chance import derive_seed
+from starling.chance import derive_seed, one_thread
 from starling.errors import DataError
-from starling.speech.chance import one_thread
-from starling.speech.check.collect import Record
 from starling.speech.check.findings import CheckConfig, Finding, Heard, SetHeard
-from starling.speech.decoding.greedy import greedy_tokens
+from starling.speech.check.recordings import Record, Told
+from starling.speech.decoding.decoders import emissions_of
 from starling.speech.recogniser import Recogniser, by_duration
 from starling.speech.tokens import BLANK, Tokenizer
-from starling.speech.usable import resampled
 
 _OTHERS = 16  # transcripts of other utterances that each transcript is compared with
 _MAX_DURATION = 60.0  # padded seconds of audio in a batch
 _USUAL_SHARE = 0.9  # of the utterances, whose scores say how large the others' may be
 _SUSPECTS = (50, 0.05, 400)  # at least, share, and at most: the utterances whose transcripts may be exchanged
-Told = Callable[[int, int], None]
-"""Called with the number done and the total."""
 
 
 def misfits(
@@ -43,16 +40,14 @@ def misfits(
     swapped. That needs no limit on the score, so it also works with a poor recogniser.
     """
     with one_thread():
-        return _misfits(name, _Listener(records, recogniser), config, told)
-
-
-def _misfits(name: str, listener: "_Listener", config: CheckConfig, told: Told) -> tuple[SetHeard, list[Finding]]:
-    heard = sorted(listener.all_heard(told), key=lambda each: (-each.score, each.id))
-    whole = SetHeard(name, tuple(heard), tuple(listener.skipped), usual_limit([each.score for each in heard], config))
-    count = min(max(_SUSPECTS[0], math.ceil(_SUSPECTS[1] * len(heard))), _SUSPECTS[2], len(heard))
-    suspects = heard[:count]
-    fits = listener.gaps(suspects) if count > 1 else np.zeros((count, count))
-    return whole, list(_findings(whole, suspects, fits, listener.seconds))
+        listener = _Listener(records, recogniser)
+        heard = sorted(listener.all_heard(told), key=lambda each: (-each.score, each.id))
+        limit = usual_limit([each.score for each in heard], config)
+        whole = SetHeard(name, tuple(heard), tuple(listener.skipped), limit)
+        count = min(max(_SUSPECTS[0], math.ceil(_SUSPECTS[1] * len(heard))), _SUSPECTS[2], len(heard))
+        suspects = heard[:count]
+        fits = listener.gaps(suspects) if count > 1 else np.zeros((count, count))
+        return whole, list(_findings(whole, suspects, fits, listener.seconds))
 
 
 def usual_limit(scores: Sequence[float], config: CheckConfig) -> float:
@@ -80,6 +75,11 @@ def log_likelihoods(log_probs: Tensor, texts: Sequence[Sequence[int]]) -> NDArra
     return values
 
 
+def _greedy(log_probs: Tensor) -> list[int]:
+    """The tokens that are heard in `[T, V]`."""
+    return [each.token for each in emissions_of(log_probs.argmax(1).numpy())]
+
+
 class _Listener:
     """Listens to the utterances of a set."""
 
@@ -97,7 +97,9 @@ class _Listener:
                 continue
             self._records[record.id] = record
             self.seconds[record.id] = record.sound.seconds
-        self._others = _Others(list(self._tokens.values()))
+        distinct = sorted({tuple(tokens) for tokens in self._tokens.values()})
+        np.random.default_rng(derive_seed(0, "other transcripts")).shuffle(distinct)
+        self._texts = sorted(distinct, key=len)
 
     def all_heard(self, told: Told) -> Iterator[Heard]:
         for done, (record, log_probs) in enumerate(self._listen(list(self._records)), start=1):
@@ -113,15 +115,15 @@ class _Listener:
         places = {each.id: place for place, each in enumerate(suspects)}
         gaps = np.full((len(suspects), len(suspects)), math.inf)
         for record, log_probs in self._listen(list(places)):
-            own = greedy_tokens(log_probs[None], torch.tensor([len(log_probs)]))[0]
+            own = _greedy(log_probs)
             best, *values = log_likelihoods(log_probs, [own, *texts])
             gaps[places[record.id]] = (best - np.array(values)) / lengths
         return gaps
 
     def _heard(self, record: Record, log_probs: Tensor, tokenizer: Tokenizer) -> Heard:
         tokens = self._tokens[record.id]
-        best_tokens = greedy_tokens(log_probs[None], torch.tensor([len(log_probs)]))[0]
-        own, best, *rest = log_likelihoods(log_probs, [tokens, best_tokens, *self._others.like(tokens)])
+        best_tokens = _greedy(log_probs)
+        own, best, *rest = log_likelihoods(log_probs, [tokens, best_tokens, *self._like(tokens)])
         others = [value for value in rest if math.isfinite(value)]
         fit = 0.0
         if others:
@@ -132,38 +134,26 @@ class _Listener:
         gap = max(best - own, 0.0) / len(tokens)
         return Heard(record.set, record.id, record.text, heard, errors, float(gap), float(fit))
 
+    def _like(self, text: Sequence[int]) -> list[tuple[int, ...]]:
+        """Up to `_OTHERS` transcripts that differ from `text`, those nearest to it in length."""
+        place = bisect_left(self._texts, len(text), key=len)
+        start = max(0, min(place - _OTHERS // 2, len(self._texts) - _OTHERS - 1))
+        own = tuple(text)
+        return [each for each in self._texts[start : start + _OTHERS + 1] if each != own][:_OTHERS]
+
     def _listen(self, names: Sequence[str]) -> Iterator[tuple[Record, Tensor]]:
         """Each utterance, with the log-probabilities `[T, V]` of its audio on the CPU; longest first."""
-        rate = self._recogniser.features.sampling_rate
         for batch in by_duration(np.array([self.seconds[name] for name in names]), _MAX_DURATION):
             records, matrices = [], []
             for record in (self._records[names[place]] for place in batch):
                 try:
-                    matrices.append(self._recogniser.matrix(resampled(*record.read(), rate), rate))
+                    matrices.append(self._recogniser.matrix(*record.read()))
                     records.append(record)
                 except DataError as error:
                     self.skipped.append((record.id, str(error)))
             if records:
-                heard = self._recogniser.hear(matrices)
-                rows = zip(records, heard.log_probs.float().cpu(), heard.lengths.tolist(), strict=True)
-                yield from ((record, row[:length]) for record, row, length in rows)
-
-
-class _Others:
-    """Finds transcripts of other utterances that are about as long as a given one."""
-
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        distinct = sorted({tuple(text) for text in texts})
-        np.random.default_rng(derive_seed(0, "other transcripts")).shuffle(distinct)
-        self._texts = sorted(distinct, key=len)
-        self._lengths = [len(text) for text in self._texts]
-
-    def like(self, text: Sequence[int]) -> list[tuple[int, ...]]:
-        """Up to `_OTHERS` transcripts that differ from `text`, those nearest to it in length."""
-        place = int(np.searchsorted(self._lengths, len(text)))
-        start = max(0, min(place - _OTHERS // 2, len(self._texts) - _OTHERS - 1))
-        own = tuple(text)
-        return [each for each in self._texts[start : start + _OTHERS + 1] if each != own][:_OTHERS]
+                rows = map(torch.from_numpy, self._recogniser.hear(matrices).rows)
+                yield from zip(records, rows, strict=True)
 
 
 def _findings(

@@ -8,7 +8,7 @@ exp/<name>/decode/beam/nbest-<set>.jsonl          the best texts of each utteran
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -92,15 +92,6 @@ class TunedSearch(Config):
 
 
 @dataclass(frozen=True)
-class Language:
-    """A language model on disk, and the closed vocabulary that goes with it (None: an open one)."""
-
-    file: Path
-    order: int
-    words: list[str] | None
-
-
-@dataclass(frozen=True)
 class TuningSample:
     """Utterances of the validation set to tune on."""
 
@@ -130,35 +121,37 @@ class TuningSample:
         return recogniser.heard(self.speech_set, progress=progress, among=self.among)
 
 
+@dataclass(frozen=True)
 class BestSearch:
-    """Searches utterances with the tuned weights, and collects the results."""
+    """Searches utterances with the tuned weights."""
 
-    def __init__(self, tuned: TunedSearch, pool: SearchPool, num_best: int) -> None:
-        self.tuned = tuned
-        self.found: dict[str, list[Hypothesis]] = {}
-        self._pool = pool
-        self._num_best = num_best
+    tuned: TunedSearch
+    pool: SearchPool
+    num_best: int
 
-    def texts(self, names: Sequence[str], heard: Heard) -> list[str]:
-        """The best text of each utterance of a batch, whose hypotheses are collected; empty if no word fits."""
-        results = self._pool(_rows(heard), self.tuned.weights, self._num_best)
-        self.found.update(zip(names, results, strict=True))
-        return [each[0].text if each else "" for each in results]
+    def __call__(self, heard: Heard) -> list[list[Hypothesis]]:
+        """The best hypotheses of each utterance of a batch."""
+        return self.pool(heard.rows, self.tuned.weights, self.num_best)
 
     def text(self, log_probs: NDArray[np.float32]) -> str:
         """The best text of one utterance's log-probabilities `[T, V]`; empty if no word fits."""
-        (found,) = self._pool([log_probs], self.tuned.weights)
-        return found[0].text if found else ""
+        return first_text(*self.pool([log_probs], self.tuned.weights))
 
-    def write(self, path: Path) -> None:
-        """Write all hypotheses as JSON lines: id, rank from 1, text, score, lm, and the words with times in seconds."""
-        lines = [
-            json.dumps({"id": name, "rank": rank, **asdict(each)}, ensure_ascii=False)
-            for name, hypotheses in sorted(self.found.items())
-            for rank, each in enumerate(hypotheses, 1)
-        ]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+def first_text(hypotheses: Sequence[Hypothesis]) -> str:
+    """The best text; empty if no word fits."""
+    return hypotheses[0].text if hypotheses else ""
+
+
+def write_hypotheses(path: Path, found: Mapping[str, Sequence[Hypothesis]]) -> None:
+    """Write hypotheses as JSON lines: id, rank from 1, text, score, lm, and the words with times in seconds."""
+    lines = [
+        json.dumps({"id": name, "rank": rank, **asdict(each)}, ensure_ascii=False)
+        for name, hypotheses in sorted(found.items())
+        for rank, each in enumerate(hypotheses, 1)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 @contextmanager
@@ -175,31 +168,26 @@ def best_search(
     home = folder.decode / "beam"
     train = open_training_set(recipe)
     texts = [train.text(index) for index in range(len(train))]
-    languages = _languages(config, texts, recogniser.tokenizer, home)
+    searches = _searches(config, texts, recogniser, home)
     of = _digest(recipe, config, recogniser, texts)
     with ExitStack() as stack:
-        pools = {
-            kind: stack.enter_context(
-                SearchPool(BeamSearch(recogniser.tokenizer, each.file, each.words, recogniser.output_seconds), jobs)
-            )
-            for kind, each in languages.items()
-        }
+        pools = {kind: stack.enter_context(SearchPool(search, jobs)) for kind, (search, _) in searches.items()}
         tuned = _stored(home / SEARCH, of)
         if tuned is None:
             sample, trials = TuningSample.of(recipe), list[Trial]()
             if sample is None:
-                vocabulary, weights = _likely(languages, texts), given(config)
+                vocabulary, weights = _likely(searches, texts), given(config)
             else:
                 outputs: dict[str, NDArray[np.float32]] = {}
                 for names, heard in sample.heard(recogniser, partial(bars, f"hearing {sample.name}")):
-                    outputs.update(zip(names, _rows(heard), strict=True))
+                    outputs.update(zip(names, heard.rows, strict=True))
                 best, trials = tune(pools, outputs, sample.references, config)
                 vocabulary, weights = best.vocabulary, best.weights
             tuned = TunedSearch(
                 of=of,
                 vocabulary=vocabulary,
-                num_words=len(languages[vocabulary].words or ()),
-                order=languages[vocabulary].order,
+                num_words=len(searches[vocabulary][0].words or ()),
+                order=searches[vocabulary][1],
                 weights=weights,
                 tuned_on=None if sample is None else sample.name,
                 num_utterances=0 if sample is None else len(sample.among),
@@ -235,7 +223,7 @@ def tune(
         if (found := next(known, None)) is not None:
             return found
         results = pools[vocabulary](list(utterances.values()), weights)
-        texts = {name: each[0].text if each else "" for name, each in zip(utterances, results, strict=True)}
+        texts = dict(zip(utterances, map(first_text, results), strict=True))
         words, characters = count_errors(references, texts)
         trials.append(
             Trial(
@@ -279,11 +267,13 @@ def _middle_of_best(trials: Sequence[Trial], key: str) -> Trial:
     return best[median_low(best)]
 
 
-def _languages(
-    config: DecodingConfig, texts: Sequence[str], tokenizer: Tokenizer, home: Path
-) -> dict[Vocabulary, Language]:
-    """The language model of each vocabulary that the recipe allows; those that are estimated are written to `home`."""
-    found: dict[Vocabulary, Language] = {}
+def _searches(
+    config: DecodingConfig, texts: Sequence[str], recogniser: Recogniser, home: Path
+) -> dict[Vocabulary, tuple[BeamSearch, int]]:
+    """The search for each vocabulary that the recipe allows, and the order of its language model; those that are
+    estimated are written to `home`."""
+    found: dict[Vocabulary, tuple[BeamSearch, int]] = {}
+    tokenizer, seconds = recogniser.tokenizer, recogniser.output_seconds
     is_limited = config.word_list is not None or config.lm is not None
     if config.vocabulary != "open":
         if config.lm is not None:
@@ -296,14 +286,12 @@ def _languages(
             words = read_words(config.word_list)
         else:
             words = words_of(texts) if config.lm is None else model.words
-        found["closed"] = Language(file, model.order, _spelled(words, tokenizer, config))
+        found["closed"] = BeamSearch(tokenizer, file, _spelled(words, tokenizer, config), seconds), model.order
     if config.vocabulary == "open" or (config.vocabulary is None and not is_limited):
-        names = tokenizer.names
-        model = estimate(
-            [[names[token] for token in tokenizer.encode(each)] for each in texts], config.order or _ORDERS["open"]
-        )
-        model.write(home / LANGUAGE_FILES["open"])
-        found["open"] = Language(home / LANGUAGE_FILES["open"], model.order, None)
+        spelled = [[tokenizer.names[token] for token in tokenizer.encode(each)] for each in texts]
+        file, model = home / LANGUAGE_FILES["open"], estimate(spelled, config.order or _ORDERS["open"])
+        model.write(file)
+        found["open"] = BeamSearch(tokenizer, file, None, seconds), model.order
     return found
 
 
@@ -325,11 +313,11 @@ def _spelled(words: Iterable[str], tokenizer: Tokenizer, config: DecodingConfig)
     return found
 
 
-def _likely(languages: dict[Vocabulary, Language], texts: Sequence[str]) -> Vocabulary:
+def _likely(known: Collection[Vocabulary], texts: Sequence[str]) -> Vocabulary:
     """The vocabulary where there is nothing to tune on: open if more than a hundredth of the words to come will be
     unknown, by Good and Turing's estimate, the share of words that the training texts have once."""
-    if len(languages) == 1:
-        return next(iter(languages))
+    if len(known) == 1:
+        return next(iter(known))
     counts = Counter(word for text in texts for word in text.split())
     once = sum(count == 1 for count in counts.values())
     return "open" if once > RARE * counts.total() else "closed"
@@ -364,9 +352,3 @@ def _stored(path: Path, of: str) -> TunedSearch | None:
     except (OSError, ValueError, RecursionError):
         return None
     return tuned if tuned.of == of else None
-
-
-def _rows(heard: Heard) -> list[NDArray[np.float32]]:
-    """The log-probabilities `[T, V]` of each utterance of a batch, without padding."""
-    rows = heard.log_probs.float().cpu().numpy()
-    return [np.ascontiguousarray(row[:length]) for row, length in zip(rows, heard.lengths.tolist(), strict=True)]

@@ -5,33 +5,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from starling.configuration import Config
 from starling.errors import ConfigError, DataError
-from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import apply_overrides
 from starling.recipe.problems import describe
-from starling.reporting.progress import Bars, Say
-from starling.speech.check.collect import prepared_sources
+from starling.reporting.progress import Bars
 from starling.speech.check.corpus import Training, check_corpus
 from starling.speech.check.findings import (
     HEARD,
+    HEARD_LIST,
     KINDS,
     CheckConfig,
     Report,
     SetHeard,
-    heard_path,
     to_drop,
     write_report,
 )
+from starling.speech.check.recordings import prepared_sources
 from starling.speech.data import DataConfig, source_of
-from starling.speech.recipe import Recipe, load_recipe, load_resolved
+from starling.speech.recipe import Recipe, load_recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.trained import is_model, load_newest, load_recogniser, open_experiment
+from starling.speech.trained import load_recogniser, recipe_around
 from starling.speech.usable import Source, read_left_out, write_left_out
 
 _POOR = 0.5
@@ -58,30 +58,8 @@ class _Keys(Config):
     data: PreparedConfig = PreparedConfig()
 
 
-class CheckTask(Config):
-    """One corpus to check, and the folder for its lists."""
-
-    folder: Path
-    train: str
-    check: CheckConfig
-    training: Training
-    data: DataConfig | None = None
-    """None: a prepared folder."""
-    leave_out: Path | None = None
-    """The list of utterances that are already left out."""
-
-
-def check(
-    data: Path,
-    overrides: Sequence[str],
-    drop: bool,
-    strict: bool,
-    tell: Say,
-    output: Console,
-    console: Console,
-    model: Path | None = None,
-) -> None:
-    """Check a recipe's corpus or a prepared folder, print the findings on `output`, and list them in check.tsv.
+def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, console: Console, model: Path | None) -> None:
+    """Check a recipe's corpus or a prepared folder, print the findings, and list them in check.tsv.
 
     With `drop`, also write the list of utterances to leave out. With `model`, an experiment, a checkpoint or a
     recogniser's folder, transcripts that do not fit their audio are findings, too. Progress is shown on `console`.
@@ -89,23 +67,38 @@ def check(
     corpus; with `strict`, also if there are findings.
     """
     ear = None if model is None else Ear.open(model)
-    task, sources = _prepared(data, overrides) if data.is_dir() else _recipe(data, overrides)
+    keys: PreparedConfig | DataConfig
+    if data.is_dir():
+        folder, training = data, Training()
+        keys, sources = _prepared(data, overrides)
+        dropped = folder / _DROPPED
+        left_out = dropped if dropped.is_file() else None  # it may have been prepared with that
+    else:
+        recipe = load_recipe(data, overrides)
+        training = Training.model_validate({key: getattr(recipe, key) for key in Training.model_fields})
+        keys, sources = recipe.data, sources_of(recipe.data)
+        folder, left_out = recipe.data.folder, recipe.data.filter.leave_out
     with Bars(console) as bars:
-        report = check_corpus(
-            sources, task.train, task.check, task.training, bars, None if ear is None else ear.recogniser
-        )
-    path = write_report(task.folder, report)
+        recogniser = None if ear is None else ear.recogniser
+        report = check_corpus(sources, keys.train, keys.check, training, bars, recogniser)
+    path = write_report(folder, report)
     total = sum(each.utterances for each in report.sets)
     if report.findings:
-        output.print(_table(report))
+        Console().print(_table(report))
     if ear is not None:
-        _show_heard(report, output)
-        for line in ear.remarks(report, task.folder, task.data):
-            tell(line)
-        tell(f"what the model hears in each utterance, the worst fit first: {heard_path(task.folder)}")
-    tell(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
+        _show_heard(report)
+        for line in ear.remarks(report, folder, keys if isinstance(keys, DataConfig) else None):
+            typer.echo(line)
+        typer.echo(f"what the model hears in each utterance, the worst fit first: {folder / HEARD_LIST}")
+    typer.echo(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
     if drop:
-        _drop(task, report, tell)
+        items = to_drop(report, keys.check, [] if left_out is None else read_left_out(left_out))
+        write_left_out(folder / _DROPPED, items)
+        hours = sum(item.seconds for item in items) / 3600
+        typer.echo(
+            f"{len(items)} utterances ({hours:.2f} h) to leave out; use it with "
+            f"data.filter.leave_out={folder / _DROPPED}"
+        )
     if strict and report.findings:
         first = report.findings[0]
         raise DataError(
@@ -114,28 +107,13 @@ def check(
         )
 
 
-def _recipe(path: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Source]]:
-    recipe = load_recipe(path, overrides)
-    training = Training(tokens=recipe.tokens, features=recipe.features, augment=recipe.augment, model=recipe.model)
-    data = recipe.data
-    task = CheckTask(
-        folder=data.folder,
-        train=data.train,
-        check=data.check,
-        training=training,
-        data=data,
-        leave_out=data.filter.leave_out,
-    )
-    return task, sources_of(data)
-
-
 def sources_of(data: DataConfig) -> list[Source]:
     """The sets that a recipe uses, read from its corpus."""
     limits = data.filter.model_copy(update={"on_bad": "skip", "max_skipped": 1.0})
     return [source_of(data.model_copy(update={"filter": limits}), name) for name in data.used_sets]
 
 
-def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[Source]]:
+def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[PreparedConfig, list[Source]]:
     tree = apply_overrides({}, overrides)
     try:
         data = _Keys.model_validate(tree).data
@@ -150,43 +128,25 @@ def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[CheckTask, list[S
         )
     chosen = known if data.test is None else [*([data.valid] if data.valid else []), *data.test]
     names = dict.fromkeys([data.train, *chosen])
-    task = CheckTask(
-        folder=folder,
-        train=data.train,
-        check=data.check,
-        training=Training(),
-        leave_out=dropped if (dropped := folder / _DROPPED).is_file() else None,  # it may have been prepared with that
-    )
-    return task, prepared_sources(folder, names)
+    return data, prepared_sources(folder, names)
 
 
-def _drop(task: CheckTask, report: Report, tell: Say) -> None:
-    path = task.folder / _DROPPED
-    earlier = read_left_out(task.leave_out) if task.leave_out is not None else []
-    items = to_drop(report, task.check, earlier)
-    write_left_out(path, items)
-    hours = sum(item.seconds for item in items) / 3600
-    tell(f"{len(items)} utterances ({hours:.2f} h) to leave out; use it with data.filter.leave_out={path}")
-
-
-def _show_heard(report: Report, output: Console) -> None:
+def _show_heard(report: Report) -> None:
     """The transcripts that do not fit, and what was heard instead."""
     found = [each for each in report.findings if each.kind in HEARD]
     if not found:
         return
-    table = Table(title="transcripts that do not fit", title_justify="left")
-    for column in ("set", "utterance", "transcript", "heard"):
-        table.add_column(column, overflow="fold")
-    table.add_column("score", justify="right")
-    table.add_column("fits")
+    folded = [Column(name, overflow="fold") for name in ("set", "utterance", "transcript", "heard")]
+    title = "transcripts that do not fit"
+    table = Table(*folded, Column("score", justify="right"), "fits", title=title, title_justify="left")
     texts = {(each.set, each.id): each for whole in report.heard for each in whole.heard}
     for each in found[:_SHOWN]:
         own = texts[each.set, each.id]
         fits = f"that of {each.other_id}" if each.other_id else ""
         table.add_row(each.set, each.id, escape(own.text), escape(own.heard), f"{own.score:.2f}", fits)
-    output.print(table)
+    Console().print(table)
     if len(found) > _SHOWN:
-        output.print(f"and {len(found) - _SHOWN} more")
+        Console().print(f"and {len(found) - _SHOWN} more")
 
 
 def _table(report: Report) -> Table:
@@ -217,10 +177,7 @@ class Ear:
 
         Raises CheckpointError if it cannot be loaded, and ConfigError if it is not a recogniser with CTC.
         """
-        if is_model(path):
-            recogniser, recipe = load_newest(path), _recipe_of(path)
-        else:
-            recogniser, (_, recipe) = load_recogniser(path), open_experiment(path)
+        recogniser, recipe = load_recogniser(path), recipe_around(path)
         if recogniser.states is not None:
             raise ConfigError(f"--model {path}: it was trained with loss: frames; give a model with CTC")
         return cls(recogniser, path, recipe)
@@ -247,7 +204,9 @@ class Ear:
 
     def _of_training(self, heard: SetHeard, others: Sequence[SetHeard]) -> str:
         line = f"{heard.name}: the model was trained on these transcripts, and may have learnt wrong ones by heart"
-        if others and (rate := _errors(others)) > _BY_HEART * heard.errors:
+        characters = sum(each.characters for each in others)
+        rate = sum(each.errors * each.characters for each in others) / max(characters, 1)
+        if rate > _BY_HEART * heard.errors:
             line += f": it hears {rate:.1%} of the characters wrong in sets that it was not trained on"
         return f"{line}; check with an early checkpoint, or with models of folds (data.hold_out)"
 
@@ -265,17 +224,3 @@ class Ear:
         if own.hold_out == data.hold_out:
             return name in used
         return data.source(name) in [own.source(each) for each in used]
-
-
-def _errors(sets: Sequence[SetHeard]) -> float:
-    """Character errors of what is heard in several sets, divided by the characters of their transcripts."""
-    return sum(each.errors * each.characters for each in sets) / sum(each.characters for each in sets)
-
-
-def _recipe_of(path: Path) -> Recipe | None:
-    """The recipe of the experiment that a model's folder or a checkpoint belongs to."""
-    for folder in path.resolve().parents[:3]:
-        config = ExperimentFolder(folder).config
-        if config.is_file():
-            return load_resolved(config)
-    return None

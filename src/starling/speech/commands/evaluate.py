@@ -7,7 +7,7 @@ exp/<name>/decode/decoder/     texts of that decoder's beam search
 exp/<name>/decode/rescored/    of the beam search over CTC, the text that an attention decoder finds best, too
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +22,11 @@ from starling.extras import require
 from starling.reporting.progress import Bars, Say
 from starling.speech.check.findings import seen_in_training
 from starling.speech.codecs import check_codec, label_of
-from starling.speech.commands.beam_search import BestSearch, TuningSample, best_search
+from starling.speech.commands.beam_search import BestSearch, TuningSample, best_search, first_text, write_hypotheses
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.decoding.beam import Hypothesis
 from starling.speech.decoding.config import DecodingConfig
-from starling.speech.decoding.greedy import greedy_decode
+from starling.speech.decoding.decoders import greedy_decode
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.prepare import prepare
 from starling.speech.recipe import Recipe
@@ -34,11 +34,12 @@ from starling.speech.recogniser import Heard, Recogniser
 from starling.speech.scoring.error_rates import (
     count_errors,
     line_of_unseen,
+    matched_pairs,
     references_of,
+    verdict_of,
     without_tags,
     write_score_files,
 )
-from starling.speech.scoring.significance import matched_pairs, verdict_of
 from starling.speech.store import SpeechSet
 from starling.speech.trained import load_recogniser, open_experiment
 
@@ -55,8 +56,8 @@ class Way:
     """In `decode/`; empty for that folder itself."""
     title: str
     """What is told of it; empty for the first way."""
-    texts: Callable[[Sequence[str], Heard], list[str]]
-    """The texts of a batch of utterances. Of one batch, the ways are asked in their order."""
+    texts: Callable[[Heard, Sequence[Sequence[Hypothesis]]], Iterable[str]]
+    """The texts of a batch of utterances, also from the hypotheses of the beam search, if there is one."""
 
 
 def evaluate(
@@ -104,9 +105,9 @@ def evaluate(
                 if recipe.decoding is not None and isinstance(error, DataError):
                     raise
                 tell(f"only greedy decoding: {error}" if recogniser.decoder is None else f"no language model: {error}")
-        ways = [Way("", "", lambda names, heard: recogniser.texts(*heard))]
+        ways = [Way("", "", lambda heard, found: recogniser.texts(*heard))]
         if search is not None:
-            ways.append(Way("beam", search.tuned.line, search.texts))
+            ways.append(Way("beam", search.tuned.line, lambda heard, found: map(first_text, found)))
         if with_beam and recogniser.decoder is not None:
             with Bars(console) as bars:
                 ways += _of_decoder(recipe, recogniser, search, bars)
@@ -128,16 +129,17 @@ def _score_set(
     """Score one set, through a codec if that is given, in all `ways`; `search` is what one of them searches with."""
     label = label_of(name, codec)
     texts: dict[str, dict[str, str]] = {way.folder: {} for way in ways}
+    best: dict[str, Sequence[Hypothesis]] = {}
     with Bars(console) as bars:
         prepare(recipe.data.model_copy(update={"train": name, "valid": None, "test": ()}), bars)
         speech_set = SpeechSet.open(recipe.data.set_folder(name))
-        if search is not None:
-            search.found.clear()
         for ids, heard in recogniser.heard(speech_set, progress=partial(bars, f"decoding {label}"), codec=codec):
+            found = [] if search is None else search(heard)
+            best.update(zip(ids, found, strict=False))
             for way in ways:
-                texts[way.folder].update(zip(ids, way.texts(ids, heard), strict=True))
+                texts[way.folder].update(zip(ids, way.texts(heard, found), strict=True))
     if search is not None:
-        search.write(folder.decode / "beam" / f"nbest-{label}.jsonl")
+        write_hypotheses(folder.decode / "beam" / f"nbest-{label}.jsonl", best)
     dropped, greedy = _dropped(speech_set), dict[str, str]()
     for way in ways:
         references, hypotheses, tagged = references_of(speech_set), texts[way.folder], list[str]()
@@ -180,18 +182,18 @@ def _of_decoder(recipe: Recipe, recogniser: Recogniser, search: BestSearch | Non
     """The ways that a decoder beside CTC offers, apart from its greedy texts, which are those of the recogniser."""
     config, tokenizer = recipe.decoding or DecodingConfig(), recogniser.tokenizer
     has_attention = isinstance(recogniser.decoder, AttentionDecoder)
-    yield Way("ctc", "greedy CTC", lambda names, heard: greedy_decode(heard.log_probs, heard.lengths, tokenizer))
+    yield Way("ctc", "greedy CTC", lambda heard, found: greedy_decode(heard.log_probs, heard.lengths, tokenizer))
     yield Way(
         "decoder",
         f"beam search of the {'attention' if has_attention else 'transducer'} decoder, beam {config.decoder_beam}",
-        lambda names, heard: recogniser.searched(heard, config.decoder_beam),
+        lambda heard, found: recogniser.searched(heard, config.decoder_beam),
     )
     if search is not None and has_attention:
         weight, how = _attention_weight(recipe, config, recogniser, search, bars)
         yield Way(
             "rescored",
             f"N-best of the beam search, rescored by attention with weight {weight:g}; {how}",
-            lambda names, heard: [_chosen(*each, weight) for each in _rated(recogniser, search, names, heard)],
+            lambda heard, found: [_chosen(*each, weight) for each in _rated(recogniser, heard, found)],
         )
 
 
@@ -207,10 +209,9 @@ def _attention_weight(
         return USUAL_ATTENTION, "not tuned"
     texts: dict[float, dict[str, str]] = {weight: {} for weight in ATTENTION_WEIGHTS}
     for names, heard in sample.heard(recogniser, partial(bars, f"rescoring {sample.name}")):
-        search.texts(names, heard)
-        for utterance, each in zip(names, _rated(recogniser, search, names, heard), strict=True):
-            for weight, found in texts.items():
-                found[utterance] = _chosen(*each, weight)
+        for utterance, each in zip(names, _rated(recogniser, heard, search(heard)), strict=True):
+            for weight, own in texts.items():
+                own[utterance] = _chosen(*each, weight)
 
     def errors(weight: float) -> tuple[int, int, float]:
         words, characters = count_errors(sample.references, texts[weight])
@@ -220,12 +221,11 @@ def _attention_weight(
 
 
 def _rated(
-    recogniser: Recogniser, search: BestSearch, names: Sequence[str], heard: Heard
-) -> list[tuple[list[Hypothesis], list[float]]]:
+    recogniser: Recogniser, heard: Heard, found: Sequence[Sequence[Hypothesis]]
+) -> list[tuple[Sequence[Hypothesis], list[float]]]:
     """What a search has found of each utterance of a batch, and the attention decoder's log probabilities of that."""
-    lists = [search.found[name] for name in names]
-    scores = recogniser.attention_scores(heard, [[each.text for each in found] for found in lists])
-    return list(zip(lists, scores, strict=True))
+    scores = recogniser.attention_scores(heard, [[each.text for each in hypotheses] for hypotheses in found])
+    return list(zip(found, scores, strict=True))
 
 
 def _chosen(hypotheses: Sequence[Hypothesis], scores: Sequence[float], weight: float) -> str:

@@ -5,21 +5,25 @@ import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from starling.errors import ConfigError, DataError, did_you_mean
-from starling.experiment.folder import ExperimentFolder
 from starling.extras import require
-from starling.reporting.progress import Say
 from starling.speech.codecs import set_of
 from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.manifests import TsvCorpus
-from starling.speech.recipe import Recipe, load_resolved
-from starling.speech.scoring.error_rates import ErrorRates, error_rates, read_texts
-from starling.speech.scoring.significance import matched_pairs, paired_bootstrap, verdict_of
+from starling.speech.scoring.error_rates import (
+    error_rates,
+    matched_pairs,
+    paired_bootstrap,
+    read_texts,
+    verdict_of,
+)
 from starling.speech.store import SpeechSet
+from starling.speech.trained import recipe_around
 
 Texts = dict[str, str]
 KINDS = ("numbers", "punctuation", "case")
@@ -34,39 +38,35 @@ _SET = "set"
 
 def score(
     experiments: Sequence[Path],
-    tell: Say,
-    console: Console,
-    sets: Sequence[str] = (),
-    by: str | None = None,
-    table: Path | None = None,
-    normalise: Sequence[str] = (),
-    language: str = "en",
+    sets: Sequence[str],
+    by: str | None,
+    table: Path | None,
+    kinds: Sequence[str],
+    language: str,
 ) -> None:
-    """Score one experiment, or two and their difference, and pass the lines to `tell`; tables go to `console`.
+    """Score one experiment, or two and their difference, and print the lines and tables.
 
     An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are those
-    to score (default: all that the experiments have in common), `normalise` kinds of normalisers. Utterances are
+    to score (default: all that the experiments have in common), `kinds` those of normalisers. Utterances are
     also scored in groups `by` speaker, or by a column: of `table`, a tab-separated file with a header whose first
     column has the ids, or of the corpus if that is None. Raises ConfigError and DataError for a folder, set or
     column that is not there, and for experiments that were scored on different utterances.
     """
     folders = [_decoded(path) for path in experiments]
     names = list(sets) or _common_sets(folders)
-    everything: list[tuple[Texts, Texts]] = [({}, {}) for _ in folders]
+    everything: list[Texts] = [{} for _ in range(1 + len(folders))]
     of_set: dict[str, str] = {}
     for name in names:
-        read = _normalised([_read(folder, name) for folder in folders], normalise, language)
-        _check_same(name, experiments, [references for references, _ in read])
-        _tell_scores(name, experiments, read, tell)
+        texts = _texts(name, experiments, folders, kinds, language)
+        _tell_scores(name, experiments, texts)
         if by is not None:
-            _show_groups(name, by, read, _groups(experiments[0], folders[0], name, by, table), console)
-        for (references, hypotheses), (all_references, all_hypotheses) in zip(read, everything, strict=True):
-            all_references |= {f"{name}/{each}": text for each, text in references.items()}
-            all_hypotheses |= {f"{name}/{each}": text for each, text in hypotheses.items()}
-            of_set |= dict.fromkeys((f"{name}/{each}" for each in references), name)
+            _show_groups(name, by, texts, _groups(experiments[0], folders[0], name, by, table))
+        for whole, own in zip(everything, texts, strict=True):
+            whole |= {f"{name}/{each}": text for each, text in own.items()}
+        of_set |= {f"{name}/{each}": name for each in texts[0]}
     if len(names) > 1:
-        _tell_scores(f"all {len(names)} sets", experiments, everything, tell)
-        _show_groups("all", _SET, everything, of_set, console)
+        _tell_scores(f"all {len(names)} sets", experiments, everything)
+        _show_groups("all", _SET, everything, of_set)
 
 
 def _decoded(path: Path) -> Path:
@@ -86,6 +86,26 @@ def _common_sets(folders: Sequence[Path]) -> list[str]:
     return common
 
 
+def _texts(
+    name: str, experiments: Sequence[Path], folders: Sequence[Path], kinds: Sequence[str], language: str
+) -> list[Texts]:
+    """The references of a set, and the hypotheses of each experiment, normalised. Raises DataError if two experiments
+    were scored on different utterances or texts."""
+    read = [texts for folder in folders for texts in _read(folder, name)]
+    if kinds:
+        normaliser = Normaliser(kinds, (text for texts in read[::2] for text in texts.values()), language)
+        read = [{each: normaliser(text) for each, text in texts.items()} for texts in read]
+    first, second = read[0], read[-2]
+    if first != second:
+        differing = sorted(each for each in first.keys() | second.keys() if first.get(each) != second.get(each))
+        raise DataError(
+            f"set {name}: {experiments[0]} and {experiments[1]} differ in {len(differing)} references, such as "
+            f"{differing[0]!r}: {first.get(differing[0])!r} and {second.get(differing[0])!r}; score both on the same "
+            "data"
+        )
+    return [first, *read[1::2]]
+
+
 def _read(folder: Path, name: str) -> tuple[Texts, Texts]:
     path = folder / f"recogs-{name}.txt"
     if not path.is_file():
@@ -96,85 +116,53 @@ def _read(folder: Path, name: str) -> tuple[Texts, Texts]:
     return read_texts(path)
 
 
-def _normalised(read: Sequence[tuple[Texts, Texts]], kinds: Sequence[str], language: str) -> list[tuple[Texts, Texts]]:
-    if not kinds:
-        return list(read)
-    normaliser = Normaliser(kinds, (text for texts, _ in read for text in texts.values()), language)
-    return [
-        (
-            {name: normaliser(text) for name, text in references.items()},
-            {name: normaliser(text) for name, text in hypotheses.items()},
-        )
-        for references, hypotheses in read
-    ]
-
-
-def _check_same(name: str, experiments: Sequence[Path], references: Sequence[Texts]) -> None:
-    """Raise DataError if two experiments were scored on different utterances or texts."""
-    if len(references) == 1 or references[0] == references[1]:
-        return
-    first, second = references
-    differing = sorted(each for each in first.keys() | second.keys() if first.get(each) != second.get(each))
-    raise DataError(
-        f"set {name}: {experiments[0]} and {experiments[1]} differ in {len(differing)} references, such as "
-        f"{differing[0]!r}: {first.get(differing[0])!r} and {second.get(differing[0])!r}; score both on the same data"
-    )
-
-
-def _tell_scores(title: str, experiments: Sequence[Path], read: Sequence[tuple[Texts, Texts]], tell: Say) -> None:
-    tell(title)
-    for path, (references, hypotheses) in zip(experiments, read, strict=True):
+def _tell_scores(title: str, experiments: Sequence[Path], texts: Sequence[Texts]) -> None:
+    typer.echo(title)
+    references, *hypotheses = texts
+    for path, own in zip(experiments, hypotheses, strict=True):
         prefix = f"{path}: " if len(experiments) > 1 else ""
-        for line in error_rates(references, hypotheses).lines():
-            tell(f"{prefix}{line}")
+        for line in error_rates(references, own).lines():
+            typer.echo(f"{prefix}{line}")
     if len(experiments) < 2:
         return
-    (references, first), (_, second) = read
-    if (found := paired_bootstrap(references, first, second)) is not None:
+    if (found := paired_bootstrap(*texts)) is not None:
         low, high = found.interval
-        tell(
+        typer.echo(
             f"difference in WER, first - second: {found.difference:+.2f} % absolute, 95% interval {low:+.2f} to "
             f"{high:+.2f}; the second is better in {found.second_better:.1%} of bootstrap samples"
         )
-    tell(verdict_of(matched_pairs(references, first, second)))
+    typer.echo(verdict_of(matched_pairs(*texts)))
 
 
-def _show_groups(
-    title: str, by: str, read: Sequence[tuple[Texts, Texts]], groups: Mapping[str, str], console: Console
-) -> None:
+def _show_groups(title: str, by: str, texts: Sequence[Texts], groups: Mapping[str, str]) -> None:
     """A table with a line for each group, in the order of their names."""
-    references = read[0][0]
+    references, *hypotheses = texts
     members: dict[str, list[str]] = {}
     for name in references:
         members.setdefault(groups.get(name, _NO_GROUP), []).append(name)
-    table = Table(title=f"{title} by {by}", title_justify="left")
-    table.add_column(by)
-    for column in ("utterances", "words"):
-        table.add_column(column, justify="right")
-    suffixes = ("",) if len(read) == 1 else (" 1", " 2")
-    for suffix in suffixes:
-        for column in ("WER %", "95 %", "CER %"):
-            table.add_column(f"{column}{suffix}", justify="right")
-    for group in sorted(members):
-        scores = [
-            error_rates({name: texts[name] for name in members[group]}, {name: found[name] for name in members[group]})
-            for texts, found in read
-        ]
+    columns = ["utterances", "words"]
+    for suffix in ("",) if len(hypotheses) == 1 else (" 1", " 2"):
+        columns += [f"{column}{suffix}" for column in ("WER %", "95 %", "CER %")]
+    table = Table(by, *(Column(each, justify="right") for each in columns), title=f"{title} by {by}")
+    table.title_justify = "left"
+    for group, names in sorted(members.items()):
+        own = {name: references[name] for name in names}
+        scores = [error_rates(own, {name: each[name] for name in names}) for each in hypotheses]
         cells = [str(scores[0].sentences), str(scores[0].words.reference)]
-        table.add_row(group, *cells, *(cell for each in scores for cell in _cells(each)))
-    console.print(table)
-
-
-def _cells(result: ErrorRates) -> tuple[str, str, str]:
-    interval = "" if result.interval is None else f"{result.interval[0]:.2f} - {result.interval[1]:.2f}"
-    return f"{result.wer:.2f}", interval, f"{result.cer:.2f}"
+        for each in scores:
+            interval = "" if each.interval is None else f"{each.interval[0]:.2f} - {each.interval[1]:.2f}"
+            cells += [f"{each.wer:.2f}", interval, f"{each.cer:.2f}"]
+        table.add_row(group, *cells)
+    Console().print(table)
 
 
 def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | None) -> dict[str, str]:
     """The group of each utterance of a set."""
     if table is not None:
         return _column(table, None, by)
-    recipe = _recipe(experiment, folder)
+    recipe = recipe_around(folder)
+    if recipe is None:
+        raise ConfigError(f"{experiment}: no config.yaml here, so its speakers are unknown; name a table with --table")
     if by == "speaker":
         speech_set = SpeechSet.open(recipe.set_folder(set_of(name)))
         return {speech_set.id(index): speech_set.speaker(index) for index in range(len(speech_set))}
@@ -186,13 +174,6 @@ def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | No
             f"the corpus of {experiment} is not a table, so it has no column {by!r}; name a table with --table"
         )
     return _column(corpus.located(), corpus.id, by)
-
-
-def _recipe(experiment: Path, folder: Path) -> Recipe:
-    for parent in (folder, *folder.absolute().parents[:2]):
-        if ExperimentFolder(parent).config.is_file():
-            return load_resolved(ExperimentFolder(parent).config)
-    raise ConfigError(f"{experiment}: no config.yaml here, so its speakers are unknown; name a table with --table")
 
 
 def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:

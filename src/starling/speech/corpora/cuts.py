@@ -9,9 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from starling.errors import DataError
-from starling.speech.corpora.audio import MAX_SECONDS, read_audio
 from starling.speech.corpora.lines import read_json_lines
-from starling.speech.corpora.utterance import Audio, NamedSets, Utterance
+from starling.speech.corpora.utterance import MAX_SECONDS, Audio, NamedSets, Utterance, read_audio
 
 
 def check_archive(path: Path) -> None:

@@ -45,15 +45,15 @@ class TsvCorpus(FileCorpus):
         if len(columns) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise DataError(f"{table}: the header has the column {twice!r} twice")
-        wanted = {"id": self.id, "speaker": self.speaker, "audio": self.audio, "text": self.text}
-        _check_columns(table, columns, [*wanted.values(), *selection])
+        wanted = self.id, self.speaker, self.text, self.audio
+        _check_columns(table, columns, [*wanted, *selection])
         for line, row in rows:
             values = row.split("\t")
             if len(values) != len(columns):
                 raise DataError(f"{table}:{line}: {len(values)} columns, the header has {len(columns)}")
             if _selected(selection, columns, values):
-                fields = {name: values[columns[column]] for name, column in wanted.items()}
-                yield self.utterance(table, line, fields)
+                name, speaker, text, audio = (values[columns[column]] for column in wanted)
+                yield self.utterance(table, line, name, speaker, text, audio)
 
 
 def _check_columns(table: Path, columns: dict[str, int], wanted: list[str]) -> None:
@@ -87,13 +87,9 @@ class NemoCorpus(NamedSets):
             audio = field(item, "audio_filepath", origin)
             start, duration = seconds(item, "offset", origin), seconds(item, "duration", origin)
             name = id_of_file(audio) + (f"-{start:.3f}" if start else "")
-            fields = {
-                "id": str(item.get("id") or name),
-                "speaker": str(item.get("speaker") or "unknown"),
-                "text": field(item, "text", origin),
-                "audio": audio,
-            }
-            yield self.utterance(manifest, line, fields, start or 0.0, duration)
+            own, speaker = str(item.get("id") or name), str(item.get("speaker") or "unknown")
+            text = field(item, "text", origin)
+            yield self.utterance(manifest, line, own, speaker, text, audio, start or 0.0, duration)
 
 
 class WenetCorpus(NamedSets):
@@ -106,13 +102,9 @@ class WenetCorpus(NamedSets):
         for line, item in read_json_lines(manifest):
             origin = f"{manifest}:{line}"
             start, end = seconds(item, "start", origin) or 0.0, seconds(item, "end", origin)
-            fields = {
-                "id": field(item, "key", origin),
-                "speaker": str(item.get("speaker") or "unknown"),
-                "text": field(item, "txt", origin),
-                "audio": field(item, "wav", origin),
-            }
-            yield self.utterance(manifest, line, fields, start, None if end is None else end - start)
+            name, text, audio = (field(item, key, origin) for key in ("key", "txt", "wav"))
+            speaker, duration = str(item.get("speaker") or "unknown"), None if end is None else end - start
+            yield self.utterance(manifest, line, name, speaker, text, audio, start, duration)
 
 
 def id_of_file(name: str) -> str:
@@ -148,13 +140,8 @@ class CoquiCorpus(NamedSets):
                         f"{manifest}:{line}: needs the columns wav_filename and transcript, and one value for each "
                         f"column of the header ({', '.join(rows.fieldnames or ())})"
                     )
-                fields = {
-                    "id": id_of_file(row["wav_filename"]),
-                    "speaker": row.get("speaker") or "unknown",
-                    "text": row["transcript"],
-                    "audio": row["wav_filename"],
-                }
-                yield self.utterance(manifest, line, fields)
+                audio, speaker = row["wav_filename"], row.get("speaker") or "unknown"
+                yield self.utterance(manifest, line, id_of_file(audio), speaker, row["transcript"], audio)
         except csv.Error as error:
             raise DataError(f"{manifest}:{line}: not CSV: {error}") from error
 
@@ -189,13 +176,9 @@ class KaldiCorpus(NamedSets):
                 raise DataError(f"{segments_file}:{line}: recording {recording!r} is not in wav.scp")
             if utterance_id not in texts:
                 raise DataError(f"{folder / 'text'}: no transcript for {utterance_id}")
-            fields = {
-                "id": utterance_id,
-                "speaker": speakers.get(utterance_id, (0, "unknown"))[1],
-                "text": texts[utterance_id][1],
-                "audio": recordings[recording][1],
-            }
-            yield self.utterance(listed, line, fields, start, duration)
+            _, speaker = speakers.get(utterance_id, (0, "unknown"))
+            text, audio = texts[utterance_id][1], recordings[recording][1]
+            yield self.utterance(listed, line, utterance_id, speaker, text, audio, start, duration)
 
 
 def _table(path: Path, empty_values: bool = False) -> dict[str, tuple[int, str]]:

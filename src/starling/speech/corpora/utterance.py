@@ -1,16 +1,34 @@
-"""Utterances, as all importers yield them, and the base classes of importers."""
+"""Utterances, as all importers yield them, the base classes of importers, and the untrusted audio files that they read.
 
-from collections.abc import Callable, Mapping
+Audio is read with bounded memory; every error is a `DataError`.
+"""
+
+import re
+import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.corpora.audio import read_audio
+
+if TYPE_CHECKING:
+    import soundfile
+
+MAX_SECONDS = 3600.0
+"""Maximum length of audio that is read at once; longer recordings need segments."""
+MAX_SAMPLES = round(MAX_SECONDS * 48_000)
+"""Maximum number of samples that are read at once. It bounds memory at very high sampling rates."""
+_ESTIMATED_LENGTH = ("MP3", "MPEG")
+_SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
+_BLOCK = 1 << 20
+_STREAMED = 0x7FFFF000
+"""Declared sizes of at least this value are placeholders: the length was unknown when the header was written."""
 
 Audio = tuple[NDArray[np.float32], int]
 """Samples [T], mono, and their rate in Hz."""
@@ -83,21 +101,18 @@ class FileCorpus(Config):
         self,
         manifest: Path,
         line: int,
-        fields: Mapping[str, str],
+        id: str,  # noqa: A002 - as in an Utterance
+        speaker: str,
+        text: str,
+        audio: str,
         start: float = 0.0,
         duration: float | None = None,
     ) -> Utterance:
-        """An utterance of an audio file; `fields` are id, speaker, text and audio, start and duration in seconds."""
+        """An utterance of an audio file; start and duration are in seconds."""
         origin = f"{manifest}:{line}"
-        path = self.audio_path(manifest, origin, fields["audio"])
-        return Utterance(
-            fields["id"],
-            fields["speaker"],
-            fields["text"],
-            origin,
-            partial(read_audio, path, start, duration, self.channel),
-            f"{path} {start} {duration}",
-        )
+        path = self.audio_path(manifest, origin, audio)
+        read = partial(read_audio, path, start, duration, self.channel)
+        return Utterance(id, speaker, text, origin, read, f"{path} {start} {duration}")
 
     def audio_path(self, manifest: Path, origin: str, name: str) -> Path:
         """The path of the audio file `name` of a manifest: inside `audio_root`, or an absolute path."""
@@ -131,3 +146,95 @@ class NamedSets(FileCorpus):
             DataError: It is missing, or outside the corpus.
         """
         return self.inside(set_name, self.sets[set_name])
+
+
+def read_audio(
+    path: Path, start: float = 0.0, duration: float | None = None, channel: int | None = None
+) -> tuple[NDArray[np.float32], int]:
+    """Samples [T] in -1..1 and sampling rate in Hz of a file, or of the segment of `duration` seconds from `start`.
+
+    Raises:
+        DataError: The file is missing, not a regular file, empty, truncated or not audio; the segment is longer than
+            an hour or extends beyond the end; `channel` does not exist, or is missing for several channels.
+    """
+    import soundfile
+
+    check_regular(path)
+    try:
+        with soundfile.SoundFile(str(path)) as file:
+            first, count = _segment(path, file, start, duration)
+            column = _channel(path, file.channels, channel)
+            if first:
+                file.seek(first)
+            samples = read_blocks(file, count, column)
+            rate, kind = int(file.samplerate), str(file.format)
+    except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        raise DataError(f"{path}: cannot be read as audio: {error}") from error
+    if len(samples) < count and kind not in _ESTIMATED_LENGTH:
+        raise DataError(f"{path}: truncated: only {len(samples)} of {count} samples")
+    if len(samples) == 0:
+        raise DataError(f"{path}: no samples")
+    return samples, rate
+
+
+def read_blocks(file: "soundfile.SoundFile", count: int, column: int = 0) -> NDArray[np.float32]:
+    """Up to `count` samples of one channel. Memory use depends on the samples present, not on the header."""
+    blocks = [np.zeros(0, np.float32)]
+    most = max(1, _BLOCK // file.channels)
+    while count > 0:
+        block = file.read(min(count, most), dtype="float32", always_2d=True)[:, column]
+        if not len(block):
+            break
+        blocks.append(block)
+        count -= len(block)
+    return np.concatenate(blocks)
+
+
+def check_regular(path: Path) -> None:
+    """Raise DataError for what is no regular file, or empty."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: audio file cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path}: not a regular file")
+    if status.st_size == 0:
+        raise DataError(f"{path}: audio file is empty (0 bytes)")
+
+
+def _segment(path: Path, file: "soundfile.SoundFile", start: float, duration: float | None) -> tuple[int, int]:
+    """First sample and number of samples to read."""
+    rate, total = int(file.samplerate), int(file.frames)
+    if rate < 1:
+        raise DataError(f"{path}: sampling rate {rate} Hz")
+    check_whole(path, file)
+    first = round(start * rate)
+    count = total - first if duration is None else round(duration * rate)
+    if not (start >= 0 and count >= 0 and first + count <= total + rate // 100):
+        raise DataError(
+            f"{path}: the segment of {f'{duration} s' if duration is not None else 'the rest'} from {start} s does not "
+            f"fit: the file has {total / rate:.3f} s"
+        )
+    count = min(count, total - first)
+    if count > MAX_SECONDS * rate:
+        raise DataError(
+            f"{path}: declares {count / rate:.0f} s of audio, the limit is {MAX_SECONDS:.0f} s; cut it into segments"
+        )
+    if count > MAX_SAMPLES:
+        raise DataError(f"{path}: declares {count} samples, the limit is {MAX_SAMPLES}; cut it into segments")
+    return first, count
+
+
+def check_whole(name: object, file: "soundfile.SoundFile") -> None:
+    """Raise DataError that begins with `name` for a file that has less audio than its header declares."""
+    short = _SHORT_CHUNK.search(str(file.extra_info))
+    if short and int(short[1]) < _STREAMED and int(short[2]) < int(short[1]):
+        raise DataError(f"{name}: truncated: {short[2]} bytes of audio, but the header declares {short[1]}")
+
+
+def _channel(path: Path, channels: int, channel: int | None) -> int:
+    if channel is None and channels > 1:
+        raise DataError(f"{path}: {channels} channels; set data.corpus.channel to the one to read (from 0)")
+    if channel is not None and channel >= channels:
+        raise DataError(f"{path}: has {channels} channels, so there is no channel {channel} (from 0)")
+    return channel or 0

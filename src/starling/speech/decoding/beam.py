@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.decoding.greedy import emissions_of, words_in
+from starling.speech.decoding.decoders import emissions_of, words_in
 from starling.speech.decoding.ngram import END, UNKNOWN
 from starling.speech.tokens import BLANK, WORD_START, Tokenizer
 

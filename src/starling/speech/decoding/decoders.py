@@ -1,20 +1,61 @@
-"""Greedy and beam search over the texts of a decoder, and an attention decoder's scores of given texts."""
+"""Searches without a language model: greedy CTC, greedy and beam search over the texts of a decoder, and an attention
+decoder's scores of given texts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from starling.speech.models.attention import END, AttentionDecoder
 from starling.speech.models.network import Decoder
 from starling.speech.models.transducer import Transducer
-from starling.speech.tokens import BLANK
+from starling.speech.tokens import BLANK, WORD_START, Tokenizer
 
 Scored = tuple[list[int], float]
 """The tokens of a text, and the natural log of its probability, with the end of the text."""
 MOST_IN_A_FRAME = 10
 """Tokens that greedy search emits in one frame, at most."""
+
+
+class Emission(NamedTuple):
+    """A token, and the frames `first` to `last` in which it is emitted."""
+
+    token: int
+    first: int
+    last: int
+
+
+def greedy_decode(log_probs: torch.Tensor, lengths: torch.Tensor, tokenizer: Tokenizer) -> list[str]:
+    """The text of each utterance by CTC, from `log_probs` `[B, T, V]` and `lengths` `[B]` in frames."""
+    best = log_probs.argmax(dim=2).cpu().numpy()
+    rows = zip(best, lengths.tolist(), strict=True)
+    return [tokenizer.decode([each.token for each in emissions_of(row[:size])]) for row, size in rows]
+
+
+def emissions_of(path: NDArray[np.int64]) -> list[Emission]:
+    """What CTC emits on a path of tokens `[T]`."""
+    starts = np.flatnonzero(np.diff(path, prepend=-1))
+    ends = np.append(starts, len(path))[1:] - 1
+    spans = zip(path[starts].tolist(), starts.tolist(), ends.tolist(), strict=True)
+    return [Emission(*span) for span in spans if span[0] != BLANK]
+
+
+def words_in(emissions: Iterable[Emission], names: Sequence[str]) -> list[list[Emission]]:
+    """The emissions of each word; `names` are those of the tokens."""
+    words: list[list[Emission]] = []
+    is_open = False
+    for each in emissions:
+        name = names[each.token]
+        is_open = is_open and not name.startswith(WORD_START)
+        if name != WORD_START:
+            if not is_open:
+                words.append([])
+                is_open = True
+            words[-1].append(each)
+    return words
 
 
 def greedy(decoder: Decoder, frames: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:

@@ -163,16 +163,16 @@ def _compare(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> N
 
 def _write_frontend(recogniser: Recogniser, streaming: dict[str, Any] | None, folder: Path) -> None:
     features, tokenizer = recogniser.features, recogniser.tokenizer
-    window, bank = features.layer.window, features.layer.bank
+    window, bank = features.window, features.bank
     arrays = {"window": window, "bank": bank, **features.statistics()}
     np.savez(folder / "frontend.npz", allow_pickle=False, **{name: each.numpy() for name, each in arrays.items()})
     characters = ["", *tokenizer.alphabet] if isinstance(tokenizer, CharacterTokenizer) else None
     description = {
         "format": 1,
         "sampling_rate": features.sampling_rate,
-        "shift": features.layer.shift,
+        "shift": features.shift,
         "fft_length": 2 * (bank.shape[0] - 1),
-        "floor": features.layer.floor,
+        "floor": features.floor,
         "normalise": features.config.normalise,
         "output_seconds": recogniser.output_seconds,
         "tokens": characters or tokenizer.names,

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from starling.speech.hybrid.store import Frames
-from starling.speech.hybrid.tying import StateTree, Statistics, grow_tree
-from starling.speech.hybrid.units import ContextState, StateSpeller
+from starling.speech.hybrid.tying import ContextState, StateSpeller, StateTree, Statistics, grow_tree
 from starling.speech.hybrid.viterbi import best_path, ctc_spans
 
 SPLICE = 2

@@ -1,37 +1,40 @@
 """The tied states as a recogniser keeps them: the tree, their priors, and the words that they make."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from starling.configuration import Config, read_saved
 from starling.errors import ConfigError, DataError
 from starling.speech.decoding.config import DecodingConfig
-from starling.speech.hybrid.tying import Node, StateTree
-from starling.speech.hybrid.units import StateSpeller
+from starling.speech.hybrid.tying import Node, StateSpeller, StateTree
 from starling.speech.tokens import Tokenizer
 
 STATES_FILE = "states.json"
 
 
-class _SavedStates(Config):
-    """What `states.json` holds."""
+class TiedStates(Config):
+    """What a network's outputs mean, and how they become words; the contents of `states.json`."""
 
     format: int = Field(default=1, ge=1, le=1)
     per_unit: int = Field(ge=1)
+    """States of a unit."""
     context: int = Field(ge=0)
+    """Neighbours on either side that a state depends on."""
     roots: tuple[tuple[int, int, int], ...]
+    """Those of the tree: state of the unit, unit, node."""
     nodes: tuple[Node, ...]
     log_priors: tuple[float, ...]
+    """Natural logarithm of each tied state's share of the training frames, `[S]`."""
     words: tuple[str, ...] = Field(min_length=1)
+    """What can be recognised."""
     decoding: DecodingConfig
+    """How."""
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> Self:
@@ -48,26 +51,15 @@ class _SavedStates(Config):
             raise ValueError("a unit leads to no node")
         return self
 
+    @classmethod
+    def of(cls, tree: StateTree, **others: Any) -> Self:
+        """With the roots and nodes of a tree."""
+        return cls(roots=tuple((*key, node) for key, node in tree.roots.items()), nodes=tree.nodes, **others)
 
-@dataclass(frozen=True)
-class TiedStates:
-    """What a network's outputs mean, and how they become words.
-
-    Args:
-        tree: The tied state of each state in context.
-        per_unit: States of a unit.
-        context: Neighbours on either side that a state depends on.
-        log_priors: Natural logarithm of each tied state's share of the training frames, `[S]`.
-        words: What can be recognised.
-        decoding: How.
-    """
-
-    tree: StateTree
-    per_unit: int
-    context: int
-    log_priors: NDArray[np.float64]
-    words: tuple[str, ...]
-    decoding: DecodingConfig
+    @cached_property
+    def tree(self) -> StateTree:
+        """The tied state of each state in context."""
+        return StateTree(self.nodes, {(part, unit): node for part, unit, node in self.roots})
 
     @property
     def num_states(self) -> int:
@@ -79,7 +71,7 @@ class TiedStates:
 
     def scaled(self, log_posteriors: Tensor, scale: float = 1.0) -> Tensor:
         """Log-likelihoods of frames `[..., S]`, up to a constant each: log posteriors without `scale` log priors."""
-        return log_posteriors - scale * torch.from_numpy(self.log_priors).to(log_posteriors)
+        return log_posteriors - scale * torch.tensor(self.log_priors, dtype=torch.float64).to(log_posteriors)
 
     def means_the_same(self, other: "TiedStates | None") -> bool:
         """Whether output n is the same state in both."""
@@ -91,26 +83,14 @@ class TiedStates:
 
     def save(self, folder: Path) -> Path:
         """Write the file that `load_states` reads; its path."""
-        saved = _SavedStates(
-            per_unit=self.per_unit,
-            context=self.context,
-            roots=tuple((*key, node) for key, node in self.tree.roots.items()),
-            nodes=self.tree.nodes,
-            log_priors=tuple(self.log_priors.tolist()),
-            words=self.words,
-            decoding=self.decoding,
-        )
         path = folder / STATES_FILE
-        path.write_text(saved.model_dump_json(), encoding="utf-8")
+        path.write_text(self.model_dump_json(), encoding="utf-8")
         return path
 
 
 def load_states(folder: Path) -> TiedStates:
     """What `save` wrote. Raises CheckpointError naming the file."""
-    saved = read_saved(_SavedStates, folder / STATES_FILE)
-    tree = StateTree(saved.nodes, {(part, unit): node for part, unit, node in saved.roots})
-    priors = np.asarray(saved.log_priors)
-    return TiedStates(tree, saved.per_unit, saved.context, priors, saved.words, saved.decoding)
+    return read_saved(TiedStates, folder / STATES_FILE)
 
 
 def read_words(path: Path) -> list[str]:

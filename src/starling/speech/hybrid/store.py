@@ -21,7 +21,7 @@ SPEEDS = "speeds.npy"
 
 
 class FrameWriter:
-    """Writes the features of utterances, one after the other, as a context manager."""
+    """Writes the features of utterances, one after the other, until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,10 +31,8 @@ class FrameWriter:
         self._numbers: list[int] = []
         self._speeds: list[float] = []
 
-    def __enter__(self) -> "FrameWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Write the index, too."""
         self._file.close()
         np.save(self._folder / ENDS, np.cumsum(self._lengths, dtype=np.int64))
         np.save(self._folder / UTTERANCES, np.asarray(self._numbers, np.int32))

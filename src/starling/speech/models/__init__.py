@@ -12,16 +12,20 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.registry import Registry
-from starling.speech.models.sections import AttentionConfig, ChunkConfig, DecoderConfig, TransducerConfig
 from starling.speech.models.shape import (
     MODELS,
     PUBLISHED,
     Architecture,
+    AttentionConfig,
+    ChunkConfig,
+    DecoderConfig,
     ModelShape,
     Positions,
     PublishedShape,
+    TransducerConfig,
     Wav2Vec2Shape,
     frames_ahead,
+    published_config,
 )
 from starling.speech.phones import PhonesConfig
 
@@ -137,8 +141,6 @@ class ModelConfig(Config):
     def _checkpoint_is_read(cls, tree: Any) -> Any:
         if not isinstance(tree, dict) or tree.get("checkpoint") is None or tree.get("encoder") is not None:
             return tree
-        from starling.speech.models.sections import published_config
-
         return tree | {"encoder": published_config(Path(tree["checkpoint"]))}
 
     @field_validator("name")
@@ -230,7 +232,7 @@ def build_model(
     The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
     Raises ConfigError for a decoder or phones of a network that cannot have them.
     """
-    from starling.speech.chance import borrowed_generators
+    from starling.chance import borrowed_generators
     from starling.speech.models.attention import AttentionDecoder
     from starling.speech.models.network import Network, PhoneOutput
     from starling.speech.models.streaming import StreamingNetwork

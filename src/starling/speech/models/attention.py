@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import Decoder, padded
-from starling.speech.models.positions import sinusoids
-from starling.speech.models.sections import AttentionConfig
-from starling.speech.models.subsampling import frame_mask
+from starling.speech.models.network import Decoder, frame_mask, padded, sinusoids
+from starling.speech.models.shape import AttentionConfig
 from starling.speech.tokens import BLANK
 
 END = BLANK

@@ -1,15 +1,11 @@
 """A Conformer encoder with CTC outputs: attention for the whole utterance, convolution for what is near."""
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import Layers
-from starling.speech.models.positions import distances, phases
-from starling.speech.models.sections import Chunks
-from starling.speech.models.shape import ConformerShape
+from starling.speech.models.network import ConvSubsampling, Layers, distances, frame_mask, phases
+from starling.speech.models.shape import Chunks, ConformerShape
 from starling.speech.models.streaming import (
     Caches,
     StreamingNetwork,
@@ -18,7 +14,6 @@ from starling.speech.models.streaming import (
     chunk_visible,
     convolve_once,
 )
-from starling.speech.models.subsampling import ConvSubsampling, frame_mask
 from starling.speech.models.transformer import SelfAttention
 
 
@@ -37,11 +32,16 @@ class RelativeAttention(SelfAttention):
         self.content_bias = nn.Parameter(torch.zeros(heads, width // heads))  # u
         self.distance_bias = nn.Parameter(torch.zeros(heads, width // heads))  # v
 
-    def forward(self, frames: torch.Tensor, visible: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        """`visible` (`[B, 1, 1, T]`, or `[B, 1, T, T]`) says which frames are attended to; `places` is
-        `distances(T, width)`."""
-        if places is None:
-            raise ValueError("relative attention needs `places`, the sinusoids of distances")
+    def forward(
+        self,
+        frames: torch.Tensor,
+        visible: torch.Tensor,
+        places: torch.Tensor | None,
+        past: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """As for `SelfAttention`, of whole utterances only; `places` is `distances(T, width)`."""
+        if places is None or past is not None:
+            raise ValueError("relative attention needs the sinusoids of distances, of whole utterances")
         queries, keys, values = self.inputs(frames).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         steps = self.distances(places.to(frames.dtype)).unflatten(1, (self.heads, -1))  # [2T - 1, heads, D]
         num_frames, size = frames.shape[1], queries.shape[3]
@@ -51,8 +51,7 @@ class RelativeAttention(SelfAttention):
         apart = apart.expand(frames.shape[0], self.heads, num_frames, num_frames)
         bias = scores.gather(3, apart).masked_fill(~visible, float("-inf"))
         attended = F.scaled_dot_product_attention(queries + self.content_bias[:, None], keys, values, bias)
-        outputs: torch.Tensor = self.outputs(attended.transpose(1, 2).flatten(2))
-        return outputs
+        return self.outputs(attended.transpose(1, 2).flatten(2)), None
 
 
 class FeedForward(nn.Module):
@@ -88,27 +87,19 @@ class Convolution(nn.Module):
         self.outputs = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, frames: torch.Tensor, inside: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
-        """`[B, T, width]` -> `[B, T, width]`; `inside` `[B, T, 1]` is true inside the utterance. A frame hears none
-        behind its `chunk`, if that is given, in frames."""
-        gated = self._gated(frames, inside)
-        return self._mixed(
-            self.convolution(gated) if chunk is None else chunk_convolution(self.convolution, gated, chunk)
-        )
-
-    def step(self, frames: torch.Tensor, inside: torch.Tensor, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a chunk, with the `past` `[B, width, kernel // 2]` before it; and the past of the next one."""
-        window = torch.cat([past, self._gated(frames, inside)], dim=2)
-        return self._mixed(convolve_once(self.convolution, window)), window[..., window.shape[2] - past.shape[2] :]
-
-    def _gated(self, frames: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-        """`[B, width, T]`."""
-        return F.glu(self.gates(self.norm(frames)), dim=2).masked_fill(~inside, 0.0).transpose(1, 2)
-
-    def _mixed(self, mixed: torch.Tensor) -> torch.Tensor:
-        mixed = mixed.transpose(1, 2)
-        added: torch.Tensor = self.dropout(self.outputs(F.silu(self.inner_norm(mixed))))
-        return added
+    def forward(
+        self, frames: torch.Tensor, inside: torch.Tensor, chunk: int | None = None, past: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[B, T, width]` -> `[B, T, width]`, and the past of the next chunk; `inside` `[B, T, 1]` is true inside the
+        utterance. A frame hears none behind its `chunk`, if that is given, in frames. Alternatively, `frames` are a
+        chunk, and the `past` `[B, width, kernel // 2]` is before it."""
+        gated = F.glu(self.gates(self.norm(frames)), dim=2).masked_fill(~inside, 0.0).transpose(1, 2)
+        if past is not None:
+            window = torch.cat([past, gated], dim=2)
+            mixed, past = convolve_once(self.convolution, window), window[..., window.shape[2] - past.shape[2] :]
+        else:
+            mixed = self.convolution(gated) if chunk is None else chunk_convolution(self.convolution, gated, chunk)
+        return self.dropout(self.outputs(F.silu(self.inner_norm(mixed.transpose(1, 2))))), past
 
 
 class Block(nn.Module):
@@ -137,35 +128,21 @@ class Block(nn.Module):
         frames: torch.Tensor,
         inside: torch.Tensor,
         places: torch.Tensor,
-        visible: torch.Tensor | None = None,
-        chunk: int | None = None,
-    ) -> torch.Tensor:
-        """`inside` `[B, T, 1]` is true inside the utterance; `places` and `visible` are those of the attention (None:
-        all inside), `chunk` that of the convolution."""
-        frames = frames + 0.5 * self.first(frames)
-        if visible is None:
-            visible = inside[:, None, None, :, 0]
-        frames = frames + self.dropout(self.attention(self.attention_norm(frames), visible, places))
-        frames = frames + self.convolution(frames, inside, chunk)
-        normed: torch.Tensor = self.norm(frames + 0.5 * self.second(frames))
-        return normed
-
-    def step(
-        self,
-        frames: torch.Tensor,
-        inside: torch.Tensor,
         visible: torch.Tensor,
-        angles: torch.Tensor,
-        past: torch.Tensor,
-        convolved: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A chunk's outputs, and the pasts of attention and convolution for the next one."""
+        chunk: int | None = None,
+        past: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The outputs, and the pasts of attention and convolution for the next chunk.
+
+        `inside` `[B, T, 1]` is true inside the utterance; `visible` and `places` are those of the attention, `chunk`
+        that of the convolution; `past` is that of either, if the frames are a chunk.
+        """
         frames = frames + 0.5 * self.first(frames)
-        attended, past = self.attention.step(self.attention_norm(frames), visible, angles, past)
-        frames = frames + attended
-        mixed, convolved = self.convolution.step(frames, inside, convolved)
+        attended, attention = self.attention(self.attention_norm(frames), visible, places, past[0])
+        frames = frames + self.dropout(attended)
+        mixed, convolution = self.convolution(frames, inside, chunk, past[1])
         frames = frames + mixed
-        return self.norm(frames + 0.5 * self.second(frames)), past, convolved
+        return self.norm(frames + 0.5 * self.second(frames)), attention, convolution
 
 
 class ConformerCtc(StreamingNetwork):
@@ -200,9 +177,9 @@ class ConformerCtc(StreamingNetwork):
         places = phases(num_frames, self.head_size, device) if self.rotary else distances(num_frames, width, device)
         inside = frame_mask(lengths, num_frames)
         chunks = self.pass_chunks()
-        visible = None if chunks is None else chunk_mask(inside, chunks)
+        visible = inside[:, None, None, :, 0] if chunks is None else chunk_mask(inside, chunks)
         for block in self.blocks:
-            frames = block(frames, inside, places, visible, None if chunks is None else chunks.frames)
+            frames, *_ = block(frames, inside, places, visible, None if chunks is None else chunks.frames)
         return frames, lengths
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
@@ -223,9 +200,8 @@ class ConformerCtc(StreamingNetwork):
         visible = chunk_visible(remembered, inside)
         pasts, heard = [], []
         for number, block in enumerate(self.blocks):
-            frames, known, mixed = cast(Block, block).step(
-                frames, inside[:, :, None], visible, angles, past[:, number], convolved[:, number]
-            )
+            pair = past[:, number], convolved[:, number]
+            frames, known, mixed = block(frames, inside[:, :, None], angles, visible, None, pair)
             pasts.append(known)
             heard.append(mixed)
         remembered = torch.cat([remembered, inside], dim=1)[:, -before:]

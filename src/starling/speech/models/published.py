@@ -7,9 +7,8 @@ from torch import nn
 
 from starling.errors import ConfigError, DataError
 from starling.extras import require
-from starling.speech.models.network import Network
+from starling.speech.models.network import Network, frame_mask
 from starling.speech.models.shape import Wav2Vec2Shape, WhisperShape
-from starling.speech.models.subsampling import frame_mask
 
 
 class PublishedNetwork(Network):

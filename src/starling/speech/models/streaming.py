@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from starling.speech.models.network import Network
-from starling.speech.models.sections import Chunks
-from starling.speech.models.shape import frames_after
-from starling.speech.models.subsampling import ConvSubsampling
+from starling.speech.models.network import ConvSubsampling, Network
+from starling.speech.models.shape import Chunks, frames_after
 
 _WHOLE = 0.5
 """The share of training passes in full context, as in WeNet."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from starling.speech.models.network import Decoder, padded
-from starling.speech.models.sections import TransducerConfig
+from starling.speech.models.shape import TransducerConfig
 from starling.speech.tokens import BLANK
 
 MOST_NUMBERS = 2**24

@@ -1,17 +1,12 @@
 """A Transformer encoder with CTC outputs."""
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import Layers
-from starling.speech.models.positions import phases, rotate, sinusoids
-from starling.speech.models.sections import Chunks
-from starling.speech.models.shape import TransformerShape
+from starling.speech.models.network import ConvSubsampling, Layers, frame_mask, phases, rotate, sinusoids
+from starling.speech.models.shape import Chunks, TransformerShape
 from starling.speech.models.streaming import Caches, StreamingNetwork, chunk_mask, chunk_visible
-from starling.speech.models.subsampling import ConvSubsampling, frame_mask
 
 
 class SelfAttention(nn.Module):
@@ -27,37 +22,37 @@ class SelfAttention(nn.Module):
         self.inputs = nn.Linear(width, 3 * width)  # queries, keys and values, each the heads one after the other
         self.outputs = nn.Linear(width, width)
 
-    def forward(self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
-        """`visible` (`[B, 1, 1, T]`, or `[B, 1, T, T]` for each frame) says which frames are attended to, `angles`
-        `[T, D / 2]` how far each is rotated."""
-        parts = self.inputs(frames).unflatten(2, (3, self.heads, -1))
-        queries, keys, values = parts.unbind(2)
+    def forward(
+        self,
+        frames: torch.Tensor,
+        visible: torch.Tensor,
+        angles: torch.Tensor | None,
+        past: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The outputs, and the past of the next chunk.
+
+        Args:
+            frames: Of whole utterances, or of a chunk of C frames.
+            visible: Which frames are attended to, `[B, 1, 1, T]`, or `[B, 1, T, T]` for each frame; for a chunk,
+                `[B, 1, C, L + C]`.
+            angles: How far each frame is rotated, `[T, D / 2]`; for a chunk, `[L + C, D / 2]`: they count from the
+                first frame of the past, so that they stay small in a long stream.
+            past: The keys before rotation, and the values, of the L frames before a chunk, `[B, L, 2, heads, D]`.
+        """
+        queries, *known = self.inputs(frames).unflatten(2, (3, self.heads, -1)).unbind(2)
+        before = 0
+        if past is not None:
+            before = past.shape[1]
+            past = torch.cat([past, torch.stack(known, dim=2)], dim=1)
+            known = list(past.unbind(2))
+            past = past[:, -before:]
+        keys, values = known
         if angles is not None:
-            queries, keys = rotate(parts[:, :, :2], angles).unbind(2)
+            queries, keys = rotate(queries, angles[before:]), rotate(keys, angles)
         attended = F.scaled_dot_product_attention(
             queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), visible
         )
-        outputs: torch.Tensor = self.outputs(attended.transpose(1, 2).flatten(2))
-        return outputs
-
-    def step(
-        self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor, past: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a chunk `[B, C, width]`, with the `past` of L frames before it; and the past of the next one.
-
-        A past `[B, L, 2, heads, D]` has the keys before rotation, and the values: angles `[L + C, D / 2]` count from
-        its first frame, so that they stay small in a long stream. `visible` is `[B, 1, C, L + C]`.
-        """
-        parts = self.inputs(frames).unflatten(2, (3, self.heads, -1))
-        known = torch.cat([past, parts[:, :, 1:]], dim=1)
-        before = past.shape[1]
-        attended = F.scaled_dot_product_attention(
-            rotate(parts[:, :, 0], angles[before:]).transpose(1, 2),
-            rotate(known[:, :, 0], angles).transpose(1, 2),
-            known[:, :, 1].transpose(1, 2),
-            visible,
-        )
-        return self.outputs(attended.transpose(1, 2).flatten(2)), known[:, -before:]
+        return self.outputs(attended.transpose(1, 2).flatten(2)), past
 
 
 class Block(nn.Module):
@@ -80,21 +75,18 @@ class Block(nn.Module):
         self.wide_dropout = nn.Dropout(dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
-        """`visible` and `angles` as for `SelfAttention`."""
-        return self._widened(frames + self.dropout(self.attention(self.attention_norm(frames), visible, angles)))
-
-    def step(
-        self, frames: torch.Tensor, visible: torch.Tensor, angles: torch.Tensor, past: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A chunk's outputs, and the past of the next one; the arguments are those of `SelfAttention.step`."""
-        attended, past = self.attention.step(self.attention_norm(frames), visible, angles, past)
-        return self._widened(frames + attended), past
-
-    def _widened(self, frames: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        frames: torch.Tensor,
+        visible: torch.Tensor,
+        angles: torch.Tensor | None,
+        past: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The outputs, and the past of the next chunk; the arguments are those of `SelfAttention`."""
+        attended, past = self.attention(self.attention_norm(frames), visible, angles, past)
+        frames = frames + self.dropout(attended)
         wide = torch.relu(self.widening(self.feed_forward_norm(frames)))
-        added: torch.Tensor = self.dropout(self.narrowing(self.wide_dropout(wide)))
-        return frames + added
+        return frames + self.dropout(self.narrowing(self.wide_dropout(wide))), past
 
 
 def _near(num_frames: int, span: int, device: torch.device) -> torch.Tensor:
@@ -138,7 +130,7 @@ class TransformerCtc(StreamingNetwork):
         if (chunks := self.pass_chunks()) is not None:
             visible = chunk_mask(frame_mask(lengths, num_frames), chunks)
         for block in self.blocks:
-            frames = block(frames, visible, angles)
+            frames, _ = block(frames, visible, angles)
         return self.norm(frames), lengths
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
@@ -157,6 +149,6 @@ class TransformerCtc(StreamingNetwork):
         visible = chunk_visible(remembered, inside)
         pasts = []
         for number, block in enumerate(self.blocks):
-            frames, known = cast(Block, block).step(frames, visible, angles, past[:, number])
+            frames, known = block(frames, visible, angles, past[:, number])
             pasts.append(known)
         return self.norm(frames), (torch.stack(pasts, dim=1), torch.cat([remembered, inside], dim=1)[:, -before:])

@@ -4,10 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import Network
-from starling.speech.models.positions import phases, rotate
+from starling.speech.models.network import ConvSubsampling, Network, frame_mask, phases, rotate
 from starling.speech.models.shape import ZipformerShape
-from starling.speech.models.subsampling import ConvSubsampling, frame_mask
 
 _QUERY_SIZE = 32  # units of a head's queries and keys
 _VALUE_SIZE = 12  # units of a head's values

@@ -8,11 +8,10 @@
 
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from pydantic import TypeAdapter
 
@@ -20,10 +19,13 @@ from starling.configuration import digest
 from starling.files import replace_file
 from starling.speech.corpora import Utterance
 from starling.speech.shard_writer import ShardIndex, ShardWriter, audio_file, cuts_file
-from starling.speech.usable import Checker, Checking, Dropped
+from starling.speech.usable import Checked, Checker, Checking, Dropped
 
 Tick = Callable[[int], None]
 """Called with the number of utterances done since the last call."""
+OnProgress = Callable[[str, int, int], None]
+"""Called with the name of a set, the number of utterances done, and their total (0: unknown)."""
+REPORT_EVERY = 25
 _SEPARATORS = (",", ":")
 
 
@@ -77,41 +79,35 @@ class Stage:
             DataError: An utterance is unusable, and `on_bad` is `fail`.
             OSError: A file cannot be written.
         """
-        with _aside(self.work) as aside:
-            result = self._written(aside, tick) if self.writes else self._checked(tick)
+        checker = Checker(self.checking, self.taken)
+        with TemporaryDirectory(prefix="aside-", dir=self.work, ignore_cleanup_errors=True) as name:
+            aside, used = Path(name), self._used(checker, tick)
+            places, shard = self._written(used, aside) if self.writes else self._checked(used)
+            taken, dropped = tuple(sorted(self.taken)), tuple(checker.dropped)
+            result = Result(self.listing, taken, len(self.utterances), tuple(places), dropped, shard)
             self.file.unlink(missing_ok=True)
             if self.writes:
-                self._publish(aside, result.shard)
+                self._publish(aside, shard)
             replace_file(self.file, json.dumps(asdict(result), separators=_SEPARATORS), aside)
-        return len(result.places)
+        return len(places)
 
-    def _checked(self, tick: Tick) -> Result:
-        checker = self._checker()
-        used = []
+    def _used(self, checker: Checker, tick: Tick) -> Iterator[Checked]:
         for each in checker.usable(self.utterances):
-            used.append((each.place, each.utterance.id, each.utterance.speaker, each.utterance.text))
+            yield each
             tick(1)
-        places, *columns = zip(*used, strict=True) if used else ((), (), (), ())
-        return self._result(checker, places, ShardIndex(self.number, 0, 0, *columns))
 
-    def _written(self, aside: Path, tick: Tick) -> Result:
-        checker = self._checker()
+    def _checked(self, used: Iterable[Checked]) -> tuple[Sequence[int], ShardIndex]:
+        rows = [(place, each.id, each.speaker, each.text) for place, each, _, _ in used]
+        places, *columns = zip(*rows, strict=True) if rows else ((), (), (), ())
+        return places, ShardIndex(self.number, 0, 0, *columns)
+
+    def _written(self, used: Iterable[Checked], aside: Path) -> tuple[Sequence[int], ShardIndex]:
         places = []
         with ShardWriter(aside, self.number, self.checking.sampling_rate) as writer:
-            for place, utterance, audio, _ in checker.usable(self.utterances):
+            for place, utterance, audio, _ in used:
                 writer.write(utterance.id, utterance.speaker, utterance.text, audio)
                 places.append(place)
-                tick(1)
-            return self._result(checker, places, writer.finish())
-
-    def _checker(self) -> Checker:
-        checker = Checker(self.checking)
-        checker.seen.update(self.taken)
-        return checker
-
-    def _result(self, checker: Checker, places: Iterable[int], shard: ShardIndex) -> Result:
-        dropped, taken = tuple(checker.dropped), tuple(sorted(self.taken))
-        return Result(self.listing, taken, len(self.utterances), tuple(places), dropped, shard)
+            return places, writer.finish()
 
     def _publish(self, aside: Path, shard: ShardIndex) -> None:
         folder, made = self.work / "set" / "shar", [name for name, _ in shard.files]
@@ -120,6 +116,22 @@ class Stage:
                 (aside / name).replace(folder / name)
             else:
                 (folder / name).unlink(missing_ok=True)
+
+
+class Meter:
+    """Counts the utterances that are done, and reports every `REPORT_EVERY`."""
+
+    def __init__(self, label: str, utterances: Iterable[Utterance], report: OnProgress) -> None:
+        self._label, self._report, self._done = label, report, 0
+        self._total = len(utterances) if isinstance(utterances, Sequence) else 0
+
+    def add(self, count: int) -> None:
+        before, self._done = self._done, self._done + count
+        if self._done // REPORT_EVERY > before // REPORT_EVERY:
+            self._report(self._label, self._done, self._total)
+
+    def end(self) -> None:
+        self._report(self._label, self._done, self._total or self._done)
 
 
 def listing_of(utterances: Iterable[Utterance]) -> str:
@@ -140,15 +152,6 @@ def remove_asides(work: Path) -> None:
     """Remove the unfinished files of processes that were killed."""
     for each in work.glob("aside-*"):
         shutil.rmtree(each, ignore_errors=True)
-
-
-@contextmanager
-def _aside(work: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="aside-", dir=work))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _has(path: Path, size: int) -> bool:

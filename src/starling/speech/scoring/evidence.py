@@ -97,13 +97,12 @@ def encoded(samples: NDArray[np.float32], rate: int) -> str:
 def _audio(folder: Path, names: Sequence[str]) -> dict[str, str]:
     speech_set = SpeechSet.open(folder)
     wanted = set(names)
-    places = {name: place for place in range(len(speech_set)) if (name := speech_set.id(place)) in wanted}
-    found = speech_set.audios(list(places.values()))
+    found = speech_set.read([place for place in range(len(speech_set)) if speech_set.id(place) in wanted])
     speech_set.close()
     return {
-        name: encoded(samples, speech_set.sampling_rate)
-        for name, samples in zip(places, found, strict=True)
-        if not isinstance(samples, DataError)
+        each.id: encoded(each.samples, speech_set.sampling_rate)
+        for each in found
+        if not isinstance(each.samples, DataError)
     }
 
 

@@ -30,16 +30,27 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.reporting.progress import Say
-from starling.speech.serving.guard import LOOPBACK, App, Guard, Limits
+from starling.speech.serving.guard import LOOPBACK, Guard, Limits
 from starling.speech.transcribing.files import load_model
-from starling.speech.transcribing.formats import FORMATS, MEDIA_TYPES, Format, as_json, formatted, segment_as_json
 from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm
 from starling.speech.transcribing.transcriber import Transcriber
-from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update
+from starling.speech.transcribing.transcript import (
+    FORMATS,
+    MEDIA_TYPES,
+    Format,
+    Seconds,
+    Segment,
+    Transcript,
+    Update,
+    as_json,
+    formatted,
+    segment_as_json,
+)
 from starling.timeouts import ANSWERS_END
 
 _Result = TypeVar("_Result")
@@ -154,7 +165,7 @@ class Service:
         self._limits = limits or Limits()
         self.turns = Turns()
 
-    def app(self, is_local: bool = True) -> App:
+    def app(self, is_local: bool) -> ASGIApp:
         """The ASGI application. One that `is_local` answers only requests to this machine's loopback address."""
         inner = Starlette(
             routes=[
@@ -194,34 +205,40 @@ class Service:
         async with AsyncExitStack() as stack:
             audio, name = await _upload(request, stack)
             recording = _Recording(self._transcriber, audio, name, None if rate is None else int(rate), self._limits)
-            stack.push_async_callback(self.turns.take, recording.parts.close)
-            first = await self.turns.take(recording.some)  # an error in the first part is answered with its own status
+            stack.push_async_callback(self.turns.take, recording.segments.close)
+            parts = self._parts(recording)
+            segments: list[Segment] = await anext(
+                parts, []
+            )  # an error in the first part is answered with its own status
             if form is None:
-                kept = stack.pop_all()
-                return StreamingResponse(self._lines(recording, first, kept), media_type="application/x-ndjson")
-            segments = list(first or ())
-            while first is not None:
+                lines = self._lines(recording, segments, parts, stack.pop_all())
+                return StreamingResponse(lines, media_type="application/x-ndjson")
+            async for some in parts:
                 if await request.is_disconnected():
                     return Response(status_code=499)
-                first = await self.turns.take(recording.some)
-                segments += first or ()
+                segments += some
             transcript = Transcript(tuple(segments), recording.seconds)
             plain = PurePath(name).stem or name
             text = formatted(transcript, form, name if form == "json" else plain)
         return Response(text, media_type=MEDIA_TYPES[form])
 
+    async def _parts(self, recording: "_Recording") -> AsyncIterator[list[Segment]]:
+        """The segments, as they are decoded when it is their turn."""
+        while (some := await self.turns.take(partial(next, recording.segments, None))) is not None:
+            yield some
+
     async def _lines(
-        self, recording: "_Recording", first: list[Segment] | None, stack: AsyncExitStack
+        self, recording: "_Recording", first: list[Segment], rest: AsyncIterator[list[Segment]], stack: AsyncExitStack
     ) -> AsyncIterator[str]:
         """A JSON object for each segment as soon as it is known, and one with the whole text at the end."""
         async with stack:
-            segments: list[Segment] = []
+            segments, some = list[Segment](), first
             try:
-                while first is not None:
-                    for segment in first:
-                        segments.append(segment)
+                while some:
+                    segments += some
+                    for segment in some:
                         yield _line({"segment": segment_as_json(segment)})
-                    first = await self.turns.take(recording.some)
+                    some = await anext(rest, [])
             except StarlingError as error:
                 yield _line({"error": str(error)})
                 return
@@ -276,27 +293,21 @@ class _Recording:
     ) -> None:
         self.name = name
         self.seconds: Seconds = 0.0
-        self._limits = limits
-        self.parts = self._all(transcriber, audio, raw_rate)
-
-    def some(self) -> list[Segment] | None:
-        """The next segments; None at the end. Raises DataError for what is no audio."""
-        return next(self.parts, None)
+        self.segments = self._all(transcriber, audio, raw_rate, limits.audio_seconds)
+        """Raises DataError for what is no audio."""
 
     def _all(
-        self, transcriber: Transcriber, audio: IO[bytes], raw_rate: int | None
+        self, transcriber: Transcriber, audio: IO[bytes], raw_rate: int | None, longest: Seconds
     ) -> Generator[list[Segment], None, None]:
-        with opened(audio, self.name, raw_rate) as sound:
-            yield from transcriber.stream(self._counted(sound), sound.rate, _TOGETHER)
+        def blocks(sound: Sound) -> Iterator[NDArray[np.float32]]:
+            for block in sound:
+                self.seconds = sound.heard
+                if self.seconds > longest:
+                    raise DataError(f"{self.name}: longer than {longest / 60:g} minutes (--max-minutes)")
+                yield block
 
-    def _counted(self, sound: Sound) -> Iterator[NDArray[np.float32]]:
-        samples = 0
-        for block in sound.blocks:
-            samples += len(block)
-            self.seconds = samples / sound.rate
-            if self.seconds > self._limits.audio_seconds:
-                raise DataError(f"{self.name}: longer than {self._limits.audio_seconds / 60:g} minutes (--max-minutes)")
-            yield block
+        with opened(audio, self.name, raw_rate) as sound:
+            yield from transcriber.stream(blocks(sound), sound.rate, _TOGETHER)
 
 
 async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str]:

@@ -1,21 +1,14 @@
 """Limits of each connection: its size, the time a client may take, and the pages that may use the server."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from starling.timeouts import CLIENT_STALL, Seconds
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _CLOSE = {"Connection": "close"}
 """For answers to uploads that have not been read to their end."""
@@ -38,7 +31,7 @@ class Guard:
     page could listen through a server on the same machine.
     """
 
-    def __init__(self, app: App, limits: Limits, is_local: bool) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, is_local: bool) -> None:
         self._app = app
         self._limits = limits
         self._is_local = is_local

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.reporting.progress import Say
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.features import LogMel
+from starling.speech.hybrid import AlignmentConfig, StatesConfig
 from starling.speech.hybrid.alignment import (
     Labels,
     Scorer,
@@ -26,19 +27,17 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.config import AlignmentConfig, StatesConfig
 from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, words_of
 from starling.speech.hybrid.store import Frames, FrameWriter, save_states
-from starling.speech.hybrid.units import StateSpeller
+from starling.speech.hybrid.tying import StateSpeller
 from starling.speech.hybrid.viterbi import ctc_row
-from starling.speech.losses import TooShort, frames_needed
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled
+from starling.speech.store import SpeechSets, Stored
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
+from starling.speech.too_short import TooShort, frames_needed, kept_utterances
 from starling.speech.trained import load_newest
-from starling.speech.training.plan import kept_utterances
-from starling.speech.union import SpeechSets
 
 _READ_TOGETHER = 32
 """Utterances whose features are made together."""
@@ -66,20 +65,20 @@ def make_frames(
     aligning model that cannot be used.
     """
     decoding = recipe.decoding or DecodingConfig()
-    if recipe.resume is not None:
-        states = _taken_over(ExperimentFolder(recipe.resume.parent.parent), folder, decoding)
-    else:
-        kept = kept_utterances(train, folder.too_short)
-        try:
-            _store(recipe, train, features, kept, folder.frames, say)
-            states = _align(recipe, train, tokenizer, Frames(folder.frames, features.num_bands), say)
-        except OSError as error:  # such as a full disk
-            raise unwritable(folder.frames, error) from error
     if decoding.word_list is not None:
         words = read_words(decoding.word_list)
     else:
         words = words_of([train.text(index) for index in range(len(train))])
-    states = replace(states, words=tuple(words), decoding=decoding)
+    if recipe.resume is not None:
+        states = _taken_over(ExperimentFolder(recipe.resume.parent.parent), folder)
+        states = states.model_copy(update={"words": tuple(words), "decoding": decoding})
+    else:
+        kept = kept_utterances(train, folder.too_short)
+        try:
+            _store(recipe, train, features, kept, folder.frames, say)
+            states = _align(recipe, train, tokenizer, Frames(folder.frames, features.num_bands), words, say)
+        except OSError as error:  # such as a full disk
+            raise unwritable(folder.frames, error) from error
     check_words(states, tokenizer)
     return states
 
@@ -89,7 +88,7 @@ def _speller(recipe: Recipe, tokenizer: Tokenizer) -> StateSpeller:
     return StateSpeller(tokenizer, config.per_unit, config.context)
 
 
-def _taken_over(before: ExperimentFolder, now: ExperimentFolder, decoding: DecodingConfig) -> TiedStates:
+def _taken_over(before: ExperimentFolder, now: ExperimentFolder) -> TiedStates:
     """The frames and the states of the experiment that is resumed."""
     if not before.frames.is_dir():
         raise DataError(f"{before.frames}: the aligned frames of the run to resume are missing; train again")
@@ -115,14 +114,14 @@ def _store(
     num_written = 0
     bad: list[str] = []
     speeds = sorted(set(recipe.augment.speed))
-    with FrameWriter(folder) as writer:
+    with closing(FrameWriter(folder)) as writer:
         for first in range(0, len(kept), _READ_TOGETHER):
             numbers = kept[first : first + _READ_TOGETHER].tolist()
             usable: list[tuple[int, float]] = []
             waveforms: list[Tensor] = []
-            for number, audio in zip(numbers, train.audios(numbers), strict=True):
+            for number, stored in zip(numbers, train.read(numbers), strict=True):
                 try:
-                    heard = [_at_speed(audio, speed, features, train.id(number)) for speed in speeds]
+                    heard = [_at_speed(stored, speed, features) for speed in speeds]
                 except DataError as error:
                     if recipe.data.filter.on_bad == "fail":
                         raise
@@ -145,17 +144,19 @@ def _store(
         say(f"{train.name}: {len(bad)} utterances cannot be used and are left out, such as: {bad[0]}")
 
 
-def _at_speed(audio: NDArray[np.float32] | DataError, speed: float, features: LogMel, utterance: str) -> Tensor:
+def _at_speed(utterance: Stored, speed: float, features: LogMel) -> Tensor:
     """The waveform `[T]` of an utterance, faster. Raises DataError for one that has no features."""
-    waveform = features.checked(audio, utterance)
+    waveform = features.checked(utterance.samples, utterance.id)
     if speed == 1.0:
         return waveform
     faster = resampled(waveform[None], round(features.sampling_rate * speed), features.sampling_rate)[0]
-    features.check(faster, utterance)
+    features.check(faster, utterance.id)
     return faster
 
 
-def _align(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Frames, say: Say) -> TiedStates:
+def _align(
+    recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Frames, words: list[str], say: Say
+) -> TiedStates:
     """Align all frames, tie their states, and store these."""
     wanted, config = recipe.states or StatesConfig(), recipe.alignment or AlignmentConfig()
     texts = [(train.id(number), train.text(number)) for number in frames.utterances.tolist()]
@@ -187,7 +188,14 @@ def _align(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Fram
     for each in tied:
         counts += np.bincount(each, minlength=tree.num_states)
     log_priors = np.log(np.maximum(counts, 0.5) / counts.sum())
-    return TiedStates(tree, wanted.per_unit, wanted.context, log_priors, (), recipe.decoding or DecodingConfig())
+    return TiedStates.of(
+        tree,
+        per_unit=wanted.per_unit,
+        context=wanted.context,
+        log_priors=log_priors.tolist(),
+        words=words,
+        decoding=recipe.decoding or DecodingConfig(),
+    )
 
 
 def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
@@ -215,8 +223,7 @@ def _scorer(model: Recogniser, train: SpeechSets, frames: Frames, chosen: Sequen
         stored = [chosen[place] for place in places]
         numbers, speeds = frames.utterances[stored].tolist(), frames.speeds[stored].tolist()
         waveforms = [
-            _at_speed(audio, speed, model.features, train.id(number))
-            for audio, number, speed in zip(train.audios(numbers), numbers, speeds, strict=True)
+            _at_speed(each, speed, model.features) for each, speed in zip(train.read(numbers), speeds, strict=True)
         ]
         log_probs = model.hear(model.features.batch(waveforms)).log_probs
         return log_probs if model.states is None else model.states.scaled(log_probs)

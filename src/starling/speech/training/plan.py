@@ -1,36 +1,35 @@
 """The utterances that a recipe trains on, and the plan of its mini-batches: of whole utterances, or of sub-sequences of
-frames. Does not load torch."""
+frames. A plan is a pure function, so that all processes agree. Does not load torch."""
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from starling.chance import derive_seed
 from starling.errors import DataError
-from starling.speech.batch_plan import EpochPlan, MiniBatch, Planner
-from starling.speech.corpora.lines import read_table, write_table
-from starling.speech.hybrid.config import SequencesConfig
+from starling.speech.batch_plan import BatchConfig, Dealing, MiniBatch, ShardWindows, in_similar_groups, shard_bounds
+from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.store import AlignedFrames
 from starling.speech.mixture import Mixture
-from starling.speech.partition import PartDraws, divide, labels_are_domains
+from starling.speech.partition import PartDraws, describe_parts, divide, labels_are_domains
 from starling.speech.recipe import Recipe
-from starling.speech.union import Member, SpeechSets
+from starling.speech.store import Member, SpeechSets
+from starling.speech.too_short import kept_utterances
 from starling.workload import Ticket
-
-if TYPE_CHECKING:
-    from starling.speech.losses import TooShort
 
 Pieces = NDArray[np.int64]
 """Sub-sequences `[n, 3]`: utterance, first frame, the frame after the last."""
+_WINDOWS_KEPT = 3  # the current one, the next, which is loaded ahead, and one that a slow learner is still in
 _EPOCHS_KEPT = 3
-_TOO_SHORT = ("id", "frames", "needed", "number")
-"""The columns of `too_short.tsv`."""
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class RecipePlan:
@@ -46,9 +45,49 @@ class RecipePlan:
         self.utterances = utterances
         self.num_parts = 1 if recipe.partition == "identical" else recipe.num_workers
 
+    @property
+    def durations(self) -> NDArray[np.float32]:
+        """Seconds of each of `utterances`."""
+        return self._of_kept(self.speech_set.durations)
+
+    def shares(self) -> list[str]:
+        """Lines about mixture and partition: the passes over each domain in an epoch, and the sizes of the parts.
+
+        Raises DataError if a domain has no utterances, and ConfigError if the data are too few for the learners.
+        """
+        if self._parts is not None:
+            kind = "domains" if labels_are_domains(self.recipe.partition) else "speakers"
+            described = describe_parts(self._parts, self.durations, self._labels)
+            return [f"each learner draws at random from its own part of the data: {described} {kind}"]
+        if self._mixture is None:
+            return []
+        passes = self._mixture.passes(self.durations)
+        return ["passes over domains in an epoch: " + ", ".join(f"{name} {n:.3g}" for name, n in passes.items())]
+
+    @cached_property
+    def _mixture(self) -> Mixture | None:
+        """The recipe's mixture, restricted to `utterances`; None without one."""
+        if self.recipe.mixture is None:
+            return None
+        bounds = np.searchsorted(self.utterances, self.speech_set.domain_bounds)
+        return Mixture(self.recipe.mixture, bounds.tolist())
+
     @cached_property
     def _parts(self) -> NDArray[np.int32] | None:
-        return divide_utterances(self.recipe, self.speech_set, self.utterances)
+        """The part that each of `utterances` belongs to, one part for each worker; None if the data are not divided."""
+        recipe = self.recipe
+        if recipe.partition == "identical":
+            return None
+        return divide(self._labels, self.durations, recipe.num_workers, recipe.partition, recipe.seed)
+
+    @property
+    def _labels(self) -> NDArray[np.int32]:
+        is_by_domain = labels_are_domains(self.recipe.partition)
+        return (self.speech_set.domain_labels() if is_by_domain else self.speech_set.speaker_labels())[self.utterances]
+
+    def _of_kept(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The values of `utterances`; not copied if these are all utterances."""
+        return values if len(self.utterances) == len(values) else values[self.utterances]
 
 
 class UtterancePlan(RecipePlan):
@@ -56,23 +95,19 @@ class UtterancePlan(RecipePlan):
 
     examples = "utterances"
 
-    def epoch(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch, as positions in `utterances`; with divided data, only its `num_batches` is used."""
-        return self._planner.epoch(epoch)
-
     def num_batches(self, epoch: int) -> int:
         """Mini-batches of an epoch."""
-        return self.epoch(epoch).num_batches
+        return self._planner.num_batches(epoch)
 
     def of(self, ticket: Ticket) -> MiniBatch:
         """A ticket's mini-batch, as positions in `utterances`."""
         if self._draws is not None:
             return self._draws.draw(ticket.part, ticket.step)
-        return self.epoch(ticket.epoch)[ticket.index]
+        return self._planner.batch(ticket.epoch, ticket.index)
 
     def ids(self, ticket: Ticket) -> Iterator[str]:
         """The ids of a mini-batch's utterances; only for data that are not divided."""
-        for micro_batch in self.epoch(ticket.epoch)[ticket.index]:
+        for micro_batch in self._planner.batch(ticket.epoch, ticket.index):
             yield from (self.speech_set.id(int(self.utterances[index])) for index in micro_batch)
 
     @property
@@ -95,24 +130,86 @@ class UtterancePlan(RecipePlan):
         return ", ".join(lines)
 
     @cached_property
-    def _planner(self) -> Planner:
-        mixture = make_mixture(self.recipe, self.speech_set, self.utterances)
+    def _planner(self) -> "Planner":
         seed = derive_seed(self.recipe.seed, "plan")
-        return Planner(self._durations, self._of_kept(self.speech_set.shards), self.recipe.batches, seed, mixture)
+        return Planner(self.durations, self._of_kept(self.speech_set.shards), self.recipe.batches, seed, self._mixture)
 
     @cached_property
     def _draws(self) -> PartDraws | None:
         if self._parts is None:
             return None
-        return PartDraws(self._durations, self._parts, self.recipe.batches, derive_seed(self.recipe.seed, "draws"))
+        return PartDraws(self.durations, self._parts, self.recipe.batches, derive_seed(self.recipe.seed, "draws"))
 
-    @property
-    def _durations(self) -> NDArray[np.float32]:
-        return self._of_kept(self.speech_set.durations)
 
-    def _of_kept(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The values of the utterances to train on; not copied if these are all utterances."""
-        return values if len(self.utterances) == len(values) else values[self.utterances]
+class Planner:
+    """Plans the epochs of a set; a pure function of the constructor's arguments.
+
+    `durations` (`[N]`, seconds) and `shards` (`[N]`, ascending: the shard of each utterance) describe the set. Without
+    a mixture, each utterance is in exactly one micro-batch per epoch, and a window has at most `config.window` shards.
+    With a mixture, an epoch contains the data that it draws (see `starling.speech.mixture`).
+
+    In a window, utterances are sorted by duration into buckets, and those of a bucket are assigned to micro-batches at
+    random. A micro-batch with its padding is at most `max_duration` long, unless it consists of one longer utterance,
+    or the window has too few utterances to fill `accumulate` without merging. Each mini-batch has `accumulate`
+    micro-batches (fewer if the window has fewer utterances). Groups of `similar` mini-batches are in random order;
+    mini-batches that do not fill a group come last. Raises DataError for a set without utterances.
+    """
+
+    def __init__(
+        self,
+        durations: NDArray[np.float32],
+        shards: NDArray[np.int32],
+        config: BatchConfig,
+        seed: int,
+        mixture: Mixture | None = None,
+    ) -> None:
+        if not len(durations):
+            raise DataError("there are no utterances to plan an epoch with; check the training set")
+        self._durations = durations
+        self._config = config
+        self._seed = seed
+        self.windows = (
+            ShardWindows(shards, config.window, seed)
+            if mixture is None
+            else mixture.windows(durations, shard_bounds(shards), config.window, seed)
+        )
+        self._ends: dict[int, NDArray[np.int64]] = {}
+        self._plans: dict[tuple[int, int], list[MiniBatch]] = {}
+
+    def num_batches(self, epoch: int) -> int:
+        """Mini-batches of an epoch."""
+        return int(self._ends_of_windows(epoch)[-1])
+
+    def batch(self, epoch: int, index: int) -> MiniBatch:
+        """A mini-batch of an epoch; its window is planned when it is first needed."""
+        ends = self._ends_of_windows(epoch)
+        if not 0 <= index < ends[-1]:
+            raise IndexError(f"mini-batch {index} of epoch {epoch}, which has {ends[-1]}")
+        window = int(np.searchsorted(ends, index, side="right"))
+        return self.window(epoch, window)[index - (int(ends[window - 1]) if window else 0)]
+
+    def window(self, epoch: int, window: int) -> list[MiniBatch]:
+        """The mini-batches of a window, in order."""
+        return _recent(self._plans, _WINDOWS_KEPT, (epoch, window), lambda: self._plan(epoch, window))
+
+    def _ends_of_windows(self, epoch: int) -> NDArray[np.int64]:
+        """The number of mini-batches up to the end of each window."""
+        windows = range(self.windows.num_windows)
+        return _recent(
+            self._ends, _EPOCHS_KEPT, epoch, lambda: np.cumsum([self._count(epoch, each) for each in windows])
+        )
+
+    def _count(self, epoch: int, window: int) -> int:
+        """The number of mini-batches in a window."""
+        members = self.windows.members(epoch, window)
+        return Dealing(self._durations[members], self._config).num_batches
+
+    def _plan(self, epoch: int, window: int) -> list[MiniBatch]:
+        members = self.windows.members(epoch, window)
+        generator = np.random.default_rng(derive_seed(self._seed, "window", epoch, window))
+        dealt = Dealing(self._durations[members], self._config).deal(generator)
+        order = in_similar_groups(len(dealt), self._config.similar, generator)
+        return [[members[micro] for micro in dealt[number]] for number in order]
 
 
 class FramePlan(RecipePlan):
@@ -182,13 +279,13 @@ class SequencePlanner:
         self.num_batches = -(-self.num_sequences // (config.batch * accumulate))
         """In an epoch."""
         self._spare = counts * config.frames - lengths
-        self._epochs: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = OrderedDict()
+        self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def batch(self, epoch: int, index: int) -> list[Pieces]:
         """The micro-batches of a mini-batch."""
         if not 0 <= index < self.num_batches:
             raise IndexError(f"mini-batch {index} of epoch {epoch}, which has {self.num_batches}")
-        order, offsets = self._epoch(epoch)
+        order, offsets = _recent(self._epochs, _EPOCHS_KEPT, epoch, lambda: self._deal(epoch))
         first, end = (each * self.num_sequences // self.num_batches for each in (index, index + 1))
         return self._split(self._pieces(order[first:end], offsets))
 
@@ -202,16 +299,11 @@ class SequencePlanner:
         chosen = generator.choice(numbers, size, replace=len(numbers) < size)
         return self._split(self._pieces(chosen, generator.integers(self._spare + 1)))
 
-    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _deal(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The order of the sub-sequences, and by how many frames each utterance's first one is shortened."""
-        if epoch not in self._epochs:
-            generator = np.random.default_rng(derive_seed(self._seed, "sub-sequences", epoch))
-            offsets = generator.integers(self._spare + 1)
-            self._epochs[epoch] = generator.permutation(self.num_sequences), offsets
-            if len(self._epochs) > _EPOCHS_KEPT:
-                self._epochs.popitem(last=False)
-        self._epochs.move_to_end(epoch)
-        return self._epochs[epoch]
+        generator = np.random.default_rng(derive_seed(self._seed, "sub-sequences", epoch))
+        offsets = generator.integers(self._spare + 1)
+        return generator.permutation(self.num_sequences), offsets
 
     def _pieces(self, numbers: NDArray[np.int64], offsets: NDArray[np.int64]) -> Pieces:
         utterance = np.searchsorted(self._ends, numbers, side="right")
@@ -264,46 +356,10 @@ def open_training_set(recipe: Recipe) -> SpeechSets:
     return opened
 
 
-def make_mixture(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]) -> Mixture | None:
-    """The recipe's mixture, restricted to `utterances`; None without one.
-
-    Raises DataError if a domain has no utterances.
-    """
-    if recipe.mixture is None:
-        return None
-    return Mixture(recipe.mixture, np.searchsorted(utterances, train.domain_bounds).tolist())
-
-
-def divide_utterances(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]) -> NDArray[np.int32] | None:
-    """The part that each of `utterances` belongs to, with one part for each worker; None if the data are not divided.
-
-    Raises ConfigError if the data are too few for the number of workers.
-    """
-    if recipe.partition == "identical":
-        return None
-    seconds = train.durations[utterances]
-    return divide(part_labels(recipe, train, utterances), seconds, recipe.num_workers, recipe.partition, recipe.seed)
-
-
-def part_labels(recipe: Recipe, train: SpeechSets, utterances: NDArray[np.int32]) -> NDArray[np.int32]:
-    labels = train.domain_labels() if labels_are_domains(recipe.partition) else train.speaker_labels()
-    return labels[utterances]
-
-
-def list_too_short(found: "Iterable[TooShort]", train: SpeechSets, path: Path) -> None:
-    """Write the utterances that cannot be aligned to a table, which `kept_utterances` reads."""
-    rows = {each.id: each for each in found}
-    names = ((number, train.id(number)) for number in range(len(train)))
-    write_table(path, _TOO_SHORT, ((*rows[name], number) for number, name in names if name in rows))
-
-
-def kept_utterances(train: SpeechSets, path: Path) -> NDArray[np.int32]:
-    """The indices of the utterances to train on: all except those listed by `list_too_short`."""
-    everything = np.arange(len(train), dtype=np.int32)
-    if not path.is_file():
-        return everything
-    listed = [(row["id"], int(row["number"])) for _, row in read_table(path, _TOO_SHORT)]
-    for name, number in listed:
-        if number >= len(train) or train.id(number) != name:
-            raise DataError(f"{path}: {name} is not utterance {number} of {train.name}; train again without resume")
-    return np.delete(everything, [number for _, number in listed])
+def _recent(cache: dict[K, V], most: int, key: K, make: Callable[[], V]) -> V:
+    """The value of a key, from a cache of the `most` recently used ones or made now."""
+    value = cache.pop(key) if key in cache else make()
+    cache[key] = value
+    if len(cache) > most:
+        del cache[next(iter(cache))]
+    return value

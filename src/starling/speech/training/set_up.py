@@ -1,35 +1,53 @@
-"""The set-up before the learners start: data, tokens, the untrained recogniser, and the checks that need them."""
+"""The set-up before learners start, with the checks that need the data; a recipe's job, and what writes its models."""
 
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from starling.budget import Progress as Spent
 from starling.chance import derive_seed
 from starling.checkpoint.manifest import read_manifest
+from starling.engines.processes.place import cores_here
 from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.task import job_of
 from starling.reporting.progress import Say
 from starling.speech.features import LogMel
 from starling.speech.hybrid.lexicon import TiedStates
-from starling.speech.losses import TooShort, check_ctc_fits, transcripts
 from starling.speech.models import count_parameters
 from starling.speech.phones import Phones, make_phones
-from starling.speech.preparing.making import OnProgress
+from starling.speech.prepare import prepare_all
+from starling.speech.preparing.stages import OnProgress
 from starling.speech.recipe import Recipe, earlier_recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.store import SpeechSets
 from starling.speech.tokens import Tokenizer, make_tokenizer
+from starling.speech.too_short import list_too_short, too_short_for_ctc, transcripts
 from starling.speech.training.frames import make_frames, too_few_frames
-from starling.speech.training.plan import list_too_short, load_frame_plan, load_plan, open_training_set
-from starling.speech.training.training_set import describe_shares, prepare_all
+from starling.speech.training.plan import load_frame_plan, load_plan, open_training_set
 from starling.speech.training.warm_start import warm_start
 from starling.speech.training.workload import FrameWorkload, SpeechWorkload
-from starling.speech.union import SpeechSets
-from starling.training.freezing import freeze, in_words
+from starling.training.flat import split, trainable
+from starling.training.freezing import Freeze, freeze, in_words
+from starling.training.job import Job
 from starling.training.tensor_plan import tensor_plan
 from starling.training.tickets import TicketSequence
+
+Seconds = float
+MIN_AUDIO_FOR_PROCESSES: Seconds = 1800.0
+"""If a learner loads less audio in a run, loading processes take longer to start than they save. One core loads this
+much in 10 to 20 s."""
+AUDIO_PER_SECOND = 100.0
+"""The assumed seconds of audio that a learner trains on in a second, to estimate the audio of a budget in minutes."""
+MAX_PROCESSES = 4
+"""The maximum of loading processes per learner on an accelerator, or with data from an object store."""
 
 
 def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgress | None = None) -> None:
@@ -67,7 +85,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     workload = load_workload(recipe, folder)
     num_at_once = recipe.sync_group_size // recipe.island.learners_per_batch
     _check_share(len(workload.plan.utterances), num_at_once)
-    for line in describe_shares(recipe, workload.plan.speech_set, workload.plan.utterances):
+    for line in workload.plan.shares():
         say(line)
     if change := schedule_change(recipe, workload):
         say(change)
@@ -96,7 +114,7 @@ def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
     if recipe.resume is not None:
         return Recogniser.load(ExperimentFolder(recipe.resume.parent.parent).initial).phones
     made = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
-    say(f"{made.phones.num_outputs - 1} phones of {made.num_words - len(made.unknown)} words")
+    say(f"{len(made.phones.names)} phones of {made.num_words - len(made.unknown)} words")
     if made.unknown:
         shown = ", ".join(made.unknown[:3]) + (", …" if len(made.unknown) > 3 else "")
         say(
@@ -207,29 +225,25 @@ def _leave_out_too_short(
     """Write to `path` the utterances that cannot be aligned. Raises DataError if the recipe does not allow so many to
     be skipped."""
     path.unlink(missing_ok=True)
-    skip = recipe.data.filter.on_bad == "skip"
-    found: list[TooShort]
     if recipe.loss == "frames":
-        whom, remedy = "their states", "lower states.per_unit, or raise that limit"
+        whom, what, remedy = "their states", "fewer frames than states", "lower states.per_unit"
         found = too_few_frames(recipe, train, tokenizer, features)
-        if found and not skip:
-            raise DataError(
-                f"{train.name}: {len(found)} of {len(train)} utterances have fewer frames than states, such as "
-                f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed): {remedy}, raise "
-                "data.filter.min_seconds, or leave them out with data.filter.on_bad=skip"
-            )
     else:
-        whom, remedy = "CTC", "lower model.subsampling, use longer tokens, or raise that limit"
-        on_too_short: Literal["list", "fail"] = "list" if skip else "fail"
-        found = check_ctc_fits(transcripts(train), tokenizer, recipe.model, features, recipe.augment, on_too_short)
+        speed, subsampling = math.prod(recipe.augment.fastest), recipe.model.shape.subsampling
+        whom, what = "CTC", f"too few encoder frames for CTC at speed {speed:g}"
+        remedy = f"lower model.subsampling (now {subsampling}), use longer tokens"
+        found = too_short_for_ctc(transcripts(train), tokenizer, recipe.model, features, recipe.augment)
     if not found:
         return
-    if len(found) > recipe.data.filter.max_skipped * len(train):
+    shown = ", ".join(f"{each.id} ({each.frames} frames, {each.needed} needed)" for each in found[:5])
+    problem = f"{train.name}: {len(found)} of {len(train)} utterances have {what}, such as {shown}"
+    if recipe.data.filter.on_bad == "fail":
         raise DataError(
-            f"{train.name}: {len(found)} of {len(train)} utterances have too few frames for {whom}, such as "
-            f"{found[0].id} ({found[0].frames} frames, {found[0].needed} needed); data.filter.max_skipped allows "
-            f"{recipe.data.filter.max_skipped:.2%}: {remedy}"
+            f"{problem}: {remedy}, raise data.filter.min_seconds, or leave them out with data.filter.on_bad=skip"
         )
+    if len(found) > recipe.data.filter.max_skipped * len(train):
+        allowed = f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
+        raise DataError(f"{problem}; {allowed}: {remedy}, or raise that limit")
     list_too_short(found, train, path)
     listed = recipe.folder / path.name  # the list is moved there later
     names = ", ".join(each.id for each in found[:3]) + (", …" if len(found) > 3 else "")
@@ -237,3 +251,77 @@ def _leave_out_too_short(
         f"{train.name}: {len(found)} of {len(train)} utterances are too short for {whom} and are left out: {names}; "
         f"they are listed in {listed}"
     )
+
+
+def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
+    """The job of a recipe whose `folder` is set up. `learners_here` is the number of learners on this machine, None in
+    a simulation."""
+    workload = load_workload(recipe, folder)
+    num_workers = recipe.batches.num_workers
+    if num_workers == "auto" and isinstance(workload, FrameWorkload):
+        num_workers = 0  # what it loads is ready on the disk
+    if num_workers == "auto":
+        epoch = float(workload.plan.speech_set.durations[workload.plan.utterances].sum(dtype=np.float64))
+        num_workers = 0 if learners_here is None else loading_processes(recipe, learners_here, cores_here(), epoch)
+    return job_of(
+        recipe,
+        workload,
+        num_workers=num_workers,
+        weighting=recipe.batches.weighting,
+        freeze=tuple(each for each in recipe.freeze if each.until is not None),
+    )
+
+
+def loading_processes(recipe: Recipe, learners_here: int, cores: int, epoch: Seconds) -> int:
+    """The number of loading processes per learner for `batches.num_workers: auto`; `epoch` is the audio of an epoch.
+
+    Zero if learners have less than a core each, or if a learner loads little audio. A model on the CPU needs one
+    process.
+    """
+    budget, batch = recipe.budget, recipe.batches.max_duration * recipe.batches.accumulate
+    limits = [
+        None if budget.epochs is None else budget.epochs * epoch,
+        None if budget.steps is None else budget.steps * batch,
+        None if budget.minutes is None else budget.minutes * 60.0 * AUDIO_PER_SECOND * recipe.num_workers,
+    ]
+    audio = min(each for each in limits if each is not None) / recipe.num_workers
+    if cores < learners_here or audio < MIN_AUDIO_FOR_PROCESSES:
+        return 0
+    is_slow = recipe.data.remote is not None or (recipe.engine.device != "cpu" and torch.cuda.is_available())
+    return max(1, min(MAX_PROCESSES, cores // learners_here - 1)) if is_slow else 1
+
+
+def max_skipped(recipe: Recipe, job: Job) -> int:
+    """How many utterances of an epoch may be skipped; if it is more, the run fails."""
+    return int(recipe.data.filter.max_skipped * len(cast(SpeechWorkload | FrameWorkload, job.workload).plan.utterances))
+
+
+class ModelWriter:
+    """Writes a recogniser with the given weights `[P]` and buffers into a checkpoint.
+
+    The network is created once, before training, because creating it draws from the random generators that training
+    uses. Between two calls its parameters occupy no memory.
+    """
+
+    def __init__(self, initial: Path, frozen: Sequence[Freeze] = ()) -> None:
+        self._recogniser = Recogniser.load(initial)
+        freeze(self._recogniser.model, frozen)
+        self._parameters = trainable(self._recogniser.model)
+        self._buffers = dict(self._recogniser.model.named_buffers())
+        num_weights = sum(parameter.numel() for parameter in self._parameters)
+        self._empty = torch.zeros(1, dtype=self._parameters[0].dtype).expand(num_weights)
+        self._set_weights(self._empty)
+
+    def __call__(self, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
+        self._set_weights(weights)
+        for name, buffer in buffers.items():
+            self._buffers[name].copy_(buffer)
+        try:
+            self._recogniser.save(folder)
+        finally:
+            self._set_weights(self._empty)
+
+    def _set_weights(self, weights: Tensor) -> None:
+        """Make the parameters views of `weights`."""
+        for parameter, view in zip(self._parameters, split(weights, self._parameters), strict=True):
+            parameter.data = view

@@ -57,8 +57,8 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
             transfer.take(name, own[name], theirs[name])
     output = _output(recogniser, other, transfer)
     if recogniser.phones is not None:
-        there = other.phones.names if other.phones is not None else []
-        transfer.take_rows(PHONES, _alike(recogniser.phones.names, there))
+        there = other.phones.outputs if other.phones is not None else []
+        transfer.take_rows(PHONES, _alike(recogniser.phones.outputs, there))
     if not transfer.num_values:
         raise ConfigError(f"warm_start: nothing of {source} fits this recipe's model; use the same model.name")
     recogniser.model.load_state_dict(own)

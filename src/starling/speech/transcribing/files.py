@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -16,16 +16,14 @@ from starling.errors import ConfigError, DataError, did_you_mean
 from starling.extras import require
 from starling.files import replace_file
 from starling.reporting.progress import Bars, Say
-from starling.speech.trained import is_model, load_newest, load_recogniser, open_experiment
-from starling.speech.transcribing.formats import FORMATS, Format, formatted
+from starling.speech.trained import is_model, load_recogniser, open_experiment
 from starling.speech.transcribing.segmenter import Piece
 from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
-from starling.speech.transcribing.transcript import Seconds, Segment, Transcript
+from starling.speech.transcribing.transcript import FORMATS, Format, Segment, Transcript, formatted
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    pass
 
 STANDARD_INPUT = Path("-")
 AUDIO = {".wav", ".flac", ".mp3", ".opus", ".ogg", ".oga", ".aif", ".aiff", ".aifc", ".au", ".w64", ".rf64", ".caf"}
@@ -54,16 +52,14 @@ def load_model(
         'THREE SEVEN ONE'
     """
     path = Path(model)
-    if is_model(path):
-        if best or beam:
-            raise ConfigError(f"{path}: the best model and the beam search belong to an experiment; name its folder")
-        return Transcriber(load_newest(path))
+    if is_model(path) and (best or beam):
+        raise ConfigError(f"{path}: the best model and the beam search belong to an experiment; name its folder")
+    recogniser = load_recogniser(path, best)
     if not beam:
-        return Transcriber(load_recogniser(path, best))
+        return Transcriber(recogniser)
     folder, recipe = open_experiment(path)
     if recipe.loss != "ctc":
         raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {recipe.loss}")
-    recogniser = load_recogniser(path, best)
     require("decoding", "the beam search", ("flashlight",))
     from starling.speech.commands.beam_search import best_search
 
@@ -103,23 +99,21 @@ def transcribe_files(
         check_rate(raw_rate, "--raw-pcm")
         if STANDARD_INPUT not in inputs:
             raise ConfigError("--raw-pcm is the rate of standard input: give - as a file")
-    sources, problems = _sources(inputs)
-    is_one = len(inputs) == 1 and (inputs[0] == STANDARD_INPUT or not inputs[0].is_dir())
-    into = _Output(sources, is_one, form, output, tell)
+    sources, problems = _sources(inputs, form, output)
     transcriber = load_model(experiment, is_best, with_beam, screen)
     if form == "ctm" and not transcriber.has_times:
         raise ConfigError(
             f"{experiment}: --format ctm needs word times, which a model trained frame by frame does not give; use "
             "txt, json, srt or vtt"
         )
+    total = len(sources) + len(problems)
     with Bars(screen) as bars:
-        jobs = _Jobs(transcriber, into, bars, len(sources), problems)
-        for source in sources:
-            jobs.take(source, raw_rate)
-        jobs.flush()
+        is_at_once = form == "txt" and output is None
+        for source, transcript in _transcribed(transcriber, sources, raw_rate, is_at_once, problems, bars):
+            _write(source, transcript, form, tell)
     if problems:
-        several = f"{len(problems)} of {len(problems) + jobs.num_done} files cannot be transcribed: "
-        raise DataError((several if len(problems) + jobs.num_done > 1 else "") + "; ".join(problems))
+        several = f"{len(problems)} of {total} files cannot be transcribed: " if total > 1 else ""
+        raise DataError(several + "; ".join(problems))
 
 
 def checked_format(name: str) -> Format:
@@ -135,152 +129,117 @@ class _Source:
     """A file to transcribe."""
 
     path: Path
-    relative: Path
-    """To the folder in which it was found; its name if it was given."""
+    name: str
+    """In the folder in which it was found; without suffix, unless another one differs in that alone."""
+    output: Path | None
+    """Where its transcript goes; None: to the screen."""
 
     @property
     def is_standard_input(self) -> bool:
         return self.path == STANDARD_INPUT
 
 
-def _sources(inputs: Sequence[Path]) -> tuple[list[_Source], list[str]]:
-    """The files that are given or in given folders, and folders that have none."""
-    found: list[_Source] = []
-    problems = []
+def _sources(inputs: Sequence[Path], form: Format, output: Path | None) -> tuple[list[_Source], list[str]]:
+    """The files that are given or in given folders, and folders that have none. Raises ConfigError for an `output` that
+    cannot hold their transcripts."""
+    found: list[tuple[Path, Path]] = []
+    problems, is_one = [], len(inputs) == 1
     for path in inputs:
         if path != STANDARD_INPUT and path.is_dir():
+            is_one = False
             inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in AUDIO and each.is_file())
-            found += [_Source(each, each.relative_to(path)) for each in inside]
+            found += [(each, each.relative_to(path)) for each in inside]
             if not inside:
                 problems.append(f"{path}: this folder has no audio files ({', '.join(sorted(AUDIO))})")
         else:
-            found.append(_Source(path, Path("stdin" if path == STANDARD_INPUT else path.name)))
-    return found, problems
+            found.append((path, Path("stdin" if path == STANDARD_INPUT else path.name)))
+    if output is None and form in ("srt", "vtt") and len(found) > 1:
+        raise ConfigError(f"--format {form}: subtitles of {len(found)} files need --output FOLDER")
+    into = output if output is not None and (not is_one or output.is_dir()) else None
+    if into is not None and into.exists() and not into.is_dir():
+        raise ConfigError(f"--output {into}: is a file; give a folder for {len(found)} transcripts")
+    twice = [name for name, count in Counter(relative for _, relative in found).items() if count > 1]
+    if into is not None and twice:
+        raise ConfigError(f"--output {into}: {len(twice)} names are given twice, such as {twice[0]}; run them apart")
+    counts = Counter(relative.with_suffix("") for _, relative in found)
+    sources = []
+    for path, relative in found:
+        plain = relative.with_suffix("")
+        name = str(relative if counts[plain] > 1 else plain)
+        sources.append(_Source(path, name, output if into is None else into / f"{name}.{form}"))
+    return sources, problems
 
 
-class _Output:
-    """Where transcripts go."""
+def _write(source: _Source, transcript: Transcript, form: Format, tell: Say) -> None:
+    """Write a transcript, or pass it on."""
+    if source.output is None and form == "txt":
+        if not source.is_standard_input:
+            tell(f"{source.path}\t{transcript.text}")
+        elif transcript.text:
+            tell(transcript.text)
+        return
+    text = formatted(transcript, form, str(source.path) if form == "json" else source.name)
+    if source.output is None:
+        tell(text.removesuffix("\n"))
+        return
+    try:
+        source.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(source.output, text)
+    except OSError as error:
+        raise ConfigError(f"--output {source.output}: cannot be written: {error.strerror}") from error
 
-    def __init__(self, sources: Sequence[_Source], is_one: bool, form: Format, output: Path | None, tell: Say) -> None:
-        self._form: Format = form
-        self._output = output
-        self.tell = tell
-        self._is_folder = output is not None and (not is_one or output.is_dir())
-        if output is None and form in ("srt", "vtt") and len(sources) > 1:
-            raise ConfigError(f"--format {form}: subtitles of {len(sources)} files need --output FOLDER")
-        if self._is_folder and output is not None and output.exists() and not output.is_dir():
-            raise ConfigError(f"--output {output}: is a file; give a folder for {len(sources)} transcripts")
-        counts = Counter(each.relative.with_suffix("") for each in sources)
-        self._repeated = {name for name, count in counts.items() if count > 1}
-        twice = [name for name, count in Counter(each.relative for each in sources).items() if count > 1]
-        if self._is_folder and twice:
-            raise ConfigError(
-                f"--output {output}: {len(twice)} names are given twice, such as {twice[0]}; run them apart"
-            )
 
-    @property
-    def is_at_once(self) -> bool:
-        """Whether segments of standard input are told as soon as they are known."""
-        return self._form == "txt" and self._output is None
+def _transcribed(
+    transcriber: Transcriber,
+    sources: Sequence[_Source],
+    raw_rate: int | None,
+    is_at_once: bool,
+    problems: list[str],
+    bars: Bars,
+) -> Iterator[tuple[_Source, Transcript]]:
+    """The transcript of each file, in order; segments of several files are decoded together. A file that is no audio
+    becomes a problem. With `is_at_once`, standard input has a transcript for each of its segments."""
+    waiting: list[tuple[list[Segment], Piece]] = []
+    read: list[tuple[_Source, list[Segment], Sound]] = []
 
-    def write(self, source: _Source, transcript: Transcript) -> None:
-        """Write a transcript, or pass it on."""
-        plain = source.relative.with_suffix("")
-        name = source.relative if plain in self._repeated else plain
-        if self._output is None and self._form == "txt":
-            self.tell(f"{source.path}\t{transcript.text}")
-            return
-        called = str(source.path) if self._form == "json" else str(name)
-        text = formatted(transcript, self._form, called)
-        if self._output is None:
-            self.tell(text.removesuffix("\n"))
-            return
-        path = self._output / f"{name}.{self._form}" if self._is_folder else self._output
+    def is_enough() -> bool:
+        return sum(len(piece.samples) for _, piece in waiting) >= TOGETHER * transcriber.rate
+
+    def decode() -> None:
+        for (segments, _), found in zip(waiting, transcriber.decode([piece for _, piece in waiting]), strict=True):
+            segments.append(found)
+        waiting.clear()
+
+    def finished() -> Iterator[tuple[_Source, Transcript]]:
+        decode()
+        yield from ((source, Transcript(tuple(segments), sound.heard)) for source, segments, sound in read)
+        read.clear()
+
+    for number, source in enumerate(sources, 1):
+        own: list[Segment] = []
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, text)
-        except OSError as error:
-            raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
-
-
-@dataclass
-class _Recording:
-    """What is known of a file."""
-
-    source: _Source
-    segments: list[Segment] = field(default_factory=list)
-    seconds: Seconds = 0.0
-
-
-class _Jobs:
-    """Decodes segments of several files together, and writes transcripts in the order of the files."""
-
-    def __init__(
-        self, transcriber: Transcriber, into: _Output, bars: Bars, num_sources: int, problems: list[str]
-    ) -> None:
-        self.num_done = 0
-        self._transcriber = transcriber
-        self._into = into
-        self._bars = bars
-        self._num_sources = num_sources
-        self._problems = problems
-        self._waiting: list[tuple[_Recording, Piece]] = []
-        self._read: list[_Recording] = []
-
-    def take(self, source: _Source, raw_rate: int | None) -> None:
-        """Read a file, and decode if enough segments are waiting. A file that is no audio becomes a problem."""
-        recording = _Recording(source)
-        is_raw = source.is_standard_input and raw_rate is not None
-        try:
-            if source.is_standard_input and self._into.is_at_once:
-                self.flush()
+            if source.is_standard_input and is_at_once:
+                yield from finished()
                 with _opened(source, raw_rate) as sound:
-                    for some in self._transcriber.stream(sound.blocks, sound.rate, 0.0 if is_raw else TOGETHER):
-                        for text in (segment.text for segment in some if segment.text):
-                            self._into.tell(text)
-                self.num_done += 1
-                return
+                    for some in transcriber.stream(sound, sound.rate, TOGETHER if raw_rate is None else 0.0):
+                        yield from ((source, Transcript((segment,), sound.heard)) for segment in some)
+                continue
             with _opened(source, raw_rate) as sound:
-                for piece in self._transcriber.pieces(self._counted(sound, recording), sound.rate):
-                    self._waiting.append((recording, piece))
-                    if self._waiting_seconds >= TOGETHER:
-                        self._decode()
+                for piece in transcriber.pieces(sound, sound.rate):
+                    waiting.append((own, piece))
+                    if is_enough():
+                        decode()
+                    if len(sources) == 1:
+                        bars("seconds of audio", round(sound.heard), round(sound.seconds or 0.0))
         except DataError as error:
-            self._waiting = [each for each in self._waiting if each[0] is not recording]
-            self._problems.append(str(error))
-            return
-        self._read.append(recording)
-        self._bars("transcribing", self.num_done + len(self._read), self._num_sources)
-        if self._waiting_seconds >= TOGETHER:
-            self.flush()
-
-    def flush(self) -> None:
-        """Decode what is waiting, and write the transcripts."""
-        self._decode()
-        for recording in self._read:
-            self._into.write(recording.source, Transcript(tuple(recording.segments), recording.seconds))
-        self.num_done += len(self._read)
-        self._read = []
-
-    @property
-    def _waiting_seconds(self) -> Seconds:
-        return sum(len(piece.samples) for _, piece in self._waiting) / self._transcriber.rate
-
-    def _decode(self) -> None:
-        segments = self._transcriber.decode([piece for _, piece in self._waiting])
-        for (recording, _), segment in zip(self._waiting, segments, strict=True):
-            recording.segments.append(segment)
-        self._waiting = []
-
-    def _counted(self, sound: Sound, recording: _Recording) -> Iterator["NDArray[np.float32]"]:
-        """The blocks of a file, whose length is noted and shown."""
-        samples = 0
-        for block in sound.blocks:
-            samples += len(block)
-            recording.seconds = samples / sound.rate
-            if self._num_sources == 1:
-                self._bars("seconds of audio", round(recording.seconds), round(sound.seconds or 0.0))
-            yield block
+            waiting = [each for each in waiting if each[0] is not own]
+            problems.append(str(error))
+            continue
+        read.append((source, own, sound))
+        bars("transcribing", number, len(sources))
+        if is_enough():
+            yield from finished()
+    yield from finished()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Cuts audio at pauses, by its energy; it may come in pieces, of which only the last segment is kept in memory."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,8 +106,7 @@ class Segmenter:
         pieces: list[Piece] = []
         while self._seen + _LOOK_EVERY <= len(self._power):
             self._seen += _LOOK_EVERY
-            while (piece := self._look()) is not None:
-                pieces.append(piece)
+            pieces += iter(self._look, None)
         return pieces
 
     def end(self) -> list[Piece]:
@@ -114,9 +114,7 @@ class Segmenter:
         if len(self._power) * self._hop < len(self._samples):
             self._power = np.append(self._power, self._samples[-self._hop :].var(dtype=np.float64))
         self._seen = len(self._power)
-        pieces: list[Piece] = []
-        while (piece := self._look(is_end=True)) is not None:
-            pieces.append(piece)
+        pieces = list(iter(partial(self._look, is_end=True), None))
         is_silent = not len(self._power) or float(levels(self._power).max()) < _LOWEST + _LOUD
         if not self._found and not self._start and not is_silent:
             pieces.append(self._taken(self._seen))  # all there is; too short to tell speech from noise

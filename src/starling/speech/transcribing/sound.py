@@ -12,17 +12,18 @@ import soundfile
 from numpy.typing import NDArray
 
 from starling.errors import DataError
-from starling.speech.corpora.audio import check_regular, check_whole
+from starling.speech.corpora.utterance import check_regular, check_whole
 
+Seconds = float
 _BLOCK = 1 << 18
 """Numbers that are read at once; all channels together."""
 RATES = (1_000, 768_000)
 """The lowest and the highest sampling rate, Hz."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sound:
-    """Audio that is being read."""
+    """Audio that is being read. Its blocks come by iteration."""
 
     rate: int
     seconds: float | None
@@ -30,6 +31,15 @@ class Sound:
     blocks: Iterator[NDArray[np.float32]]
     """The mean of the channels, `[T]` each. Raises DataError for a truncated file and for samples that are not
     finite."""
+    heard: Seconds = 0.0
+    """Of the blocks so far."""
+
+    def __iter__(self) -> Iterator[NDArray[np.float32]]:
+        samples = 0
+        for block in self.blocks:
+            samples += len(block)
+            self.heard = samples / self.rate
+            yield block
 
 
 @contextmanager

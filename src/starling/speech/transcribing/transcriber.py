@@ -11,12 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from starling.errors import DataError
-from starling.speech.decoding.greedy import Emission, emissions_of, words_in
+from starling.speech.decoding.decoders import Emission, emissions_of, words_in
 from starling.speech.hybrid.viterbi import ctc_row, ctc_spans, path_of
-from starling.speech.recogniser import Recogniser
+from starling.speech.recogniser import Recogniser, by_duration, mono
 from starling.speech.resampling import Resampler
 from starling.speech.streaming import Stream, can_stream
-from starling.speech.tokens import Tokenizer
 from starling.speech.transcribing.segmenter import (
     FRAME,
     Piece,
@@ -84,7 +83,7 @@ class Transcriber:
         Raises:
             DataError: The audio is empty or not finite, or its shape or rate is impossible.
         """
-        samples = _mono(waveform)
+        samples = mono(waveform).detach().cpu().numpy()
         segments = tuple(segment for some in self.stream([samples], rate) for segment in some)
         return Transcript(segments, len(samples) / rate)
 
@@ -120,11 +119,8 @@ class Transcriber:
 
     def decode(self, pieces: Sequence[Piece]) -> list[Segment]:
         """What is said in pieces of audio at the rate of the recogniser, in batches of similar lengths."""
-        order = sorted(range(len(pieces)), key=lambda place: -len(pieces[place].samples))
         found: dict[int, Segment] = {}
-        while order:
-            size = max(1, int(_BATCH * self.rate / max(1, len(pieces[order[0]].samples))))
-            batch, order = order[:size], order[size:]
+        for batch in by_duration(np.array([len(each.samples) for each in pieces]) / self.rate, _BATCH):
             decoded = self._decode_batch([pieces[place] for place in batch])
             found.update(zip(batch, decoded, strict=True))
         return [found[place] for place in range(len(pieces))]
@@ -132,11 +128,7 @@ class Transcriber:
     def _decode_batch(self, pieces: Sequence[Piece]) -> list[Segment]:
         recogniser = self.recogniser
         heard = recogniser.hear(recogniser.features.batch([self._tensor(piece) for piece in pieces]))
-        lengths = heard.lengths.tolist()
-        rows = [
-            np.ascontiguousarray(row[:length].float().cpu().numpy())
-            for row, length in zip(heard.log_probs, lengths, strict=True)
-        ]
+        rows = heard.rows
         is_greedy = self.has_times and self._search is None and recogniser.decoder is None
         texts = recogniser.texts(*heard) if self._search is None else [self._search(row) for row in rows]
         return [
@@ -166,11 +158,30 @@ class Transcriber:
         self, piece: Piece, text: str, log_probs: NDArray[np.float32], emissions: Sequence[Emission] | None
     ) -> Segment:
         start, end = piece.start / self.rate, (piece.start + len(piece.samples)) / self.rate
-        words = None
-        if emissions is not None:
-            seconds, tokenizer = self.recogniser.output_seconds, self.recogniser.tokenizer
-            words = timed_words(log_probs, emissions, tokenizer, seconds, piece.samples, self.rate, start)
+        words = None if emissions is None else tuple(self._words(piece, log_probs, emissions))
         return Segment(round(start, 3), round(end, 3), " ".join(text.split()), words)
+
+    def _words(self, piece: Piece, log_probs: NDArray[np.float32], emissions: Sequence[Emission]) -> Iterator[Word]:
+        """The words of a piece of audio whose tokens CTC emits in `log_probs` `[T', V]`.
+
+        A word begins where its first token does on the best path without blanks. Next to a pause, it begins and ends
+        with its sound.
+        """
+        tokenizer, seconds, offset = self.recogniser.tokenizer, self.recogniser.output_seconds, piece.start / self.rate
+        words = words_in(emissions, tokenizer.names)
+        if not words:
+            return
+        places = beginnings(log_probs, [each.token for each in emissions]).tolist()
+        begin_of = dict(zip(emissions, places, strict=True))
+        begins = [begin_of[word[0]] * seconds for word in words]
+        firsts = [word[0].first * seconds for word in words]
+        begins[0] = firsts[0]  # the first token has all frames before it
+        lasts = [(word[-1].last + 1) * seconds for word in words]
+        for word, (start, end) in zip(words, _placed(begins, firsts, lasts, piece.samples, self.rate), strict=True):
+            if text := tokenizer.decode([each.token for each in word]).strip():
+                best = [log_probs[each.first : each.last + 1, each.token].max() for each in word]
+                confidence = round(min(1.0, float(np.exp(np.mean(best, dtype=np.float64)))), 4)
+                yield Word(text, round(offset + start, 3), round(offset + end, 3), confidence)
 
 
 class Live:
@@ -186,7 +197,8 @@ class Live:
         self._segmenter = segmenter
         self._resampler = Resampler(rate, transcriber.rate)
         self._is_streamed = can_stream(transcriber.recogniser)
-        self._stream: _Streamed | None = None
+        self._stream: Stream | None = None
+        self._start = self._heard = 0  # samples before the first that the stream heard, and those that it heard
         self._partial = ""
         self._next = 0  # samples after which to decode
 
@@ -211,11 +223,12 @@ class Live:
 
     def _streamed(self, pending: Piece) -> str:
         """The text of the chunks that are complete; what has been heard is not heard again."""
-        if self._stream is None or not self._stream.fits(pending):
-            self._stream = _Streamed(
-                Stream(self._transcriber.recogniser), pending.start, _MOVED * self._transcriber.rate
-            )
-        return self._stream.text(pending)
+        moved = abs(pending.start - self._start)  # with more sound, another beginning may be found
+        if self._stream is None or moved > min(_MOVED * self._transcriber.rate, self._heard):
+            self._stream, self._start, self._heard = Stream(self._transcriber.recogniser), pending.start, 0
+        new = pending.samples[self._start + self._heard - pending.start :]
+        self._heard += len(new)
+        return " ".join(self._stream.accept(torch.from_numpy(new)).split())
 
     def _decoded(self, pending: Piece) -> str:
         """The text of all of it, or the one before while that is recent."""
@@ -224,37 +237,6 @@ class Live:
         pause = max(_OFTEN * self._transcriber.rate, _GROWTH * len(pending.samples))
         self._next = self._segmenter.taken + round(pause)
         return self._transcriber.decode([pending])[0].text
-
-
-class _Streamed:
-    """A segment that has not ended, and what a stream has heard of it."""
-
-    def __init__(self, stream: Stream, start: int, moved: float) -> None:
-        self._stream = stream
-        self._start = start  # samples before the first one that the stream heard
-        self._heard = 0
-        self._moved = moved
-
-    def fits(self, pending: Piece) -> bool:
-        """Whether the segment begins where the stream does: with more sound, another beginning may be found."""
-        return abs(pending.start - self._start) <= min(self._moved, self._heard)
-
-    def text(self, pending: Piece) -> str:
-        """The text so far."""
-        new = pending.samples[self._start + self._heard - pending.start :]
-        self._heard += len(new)
-        return " ".join(self._stream.accept(torch.from_numpy(new)).split())
-
-
-def _mono(waveform: Waveform) -> NDArray[np.float32]:
-    """Samples `[T]` in [-1, 1]."""
-    tensor = torch.as_tensor(waveform)
-    if tensor.ndim not in (1, 2) or tensor.numel() == 0:
-        raise DataError(f"audio of shape {list(tensor.shape)} cannot be transcribed: give [T] or [channels, T]")
-    if not tensor.is_floating_point():
-        tensor = tensor.float() / -float(torch.iinfo(tensor.dtype).min)
-    tensor = tensor.detach().float().cpu()
-    return checked((tensor.mean(0) if tensor.ndim == 2 else tensor).numpy(), "the audio")
 
 
 def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emission] | None:
@@ -275,37 +257,6 @@ def beginnings(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> NDArray
     """
     path = path_of(log_probs[:, tokens], np.zeros(len(tokens), bool))
     return np.searchsorted(path, np.arange(len(tokens)))
-
-
-def timed_words(
-    log_probs: NDArray[np.float32],
-    emissions: Sequence[Emission],
-    tokenizer: Tokenizer,
-    frame_seconds: Seconds,
-    samples: NDArray[np.float32],
-    rate: int,
-    offset: Seconds,
-) -> tuple[Word, ...]:
-    """The words of a segment of audio `[T]` that begins at `offset`, whose tokens CTC emits in `log_probs` `[T', V]`.
-
-    A word begins where its first token does on the best path without blanks. Next to a pause, it begins and ends with
-    its sound.
-    """
-    words = words_in(emissions, tokenizer.names)
-    if not words:
-        return ()
-    begin_of = dict(zip(emissions, beginnings(log_probs, [each.token for each in emissions]).tolist(), strict=True))
-    begins = [begin_of[word[0]] * frame_seconds for word in words]
-    firsts = [word[0].first * frame_seconds for word in words]
-    begins[0] = firsts[0]  # the first token has all frames before it
-    lasts = [(word[-1].last + 1) * frame_seconds for word in words]
-    found = []
-    for word, (start, end) in zip(words, _placed(begins, firsts, lasts, samples, rate), strict=True):
-        if text := tokenizer.decode([each.token for each in word]).strip():
-            best = [log_probs[each.first : each.last + 1, each.token].max() for each in word]
-            confidence = round(min(1.0, float(np.exp(np.mean(best, dtype=np.float64)))), 4)
-            found.append(Word(text, round(offset + start, 3), round(offset + end, 3), confidence))
-    return tuple(found)
 
 
 def _placed(

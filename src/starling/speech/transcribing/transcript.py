@@ -1,8 +1,26 @@
-"""What was said, and when."""
+"""What was said, and when; as text, JSON, subtitles and CTM."""
 
-from dataclasses import dataclass
+import html
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+from starling.errors import DataError
 
 Seconds = float
+Format = Literal["txt", "json", "srt", "vtt", "ctm"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+MEDIA_TYPES: dict[Format, str] = {
+    "txt": "text/plain", "json": "application/json", "srt": "application/x-subrip", "vtt": "text/vtt",
+    "ctm": "text/plain",
+}  # fmt: skip
+
+_CUE_SECONDS = 7.0
+_CUE_CHARACTERS = 84  # two lines of 42, the usual limit of subtitles
+_LINE_CHARACTERS = 42
+_CUE_PAUSE = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,3 +84,96 @@ class Update:
     """Segments that have ended since the last update; their text does not change any more."""
     partial: str = ""
     """The text so far of the segment that has not ended."""
+
+
+def formatted(transcript: Transcript, form: Format, name: str) -> str:
+    """A transcript in a format. `name` is the recording's, in JSON and CTM.
+
+    Raises DataError for CTM of words without times.
+    """
+    if form == "txt":
+        return "".join(f"{segment.text}\n" for segment in transcript.segments if segment.text)
+    if form == "json":
+        return json.dumps(as_json(transcript, name), ensure_ascii=False) + "\n"
+    if form == "ctm":
+        return "".join(_ctm_lines(transcript, name))
+    cues = [cue for segment in transcript.segments for cue in _cues(segment)]
+    if form == "srt":
+        return "\n".join(f"{number}\n{_time(cue, ',')}\n{cue.text}\n" for number, cue in enumerate(cues, 1))
+    body = "".join(f"\n{_time(cue, '.')}\n{html.escape(cue.text, quote=False)}\n" for cue in cues)
+    return f"WEBVTT\n{body}"
+
+
+def as_json(transcript: Transcript, name: str) -> dict[str, object]:
+    """`{"file", "seconds", "text", "segments": [...]}`, with times in seconds."""
+    return {
+        "file": name,
+        "seconds": round(transcript.seconds, 3),
+        "text": transcript.text,
+        "segments": [segment_as_json(segment) for segment in transcript.segments],
+    }
+
+
+def segment_as_json(segment: Segment) -> dict[str, object]:
+    """`{"start", "end", "text", "confidence", "words": [{"text", "start", "end", "confidence"}]}`; `words` is null
+    for a model without times, `confidence` without words."""
+    confidence = segment.confidence
+    words = None if segment.words is None else [asdict(word) for word in segment.words]
+    mean = None if confidence is None else round(confidence, 4)
+    return {"start": segment.start, "end": segment.end, "text": segment.text, "confidence": mean, "words": words}
+
+
+def _ctm_lines(transcript: Transcript, name: str) -> Iterator[str]:
+    """`NAME CHANNEL START DURATION WORD CONFIDENCE`; spaces in the name become underscores."""
+    for segment in transcript.segments:
+        if segment.words is None:
+            raise DataError(
+                f"{name}: CTM needs word times, and the text from {segment.start:.2f} s has none; use txt, json, srt "
+                "or vtt"
+            )
+        for word in segment.words:
+            duration = max(0.0, word.end - word.start)
+            recording = re.sub(r"\s+", "_", name)
+            yield f"{recording} 1 {word.start:.3f} {duration:.3f} {word.text} {word.confidence:.4f}\n"
+
+
+def _cues(segment: Segment) -> Iterator[Segment]:
+    """A segment as subtitles of at most two lines and seven seconds; as it is where words have no times."""
+    if segment.words is None:
+        if segment.text:
+            yield segment
+        return
+    shown: list[Word] = []
+    for word in segment.words:
+        length = sum(len(each.text) + 1 for each in shown) + len(word.text)
+        if shown and (
+            length > _CUE_CHARACTERS
+            or word.end - shown[0].start > _CUE_SECONDS
+            or word.start - shown[-1].end > _CUE_PAUSE
+        ):
+            yield _cue(shown)
+            shown = []
+        shown.append(word)
+    if shown:
+        yield _cue(shown)
+
+
+def _cue(words: list[Word]) -> Segment:
+    lines = [""]
+    for word in words:
+        longer = f"{lines[-1]} {word.text}".strip()
+        if lines[-1] and len(longer) > _LINE_CHARACTERS and len(lines) == 1:
+            lines.append(word.text)
+        else:
+            lines[-1] = longer
+    return Segment(words[0].start, max(words[-1].end, words[0].start + 0.001), "\n".join(lines), tuple(words))
+
+
+def _time(cue: Segment, mark: str) -> str:
+    """`00:00:01,250 --> 00:00:02,000`."""
+
+    def written(seconds: float) -> str:
+        minutes, milliseconds = divmod(round(1000 * seconds), 60_000)
+        return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{mark}{milliseconds % 1000:03}"
+
+    return f"{written(cue.start)} --> {written(cue.end)}"

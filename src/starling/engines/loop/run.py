@@ -1,0 +1,125 @@
+"""What a loop's learner keeps from one membership to the next, and how the learners of a membership begin."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from starling.configuration import Config
+from starling.engines.loop.replica import Consensus, LoopReplica
+from starling.errors import NonFiniteError
+from starling.strategies import Strategy
+from starling.training.job import Statistics
+
+
+@dataclass(frozen=True)
+class Past:
+    """A loop's progress before a membership."""
+
+    has_state: bool
+    num_done: int
+    has_final: bool
+    """Whether it has the final consensus."""
+    has_joined: bool = False
+    """Whether it was not there when the run began."""
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """How the learners of a membership begin, by rank."""
+
+    source: int | None
+    """The rank whose state the `takers` copy, and whose strategy state and final consensus all do; None: each has its
+    own."""
+    takers: tuple[int, ...]
+    num_done: tuple[int, ...]
+    """The steps of the run after which each continues."""
+
+
+class LoopRun:
+    """One loop's part in a run: what it trains and how, and its progress, across memberships."""
+
+    def __init__(
+        self, strategy: Strategy, options: Config, replica: LoopReplica, seed: int, most_not_finite: int
+    ) -> None:
+        self.strategy, self.options, self.replica, self.seed = strategy, options, replica, seed
+        self.statistics = Statistics()
+        self.has_state = False
+        """Whether it has entered a membership; a joiner first copies the state of another learner."""
+        self.has_joined = False
+        """Whether it was not there when the run began."""
+        self.num_steps = 0
+        """Steps of the run: a joiner begins with the number of the learner that it copies."""
+        self.num_jumped = 0
+        """Steps of the run that it skipped because others had made them when the membership changed."""
+        self.gradient: Literal["none", "given", "alone", "used"] = "none"
+        """The loop's gradient within `step`: given to the strategy; to be used without the others, which have already
+        made this step; or used."""
+        self.is_over = False
+        """Whether the loop has made its last step."""
+        self.final: Consensus | None = None
+        self.consensus_bytes = 0
+        self.num_not_finite = self.not_finite_in_a_row = 0
+        """Gradients that were not finite, and made no optimizer step."""
+        self._most_not_finite = most_not_finite
+        self._resumed_at = time.monotonic()
+
+    def begin_computing(self) -> None:
+        """The loop computes from now on."""
+        self._resumed_at = time.monotonic()
+
+    def end_computing(self) -> None:
+        """Count the time for which the loop has computed."""
+        begun, self._resumed_at = self._resumed_at, time.monotonic()
+        self.statistics.spent.computing += self._resumed_at - begun
+
+    @property
+    def steps_begun(self) -> int:
+        """Steps of the run, with the one under way."""
+        return self.num_steps + (self.gradient != "none")
+
+    def count_finite(self, is_finite: bool, learner: str) -> None:
+        """Count gradients that are not finite. Raises NonFiniteError after many in a row."""
+        self.num_not_finite += not is_finite
+        self.not_finite_in_a_row = 0 if is_finite else self.not_finite_in_a_row + 1
+        if self.not_finite_in_a_row == self._most_not_finite:
+            raise NonFiniteError(
+                f"{learner}: the gradient of step {self.steps_begun} is not finite, nor were the "
+                f"{self._most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
+                "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
+            )
+
+    @property
+    def past(self) -> Past:
+        """What the others need to know before the next membership."""
+        num_done = self.num_steps + (self.gradient == "used")
+        return Past(self.has_state, num_done, self.final is not None, self.has_joined)
+
+    def continue_from(self, num_done: int, is_taker: bool) -> None:
+        """Continue after `num_done` steps of the run. A taker has copied a state that includes its gradient."""
+        if self.gradient == "given":
+            behind = num_done > self.num_steps
+            self.gradient = "used" if is_taker and self.has_state else "alone" if behind else "given"
+        before, self.num_steps = self.num_steps, num_done - (self.gradient in ("used", "alone"))
+        self.num_jumped += self.num_steps - before if self.has_state else 0
+        self.has_state = True
+
+
+def plan(pasts: Sequence[Past], has_one_model: bool, is_in_step: bool, keeps_state: bool) -> LoopPlan:
+    """The plan of a membership, the same on all learners.
+
+    Joiners copy the learner that has made most steps. If all have the same model, so do those that were interrupted one
+    step before it. Learners that step together continue after the same step. If one of them has the final consensus,
+    it is final for all.
+    """
+    finals = [rank for rank, past in enumerate(pasts) if past.has_final]
+    with_state = [rank for rank, past in enumerate(pasts) if past.has_state]
+    source = finals[0] if finals else max(with_state, key=lambda rank: (pasts[rank].num_done, -rank), default=0)
+    newest = pasts[source].num_done
+    takers = tuple(
+        rank
+        for rank, past in enumerate(pasts)
+        if rank != source and (not past.has_state or (has_one_model and past.num_done < newest))
+    )
+    num_done = tuple(newest if is_in_step or rank in takers else past.num_done for rank, past in enumerate(pasts))
+    return LoopPlan(source if takers or keeps_state or finals else None, takers, num_done)

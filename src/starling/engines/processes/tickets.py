@@ -1,0 +1,211 @@
+"""How learner processes share a run's tickets through the store: the portions that a sync group draws, and the records
+of what each learner has done, so that the tickets of a lost learner are not repeated.
+
+A sync group draws its next portion while a gradient is computed. A draw takes one or several round trips to the
+store. Where the link to it is full of weights, or long, a round trip takes as long as many packets, and the learner
+would spend it idle before every gradient.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from starling.engines.processes.forks import clone_store
+from starling.engines.processes.handshake import Peers
+from starling.engines.processes.stalls import Waits
+from starling.training.tickets import DoneTickets
+from starling.workload import Position, Ticket
+
+CLAIMING = "claiming"
+KEPT_CLAIMS = 1024
+"""Claims of a sync group kept in the store. Its members differ only by the mini-batches they have loaded ahead."""
+POLL_SECONDS = 0.5
+CLOSE_SECONDS = 10.0
+_DONE, _REACHED, _KEPT = "done/{}/{}", "done/{}/reached", "done/{}/kept"
+_CHUNK = 64
+"""Tickets that a learner records under one key."""
+
+
+class _Closed(Exception):  # noqa: N818 - not an error
+    """Ends the thread after `close`."""
+
+
+class Draws(threading.Thread):
+    """The portions of one member of a sync group, drawn by a thread with its own connection to the store.
+
+    The group's first learner draws for all members and writes what it drew; the others read that. Without others
+    nothing is written.
+    """
+
+    def __init__(self, peers: Peers, group: range) -> None:
+        super().__init__(name="starling-draws", daemon=True)  # it must not keep a failed learner alive
+        self._peers, self._group = peers, group
+        self._is_first = peers.rank == group.start
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._drawn: SimpleQueue[int | Exception] = SimpleQueue()
+        self._is_closed = threading.Event()
+        self._begun_at: deque[float] = deque()  # of the draws that were not taken
+        self.drawn_at = 0.0
+        """When the draw that was taken last had begun, on the clock `time.monotonic`."""
+
+    @property
+    def num_under_way(self) -> int:
+        """Draws that have begun and were not taken."""
+        return len(self._begun_at)
+
+    @property
+    def num_known(self) -> int:
+        """How many can be taken without waiting."""
+        return self._drawn.qsize()
+
+    def begin(self) -> None:
+        """Begin one more draw."""
+        if self.ident is None:
+            store = clone_store(self._peers.store)
+            self._own = self._peers.but(
+                place=replace(self._peers.place, store=store),
+                timeout_seconds=float("inf"),
+                waits=Waits(),
+                look_around=self._check_closed,
+            )
+            self.start()
+        self._begun_at.append(time.monotonic())
+        self._asked.put(True)
+
+    def take(self) -> int:
+        """The next portion, in the order of the draws; waits for it if need be. `DistStoreError` after the time-out."""
+        peers = self._peers
+        if self.num_under_way == 0:
+            self.begin()
+        begin = time.monotonic()
+        with peers.waits.waiting(CLAIMING, () if self._is_first else [self._group.start]):
+            while True:
+                try:
+                    drawn = self._drawn.get(timeout=POLL_SECONDS)
+                    break
+                except Empty:
+                    peers.look_around()
+                    if time.monotonic() - begin > peers.timeout_seconds:
+                        raise DistStoreError(f"Timed out: no draw for {peers.timeout_seconds:g} s") from None
+        if isinstance(drawn, Exception):
+            raise drawn
+        self.drawn_at = self._begun_at.popleft()
+        return drawn
+
+    def close(self) -> None:
+        """End the thread. The store has counted the draws that were not taken."""
+        self._is_closed.set()
+        self._asked.put(False)
+        if self.is_alive():
+            self.join(CLOSE_SECONDS)
+
+    def run(self) -> None:
+        number = 0
+        try:
+            while self._asked.get():
+                self._drawn.put(self._draw(number))
+                number += 1
+        except _Closed:
+            pass
+        except Exception as error:  # raised by `take`
+            self._drawn.put(error)
+
+    def _draw(self, claim: int) -> int:
+        store, key = self._own.store, f"claims/{self._group.start}/{{}}".format
+        if not self._is_first:
+            self._own.await_keys([key(claim)])
+            return int(store.get(key(claim)))
+        drawn = int(store.add("claims", 1)) - 1
+        if len(self._group) > 1:
+            store.set(key(claim), str(drawn))
+            if claim >= KEPT_CLAIMS:
+                store.delete_key(key(claim - KEPT_CLAIMS))
+        return drawn
+
+    def _check_closed(self) -> None:
+        if self._is_closed.is_set():
+            raise _Closed
+
+
+class DoneNotes:
+    """Records which tickets learner `rank` of a membership has done.
+
+    Each learner receives its tickets in the order of their numbers and does them in that order. So all tickets below
+    the lowest number that the `num_workers` learners have reached are done, and their records are removed.
+    """
+
+    def __init__(self, store: Store, rank: int, num_workers: int) -> None:
+        self._store = store
+        self._rank, self._num_workers = rank, num_workers
+        self._num_noted = 0
+        self._chunks: deque[tuple[int, int]] = deque()  # full chunks, each with its last ticket's number
+        store.set(_DONE.format(rank, 0), "")
+        store.set(_KEPT.format(rank), "0 0")
+
+    def add(self, ticket: Ticket) -> None:
+        """Record that the learner has done a mini-batch: its gradient is in the weights."""
+        chunk, place = divmod(self._num_noted, _CHUNK)
+        self._store.append(_DONE.format(self._rank, chunk), f"{ticket.step} ")  # type: ignore[attr-defined]
+        self._num_noted += 1
+        if place == _CHUNK - 1:
+            self._chunks.append((chunk, ticket.step))
+            self._store.set(_REACHED.format(self._rank), str(ticket.step))
+            self._forget()
+
+    def _forget(self) -> None:
+        keys = [_REACHED.format(rank) for rank in range(self._num_workers)]
+        if not self._store.check(keys):  # a learner has not yet filled a chunk
+            return
+        below = min(int(number) for number in self._store.multi_get(keys))
+        full = [chunk for chunk, last in self._chunks if last < below]
+        if full:  # before the deletion, so that a concurrent reader finds each chunk, or that its tickets are done
+            self._store.set(_KEPT.format(self._rank), f"{full[-1] + 1} {below}")
+        for chunk in full:
+            self._store.delete_key(_DONE.format(self._rank, chunk))
+            self._chunks.popleft()
+
+
+def noted(store: Store, world: int, start: Position) -> DoneTickets:
+    """The tickets that the learners of a membership, which began at `start`, have recorded as done.
+
+    All learners' records are read together: the next membership waits for this, and a round trip to the store may take
+    milliseconds.
+    """
+    done, ranks = DoneTickets(start), list(range(world))
+    while ranks:
+        kept = _kept(store, ranks)
+        done.add_all_below(max(below for _, below in kept.values()))
+        chunks = {rank: first for rank, (first, _) in kept.items()}
+        while chunks:
+            found = _read(store, {rank: _DONE.format(rank, chunk) for rank, chunk in chunks.items()})
+            for steps in found.values():
+                for step in steps.split():
+                    done.add(int(step))
+            chunks = {rank: chunks[rank] + 1 for rank, steps in found.items() if len(steps.split()) >= _CHUNK}
+        after = _kept(store, ranks)
+        ranks = [rank for rank in ranks if after[rank] != kept[rank]]  # presumed lost, it may still remove records
+    return done
+
+
+def _kept(store: Store, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Of each learner, the first chunk that it has kept, and the first ticket of which its chunks tell."""
+    found = _read(store, {rank: _KEPT.format(rank) for rank in ranks})
+    pairs = {rank: found.get(rank, b"0 0").split() for rank in ranks}
+    return {rank: (int(chunk), int(below)) for rank, (chunk, below) in pairs.items()}
+
+
+def _read(store: Store, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """The values of those of the keys that exist; the fewer do not exist, the fewer round trips."""
+    if store.check(list(keys.values())):
+        return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
+    if len(keys) == 1:
+        return {}
+    items = list(keys.items())
+    half = len(items) // 2
+    return _read(store, dict(items[:half])) | _read(store, dict(items[half:]))

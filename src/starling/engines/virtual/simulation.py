@@ -1,0 +1,175 @@
+"""One virtual run: its clock and its events, the learners that ever lived in it, and the faults that befall them."""
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import simpy
+
+from starling.engines.virtual.cluster import Cluster, ComputeTimes
+from starling.engines.virtual.network import Network
+from starling.errors import PeerLost
+from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split
+from starling.training.job import Job
+from starling.training.loading import Loader
+from starling.training.membership import Membership
+from starling.training.succession import Life
+
+
+@dataclass(kw_only=True)
+class VirtualLife(Life):
+    """A learner's life on the simulated clock."""
+
+    times: ComputeTimes
+    still_until: float = 0.0
+    """The simulated second until which the learner is paused."""
+    death: str = ""
+    """Why it is dead."""
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self.death)
+
+
+@dataclass(frozen=True)
+class VirtualLoss:
+    """A learner that died."""
+
+    learner: int
+    reason: str
+    seconds: float
+    """On the simulated clock."""
+
+
+class Affected(Protocol):
+    """The learners of the present membership, as faults affect them."""
+
+    membership: Membership
+    network: Network
+
+    def end_of(self, life: VirtualLife) -> None:
+        """A learner has died: end all that it does."""
+
+    def leave(self, reason: str) -> None:
+        """The membership is over."""
+
+
+class Simulation:
+    """What all memberships of a virtual run share. It injects the faults of the job, and stands in for the launcher,
+    which notices them.
+
+    The store and the launcher are on the side of a network partition that the fault does not name.
+    """
+
+    present: Affected
+    """The engine sets it whenever a membership begins."""
+
+    def __init__(self, job: Job, cluster: Cluster, times: Callable[[int], ComputeTimes] | None = None) -> None:
+        self.job, self.cluster = job, cluster
+        self.environment = simpy.Environment()
+        self.loader = Loader(job.workload, job.num_workers)
+        self.lives: dict[int, VirtualLife] = {}
+        """By the learner's name; a restarted learner has a new life."""
+        self.losses: list[VirtualLoss] = []
+        self.num_events = 0
+        self.event_hash = hashlib.sha256()
+        self._times = times or partial(ComputeTimes, cluster.compute, job.seed)
+        self._cut_off: dict[int, float] = {}  # by name, until when
+        self._by_event: dict[int, list[Fault]] = {}
+        for fault in job.faults:
+            if not isinstance(fault, NotFinite | Join) and fault.at_event is not None:
+                self._by_event.setdefault(fault.at_event, []).append(fault)
+
+    @property
+    def now(self) -> float:
+        """Simulated seconds since the run began."""
+        return float(self.environment.now)
+
+    def record(self, name: int, kind: str, detail: bytes) -> None:
+        """Add an event of a learner to the hash, and inject the faults that are placed at it."""
+        self.num_events += 1
+        self.event_hash.update(struct.pack("<dq", self.environment.now, name) + kind.encode() + b"\0" + detail)
+        for fault in self._by_event.get(self.num_events, ()):
+            self.inject(fault)
+
+    def schedule_faults(self) -> None:
+        """Schedule the faults that are placed by seconds."""
+        for fault in self.job.faults:
+            if not isinstance(fault, NotFinite) and fault.at_seconds is not None:
+                self._after(fault.at_seconds, partial(self.inject, fault))
+
+    def begin_life(self, name: int) -> VirtualLife:
+        """Start or restart a learner; only the learners that begin with the run suffer injected faults of their own."""
+        self.lives[name] = VirtualLife.begin(self.job, name, is_new=self.now > 0.0, times=self._times(name))
+        return self.lives[name]
+
+    def living(self) -> tuple[int, ...]:
+        """The names of the living learners, in order."""
+        return tuple(sorted(name for name, life in self.lives.items() if not life.is_dead))
+
+    def apart(self, names: Sequence[int]) -> bool:
+        """Whether a network partition separates some of these learners."""
+        return len({self._cut_off.get(name, 0.0) > self.now for name in names}) > 1
+
+    def seconds_cut_off(self, life: VirtualLife) -> float:
+        """Seconds until the store hears a learner again."""
+        return max(0.0, self._cut_off.get(life.name, 0.0) - self.now)
+
+    def seconds_out_of_reach(self, life: VirtualLife) -> float:
+        """Seconds until a learner hears anything again."""
+        return max(self.seconds_cut_off(life), life.still_until - self.now)
+
+    def inject(self, fault: Fault) -> None:
+        """Inject a fault now, if its learner is there to suffer it."""
+        if isinstance(fault, Split):
+            self._split(fault)
+        elif isinstance(fault, Join):
+            self._join(fault)
+        elif (life := self.lives.get(fault.learner)) is not None and not life.is_dead:
+            if isinstance(fault, Kill):
+                self._kill(life, "was killed on purpose")
+            elif isinstance(fault, Pause):  # if for too long, it is treated as killed
+                life.still_until = max(life.still_until, self.now + fault.seconds)
+                self._end_if_silent(life, fault.seconds, "gave no sign of life")
+
+    def _kill(self, life: VirtualLife, how: str) -> None:
+        if life.is_dead:
+            return
+        life.death = f"learner {life.name} {how} after {self.now:.6g} simulated seconds"
+        self.losses.append(VirtualLoss(life.name, life.death, self.now))
+        self._after(self.cluster.watch.notice, lambda: self._notice(life, life.death))
+        self.present.end_of(life)
+
+    def _split(self, fault: Split) -> None:
+        heals = self.now + fault.seconds
+        for name in fault.split:
+            self._cut_off[name] = max(heals, self._cut_off.get(name, 0.0))
+            if name in self.lives:
+                self._end_if_silent(self.lives[name], fault.seconds, "was cut off from the others")
+        self._after(fault.seconds, lambda: self.present.network.heal())
+
+    def _join(self, fault: Join) -> None:
+        if fault.join in self.present.membership.members:  # the others must first continue without it
+            if self.lives[fault.join].is_dead:
+                self._after(self.cluster.watch.regroup, partial(self._join, fault))
+        elif fault.join not in self.living():
+            self._notice(self.begin_life(fault.join), f"learner {fault.join} came")
+
+    def _end_if_silent(self, life: VirtualLife, seconds: float, how: str) -> None:
+        silence = self.cluster.watch.silence
+        if seconds > silence:
+            self._after(silence, lambda: self._kill(life, f"{how} for {silence:g} s"))
+
+    def _notice(self, life: VirtualLife, reason: str) -> None:
+        """A learner has died or joined: the others leave this membership, unless it already reflects that."""
+        if not self.living():
+            raise PeerLost(f"all learners were lost; the last: {self.losses[-1].reason}")
+        is_current = self.lives[life.name] is life
+        if is_current and (life.name in self.present.membership.members) == life.is_dead:
+            self.present.leave(reason)
+
+    def _after(self, seconds: float, do: Callable[[], None]) -> None:
+        self.environment.timeout(seconds).callbacks.append(lambda _: do())

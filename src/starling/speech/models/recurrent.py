@@ -1,0 +1,207 @@
+"""LSTMs in both directions or one, Deep Speech, and the hybrid networks, which have a state for each frame."""
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from starling.speech.models.network import Conv2dSubsampling, ConvSubsampling, Layers, Network, frame_mask
+from starling.speech.models.shape import (
+    BlstmShape,
+    Chunks,
+    DeepSpeechShape,
+    DnnHybridShape,
+    HybridShape,
+    RecurrentShape,
+    StackShape,
+)
+from starling.speech.models.streaming import Caches, StreamingNetwork
+
+_CLIP = 20.0
+
+
+def reversal(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
+    """`[B, num_frames, 1]` indices that reverse each utterance inside its own length; padding stays put."""
+    position = torch.arange(num_frames, device=lengths.device)[None]
+    mirrored = lengths[:, None] - 1 - position
+    return torch.where(mirrored >= 0, mirrored, position)[:, :, None]
+
+
+class BidirectionalLayer(nn.Module):
+    """One LSTM in each direction, `[B, T, I]` -> `[B, T, 2 * hidden]`.
+
+    Two plain LSTMs, the second over utterances reversed within their lengths: padding then never reaches a
+    frame of an utterance, at the speed of a padded `nn.LSTM`; packed sequences are 2 to 5 times slower on a CPU.
+    """
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.onward = nn.LSTM(inputs, hidden, batch_first=True)
+        self.backward_in_time = nn.LSTM(inputs, hidden, batch_first=True)
+
+    def forward(self, frames: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
+        """`reverse` is `reversal(lengths, T)`."""
+        onward, _ = self.onward(frames)
+        mirrored, _ = self.backward_in_time(frames.gather(1, reverse.expand(-1, -1, frames.shape[2])))
+        backward = mirrored.gather(1, reverse.expand(-1, -1, mirrored.shape[2]))
+        return torch.cat([onward, backward], dim=2)
+
+
+class _Blstm(Network):
+    """Bidirectional LSTM layers, an optional bottleneck, outputs; in front of them there may be `subsampling`."""
+
+    def __init__(self, subsampling: nn.Module | None, inputs: int, shape: StackShape, num_outputs: int) -> None:
+        super().__init__()
+        self.subsampling = subsampling
+        widths = [inputs] + [2 * shape.hidden] * shape.layers
+        self.layers = nn.ModuleList(BidirectionalLayer(width, shape.hidden) for width in widths[:-1])
+        self.stacked = Layers(self.layers, 2 * shape.hidden)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
+        self.output = nn.Linear(shape.bottleneck or widths[-1], num_outputs)
+
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        frames = features
+        if self.subsampling is not None:
+            frames, lengths = self.subsampling(features, lengths)
+        reverse = reversal(lengths, frames.shape[1])
+        for index, layer in enumerate(self.layers):
+            frames = layer(self.dropout(frames) if index else frames, reverse)
+        return self.bottleneck(self.dropout(frames)), lengths
+
+
+class BlstmCtc(_Blstm):
+    """Convolutional subsampling, bidirectional LSTM layers, an optional bottleneck, CTC outputs."""
+
+    def __init__(self, shape: BlstmShape, num_features: int, vocab_size: int) -> None:
+        subsampling = (
+            Conv2dSubsampling(num_features, shape.conv2d_channels, shape.channels, shape.subsampling)
+            if shape.conv2d_channels
+            else ConvSubsampling(num_features, shape.channels, shape.subsampling)
+        )
+        super().__init__(subsampling, shape.channels, shape, vocab_size)
+
+
+class BlstmHybrid(_Blstm):
+    """Bidirectional LSTM layers, an optional bottleneck, and log posteriors of the outputs; no convolution."""
+
+    def __init__(self, shape: HybridShape, num_features: int, num_outputs: int) -> None:
+        super().__init__(None, num_features, shape, num_outputs)
+
+
+class DnnHybrid(Network):
+    """Dense layers with rectified linear units, an optional bottleneck, and log posteriors of the outputs.
+
+        h_1 = max(W_1 x + b_1, 0),  h_i = max(W_i h_(i-1) + b_i, 0),  outputs = softmax(V h_n + c)
+
+    for each frame x alone: what it knows of its neighbours is in the spliced features (`features.splice`). Layers begin
+    with the normal weights of He et al. 2015 (arXiv 1502.01852) and zero biases. Without dropout it draws no random
+    numbers and holds no buffers, so that the virtual engine can compute the gradients of many learners in one call.
+
+    Source: Seide et al. 2011, "Conversational speech transcription using context-dependent deep neural networks", here
+    with rectified linear units (Zeiler et al. 2013, "On rectified linear units for speech processing") in place of
+    sigmoids and pre-training.
+    """
+
+    def __init__(self, shape: DnnHybridShape, num_features: int, num_outputs: int) -> None:
+        super().__init__()
+        widths = [num_features] + [shape.hidden] * shape.layers
+        dense = [nn.Linear(width, after) for width, after in pairwise(widths)]
+        for layer in dense:
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList(dense)
+        self.dropout = nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
+        self.bottleneck = nn.Linear(shape.hidden, shape.bottleneck) if shape.bottleneck else nn.Identity()
+        self.output = nn.Linear(shape.bottleneck or shape.hidden, num_outputs)
+
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        for layer in self.layers:
+            features = self.dropout(layer(features).relu())
+        return self.bottleneck(features), lengths
+
+
+class LstmCtc(StreamingNetwork):
+    """Convolutional subsampling, LSTM layers in the direction of time, an optional bottleneck, CTC outputs."""
+
+    cache_names = ("recurrent",)
+
+    def __init__(self, shape: RecurrentShape, num_features: int, vocab_size: int) -> None:
+        super().__init__()
+        self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
+        widths = [shape.channels] + [shape.hidden] * shape.layers
+        self.layers = nn.ModuleList(nn.LSTM(width, shape.hidden, batch_first=True) for width in widths[:-1])
+        self.stacked = Layers(self.layers, shape.hidden)
+        self.hidden = shape.hidden
+        self.dropout = nn.Dropout(shape.dropout)
+        self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
+        self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
+
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        frames, lengths = self.subsampling(features, lengths)
+        for index, layer in enumerate(self.layers):
+            frames, _ = layer(self.dropout(frames) if index else frames)
+        return self.bottleneck(self.dropout(frames)), lengths
+
+    def caches(self, batch_size: int, chunks: Chunks) -> Caches:
+        """Outputs and cells `[B, layers, 2, hidden]` of the last frame."""
+        return (self.output.weight.new_zeros(batch_size, len(self.layers), 2, self.hidden),)
+
+    def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
+        """As for `StreamingNetwork`."""
+        frames, _ = self.subsampling.of_window(window, inside)
+        past = caches[0].permute(1, 2, 0, 3)[:, :, None]  # [layers, 2, 1, B, hidden]
+        pasts = []
+        for layer, (outputs, cells) in zip(self.layers, past.unbind(0), strict=True):
+            frames, last = layer(frames, (outputs.contiguous(), cells.contiguous()))
+            pasts.append(torch.cat(last))  # [2, B, hidden]
+        return self.bottleneck(frames), (torch.stack(pasts).permute(2, 0, 1, 3),)
+
+
+def clipped_relu(values: torch.Tensor) -> torch.Tensor:
+    """min(max(x, 0), 20)."""
+    return values.clamp(0.0, _CLIP)
+
+
+class DeepSpeechCtc(Network):
+    """A context window, three dense layers, one LSTM layer in the direction of time, a dense layer, CTC outputs.
+
+        h1 = g(W1 x[t - 9 .. t + 9] + b1),   h2 = g(W2 h1 + b2),   h3 = g(W3 h2 + b3)
+        h4 = LSTM(h3),   h5 = g(W5 h4 + b5),   outputs = W6 h5 + b6,   g(x) = min(max(x, 0), 20)
+
+    It never hears further ahead than the window. The usual optimizer is Adam.
+
+    Source: Hannun et al. 2014, "Deep Speech: scaling up end-to-end speech recognition" (arXiv 1412.5567), as DeepSpeech
+    0.9 and Coqui STT 1.x build it: their one LSTM takes the place of the paper's bidirectional plain recurrence, and
+    their dense layers begin at Glorot's uniform weights and zero biases. The window and the first layer are here one
+    convolution over time, the same sums without stacked copies of the frames, and `subsampling` is its stride: the
+    paper's section 3.3 strides the input by 2. Coqui computes features every 20 ms and has no stride, so that 9 frames
+    are 180 ms to it and 90 ms at our 10 ms; `original` has the paper's stride, hence Coqui's 20 ms per encoder frame.
+    """
+
+    def __init__(self, shape: DeepSpeechShape, num_features: int, vocab_size: int) -> None:
+        super().__init__()
+        hidden, window = shape.hidden, 2 * shape.context + 1
+        self.subsampling = shape.subsampling
+        self.window = nn.Conv1d(num_features, hidden, window, shape.subsampling, padding=shape.context)
+        self.dense = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
+        self.recurrent = nn.LSTM(hidden, hidden, batch_first=True)
+        self.last_dense = nn.Linear(hidden, hidden)
+        self.output = nn.Linear(hidden, vocab_size)
+        self.dropout = nn.Dropout(shape.dropout)
+        for layer in (self.window, *self.dense, self.last_dense, self.output):
+            nn.init.xavier_uniform_(layer.weight.flatten(1))  # a window is a dense layer over all its frames
+            nn.init.zeros_(layer.bias)
+
+    def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        features = features.masked_fill(~frame_mask(lengths, features.shape[1]), 0.0)
+        frames = self.dropout(clipped_relu(self.window(features.transpose(1, 2)).transpose(1, 2)))
+        for layer in self.dense:
+            frames = self.dropout(clipped_relu(layer(frames)))
+        frames, _ = self.recurrent(frames)
+        frames = self.dropout(clipped_relu(self.last_dense(frames)))
+        return frames, (lengths + self.subsampling - 1) // self.subsampling
