@@ -139,12 +139,17 @@ async def _unchosen(me: Learner, options: AutoOptions) -> None:
     )
 
 
+def _may_average(options: Config) -> bool:
+    """True: a weighting may have an effect, and limits the choice."""
+    return True
+
+
 AUTO_STRATEGY = Strategy(
     AUTO,
     "measure the machines at hand, and choose one of the others",
     _unchosen,
     options=AutoOptions,
-    averages_gradients=lambda options: True,  # a weighting may have an effect: it limits the choice
+    averages_gradients=_may_average,
     kind="chosen by measuring",
 )
 """A placeholder, for the checks that are made before the choice."""

@@ -78,12 +78,6 @@ class Host(Protocol):
     def cut_agreement(self) -> CutAgreement:
         """States at checkpoint barriers are saved once all learners' have the same averaging rounds."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
     def now(self) -> float:
         """Seconds since the membership began, on the engine's clock."""
 
@@ -101,10 +95,15 @@ class Host(Protocol):
 
 
 class Course:
-    """One learner's training, from its first claim to the end of a membership. It begins in the state of its `life`."""
+    """One learner's training, from its first claim to the end of a membership. It begins in the state of its `life`.
 
-    def __init__(self, job: Job, host: Host, life: Life, tickets: SyncGroupTickets, observer: Observer) -> None:
-        rank, world, start = host.rank, host.world, life.state
+    `rank` and `world` count the learners of the membership; to a strategy between islands, `host` may have others.
+    """
+
+    def __init__(
+        self, job: Job, host: Host, rank: int, world: int, life: Life, tickets: SyncGroupTickets, observer: Observer
+    ) -> None:
+        start = life.state
         job.validate(world)
         self.job, self.tickets = job, tickets
         self.barriers = Barriers(tickets, job.checkpoint_every)

@@ -99,7 +99,7 @@ class ProcessLearner(ConnectedLearner):
         row = self.communicator
         self.shard_of_island = flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None
         self.cut_agreement = StoreCuts(row.store, row.rank, row.world, row.naming_the_lost)
-        self.course = Course(job, self, life, tickets, observer)
+        self.course = Course(job, self, peers.rank, peers.world, life, tickets, observer)
         self.shards = self.course.shards
         self.communicator.rounds.cuts = self.course.cuts
 

@@ -66,7 +66,7 @@ class VirtualLearner(ReplicaLearner):
         self.batches = VirtualBatches(membership.batches, self._sync_group, rank, part)
         self.shard_of_island, self.cut_agreement = None, self._rounds
         life.state = start
-        self.course = Course(job, self, life, membership.batches.tickets, observer)
+        self.course = Course(job, self, rank, world, life, membership.batches.tickets, observer)
         self.shards = self.course.shards
 
     @property
