@@ -79,7 +79,6 @@ def distance(states: Sequence[LearnerState]) -> float:
     return max(float((state.weights - states[0].weights).abs().max()) for state in states)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     "before",
     [

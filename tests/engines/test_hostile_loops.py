@@ -77,8 +77,9 @@ def is_trained(found: list[dict[str, Tensor]]) -> bool:
     return not bool((found[0]["final"] == found[0]["start"]).any())
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("coroutine", COROUTINES)
+@pytest.mark.parametrize(
+    "coroutine", [c if c == "diloco" else pytest.param(c, marks=pytest.mark.wide) for c in COROUTINES]
+)
 def test_weights_that_all_learners_load_are_the_models_or_refused(coroutine: str, tmp_path: Path) -> None:
     """At rate 0, after five steps and averaging, nothing is left of those before."""
     asked = case("load", coroutine, rate=0.0)

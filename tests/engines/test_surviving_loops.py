@@ -159,10 +159,13 @@ def test_three_of_four_finish_when_one_is_killed(strategy: str, lost: int, withi
         check_survivors(started.results(*survivors), died, within, 80)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "children", "within"),
-    [("adpsgd", "helped", 2.0), ("allreduce", "helped", 5.0), ("adpsgd", "loads", 2.0)],
+    [
+        ("adpsgd", "helped", 2.0),
+        pytest.param("allreduce", "helped", 5.0, marks=pytest.mark.wide),
+        pytest.param("adpsgd", "loads", 2.0, marks=pytest.mark.wide),
+    ],
 )
 def test_a_child_that_a_learner_forked_does_not_hide_its_death(
     strategy: str, children: str, within: float, tmp_path: Path
@@ -181,8 +184,7 @@ def test_a_child_that_a_learner_forked_does_not_hide_its_death(
                     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("on_loss", ["continue", "stop"])
+@pytest.mark.parametrize("on_loss", ["continue", pytest.param("stop", marks=pytest.mark.wide)])
 def test_a_child_that_a_learner_forked_may_end_as_any_program(on_loss: str, tmp_path: Path) -> None:
     """Its exit handlers end nobody's run, and its exit code is its own."""
     case = {"strategy": "adpsgd", "steps": 30, "forks": 0, "on_loss": on_loss}

@@ -115,13 +115,13 @@ def kill_at(name: str, event: int, victim: int) -> None:
     check(outcome, record)
 
 
-@pytest.mark.wide
+@pytest.mark.parametrize("every", [27, pytest.param(9, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_learner_killed_at_any_event_ends_in_success_or_a_named_error(name: str) -> None:
-    """Under every strategy; never in a deadlock, and each mini-batch counts once. Every ninth event, victims by turns;
-    `make soak` has all events and all victims."""
+def test_a_learner_killed_at_any_event_ends_in_success_or_a_named_error(name: str, every: int) -> None:
+    """Under every strategy; never in a deadlock, and each mini-batch counts once. Victims by turns; `make soak` has all
+    events and all victims."""
     num_events = run(name)[0].num_events
-    for event in range(1, num_events + 1, 9):
+    for event in range(1, num_events + 1, every):
         kill_at(name, event, victim=event % WORLD)
     kill_at(name, num_events, victim=0)
 
