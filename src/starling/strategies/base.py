@@ -30,18 +30,13 @@ def fits_any(options: Config, world: int) -> None:
     """Accept any number of learners."""
 
 
-def averages_none(options: Config) -> bool:
-    """False: no gradients are averaged."""
-    return False
-
-
-def adopts_all(options: Config) -> bool:
-    """True: changes of the weights are adopted."""
+def always(options: Config) -> bool:
+    """True with any options."""
     return True
 
 
-def adopts_none(options: Config) -> bool:
-    """False: no changes of the weights are adopted."""
+def never(options: Config) -> bool:
+    """False with any options."""
     return False
 
 
@@ -93,7 +88,7 @@ class Strategy:
     survivors: Callable[[Any, int, Collection[int]], Sequence[int]] = all_but_the_lost
     """The ranks that can continue, from the options, the number of learners and the lost ranks. Raises PeerLost if no
     learner can continue."""
-    averages_gradients: Callable[[Any], bool] = averages_none
+    averages_gradients: Callable[[Any], bool] = never
     """Whether, with these options, a step uses the mean gradient of a sync group."""
     is_served: bool = False
     """Whether servers keep the model. If not, the model is the mean of all learners' weights."""
@@ -105,7 +100,7 @@ class Strategy:
     """The strategies that share a text and a page; empty: the strategy's own name."""
     kind: str = "others"
     """The heading under which `starling strategies` lists it, such as `gossip`."""
-    adopts_changes: Callable[[Any], bool] = adopts_all
+    adopts_changes: Callable[[Any], bool] = always
     """Whether, with these options, a change of the weights between two gradients that is no step of the learner, such
     as `load_state_dict` in a user's loop, moves the mean of all learners' weights by its own mean. If not, it would be
     lost or taken for progress, and the loop's next step refuses it."""

@@ -43,7 +43,37 @@ DROPPED = ("worker", "asking", "age", "told", "message", "report", "tag")
 """A message that a server is handling when a membership ends belongs to that membership."""
 
 
-class ServerOptions(Config):
+class Served(Config):
+    """The options of all strategies with servers that keep the model: how many there are, and where."""
+
+    shards: int = Field(default=1, ge=1)
+    """The number of servers. Each keeps one shard of the model in host memory, with the state of its optimizer."""
+    servers: Literal["beside", "own"] = "beside"
+    """Where servers run: `beside`, in the first workers' processes; `own`, as the last learners, which compute no
+    gradients."""
+
+    def workers(self, world: int) -> range:
+        """The learners that compute."""
+        return range(world - self.shards if self.servers == "own" else world)
+
+    def server(self, shard: int, world: int) -> int:
+        """The learner that is the server of a shard."""
+        return world - self.shards + shard if self.servers == "own" else shard
+
+    def pieces(self, num_weights: int) -> list[slice]:
+        """The piece of the weights of each server. ConfigError if there are more servers than weights."""
+        shards = self.shards
+        if shards > num_weights:
+            raise ConfigError(f"strategy.shards: {shards} servers cannot share the model's {num_weights} parameters")
+        return [slice(num_weights * s // shards, num_weights * (s + 1) // shards) for s in range(shards)]
+
+    def kept(self, me: Learner) -> slice | None:
+        """The piece that a learner keeps as a server; None: it is no server."""
+        pieces = self.pieces(len(me.weights))
+        return next((piece for s, piece in enumerate(pieces) if self.server(s, me.world) == me.rank), None)
+
+
+class ServerOptions(Served):
     """The options of `parameter-server`."""
 
     update: Literal["synchronous", "hybrid", "asynchronous", "summed"] = "asynchronous"
@@ -55,11 +85,6 @@ class ServerOptions(Config):
     """How the gradients of a step are combined. Default: their mean under `hybrid`, their sum under `summed`."""
     staleness_bound: int | None = Field(default=None, ge=0)
     """A worker that would be more than this many gradients ahead of the slowest waits; null: no worker waits."""
-    shards: int = Field(default=1, ge=1)
-    """The number of servers. Each keeps one shard of the model, with its optimizer state, in host memory."""
-    servers: Literal["beside", "own"] = "beside"
-    """Where servers run: `beside`, in the first workers' processes; `own`, as the last learners, which compute no
-    gradients."""
     overlap: bool = False
     """Compute the next gradient, at the old weights, while the new weights are on their way."""
     scale_by_staleness: bool = False
@@ -88,35 +113,21 @@ class ServerOptions(Config):
             )
         return self
 
-    def workers(self, world: int) -> range:
-        """The learners that compute."""
-        return range(world - self.shards if self.servers == "own" else world)
-
-    def server(self, shard: int, world: int) -> int:
-        """The learner that is the server of a shard."""
-        return world - self.shards + shard if self.servers == "own" else shard
-
-    def pieces(self, num_weights: int) -> list[slice]:
-        """The piece of the weights of each server. ConfigError if there are more servers than weights."""
-        shards = self.shards
-        if shards > num_weights:
-            raise ConfigError(f"strategy.shards: {shards} servers cannot share the model's {num_weights} parameters")
-        return [slice(num_weights * s // shards, num_weights * (s + 1) // shards) for s in range(shards)]
-
-    def kept(self, me: Learner) -> slice | None:
-        """The piece that a learner keeps as a server; None: it is no server."""
-        pieces = self.pieces(len(me.weights))
-        return next((piece for s, piece in enumerate(pieces) if self.server(s, me.world) == me.rank), None)
-
     def rule(self, num_workers: int) -> Rule:
         """A new `Rule`, as named by `update`."""
         if self.update == "synchronous":
             return Synchronous()
         if self.update == "hybrid":
-            return Hybrid(num_workers, self.combine or "mean")
-        if self.update == "summed":
-            return Summed(self.sum or 1, self.combine or "sum")
-        return Asynchronous()
+            return Hybrid(num_workers)
+        return Summed(self.sum or 1) if self.update == "summed" else Asynchronous()
+
+    def combined(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The gradient of a step: the sum of these, in order, or their mean; none of them is overwritten."""
+        total = gradients[0]
+        for place, gradient in enumerate(gradients[1:]):
+            total = total.add_(gradient) if place else total + gradient
+        is_mean = (self.combine or ("mean" if self.update == "hybrid" else "sum")) == "mean"
+        return total.div_(len(gradients)) if is_mean and len(gradients) > 1 else total
 
 
 @dataclass(frozen=True)
@@ -220,8 +231,9 @@ class Server:
 
     DROPPED = ("_announced", "_finished", "_asking", "_most", "_waiting")  # `_kept` has what is waiting for a sum
 
-    def __init__(self, me: Learner, piece: slice, options: ServerOptions, loans: Loans | None = None) -> None:
-        workers = options.workers(me.world)
+    def __init__(
+        self, me: Learner, piece: slice, workers: range, options: ServerOptions, loans: Loans | None = None
+    ) -> None:
         self._me, self._options = me, options
         self._rule = options.rule(len(workers))
         self._correction = correction(options.staleness, keeping(me))
@@ -303,7 +315,7 @@ class Server:
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
         scale = rate_scale(staleness) if self._options.scale_by_staleness else 1.0
         newest = max((push.report for push in pushes), key=lambda report: report.age)
-        gradient = self._rule.combine(await self._corrected(pushes))
+        gradient = self._options.combined(await self._corrected(pushes))
         await self._shard.step(gradient, newest.step_metadata, read_at, scale)
         self._kept.clear()
 

@@ -7,39 +7,26 @@ and which worker may pull the weights. The `Server` handles messages, staleness 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Combine = Literal["sum", "mean"]
-
-
-class Rule(ABC):
-    """Decides when a server steps, and with which gradient."""
+class Rule:
+    """Decides when a server steps."""
 
     most_kept = 0
     """The most gradients that wait for others although their workers continue: the next membership needs them."""
 
-    @abstractmethod
     def finish(self, worker: int, num_waiting: int) -> bool:
         """Record that a worker has finished a mini-batch, with or without a finite gradient.
 
         Returns whether the `num_waiting` gradients that have arrived since the last step now make a step.
         """
+        return num_waiting == 1
 
     def grant(self, worker: int) -> bool:
         """Whether a worker that has requested the weights gets them now."""
         return True
 
-    def leave(self, worker: int) -> None:  # noqa: B027 - most rules ignore it
+    def leave(self, worker: int) -> None:
         """Record that a worker computes no more gradients."""
-
-    def combine(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The gradient for the optimizer, from the workers' gradients in the order of their ranks."""
-        return _sum(gradients)
 
 
 class Asynchronous(Rule):
@@ -55,9 +42,6 @@ class Asynchronous(Rule):
         Dean et al. 2012, "Large Scale Distributed Deep Networks", NIPS (Downpour SGD).
     """
 
-    def finish(self, worker: int, num_waiting: int) -> bool:
-        return num_waiting == 1
-
 
 class Summed(Rule):
     """Any n gradients make one step with their sum, and no worker waits for another.
@@ -72,15 +56,11 @@ class Summed(Rule):
         Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers", arXiv 1906.03496.
     """
 
-    def __init__(self, n: int, combine: Combine = "sum") -> None:
-        self._n, self._combine = n, combine
-        self.most_kept = n - 1
+    def __init__(self, n: int) -> None:
+        self._n, self.most_kept = n, n - 1
 
     def finish(self, worker: int, num_waiting: int) -> bool:
         return num_waiting == self._n
-
-    def combine(self, gradients: Sequence[Tensor]) -> Tensor:
-        return _sum(gradients) if self._combine == "sum" else _mean(gradients)
 
 
 class Hybrid(Rule):
@@ -94,8 +74,8 @@ class Hybrid(Rule):
     sum, the sum is not divided.
     """
 
-    def __init__(self, num_workers: int, combine: Combine = "mean") -> None:
-        self._num_workers, self._combine = num_workers, combine
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
         self._finished: set[int] = set()  # since the last step
 
     def finish(self, worker: int, num_waiting: int) -> bool:
@@ -107,9 +87,6 @@ class Hybrid(Rule):
 
     def grant(self, worker: int) -> bool:
         return worker not in self._finished
-
-    def combine(self, gradients: Sequence[Tensor]) -> Tensor:
-        return _mean(gradients) if self._combine == "mean" else _sum(gradients)
 
 
 class Synchronous(Rule):
@@ -133,17 +110,3 @@ class Synchronous(Rule):
 
     def leave(self, worker: int) -> None:
         self._turn = None if self._turn == worker else self._turn
-
-
-def _sum(gradients: Sequence[Tensor]) -> Tensor:
-    """The sum of the gradients, in order; none of them is overwritten."""
-    if len(gradients) == 1:
-        return gradients[0]
-    total = gradients[0] + gradients[1]
-    for gradient in gradients[2:]:
-        total.add_(gradient)
-    return total
-
-
-def _mean(gradients: Sequence[Tensor]) -> Tensor:
-    return _sum(gradients).div_(len(gradients)) if len(gradients) > 1 else gradients[0]
