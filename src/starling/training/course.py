@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
-from starling.learner import Handle
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
@@ -29,18 +28,14 @@ from starling.training.job import (
     Job,
     Observer,
     Spent,
-    Statistics,
     StepReport,
     Tally,
 )
 from starling.training.loading import Loaded
-from starling.training.replica import Replica
-from starling.training.shards import Shards
+from starling.training.shards import ShardHost, Shards
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket, Unit
-
-T = TypeVar("T")
 
 
 class BatchSource(Protocol):
@@ -61,11 +56,8 @@ class BatchSource(Protocol):
         """Record that a mini-batch is done: the strategy has used its gradient."""
 
 
-class Host(Protocol):
+class Host(ShardHost, Protocol):
     """The learner whose training a `Course` is, as its engine has made it."""
-
-    replica: Replica
-    statistics: Statistics
 
     @property
     def batches(self) -> BatchSource: ...
@@ -79,16 +71,10 @@ class Host(Protocol):
         """States at checkpoint barriers are saved once all learners' have the same averaging rounds."""
 
     @property
-    def rank(self) -> int: ...
-
-    @property
     def world(self) -> int: ...
 
     def now(self) -> float:
         """Seconds since the membership began, on the engine's clock."""
-
-    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Begin work on a shard, which passes so often over so many bytes."""
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The model's buffers."""
@@ -118,7 +104,7 @@ class Course:
         self._host, self._life, self._observer = host, life, observer
         self._replica, self._statistics, self._batches = host.replica, host.statistics, host.batches
         kept = start.shards if start else ()
-        self.shards = Shards(rank, host.replica, host.statistics, self._set_rates, host.start_on_memory, kept)
+        self.shards = Shards(host, self._set_rates, kept)
         sync_groups = job.sync_groups(world)
         self._is_worker = rank < sync_groups.num_workers
         self._sync_group = sync_groups.of(rank)
@@ -131,7 +117,8 @@ class Course:
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
         self._num_not_finite = self._num_not_finite_in_a_row = 0
         self._open: deque[Sequence[Loaded]] = deque()  # claimed and not done
-        self._epochs = self._fraction = self._factor = 0.0
+        self._epochs = self._fraction = 0.0
+        self.learning_rate = 0.0  # of the claimed mini-batch, in units of its peak
         self._portion = 0
         self._epoch_steps, self._epoch_begin = 0, 0.0
         self._last_end: int | None = None  # the portion before which an epoch ended last
@@ -166,12 +153,7 @@ class Course:
     @property
     def step_metadata(self) -> Tensor:
         """The learning-rate factor and the portion of the claimed mini-batch."""
-        return torch.tensor([self._factor, self._portion], dtype=torch.float64)
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the claimed mini-batch, in units of its peak."""
-        return self._factor
+        return torch.tensor([self.learning_rate, self._portion], dtype=torch.float64)
 
     def _set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
         """Set the learning rates of a shard's optimizer."""
@@ -194,7 +176,7 @@ class Course:
         replica = self._replica
         when = self.gradient_version if read_at is None else read_at
         self._statistics.averaging.staleness[replica.version - when] += 1
-        rate = self._factor * scale
+        rate = self.learning_rate * scale
         if self._weight != 1.0 and self._is_own(gradient):
             gradient, rate = gradient / self._weight, rate * self._weight
         self._count_not_finite(replica.step(gradient, rate))
@@ -261,7 +243,7 @@ class Course:
         progress = self.tickets.progress(self._portion, minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
         following = self.tickets.progress(self._portion + 1, minutes)
-        self._factor = self.job.schedule.at(progress, self.job.budget, following)
+        self.learning_rate = self.job.schedule.at(progress, self.job.budget, following)
         for ticket, batch in loaded if self._is_reporting else ():
             self._observer.on_claim(ClaimReport.of(self._life.name, ticket, batch))
         return True
@@ -471,24 +453,18 @@ class Course:
         self._loss = loss
         claimed = self.claimed()
         losses = self._losses or (loss,) * len(claimed)
-        for (ticket, batch), own in zip(claimed, losses, strict=True):
-            self._report(ticket, batch, own)
-
-    def _report(self, ticket: Ticket, batch: Sequence[Examples], loss: float) -> None:
-        if not self._is_reporting:
-            return
-        self._observer.on_step(
-            StepReport(
+        for (ticket, batch), own in zip(claimed, losses, strict=True) if self._is_reporting else ():
+            report = StepReport(
                 rank=self._life.name,
                 ticket=ticket,
                 num_batches=self.tickets.sequence.num_batches(ticket.epoch),
                 fraction=self._fraction,
                 minutes=self._minutes,
-                loss=loss,
-                learning_rate=self._replica.learning_rate(self._factor),
+                loss=own,
+                learning_rate=self._replica.learning_rate(self.learning_rate),
                 num_examples=sum(examples.num_examples for examples in batch),
                 num_frames=sum(examples.num_frames for examples in batch),
                 audio_seconds=sum(examples.seconds for examples in batch),
                 spent=self._statistics.spent_now(),
             )
-        )
+            self._observer.on_step(report)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from starling.workload import Position
 
@@ -119,7 +118,7 @@ class MembershipFeed:
                 self._on_change = lambda membership: None
 
 
-class MembershipObserver(Protocol):
+class MembershipObserver:
     """Follows membership changes, in each learner."""
 
     def pause(self) -> None:
@@ -133,11 +132,5 @@ class MembershipObserver(Protocol):
         """The run has ended. Complete everything that other learners rely on before returning."""
 
 
-class IgnoreMembership:
+class IgnoreMembership(MembershipObserver):
     """Ignores membership changes."""
-
-    def pause(self) -> None: ...
-
-    def begin(self, membership: Membership, position: Position, is_first: bool) -> None: ...
-
-    def end(self) -> None: ...

@@ -81,9 +81,9 @@ class ProcessLearner(ConnectedLearner):
         self._barrier = CheckpointBarrier(
             self.communicator.peers, save_requests, self._add_barrier, self.communicator.naming_the_lost
         )
-        position, size = start.position if start else Position(), job.sync_group_size(peers.world)
+        position = start.position if start else Position()
         shared_by = job.island.learners_per_batch
-        tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, shared_by)
+        tickets = SyncGroupTickets(job.workload, position, job.budget, sync_groups.size, shares, shared_by)
         # if all learners have the same model, the number of their mini-batches determines which tickets are done
         is_noting = peers.feed.is_watched and not job.strategy.has_one_model
         self.batches = ProcessBatches(

@@ -40,7 +40,7 @@ class MembershipBatches:
 
     def __init__(self, simulation: Simulation, plan: MembershipStart, clock: Callable[[], float]) -> None:
         job = simulation.job
-        self._size = job.sync_group_size(plan.world)
+        self._size = job.sync_groups(plan.world).size
         self.done = DoneTickets(plan.position)
         self.tickets = SyncGroupTickets(job.workload, plan.position, job.budget, self._size, plan.shares)
         self.agreed: dict[tuple[int, int, str], tuple[Any, int]] = {}
