@@ -47,7 +47,7 @@ class MembershipBatches:
         """What the first member of a sync group found at a claim, and how many members are to come."""
         self._clock, self._workload = clock, job.workload
         self._num_drawn = 0  # portions that all sync groups together have drawn
-        self._batches = simulation.loader.load(self.tickets.take(count(), members=range(self._size)))
+        self._batches = simulation.loader.load(self.tickets.take(count()))
         self._loaded: dict[int, Loaded] = {}
 
     def number(self, sync_group: int, claim: int) -> int:
