@@ -26,10 +26,6 @@ def one_learner(options: Config, world: int) -> int:
     return 1
 
 
-def fits_any(options: Config, world: int) -> None:
-    """Accept any number of learners."""
-
-
 def always(options: Config) -> bool:
     """True with any options."""
     return True
@@ -83,8 +79,8 @@ class Strategy:
     """The strategy's options: a subclass of `starling.Config`."""
     num_workers: Count = all_learners
     """How many learners claim mini-batches. These have the lowest ranks; the others serve them."""
-    check: Callable[[Any, int], None] = fits_any
-    """Raises ConfigError if the options do not fit this number of learners; `validate` calls it."""
+    check: Callable[[Any, int], None] | None = None
+    """Raises ConfigError if the options do not fit this number of learners; `validate` calls it. None: all fit."""
     survivors: Callable[[Any, int, Collection[int]], Sequence[int]] = all_but_the_lost
     """The ranks that can continue, from the options, the number of learners and the lost ranks. Raises PeerLost if no
     learner can continue."""
@@ -122,7 +118,8 @@ class Strategy:
         Raises:
             ConfigError: The options do not fit; the message says what to change.
         """
-        self.check(options, world)
+        if self.check is not None:
+            self.check(options, world)
 
     def sync_groups(self, options: Config, world: int) -> SyncGroups:
         """Which of `world` learners claim mini-batches together."""

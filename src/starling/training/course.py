@@ -19,7 +19,6 @@ from starling.errors import CheckpointError, NonFiniteError, ProtocolError
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
-from starling.training.freezing import Freeze
 from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import (
     Averaging,
@@ -32,6 +31,7 @@ from starling.training.job import (
     Tally,
 )
 from starling.training.loading import Loaded
+from starling.training.replica import ReplicaLearner
 from starling.training.shards import ShardHost, Shards
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
@@ -111,7 +111,11 @@ class Course:
         self._rank, self._world = rank, world
         self._weight = tickets.weight(rank - self._sync_group.start)
         self._is_reporting = rank % job.island.learners_per_batch == 0  # for all that compute its mini-batches
-        self.cuts = self._make_cuts() if sync_groups.size < sync_groups.num_workers else None
+        # learners save at once if the model is in memory that they share or on a server that adds gradients
+        is_cut = job.strategy.steps_itself and observer.saves and not host.replica.weights.is_meta
+        is_cut = is_cut and sync_groups.size < sync_groups.num_workers
+        self.cuts = Cuts(host.replica, host.cut_agreement) if is_cut else None
+        """The states at checkpoint barriers that are not saved yet."""
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
@@ -127,19 +131,15 @@ class Course:
         self._spent_when_over = Spent()
         if start is not None:
             self._restore(start)
-        if life.tally is not None:
-            self._continue(life.tally)
+        if (tally := life.tally) is not None:  # continue counting from that of the previous membership
+            self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
+            self._epoch_begin = host.now() - tally.seconds
+            host.statistics.spent, host.statistics.averaging = tally.spent, tally.averaging
 
     @property
     def _minutes(self) -> float:
         """Training time so far."""
         return self._minutes_before + self._host.now() / 60.0
-
-    def _make_cuts(self) -> Cuts | None:
-        """The states at checkpoint barriers that are not saved yet; None: learners save at once, because the model is
-        in memory that they share or on a server that adds gradients, or there is nothing to save."""
-        is_needed = self._observer.saves and not self._replica.weights.is_meta
-        return Cuts(self._replica, self._host.cut_agreement) if self.job.strategy.steps_itself and is_needed else None
 
     def _restore(self, start: LearnerState) -> None:
         replica = self._replica
@@ -259,10 +259,6 @@ class Course:
             raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
         return self.newest_claim
 
-    def claimed_batches(self) -> list[Sequence[Examples]]:
-        """The mini-batches of the claimed tickets."""
-        return [batch for _, batch in self.claimed()]
-
     def add_barrier(self, number: int) -> None:
         """Add a checkpoint barrier before portion `number`, which no learner has claimed. May be called by any
         thread."""
@@ -277,12 +273,6 @@ class Course:
         with statistics.lock:
             seconds = self._host.now() - self._epoch_begin
             life.tally = Tally(self._epoch_steps, seconds, statistics.spent, statistics.averaging, self._num_not_finite)
-
-    def _continue(self, tally: Tally) -> None:
-        """Continue counting from the tally of the previous membership."""
-        self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
-        self._epoch_begin = self._host.now() - tally.seconds
-        self._statistics.spent, self._statistics.averaging = tally.spent, tally.averaging
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
         """Report the end of the run, and return the final state. Of the `num_portions` that all learners claimed, all
@@ -389,16 +379,21 @@ class Course:
         statistics.spent = Spent()
         self._epoch_steps, self._epoch_begin = 0, now
 
-    def gradient_task(self) -> GradientTask:
-        """What the gradient of the claimed mini-batch depends on; injected faults are carried out."""
-        tickets = tuple(ticket for ticket, _ in self.claimed())
+    def gradient_task(self) -> tuple[GradientTask, list[Sequence[Examples]]]:
+        """What the gradient of the claimed mini-batches depends on, and these; injected faults are carried out."""
+        tickets, batches = zip(*self.claimed(), strict=True)
         faults = next(self._life.faults)
         for fault in faults:
             if not isinstance(fault, NotFinite):
                 self._host.suffer(fault)
         is_spoilt = any(isinstance(each, NotFinite) for each in faults)
         sizes, factor = self._sizes_and_factor()
-        return GradientTask(tickets, sizes, factor, is_spoilt, self._frozen())
+        not_thawed = tuple(
+            each
+            for each in self.job.freeze
+            if each.until is not None and not each.until.is_over(self._epochs, self._fraction)
+        )
+        return GradientTask(tickets, sizes, factor, is_spoilt, not_thawed), list(batches)
 
     def compute_gradient(
         self,
@@ -410,7 +405,7 @@ class Course:
     ) -> float:
         """Compute the gradient of the claimed mini-batches in `flat.gradients`, and return its loss; see
         `starling.training.gradient`."""
-        task, batches = self.gradient_task(), self.claimed_batches()
+        task, batches = self.gradient_task()
         computed = compute_gradient(self.job, task, batches, model, flat, before_last, must_reach_all, num_passes)
         self.computed(computed)
         return computed.loss
@@ -419,14 +414,6 @@ class Course:
         """Note what a gradient of this learner has left."""
         self.unused, self._losses = computed.unused, computed.losses
         self._replica.sometimes_unused |= computed.unused
-
-    def _frozen(self) -> tuple[Freeze, ...]:
-        """What is not thawed yet when the claimed mini-batch begins."""
-        return tuple(
-            each
-            for each in self.job.freeze
-            if each.until is not None and not each.until.is_over(self._epochs, self._fraction)
-        )
 
     def _sizes_and_factor(self) -> tuple[tuple[float, ...], float]:
         """How much each claimed mini-batch counts in this learner's gradient, and the factor for this gradient that
@@ -468,3 +455,23 @@ class Course:
                 spent=self._statistics.spent_now(),
             )
             self._observer.on_step(report)
+
+
+class CourseLearner(ReplicaLearner):
+    """What all learners whose training is a `Course` leave to it, on every engine."""
+
+    course: Course
+
+    @property
+    def step_metadata(self) -> Tensor:
+        return self.course.step_metadata
+
+    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
+        return self.course.learning_rate
+
+    def clip(self, gradient: Tensor) -> Tensor | None:
+        return self.course.clip(gradient)
+
+    @property
+    def staleness(self) -> int:
+        return self.course.staleness

@@ -105,11 +105,9 @@ class Loader:
         """
         tickets = iter(tickets)
         while not self.is_ahead:
-            for ticket in islice(tickets, 1):
-                yield ticket, self._workload.load(ticket)
-                break
-            else:
+            if (ticket := next(tickets, None)) is None:
                 return
+            yield ticket, self._workload.load(ticket)
         if self._processes is not None:
             yield from self._processes.load(tickets, num_ahead)
 

@@ -106,7 +106,7 @@ class MembershipFeed:
 
 
 class MembershipObserver:
-    """Follows membership changes, in each learner."""
+    """Follows membership changes, in each learner; this one ignores them."""
 
     def pause(self) -> None:
         """This learner leaves a membership: finish or drop all pending work for it before returning."""
@@ -117,7 +117,3 @@ class MembershipObserver:
 
     def end(self) -> None:
         """The run has ended. Complete everything that other learners rely on before returning."""
-
-
-class IgnoreMembership(MembershipObserver):
-    """Ignores membership changes."""

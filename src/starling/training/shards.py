@@ -101,15 +101,11 @@ class Shards:
     def fork(self, portion: int) -> None:
         """Copy the shards whose optimizers can fork at a checkpoint barrier before `portion`."""
         for shard in self.held:
-            if shard.can_fork:
-                shard.fork(portion)
+            shard.fork(portion)
 
     def with_forks(self, state: LearnerState, portion: int) -> LearnerState:
         """A state at that barrier with the copies, which end."""
-        shards = tuple(
-            shard.end_fork(portion) if shard.can_fork else saved
-            for shard, saved in zip(self.held, state.shards, strict=True)
-        )
+        shards = tuple(shard.end_fork(portion) or saved for shard, saved in zip(self.held, state.shards, strict=True))
         for shard in shards:
             state.weights[shard.start : shard.stop] = shard.weights
         return replace(state, shards=shards)
@@ -195,20 +191,19 @@ class HeldShard(Shard):
             weights, optimizer = self.weights.clone(), copy.deepcopy(self.optimizer.state_dict())
         return ShardState(self._piece.start, self._piece.stop, weights, optimizer)
 
-    @property
-    def can_fork(self) -> bool:
-        """Whether its optimizer can."""
-        return isinstance(self.optimizer, Forkable)
-
     def fork(self, portion: int) -> None:
-        """Copy the shard at a checkpoint barrier before `portion`. The copy makes the steps whose gradients are of
-        mini-batches before the barrier, until `end_fork`."""
+        """Copy the shard at a checkpoint barrier before `portion`, if its optimizer can fork. The copy makes the steps
+        whose gradients are of mini-batches before the barrier, until `end_fork`."""
+        if not isinstance(self.optimizer, Forkable):
+            return
         with self._lock:
             parameters = self._owner.host.replica.parameters
             self._forks[portion] = _Fork(self.optimizer, self.weights, parameters, self._piece)
 
-    def end_fork(self, portion: int) -> ShardState:
-        """The copy of that barrier, which makes no more steps."""
+    def end_fork(self, portion: int) -> ShardState | None:
+        """The copy of that barrier, which makes no more steps; None: the shard cannot fork."""
+        if not isinstance(self.optimizer, Forkable):
+            return None
         with self._lock:
             fork = self._forks.pop(portion)
             fork.optimizer.catch_up(self.optimizer)
