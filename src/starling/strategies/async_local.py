@@ -165,13 +165,10 @@ class Centre:
         for server, loan in zip(self._servers, self._counts[2:].tolist(), strict=True):
             server.age = float(loan)
         zeros = me.weights.new_zeros(size)
-        self.theta = zeros
+        is_elastic = options.elasticity is not None
+        self.theta = zeros if is_elastic else me.strategy_state("theta", zeros, is_common=False)
         """theta as it was pulled last, `[P]`."""
-        self._sent: Tensor | None = None
-        if options.elasticity is None:
-            self.theta = me.strategy_state("theta", zeros, is_common=False)
-        else:
-            self._sent = me.strategy_state("sent", zeros, is_common=False)
+        self._sent = me.strategy_state("sent", zeros, is_common=False) if is_elastic else None
         self.r = (options.elasticity or 0.0) / len(options.workers(me.world))
         self._options = options
         self._period, self._num_pushed = options.every, 0

@@ -142,10 +142,6 @@ class Report:
     """What the server's optimizer needs to know about the gradient's mini-batch, `[k]`."""
 
     @property
-    def has_gradient(self) -> bool:
-        return not math.isnan(self.age)
-
-    @property
     def is_last(self) -> bool:
         return math.isinf(self.num_finished)
 
@@ -284,7 +280,7 @@ class Server:
         if report.num_finished == self._finished[worker]:
             self._asking[worker] = int(report.age)
             return None if report.is_last else REPORT
-        if report.has_gradient and not report.is_last:
+        if not (math.isnan(report.age) or report.is_last):
             self._announced[worker] = report
             return GRADIENT
         await self._record(worker, report)
@@ -293,12 +289,11 @@ class Server:
     async def _record(self, worker: int, report: Report) -> None:
         """Record that a worker has finished a mini-batch, or leaves; make a step if one is due."""
         self._finished[worker] = report.num_finished
-        if not report.is_last:
-            self._most = max(self._most, report.num_finished)
         if report.is_last:
             self._rule.leave(worker)
             is_due = self._have_all_left  # the remaining gradients, though too few for the rule
         else:
+            self._most = max(self._most, report.num_finished)
             is_due = self._rule.finish(worker, len(self._waiting))
         if is_due and self._waiting:
             await self._step()

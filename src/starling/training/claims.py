@@ -72,22 +72,13 @@ class Claims:
     def _next(self) -> Part | None:
         if self._count("taken") < self._count("again") and (number := self._count("taken", 1)) <= self._count("again"):
             return self._returned(number - 1)
-        part = self._part(self._count("given", 1) - 1)
-        if part is None:
-            self._count("ends", 1)
-        return part
-
-    def _part(self, number: int) -> Part | None:
-        """Claim `number` of those that are given out first."""
-        for start, stop in self._remaining:
-            num_claims = None if stop is None else -(-(stop - start) // self._size)
-            if num_claims is None or number < num_claims:
-                first = start + number * self._size
-                return first, first + self._size if stop is None else min(first + self._size, stop)
-            number -= num_claims
+        for start, stop in self._not_given(self._count("given", 1) - 1):
+            return start, start + self._size if stop is None else min(start + self._size, stop)
+        self._count("ends", 1)
         return None
 
     def _not_given(self, given: int) -> Iterator[tuple[int, int | None]]:
+        """What remains of the parts after so many claims."""
         for start, stop in self._remaining:
             num_claims = given if stop is None else min(given, -(-(stop - start) // self._size))
             first = start + num_claims * self._size

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice, repeat
 from multiprocessing import resource_tracker
@@ -170,11 +170,8 @@ def _exit_after(learner: int) -> None:
 
 
 @contextmanager
-def _blocking_signals(is_wanted: bool) -> Generator[None, None, None]:
+def _blocking_signals() -> Generator[None, None, None]:
     """Block signals in processes that are started within this context, until they have installed their handlers."""
-    if not is_wanted:
-        yield
-        return
     resource_tracker.ensure_running()  # start it first: starting it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -218,7 +215,7 @@ class _Processes:
             multiprocessing_context="spawn",
             worker_init_fn=partial(_initialize_process, os.getpid(), ignores_signals),
         )
-        with _blocking_signals(ignores_signals):
+        with _blocking_signals() if ignores_signals else nullcontext():
             starting = iter(loaded)
         self._thread = Thread(target=self._run, args=[starting], name="loader", daemon=True)
         self._thread.start()
