@@ -31,7 +31,7 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
     * `hybrid`: the mean of all workers' gradients at the same w.
     * `synchronous`: the gradient of the worker whose turn it is.
 
-    `server_rules.py` gives the equation of each rule. With `staleness_bound`, a worker more than that many gradients
+    `server.py` gives the equation of each rule. With `staleness_bound`, a worker more than that many gradients
     ahead of the slowest worker waits.
 
     Workers clip gradients, since a server sees only a piece. If too few gradients for a sum remain at the end of a run,
