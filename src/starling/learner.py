@@ -49,13 +49,9 @@ class EncodedMean(ABC):
     """
 
     vector: Tensor
-    """What this learner averages, `[n]`."""
-    size: int
-    """n."""
+    """What this learner averages, `[n]`. Without numbers, in a simulation of time alone, nothing is encoded."""
     message_bytes: int
     """The bytes of one encoded chunk."""
-    has_numbers: bool
-    """False in a simulation of time alone, in which nothing is encoded."""
 
     @abstractmethod
     def messages(self) -> list[Tensor]:

@@ -250,4 +250,4 @@ def test_a_run_that_is_ended_early_hands_out_what_is_before_its_end() -> None:
     assert [given.is_beyond(number) for number in (6, 7, 8)] == [False, True, True]
     assert given.handed_out(12) == 7
     assert given.handed_out(5) == 5
-    assert len(list(given.take(count(), members=range(2)))) == 14
+    assert len(list(given.take(count()))) == 14

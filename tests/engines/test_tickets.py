@@ -127,7 +127,7 @@ def test_done_tickets_are_a_set_that_keeps_only_what_is_not_contiguous(
         assert all((step in done) == (step in expected) for step in range(100))
     for step in range(first + 40, first + 10_040):
         done.add(step)
-    assert done.num_kept == len(outstanding) and len(done) == len(outstanding) + 10_030
+    assert len(done.others) == len(outstanding) and len(done) == len(outstanding) + 10_030
 
 
 def test_passing_barriers_costs_about_the_same_however_many_portions_others_have_claimed_since(

@@ -66,7 +66,7 @@ def test_what_a_run_remembers_of_its_tickets_does_not_grow_with_their_number(
     run(strategy, 4, Budget(steps=200, minutes=1000.0), UNEQUAL, stragglers=Stragglers(slow={1: 1.5}))
     (end,) = ends
     assert len(end.batches.done) >= 200
-    assert end.batches.done.num_kept == len(end.batches.agreed) == 0
+    assert len(end.batches.done.others) == len(end.batches.agreed) == 0
 
 
 @every_strategy

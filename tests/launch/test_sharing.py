@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import starling
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError
-from starling.training.claims import Claims
+from starling.launch.sharing import Claims
 
 
 def flat(lists: list[list[Any]]) -> list[Any]:

@@ -32,9 +32,9 @@ def job(strategy: str = "allreduce", island: Island = TWO) -> Job:
 
 def test_ranks_claim_together_and_strategies_see_islands() -> None:
     adpsgd, allreduce = job("adpsgd"), job("allreduce")
-    assert adpsgd.sync_group_size(8) == 2
+    assert adpsgd.sync_groups(8).size == 2
     assert list(adpsgd.sync_groups(8).of(5)) == [4, 5]
-    assert allreduce.sync_group_size(8) == 8
+    assert allreduce.sync_groups(8).size == 8
     assert adpsgd.sync_groups_of_row(8).size == 1
     assert allreduce.sync_groups_of_row(8).size == 4
 
@@ -50,7 +50,7 @@ def test_an_island_is_lost_with_one_rank_and_joins_whole() -> None:
 
 def test_the_ranks_of_a_tensor_island_claim_one_mini_batch_together() -> None:
     adpsgd = job("adpsgd", Island(tensor=2))
-    assert adpsgd.sync_group_size(8) == 2
+    assert adpsgd.sync_groups(8).size == 2
     tickets = SyncGroupTickets(adpsgd.workload, Position(), adpsgd.budget, 4, learners_per_ticket=2)
     assert [tickets.ticket(3, member).step for member in range(4)] == [6, 6, 7, 7]
     assert tickets.number_of(tickets.ticket(3, 2)) == 3
@@ -93,9 +93,9 @@ def test_a_job_with_islands_can_be_pickled_and_replaced() -> None:
     copied = pickle.loads(pickle.dumps(replace(job("adpsgd"), workload=None, make_optimizer=None)))  # noqa: S301
     assert isinstance(copied.strategy, IslandStrategy)
     assert copied.strategy.between is STRATEGIES["adpsgd"]
-    assert copied.sync_group_size(4) == 2
+    assert copied.sync_groups(4).size == 2
     assert replace(job("adpsgd"), island=Island()).strategy is STRATEGIES["adpsgd"]
-    assert replace(job("adpsgd"), island=Island(sharded=4)).sync_group_size(8) == 4
+    assert replace(job("adpsgd"), island=Island(sharded=4)).sync_groups(8).size == 4
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -5,7 +5,7 @@ from pydantic import Field
 from starling.learner import Learner
 from starling.strategies.acceleration import Accelerated, AveragingMomentum, check_acceleration
 from starling.strategies.base import Strategy, one_learner
-from starling.strategies.mixing import Encoder, Mixing, MixingOptions, check_mixing, one_ahead
+from starling.strategies.mixing import Encoder, Mixing, MixingOptions, Pattern, check_mixing, one_ahead
 from starling.strategies.staleness import Staleness, StaleSteps
 from starling.topology import find_topology
 
@@ -17,7 +17,7 @@ remember begins again with it, as it does after a resume."""
 class BackgroundOptions(MixingOptions):
     """The options of the strategies that average in the background."""
 
-    pattern: str = "random"
+    pattern: Pattern = "random"
     period: float = Field(default=1.0, gt=0.0)
     """Gradients that a learner computes before it opens the next averaging round; below 1: several rounds per
     gradient."""

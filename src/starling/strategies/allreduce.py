@@ -2,7 +2,7 @@
 
 from starling.configuration import Config
 from starling.learner import Learner
-from starling.strategies.base import Strategy
+from starling.strategies.base import Strategy, always
 from starling.strategies.compression import Compression, Means
 
 
@@ -46,6 +46,6 @@ ALLREDUCE = Strategy(
     allreduce,
     options=AllReduceOptions,
     has_one_model=True,
-    averages_gradients=lambda options: True,
+    averages_gradients=always,
     kind="all-reduce",
 )

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Learner, LoopEnded
-from starling.strategies.base import Strategy, adopts_none, one_learner
-from starling.strategies.parameter_server import PARAMETER_SERVER, Remote
-from starling.strategies.server import Server, ServerOptions
+from starling.strategies.base import Strategy, never, one_learner
+from starling.strategies.parameter_server import Remote, check_servers, num_workers, without_servers_lost
+from starling.strategies.server import Served, Server, ServerOptions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class AsyncLocalOptions(Config):
+class AsyncLocalOptions(Served):
     """The options of the strategies whose learners agree with a server every H steps."""
 
     every: int = Field(default=100, ge=1)
@@ -36,23 +34,14 @@ class AsyncLocalOptions(Config):
     """c, the share of the momentum's step that each push makes, at most 1/N; the rest is made with each N-th push."""
     elasticity: float | None = Field(default=None, ge=0.0, le=1.0)
     """L r: learners and server draw each other closer by r of their difference; None: learners take theta."""
-    shards: int = Field(default=1, ge=1)
-    """The number of servers. Each keeps one shard of theta in host memory."""
-    servers: Literal["beside", "own"] = "beside"
-    """Where servers run: `beside`, in the first workers' processes; `own`, as the last learners, which compute no
-    gradients."""
-
-    def served(self) -> ServerOptions:
-        """How many servers there are, and where; what arrives is used at once."""
-        return ServerOptions(shards=self.shards, servers=self.servers)
 
     def pushes(self, world: int) -> int:
         """N, with its default."""
-        return self.delay or max(1, len(self.served().workers(world)))
+        return self.delay or max(1, len(self.workers(world)))
 
-    def server(self, me: Learner) -> Server | None:
-        """The server that a learner runs, if it does."""
-        piece = self.served().kept(me)
+    def server_on(self, me: Learner) -> Server | None:
+        """The server that a learner runs, if it does; it uses at once what arrives."""
+        piece = self.kept(me)
         if piece is None:
             return None
         from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
@@ -60,7 +49,7 @@ class AsyncLocalOptions(Config):
         def optimizer(parameters: list[nn.Parameter]) -> DelayedNesterov:
             return DelayedNesterov(parameters, self.rate, self.momentum, self.pushes(me.world), self.spread)
 
-        return Server(me, piece, self.served(), Loans(optimizer))
+        return Server(me, piece, self.workers(me.world), ServerOptions(), Loans(optimizer))
 
 
 async def async_local(me: Learner, options: AsyncLocalOptions) -> None:
@@ -98,22 +87,18 @@ async def async_local(me: Learner, options: AsyncLocalOptions) -> None:
         Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135.
         Zhang, Choromanska & LeCun 2015, "Deep learning with Elastic Averaging SGD", arXiv 1412.6651.
     """
-    if me.rank not in options.served().workers(me.world):
-        if (server := options.server(me)) is not None:
+    if me.rank not in options.workers(me.world):
+        if (server := options.server_on(me)) is not None:
             await server.serve()
         return
     centre = Centre(me, options)
     if me.world == 1 and not centre.has_met_servers:
-        await _alone(me)
+        while me.claim():
+            me.step(await me.gradient(me.weights))
         return
-    if (server := options.server(me)) is not None:
+    if (server := options.server_on(me)) is not None:
         me.background(server.serve())
     await (_agree if options.elasticity is None else _pull_together)(me, centre)
-
-
-async def _alone(me: Learner) -> None:
-    while me.claim():
-        me.step(await me.gradient(me.weights))
 
 
 async def _agree(me: Learner, centre: Centre) -> None:
@@ -170,9 +155,9 @@ class Centre:
     def __init__(self, me: Learner, options: AsyncLocalOptions) -> None:
         import torch
 
-        served, size = options.served(), len(me.weights)
-        pieces = served.pieces(size)
-        self._servers = [Remote(me, served.server(s, me.world), piece, 2) for s, piece in enumerate(pieces)]
+        size = len(me.weights)
+        pieces = options.pieces(size)
+        self._servers = [Remote(me, options.server(s, me.world), piece, 2) for s, piece in enumerate(pieces)]
         counts = torch.zeros(2 + len(pieces), dtype=torch.int64)
         self._counts = me.strategy_state("counts", counts, is_common=False)
         """The steps since the last push began, those in a push that is not known to have arrived, and each server's
@@ -180,14 +165,11 @@ class Centre:
         for server, loan in zip(self._servers, self._counts[2:].tolist(), strict=True):
             server.age = float(loan)
         zeros = me.weights.new_zeros(size)
-        self.theta = zeros
+        is_elastic = options.elasticity is not None
+        self.theta = zeros if is_elastic else me.strategy_state("theta", zeros, is_common=False)
         """theta as it was pulled last, `[P]`."""
-        self._sent: Tensor | None = None
-        if options.elasticity is None:
-            self.theta = me.strategy_state("theta", zeros, is_common=False)
-        else:
-            self._sent = me.strategy_state("sent", zeros, is_common=False)
-        self.r = (options.elasticity or 0.0) / len(served.workers(me.world))
+        self._sent = me.strategy_state("sent", zeros, is_common=False) if is_elastic else None
+        self.r = (options.elasticity or 0.0) / len(options.workers(me.world))
         self._options = options
         self._period, self._num_pushed = options.every, 0
 
@@ -281,20 +263,12 @@ class AeasgdOptions(AsyncLocalOptions):
 
 
 def _check(options: AsyncLocalOptions, world: int) -> None:
-    PARAMETER_SERVER.validate(options.served(), world)
+    check_servers(options, world)
     if options.spread * options.pushes(world) > 1.0:
         raise ConfigError(
             f"strategy.spread: {options.spread:g} of the momentum's step with each of {options.pushes(world)} pushes "
             f"is more than one step; set at most {1.0 / options.pushes(world):g}"
         )
-
-
-def _survivors(options: AsyncLocalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
-    return PARAMETER_SERVER.survivors(options.served(), world, lost)
-
-
-def _num_workers(options: AsyncLocalOptions, world: int) -> int:
-    return PARAMETER_SERVER.num_workers(options.served(), world)
 
 
 def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> Strategy:
@@ -304,11 +278,11 @@ def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> Stra
         async_local,
         one_learner,
         options,
-        num_workers=_num_workers,
+        num_workers=num_workers,
         check=_check,
-        survivors=_survivors,
+        survivors=without_servers_lost,
         is_served=True,
-        adopts_changes=adopts_none,
+        adopts_changes=never,
         family="async-local",
         kind="periodic",
     )

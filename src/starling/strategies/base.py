@@ -26,22 +26,13 @@ def one_learner(options: Config, world: int) -> int:
     return 1
 
 
-def fits_any(options: Config, world: int) -> None:
-    """Accept any number of learners."""
-
-
-def averages_none(options: Config) -> bool:
-    """False: no gradients are averaged."""
-    return False
-
-
-def adopts_all(options: Config) -> bool:
-    """True: changes of the weights are adopted."""
+def always(options: Config) -> bool:
+    """True with any options."""
     return True
 
 
-def adopts_none(options: Config) -> bool:
-    """False: no changes of the weights are adopted."""
+def never(options: Config) -> bool:
+    """False with any options."""
     return False
 
 
@@ -88,12 +79,12 @@ class Strategy:
     """The strategy's options: a subclass of `starling.Config`."""
     num_workers: Count = all_learners
     """How many learners claim mini-batches. These have the lowest ranks; the others serve them."""
-    check: Callable[[Any, int], None] = fits_any
-    """Raises ConfigError if the options do not fit this number of learners; `validate` calls it."""
+    check: Callable[[Any, int], None] | None = None
+    """Raises ConfigError if the options do not fit this number of learners; `validate` calls it. None: all fit."""
     survivors: Callable[[Any, int, Collection[int]], Sequence[int]] = all_but_the_lost
     """The ranks that can continue, from the options, the number of learners and the lost ranks. Raises PeerLost if no
     learner can continue."""
-    averages_gradients: Callable[[Any], bool] = averages_none
+    averages_gradients: Callable[[Any], bool] = never
     """Whether, with these options, a step uses the mean gradient of a sync group."""
     is_served: bool = False
     """Whether servers keep the model. If not, the model is the mean of all learners' weights."""
@@ -105,7 +96,7 @@ class Strategy:
     """The strategies that share a text and a page; empty: the strategy's own name."""
     kind: str = "others"
     """The heading under which `starling strategies` lists it, such as `gossip`."""
-    adopts_changes: Callable[[Any], bool] = adopts_all
+    adopts_changes: Callable[[Any], bool] = always
     """Whether, with these options, a change of the weights between two gradients that is no step of the learner, such
     as `load_state_dict` in a user's loop, moves the mean of all learners' weights by its own mean. If not, it would be
     lost or taken for progress, and the loop's next step refuses it."""
@@ -127,7 +118,8 @@ class Strategy:
         Raises:
             ConfigError: The options do not fit; the message says what to change.
         """
-        self.check(options, world)
+        if self.check is not None:
+            self.check(options, world)
 
     def sync_groups(self, options: Config, world: int) -> SyncGroups:
         """Which of `world` learners claim mini-batches together."""

@@ -87,9 +87,8 @@ class Means:
         if self.are_encoded:
             import torch
 
-            is_low_rank = isinstance(compression, LowRank)
-            on_host = not is_low_rank and me.weights.device.type != "meta"
-            zeros = torch.zeros(len(me.weights)) if on_host else me.weights.new_zeros(len(me.weights))
+            is_on_host = not (isinstance(compression, LowRank) or me.weights.is_meta)
+            zeros = torch.zeros(len(me.weights)) if is_on_host else me.weights.new_zeros(len(me.weights))
             self._residual = me.strategy_state("residual", zeros, is_common=False)
             if isinstance(compression, LowRank):
                 self._factors = Factors(me, compression.low_rank)
@@ -210,6 +209,6 @@ class _UnderWay:
     async def _finish(self) -> Tensor:
         part, handle = self._begin(await self._work) if isinstance(self._work, Handle) else self._work
         mean = await handle
-        if part.has_numbers and bool(mean.isfinite().all()):
+        if not part.vector.is_meta and bool(mean.isfinite().all()):
             self._residual.copy_(part.residual)
         return mean.to(self._me.weights.device)

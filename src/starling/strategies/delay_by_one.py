@@ -1,7 +1,7 @@
 """Averaging of weights that overlaps with computation and takes effect one step late."""
 
 from starling.learner import Learner
-from starling.strategies.base import Strategy, adopts_none
+from starling.strategies.base import Strategy, never
 
 
 async def delay_by_one(me: Learner) -> None:
@@ -36,6 +36,6 @@ DELAY_BY_ONE = Strategy(
     "delay-by-one",
     "average weights during the computation, one step late",
     delay_by_one,
-    adopts_changes=adopts_none,
+    adopts_changes=never,
     kind="all-reduce",
 )

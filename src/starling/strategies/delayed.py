@@ -9,7 +9,7 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.learner import Learner, LoopEnded
-from starling.strategies.base import Strategy
+from starling.strategies.base import Strategy, always
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,6 +107,6 @@ DELAYED = Strategy(
     options=DelayOptions,
     has_one_model=True,
     keeps_state=True,
-    averages_gradients=lambda options: True,
+    averages_gradients=always,
     kind="all-reduce",
 )

@@ -11,6 +11,7 @@ from starling.learner import Learner
 from starling.strategies.base import Strategy
 from starling.strategies.mixing import Gossip, MixingOptions, averages_both_ways, check_mixing
 from starling.strategies.rates import divided
+from starling.strategies.staleness import is_finite
 from starling.topology import find_topology, lazy
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ async def _tracking(me: Learner, gossip: Gossip) -> None:
             me.apply(change, piece)
         for piece, change in of_y:
             y[piece].add_(change)
-        if not _is_finite(gradient):
+        if not is_finite(gradient):
             me.step(gradient)
             newest.add(mixed, None)
             continue
@@ -247,10 +248,6 @@ class _NewestSteps:
 
 def _zeros(me: Learner) -> Tensor:
     return me.weights.new_zeros(len(me.weights))
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    return gradient.device.type == "meta" or bool(gradient.isfinite().all())
 
 
 def _check(options: DpsgdOptions, world: int) -> None:

@@ -190,12 +190,11 @@ class PartOfMean(EncodedMean):
 
     def __init__(self, encoding: Encoding, vector: Tensor, residual: Tensor, place: int, num_learners: int) -> None:
         """`vector` and `residual`, both `[n]`, are read now; `place` is this learner's in its sync group."""
-        self.vector, self.size = vector, len(vector)
+        self.vector = vector
         self._encoding, self._place, self._num = encoding, place, num_learners
-        self._chunk = -(-self.size // num_learners)
+        self._chunk = -(-len(vector) // num_learners)
         self.message_bytes = encoding.num_bytes(self._chunk)
-        self.has_numbers = vector.device.type != "meta"
-        if self.has_numbers:
+        if not vector.is_meta:
             self._own, self._errors = self._padded(vector), self._padded(residual)
 
     def messages(self) -> list[Tensor]:
@@ -227,18 +226,18 @@ class PartOfMean(EncodedMean):
 
     def result(self, combined: Sequence[Tensor]) -> Tensor:
         """The mean `[n]`, from the encoded means of all chunks."""
-        mean = torch.cat([self._encoding.decode(each, self._chunk) for each in combined])[: self.size]
+        mean = torch.cat([self._encoding.decode(each, self._chunk) for each in combined])[: len(self.vector)]
         return mean.masked_fill_(mean == 0.0, -0.0)  # the mark of a parameter without a gradient
 
     @property
     def residual(self) -> Tensor:
         """What the residual `[n]` becomes once the mean is used."""
-        return self._errors[: self.size]
+        return self._errors[: len(self.vector)]
 
     def _at(self, owner: int) -> slice:
         return slice(owner * self._chunk, (owner + 1) * self._chunk)
 
     def _padded(self, vector: Tensor) -> Tensor:
         padded = torch.zeros(self._chunk * self._num)
-        padded[: self.size] = vector
+        padded[: len(vector)] = vector
         return padded

@@ -8,7 +8,7 @@ from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies.adpsgd import BackgroundOptions
 from starling.strategies.base import Strategy
-from starling.strategies.mixing import Encoder, Mixing, check_compression, one_ahead
+from starling.strategies.mixing import Encoder, Mixing, check_mixing, one_ahead
 from starling.topology import Topology, find_topology
 
 DROPPED = ("k", "compression")
@@ -100,7 +100,7 @@ def _check(options: HierarchicalOptions, world: int) -> None:
         raise ConfigError(
             f"strategy.per_node: {world} learners cannot be divided into super-learners of {options.per_node}"
         )
-    check_compression(options, find_topology(options.pattern, world // options.per_node, seed=0))
+    check_mixing(options, world // options.per_node)
 
 
 def _whole_super_learners(options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.learner import Learner, LoopEnded
-from starling.strategies.base import Strategy, adopts_none, one_learner
+from starling.strategies.base import Strategy, never, one_learner
 from starling.strategies.staleness import rate_scale
 
 
@@ -67,7 +67,7 @@ HOGWILD = Strategy(
     hogwild,
     one_learner,
     HogwildOptions,
-    adopts_changes=adopts_none,
+    adopts_changes=never,
     kind="shared memory",
     steps_itself=False,
 )

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.errors import ConfigError
-from starling.learner import Handle, Learner, LoopEnded
+from starling.learner import Learner, LoopEnded
 from starling.strategies.base import Strategy
 from starling.strategies.compression import Compression, LowRank, Means, TopK
 from starling.strategies.rates import divided
@@ -112,7 +112,7 @@ async def local(me: Learner, options: LocalOptions) -> None:
     with suppress(LoopEnded):
         while me.claim():
             gradient = me.gradient(me.weights)
-            me.step(await (period.mean(gradient) if period.is_warming_up else gradient))
+            me.step(await (period.means.start(gradient) if period.is_warming_up else gradient))
             await period.after_step()
     await period.end()
 
@@ -125,15 +125,17 @@ class Period:
 
         self._me, self._options = me, options
         momentum = 1.0 - 1.0 / me.world if options.momentum is None else options.momentum
-        self._means = Means(me, options.compression, options.feedback)
+        self.means = Means(me, options.compression, options.feedback)
         self._momentum = momentum
         self._pairs = Pairs(me, options) if options.among == "pairs" else None
-        needs_theta = self._means.are_encoded or (self._pairs is not None and self._pairs.needs_theta)
+        needs_theta = self.means.are_encoded or (self._pairs is not None and self._pairs.needs_theta)
         is_taken = options.rate == 1.0 and momentum == 0.0 and not options.elastic
         self._is_mean = is_taken and not needs_theta
         largest = -(-len(me.weights) // options.fragments)
         self._fragments = list(me.pieces(largest))
-        self._states = [] if options.optimizer_state == "local" else list(me.pieces(largest, True))[self._num :]
+        self._states = (
+            [] if options.optimizer_state == "local" else list(me.pieces(largest, True))[len(self._fragments) :]
+        )
         self._steps = me.strategy_state("steps", torch.zeros(1, dtype=torch.int64))
         if not self._is_mean:
             is_common = self._pairs is None
@@ -141,13 +143,9 @@ class Period:
             self._v = me.strategy_state("momentum", me.weights.new_zeros(len(me.weights)), is_common)
         self._under_way: tuple[slice, Awaitable[Tensor]] | None = None
         if options.overlap:
-            whole = self._theta - me.weights if self._means.are_encoded else me.weights
+            whole = self._theta - me.weights if self.means.are_encoded else me.weights
             self._sent = me.strategy_state("sent", whole, is_common=False)
             self._start_again()
-
-    @property
-    def _num(self) -> int:
-        return len(self._fragments)
 
     @property
     def _local_steps(self) -> int:
@@ -159,17 +157,13 @@ class Period:
         """Whether learners still step together."""
         return self._local_steps < 0
 
-    def mean(self, gradient: Handle[Tensor]) -> Awaitable[Tensor]:
-        """Start averaging a gradient."""
-        return self._means.start(gradient)
-
     async def after_step(self) -> None:
         """Agree on what is due after a step."""
         self._steps.add_(1)
         if self._local_steps <= 0:
             if self._local_steps == 0 and not self._is_mean:
                 self._theta.copy_(self._me.weights)
-                self._means.forget()
+                self.means.forget()
             return
         overlap = self._options.overlap
         if overlap and any(since == overlap % self._options.every for _, since in self._since()):
@@ -179,8 +173,11 @@ class Period:
                 if self._options.share < 1.0:
                     await self._average_a_share()
                     continue
-                self._under_way = fragment, self._start(self._to_send(fragment), fragment)
-                if self._options.overlap == 0:
+                mine = self._mine(fragment)
+                if overlap:  # a checkpoint may be saved before the mean is used
+                    mine = self._sent[fragment].copy_(mine)
+                self._under_way = fragment, self._start(mine, fragment)
+                if not overlap:
                     await self._merge()
         if self._local_steps % self._options.every == 0:
             await self._agree_on_states()
@@ -190,7 +187,7 @@ class Period:
         if self._under_way is not None:
             await self._merge()
         options = self._options
-        is_partial = self._num > 1 or options.overlap > 0 or options.elastic or options.share < 1.0
+        is_partial = len(self._fragments) > 1 or options.overlap > 0 or options.elastic or options.share < 1.0
         if not is_partial and self._local_steps % options.every == 0:
             return
         if self._local_steps > 0:
@@ -201,19 +198,14 @@ class Period:
         """The fragments whose averaging has begun at least once, with the steps since it last did."""
         every, steps = self._options.every, self._local_steps
         for number, fragment in enumerate(self._fragments, 1):
-            first = every * number // self._num
+            first = every * number // len(self._fragments)
             if steps >= first:
                 yield fragment, (steps - first) % every
-
-    def _to_send(self, fragment: slice) -> Tensor:
-        """What is averaged for a fragment. It is kept if a checkpoint may be saved before its mean is used."""
-        mine = self._mine(fragment)
-        return self._sent[fragment].copy_(mine) if self._options.overlap else mine
 
     def _mine(self, fragment: slice) -> Tensor:
         """A fragment of the weights x or, if it is encoded, of theta - x."""
         mine = self._me.snapshot(fragment)
-        return self._theta[fragment] - mine if self._means.are_encoded else mine
+        return self._theta[fragment] - mine if self.means.are_encoded else mine
 
     def _start_again(self) -> None:
         """Average again the fragment that was being averaged when the checkpoint was saved."""
@@ -224,7 +216,7 @@ class Period:
     def _start(self, mine: Tensor, fragment: slice) -> Awaitable[Tensor]:
         """Start averaging a fragment."""
         if self._pairs is None:
-            return self._means.start(mine, fragment)
+            return self.means.start(mine, fragment)
         number = -(-self._local_steps // self._options.every)
         return self._pairs.mean(number, mine, self._theta[fragment] if self._pairs.needs_theta else None)
 
@@ -248,7 +240,7 @@ class Period:
     def _drawn(self, fragment: slice) -> Tensor:
         """By how much theta draws this learner's weights, from both as they were when the mean began."""
         sent = self._sent[fragment] if self._options.overlap else self._mine(fragment)
-        apart = sent if self._means.are_encoded else self._theta[fragment] - sent
+        apart = sent if self.means.are_encoded else self._theta[fragment] - sent
         return self._options.rate / self._me.world * apart
 
     async def _average_a_share(self) -> None:
@@ -273,7 +265,7 @@ class Period:
         it makes on the way costs as much as several operations."""
         options, beta, theta, v = self._options, self._momentum, self._theta[fragment], self._v[fragment]
         a = self._me.learning_rate(fragment) if options.divided_by_rate else 1.0
-        difference = mean if self._means.are_encoded else theta - mean
+        difference = mean if self.means.are_encoded else theta - mean
         if options.divided_by_rate:
             difference = divided(difference, a)
         v.mul_(beta).add_(difference)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from starling.configuration import Config
 from starling.errors import ConfigError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from starling.strategies.encoding import Encoding
 
 T = TypeVar("T")
+Pattern = Annotated[str, AfterValidator(check_pattern)]
 _CACHED_NUMBERS = 1 << 17
 """Three vectors of this many numbers fit in a processor's cache."""
 
@@ -27,7 +28,7 @@ _CACHED_NUMBERS = 1 << 17
 class MixingOptions(Config):
     """The options of every strategy that averages with neighbours."""
 
-    pattern: str = "ring"
+    pattern: Pattern = "ring"
     """Which learners average: a name in `topology.PATTERNS`, a pattern of an installed package, or `module:name`."""
     compression: Encoded = "none"
     """How weights are encoded for sending, or with int8, int4 and top_k what has changed in them; errors are fed
@@ -39,21 +40,10 @@ class MixingOptions(Config):
     piece_megabytes: float = Field(default=16.0, gt=0.0)
     """Weights are averaged in pieces of at most this size, so that locks on them are short and copies are small."""
 
-    @field_validator("pattern")
-    @classmethod
-    def _is_known(cls, pattern: str) -> str:
-        check_pattern(pattern)
-        return pattern
-
     def pieces(self, me: Learner) -> list[slice]:
         """The pieces of the weights, and of the optimizer's state if it is averaged."""
         largest = max(1, int(self.piece_megabytes * 2**20) // me.weights.element_size())
         return list(me.pieces(largest, self.optimizer_state == "averaged"))
-
-
-def check_mixing(options: MixingOptions, world: int) -> None:
-    """Raise ConfigError if the pattern does not suit this number of learners, or the compression the pattern."""
-    check_compression(options, find_topology(options.pattern, world, seed=0))
 
 
 def has_fixed_neighbours(topology: Topology) -> bool:
@@ -69,8 +59,9 @@ def averages_both_ways(topology: Topology) -> bool:
     return bool(abs(mixing - mixing.T).max() <= 1e-9)
 
 
-def check_compression(options: MixingOptions, topology: Topology) -> None:
-    """Raise ConfigError unless the neighbours in a topology are always those that the compression needs."""
+def check_mixing(options: MixingOptions, world: int) -> None:
+    """Raise ConfigError if the pattern does not suit this number of learners, or its neighbours the compression."""
+    topology = find_topology(options.pattern, world, seed=0)
     if options.compression in ("none", "bfloat16"):
         if options.consensus_rate != 1.0:
             raise ConfigError("strategy.consensus_rate: only for compression int8, int4 or top_k; leave it out")

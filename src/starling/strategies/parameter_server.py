@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from starling.errors import ConfigError, PeerLost
 from starling.learner import Handle, Learner, LoopEnded
-from starling.strategies.base import Strategy, adopts_none, all_but_the_lost
-from starling.strategies.server import AGE, GRADIENT, REPORT, WEIGHTS, Report, Server, ServerOptions
+from starling.strategies.base import Strategy, all_but_the_lost, never
+from starling.strategies.server import AGE, GRADIENT, REPORT, WEIGHTS, Report, Served, Server, ServerOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
     * `hybrid`: the mean of all workers' gradients at the same w.
     * `synchronous`: the gradient of the worker whose turn it is.
 
-    `server_rules.py` gives the equation of each rule. With `staleness_bound`, a worker more than that many gradients
+    `server.py` gives the equation of each rule. With `staleness_bound`, a worker more than that many gradients
     ahead of the slowest worker waits.
 
     Workers clip gradients, since a server sees only a piece. If too few gradients for a sum remain at the end of a run,
@@ -51,13 +51,14 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
         (`scale_by_staleness`). `staleness.py` has those of the corrections.
         The names `synchronous`, `hybrid` and `asynchronous` come from the parameter server of Deep Speech.
     """
-    kept, pieces = options.kept(me), options.pieces(len(me.weights))
-    if me.rank not in options.workers(me.world):
-        if kept is not None:
-            await Server(me, kept, options).serve()
+    kept, pieces, workers = options.kept(me), options.pieces(len(me.weights)), options.workers(me.world)
+    server = None if kept is None else Server(me, kept, workers, options)
+    if me.rank not in workers:
+        if server is not None:
+            await server.serve()
         return
-    if kept is not None:
-        me.background(Server(me, kept, options).serve())
+    if server is not None:
+        me.background(server.serve())
     await _work(me, [Remote(me, options.server(s, me.world), piece) for s, piece in enumerate(pieces)], options)
 
 
@@ -165,7 +166,8 @@ class Remote:
         self._sending.clear()
 
 
-def _check(options: ServerOptions, world: int) -> None:
+def check_servers(options: Served, world: int) -> None:
+    """Raise ConfigError if there are too few learners."""
     if options.servers == "own" and world <= options.shards:
         raise ConfigError(
             f"strategy.shards: with {options.shards} servers as learners of their own, none of the {world} learners is "
@@ -177,17 +179,18 @@ def _check(options: ServerOptions, world: int) -> None:
         )
 
 
-def _num_workers(options: ServerOptions, world: int) -> int:
+def num_workers(options: Served, world: int) -> int:
+    """The learners that compute."""
     return len(options.workers(world))
 
 
-def _survivors(options: ServerOptions, world: int, lost: Collection[int]) -> Sequence[int]:
+def without_servers_lost(options: Served, world: int, lost: Collection[int]) -> Sequence[int]:
     """All learners that are not lost. PeerLost if a server is lost, ConfigError if too few remain."""
     for shard in range(options.shards):
         if (server := options.server(shard, world)) in lost:
             raise PeerLost(f"learner {server} of {world} was a server; its shard of the model is lost")
     left = all_but_the_lost(options, world, lost)
-    _check(options, len(left))
+    check_servers(options, len(left))
     return left
 
 
@@ -195,14 +198,14 @@ PARAMETER_SERVER = Strategy(
     "parameter-server",
     "workers push gradients to servers, which keep the model",
     parameter_server,
-    lambda options, world: _num_workers(options, world) if options.update == "hybrid" else 1,
+    lambda options, world: num_workers(options, world) if options.update == "hybrid" else 1,
     ServerOptions,
-    num_workers=_num_workers,
-    check=_check,
-    survivors=_survivors,
+    num_workers=num_workers,
+    check=check_servers,
+    survivors=without_servers_lost,
     averages_gradients=lambda options: options.update == "hybrid",
     is_served=True,
-    adopts_changes=adopts_none,
+    adopts_changes=never,
     kind="server",
     steps_itself=False,
 )

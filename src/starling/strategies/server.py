@@ -25,7 +25,6 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner
-from starling.strategies.server_rules import Asynchronous, Hybrid, Rule, Summed, Synchronous
 from starling.strategies.staleness import Staleness, correction, keeping, rate_scale
 
 if TYPE_CHECKING:
@@ -43,7 +42,145 @@ DROPPED = ("worker", "asking", "age", "told", "message", "report", "tag")
 """A message that a server is handling when a membership ends belongs to that membership."""
 
 
-class ServerOptions(Config):
+class Rule:
+    """Decides when the gradients that have arrived make a step, and which worker may pull the weights.
+
+    In the equations of the four rules w is the server's piece of the weights, a the step size of its optimizer, and
+    g_l(Phi_l) the gradient that worker l computed at Phi_l, the weights it pulled.
+    """
+
+    most_kept = 0
+    """The most gradients that wait for others although their workers continue: the next membership needs them."""
+
+    def finish(self, worker: int, num_waiting: int) -> bool:
+        """Record that a worker has finished a mini-batch, with or without a finite gradient.
+
+        Returns whether the `num_waiting` gradients that have arrived since the last step now make a step.
+        """
+        return num_waiting == 1
+
+    def grant(self, worker: int) -> bool:
+        """Whether a worker that has requested the weights gets them now."""
+        return True
+
+    def leave(self, worker: int) -> None:
+        """Record that a worker computes no more gradients."""
+
+
+class Asynchronous(Rule):
+    """Each gradient makes a step when it arrives, and no worker waits for another.
+
+    Equation, for the gradient of worker l::
+
+        w <- w - a g_l(Phi_l)
+
+    Other workers may have changed w since worker l pulled Phi_l.
+
+    References:
+        Dean et al. 2012, "Large Scale Distributed Deep Networks", NIPS (Downpour SGD).
+    """
+
+
+class Summed(Rule):
+    """Any n gradients make one step with their sum, and no worker waits for another.
+
+    Equation, for the next n gradients to arrive, from any workers::
+
+        w <- w - a (g_1(Phi_1) + ... + g_n(Phi_n))
+
+    With `combine` mean, the sum is divided by n. The last step of a run may have fewer than n gradients.
+
+    References:
+        Aji & Heafield 2019, "Making Asynchronous Stochastic Gradient Descent Work for Transformers", arXiv 1906.03496.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n, self.most_kept = n, n - 1
+
+    def finish(self, worker: int, num_waiting: int) -> bool:
+        return num_waiting == self._n
+
+
+class Hybrid(Rule):
+    """The mean of all workers' gradients at the same weights makes a step, and every worker waits for it.
+
+    Equation, for N workers::
+
+        w <- w - a (1/N) sum_l g_l(w)
+
+    This is `allreduce` with the step made by the server. Non-finite gradients are left out of the mean. With `combine`
+    sum, the sum is not divided.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._finished: set[int] = set()  # since the last step
+
+    def finish(self, worker: int, num_waiting: int) -> bool:
+        self._finished.add(worker)
+        is_complete = len(self._finished) == self._num_workers
+        if is_complete:
+            self._finished.clear()
+        return is_complete
+
+    def grant(self, worker: int) -> bool:
+        return worker not in self._finished
+
+
+class Synchronous(Rule):
+    """One worker at a time pulls, computes a gradient and pushes it, while the others wait for their turn.
+
+    Equation, for the worker l whose turn it is::
+
+        w <- w - a g_l(w)
+    """
+
+    def __init__(self) -> None:
+        self._turn: int | None = None
+
+    def finish(self, worker: int, num_waiting: int) -> bool:
+        self._turn = None
+        return num_waiting == 1
+
+    def grant(self, worker: int) -> bool:
+        self._turn = worker if self._turn is None else self._turn
+        return self._turn == worker
+
+    def leave(self, worker: int) -> None:
+        self._turn = None if self._turn == worker else self._turn
+
+
+class Served(Config):
+    """The options of all strategies with servers that keep the model: how many there are, and where."""
+
+    shards: int = Field(default=1, ge=1)
+    """The number of servers. Each keeps one shard of the model in host memory, with the state of its optimizer."""
+    servers: Literal["beside", "own"] = "beside"
+    """Where servers run: `beside`, in the first workers' processes; `own`, as the last learners, which compute no
+    gradients."""
+
+    def workers(self, world: int) -> range:
+        """The learners that compute."""
+        return range(world - self.shards if self.servers == "own" else world)
+
+    def server(self, shard: int, world: int) -> int:
+        """The learner that is the server of a shard."""
+        return world - self.shards + shard if self.servers == "own" else shard
+
+    def pieces(self, num_weights: int) -> list[slice]:
+        """The piece of the weights of each server. ConfigError if there are more servers than weights."""
+        shards = self.shards
+        if shards > num_weights:
+            raise ConfigError(f"strategy.shards: {shards} servers cannot share the model's {num_weights} parameters")
+        return [slice(num_weights * s // shards, num_weights * (s + 1) // shards) for s in range(shards)]
+
+    def kept(self, me: Learner) -> slice | None:
+        """The piece that a learner keeps as a server; None: it is no server."""
+        pieces = self.pieces(len(me.weights))
+        return next((piece for s, piece in enumerate(pieces) if self.server(s, me.world) == me.rank), None)
+
+
+class ServerOptions(Served):
     """The options of `parameter-server`."""
 
     update: Literal["synchronous", "hybrid", "asynchronous", "summed"] = "asynchronous"
@@ -55,11 +192,6 @@ class ServerOptions(Config):
     """How the gradients of a step are combined. Default: their mean under `hybrid`, their sum under `summed`."""
     staleness_bound: int | None = Field(default=None, ge=0)
     """A worker that would be more than this many gradients ahead of the slowest waits; null: no worker waits."""
-    shards: int = Field(default=1, ge=1)
-    """The number of servers. Each keeps one shard of the model, with its optimizer state, in host memory."""
-    servers: Literal["beside", "own"] = "beside"
-    """Where servers run: `beside`, in the first workers' processes; `own`, as the last learners, which compute no
-    gradients."""
     overlap: bool = False
     """Compute the next gradient, at the old weights, while the new weights are on their way."""
     scale_by_staleness: bool = False
@@ -88,35 +220,21 @@ class ServerOptions(Config):
             )
         return self
 
-    def workers(self, world: int) -> range:
-        """The learners that compute."""
-        return range(world - self.shards if self.servers == "own" else world)
-
-    def server(self, shard: int, world: int) -> int:
-        """The learner that is the server of a shard."""
-        return world - self.shards + shard if self.servers == "own" else shard
-
-    def pieces(self, num_weights: int) -> list[slice]:
-        """The piece of the weights of each server. ConfigError if there are more servers than weights."""
-        shards = self.shards
-        if shards > num_weights:
-            raise ConfigError(f"strategy.shards: {shards} servers cannot share the model's {num_weights} parameters")
-        return [slice(num_weights * s // shards, num_weights * (s + 1) // shards) for s in range(shards)]
-
-    def kept(self, me: Learner) -> slice | None:
-        """The piece that a learner keeps as a server; None: it is no server."""
-        pieces = self.pieces(len(me.weights))
-        return next((piece for s, piece in enumerate(pieces) if self.server(s, me.world) == me.rank), None)
-
     def rule(self, num_workers: int) -> Rule:
         """A new `Rule`, as named by `update`."""
         if self.update == "synchronous":
             return Synchronous()
         if self.update == "hybrid":
-            return Hybrid(num_workers, self.combine or "mean")
-        if self.update == "summed":
-            return Summed(self.sum or 1, self.combine or "sum")
-        return Asynchronous()
+            return Hybrid(num_workers)
+        return Summed(self.sum or 1) if self.update == "summed" else Asynchronous()
+
+    def combined(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The gradient of a step: the sum of these, in order, or their mean; none of them is overwritten."""
+        total = gradients[0]
+        for place, gradient in enumerate(gradients[1:]):
+            total = total.add_(gradient) if place else total + gradient
+        is_mean = (self.combine or ("mean" if self.update == "hybrid" else "sum")) == "mean"
+        return total.div_(len(gradients)) if is_mean and len(gradients) > 1 else total
 
 
 @dataclass(frozen=True)
@@ -129,10 +247,6 @@ class Report:
     """The age of the weights at which the following gradient was taken; NaN: no gradient follows."""
     step_metadata: Tensor
     """What the server's optimizer needs to know about the gradient's mini-batch, `[k]`."""
-
-    @property
-    def has_gradient(self) -> bool:
-        return not math.isnan(self.age)
 
     @property
     def is_last(self) -> bool:
@@ -220,8 +334,9 @@ class Server:
 
     DROPPED = ("_announced", "_finished", "_asking", "_most", "_waiting")  # `_kept` has what is waiting for a sum
 
-    def __init__(self, me: Learner, piece: slice, options: ServerOptions, loans: Loans | None = None) -> None:
-        workers = options.workers(me.world)
+    def __init__(
+        self, me: Learner, piece: slice, workers: range, options: ServerOptions, loans: Loans | None = None
+    ) -> None:
         self._me, self._options = me, options
         self._rule = options.rule(len(workers))
         self._correction = correction(options.staleness, keeping(me))
@@ -272,7 +387,7 @@ class Server:
         if report.num_finished == self._finished[worker]:
             self._asking[worker] = int(report.age)
             return None if report.is_last else REPORT
-        if report.has_gradient and not report.is_last:
+        if not (math.isnan(report.age) or report.is_last):
             self._announced[worker] = report
             return GRADIENT
         await self._record(worker, report)
@@ -281,12 +396,11 @@ class Server:
     async def _record(self, worker: int, report: Report) -> None:
         """Record that a worker has finished a mini-batch, or leaves; make a step if one is due."""
         self._finished[worker] = report.num_finished
-        if not report.is_last:
-            self._most = max(self._most, report.num_finished)
         if report.is_last:
             self._rule.leave(worker)
             is_due = self._have_all_left  # the remaining gradients, though too few for the rule
         else:
+            self._most = max(self._most, report.num_finished)
             is_due = self._rule.finish(worker, len(self._waiting))
         if is_due and self._waiting:
             await self._step()
@@ -303,7 +417,7 @@ class Server:
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
         scale = rate_scale(staleness) if self._options.scale_by_staleness else 1.0
         newest = max((push.report for push in pushes), key=lambda report: report.age)
-        gradient = self._rule.combine(await self._corrected(pushes))
+        gradient = self._options.combined(await self._corrected(pushes))
         await self._shard.step(gradient, newest.step_metadata, read_at, scale)
         self._kept.clear()
 

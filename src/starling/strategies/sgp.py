@@ -5,12 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pydantic import field_validator
-
 from starling.configuration import Config
 from starling.learner import Handle, Learner, LoopEnded
 from starling.strategies.base import Strategy
-from starling.topology import check_pattern, find_topology
+from starling.strategies.mixing import Pattern
+from starling.topology import find_topology
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,17 +18,11 @@ if TYPE_CHECKING:
 class PushSumOptions(Config):
     """The options of `sgp`."""
 
-    pattern: str = "exponential"
+    pattern: Pattern = "exponential"
     """Which learners send to which: a name in `topology.PATTERNS`, a pattern of an installed package, or `module:name`.
     Weights for others need not balance: those of learner j's receivers must sum to less than 1."""
     overlap: bool = False
     """Whether messages travel during the next gradient (OSGP)."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _is_known(cls, pattern: str) -> str:
-        check_pattern(pattern)
-        return pattern
 
 
 async def sgp(me: Learner, options: PushSumOptions) -> None:

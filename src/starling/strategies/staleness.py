@@ -124,11 +124,11 @@ class GapAware(Correction):
         self._before = now
 
     def stepped(self, before: Tensor, after: Tensor) -> None:
-        if _has_numbers(after):
+        if not after.is_meta:
             self._steps += self._steps.new_tensor([1.0, float((after - before).norm())])
 
     def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
-        if not _has_numbers(moved):
+        if moved.is_meta:
             return gradient
         distance = float(moved.norm())
         num_steps, length = float(self._steps[0]), float(self._steps[1])
@@ -180,7 +180,7 @@ class StaleSteps:
         """Make a step with a gradient `[P]` that was taken at the last snapshot."""
         me, (phi, self._taken_at) = self._me, (self._taken_at, None)
         scale = rate_scale(me.staleness) if self._scales else 1.0
-        if self._correction is None or phi is None or not _is_finite(gradient):  # a step skips what is not finite
+        if self._correction is None or phi is None or not is_finite(gradient):  # a step skips what is not finite
             me.step(gradient, scale=scale)
             return
         now = me.weights.clone()
@@ -190,12 +190,9 @@ class StaleSteps:
 
 def _changed(gradient: Tensor, change: Tensor) -> Tensor:
     """gradient + change; a gradient of -0.0, which marks that there is none, stays."""
-    return gradient + change if not _has_numbers(gradient) else (gradient + change).where(gradient != 0.0, gradient)
+    return gradient + change if gradient.is_meta else (gradient + change).where(gradient != 0.0, gradient)
 
 
-def _is_finite(gradient: Tensor) -> bool:
-    return not _has_numbers(gradient) or bool(gradient.isfinite().all())
-
-
-def _has_numbers(tensor: Tensor) -> bool:
-    return tensor.device.type != "meta"
+def is_finite(gradient: Tensor) -> bool:
+    """Whether it is finite, as in a simulation of time alone each is."""
+    return gradient.is_meta or bool(gradient.isfinite().all())

@@ -145,8 +145,8 @@ _REGISTRY: Registry[Any] = Registry(
 )
 
 
-def check_pattern(pattern: str) -> None:
-    """Check that `find_topology` knows a pattern.
+def check_pattern(pattern: str) -> str:
+    """Check that `find_topology` knows a pattern, and return it.
 
     Raises:
         ValueError: The pattern is unknown. Pydantic collects these errors.
@@ -155,6 +155,7 @@ def check_pattern(pattern: str) -> None:
         _REGISTRY.find(pattern)
     except ConfigError as error:
         raise ValueError(str(error)) from error
+    return pattern
 
 
 def find_topology(pattern: str, world: int, seed: int, is_balanced: bool = True) -> Topology:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
-from starling.learner import Handle
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
-from starling.training.freezing import Freeze
 from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import (
     Averaging,
@@ -29,18 +27,15 @@ from starling.training.job import (
     Job,
     Observer,
     Spent,
-    Statistics,
     StepReport,
     Tally,
 )
 from starling.training.loading import Loaded
-from starling.training.replica import Replica
-from starling.training.shards import Shards
+from starling.training.replica import ReplicaLearner
+from starling.training.shards import ShardHost, Shards
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket, Unit
-
-T = TypeVar("T")
 
 
 class BatchSource(Protocol):
@@ -61,11 +56,8 @@ class BatchSource(Protocol):
         """Record that a mini-batch is done: the strategy has used its gradient."""
 
 
-class Host(Protocol):
+class Host(ShardHost, Protocol):
     """The learner whose training a `Course` is, as its engine has made it."""
-
-    replica: Replica
-    statistics: Statistics
 
     @property
     def batches(self) -> BatchSource: ...
@@ -80,9 +72,6 @@ class Host(Protocol):
 
     def now(self) -> float:
         """Seconds since the membership began, on the engine's clock."""
-
-    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Begin work on a shard, which passes so often over so many bytes."""
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The model's buffers."""
@@ -117,20 +106,25 @@ class Course:
         self._host, self._life, self._observer = host, life, observer
         self._replica, self._statistics, self._batches = host.replica, host.statistics, host.batches
         kept = start.shards if start else ()
-        self.shards = Shards(rank, host.replica, host.statistics, self._set_rates, host.start_on_memory, kept)
+        self.shards = Shards(host, self._set_rates, kept)
         sync_groups = job.sync_groups(world)
         self._is_worker = rank < sync_groups.num_workers
         self._sync_group = sync_groups.of(rank)
         self._rank, self._world = rank, world
         self._weight = tickets.weight(rank - self._sync_group.start)
         self._is_reporting = rank % job.island.learners_per_batch == 0  # for all that compute its mini-batches
-        self.cuts = self._make_cuts() if sync_groups.size < sync_groups.num_workers else None
+        # learners save at once if the model is in memory that they share or on a server that adds gradients
+        is_cut = job.strategy.steps_itself and observer.saves and not host.replica.weights.is_meta
+        is_cut = is_cut and sync_groups.size < sync_groups.num_workers
+        self.cuts = Cuts(host.replica, host.cut_agreement) if is_cut else None
+        """The states at checkpoint barriers that are not saved yet."""
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
         self._num_not_finite = self._num_not_finite_in_a_row = 0
         self._open: deque[Sequence[Loaded]] = deque()  # claimed and not done
-        self._epochs = self._fraction = self._factor = 0.0
+        self._epochs = self._fraction = 0.0
+        self.learning_rate = 0.0  # of the claimed mini-batch, in units of its peak
         self._portion = 0
         self._epoch_steps, self._epoch_begin = 0, 0.0
         self._last_end: int | None = None  # the portion before which an epoch ended last
@@ -139,19 +133,15 @@ class Course:
         self._spent_when_over = Spent()
         if start is not None:
             self._restore(start)
-        if life.tally is not None:
-            self._continue(life.tally)
+        if (tally := life.tally) is not None:  # continue counting from that of the previous membership
+            self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
+            self._epoch_begin = host.now() - tally.seconds
+            host.statistics.spent, host.statistics.averaging = tally.spent, tally.averaging
 
     @property
     def _minutes(self) -> float:
         """Training time so far."""
         return self._minutes_before + self._host.now() / 60.0
-
-    def _make_cuts(self) -> Cuts | None:
-        """The states at checkpoint barriers that are not saved yet; None: learners save at once, because the model is
-        in memory that they share or on a server that adds gradients, or there is nothing to save."""
-        is_needed = self._observer.saves and not self._replica.weights.is_meta
-        return Cuts(self._replica, self._host.cut_agreement) if self.job.strategy.steps_itself and is_needed else None
 
     def _restore(self, start: LearnerState) -> None:
         replica = self._replica
@@ -165,12 +155,7 @@ class Course:
     @property
     def step_metadata(self) -> Tensor:
         """The learning-rate factor and the portion of the claimed mini-batch."""
-        return torch.tensor([self._factor, self._portion], dtype=torch.float64)
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the claimed mini-batch, in units of its peak."""
-        return self._factor
+        return torch.tensor([self.learning_rate, self._portion], dtype=torch.float64)
 
     def _set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
         """Set the learning rates of a shard's optimizer."""
@@ -193,7 +178,7 @@ class Course:
         replica = self._replica
         when = self.gradient_version if read_at is None else read_at
         self._statistics.averaging.staleness[replica.version - when] += 1
-        rate = self._factor * scale
+        rate = self.learning_rate * scale
         if self._weight != 1.0 and self._is_own(gradient):
             gradient, rate = gradient / self._weight, rate * self._weight
         self._count_not_finite(replica.step(gradient, rate))
@@ -260,7 +245,7 @@ class Course:
         progress = self.tickets.progress(self._portion, minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
         following = self.tickets.progress(self._portion + 1, minutes)
-        self._factor = self.job.schedule.at(progress, self.job.budget, following)
+        self.learning_rate = self.job.schedule.at(progress, self.job.budget, following)
         for ticket, batch in loaded if self._is_reporting else ():
             self._observer.on_claim(ClaimReport.of(self._life.name, ticket, batch))
         return True
@@ -276,10 +261,6 @@ class Course:
             raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
         return self.newest_claim
 
-    def claimed_batches(self) -> list[Sequence[Examples]]:
-        """The mini-batches of the claimed tickets."""
-        return [batch for _, batch in self.claimed()]
-
     def add_barrier(self, number: int) -> None:
         """Add a checkpoint barrier before portion `number`, which no learner has claimed. May be called by any
         thread."""
@@ -294,12 +275,6 @@ class Course:
         with statistics.lock:
             seconds = self._host.now() - self._epoch_begin
             life.tally = Tally(self._epoch_steps, seconds, statistics.spent, statistics.averaging, self._num_not_finite)
-
-    def _continue(self, tally: Tally) -> None:
-        """Continue counting from the tally of the previous membership."""
-        self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
-        self._epoch_begin = self._host.now() - tally.seconds
-        self._statistics.spent, self._statistics.averaging = tally.spent, tally.averaging
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
         """Report the end of the run, and return the final state. Of the `num_portions` that all learners claimed, all
@@ -406,16 +381,21 @@ class Course:
         statistics.spent = Spent()
         self._epoch_steps, self._epoch_begin = 0, now
 
-    def gradient_task(self) -> GradientTask:
-        """What the gradient of the claimed mini-batch depends on; injected faults are carried out."""
-        tickets = tuple(ticket for ticket, _ in self.claimed())
+    def gradient_task(self) -> tuple[GradientTask, list[Sequence[Examples]]]:
+        """What the gradient of the claimed mini-batches depends on, and these; injected faults are carried out."""
+        tickets, batches = zip(*self.claimed(), strict=True)
         faults = next(self._life.faults)
         for fault in faults:
             if not isinstance(fault, NotFinite):
                 self._host.suffer(fault)
         is_spoilt = any(isinstance(each, NotFinite) for each in faults)
         sizes, factor = self._sizes_and_factor()
-        return GradientTask(tickets, sizes, factor, is_spoilt, self._frozen())
+        not_thawed = tuple(
+            each
+            for each in self.job.freeze
+            if each.until is not None and not each.until.is_over(self._epochs, self._fraction)
+        )
+        return GradientTask(tickets, sizes, factor, is_spoilt, not_thawed), list(batches)
 
     def compute_gradient(
         self,
@@ -427,7 +407,7 @@ class Course:
     ) -> float:
         """Compute the gradient of the claimed mini-batches in `flat.gradients`, and return its loss; see
         `starling.training.gradient`."""
-        task, batches = self.gradient_task(), self.claimed_batches()
+        task, batches = self.gradient_task()
         computed = compute_gradient(self.job, task, batches, model, flat, before_last, must_reach_all, num_passes)
         self.computed(computed)
         return computed.loss
@@ -436,14 +416,6 @@ class Course:
         """Note what a gradient of this learner has left."""
         self.unused, self._losses = computed.unused, computed.losses
         self._replica.sometimes_unused |= computed.unused
-
-    def _frozen(self) -> tuple[Freeze, ...]:
-        """What is not thawed yet when the claimed mini-batch begins."""
-        return tuple(
-            each
-            for each in self.job.freeze
-            if each.until is not None and not each.until.is_over(self._epochs, self._fraction)
-        )
 
     def _sizes_and_factor(self) -> tuple[tuple[float, ...], float]:
         """How much each claimed mini-batch counts in this learner's gradient, and the factor for this gradient that
@@ -470,24 +442,38 @@ class Course:
         self._loss = loss
         claimed = self.claimed()
         losses = self._losses or (loss,) * len(claimed)
-        for (ticket, batch), own in zip(claimed, losses, strict=True):
-            self._report(ticket, batch, own)
-
-    def _report(self, ticket: Ticket, batch: Sequence[Examples], loss: float) -> None:
-        if not self._is_reporting:
-            return
-        self._observer.on_step(
-            StepReport(
+        for (ticket, batch), own in zip(claimed, losses, strict=True) if self._is_reporting else ():
+            report = StepReport(
                 rank=self._life.name,
                 ticket=ticket,
                 num_batches=self.tickets.sequence.num_batches(ticket.epoch),
                 fraction=self._fraction,
                 minutes=self._minutes,
-                loss=loss,
-                learning_rate=self._replica.learning_rate(self._factor),
+                loss=own,
+                learning_rate=self._replica.learning_rate(self.learning_rate),
                 num_examples=sum(examples.num_examples for examples in batch),
                 num_frames=sum(examples.num_frames for examples in batch),
                 audio_seconds=sum(examples.seconds for examples in batch),
                 spent=self._statistics.spent_now(),
             )
-        )
+            self._observer.on_step(report)
+
+
+class CourseLearner(ReplicaLearner):
+    """What all learners whose training is a `Course` leave to it, on every engine."""
+
+    course: Course
+
+    @property
+    def step_metadata(self) -> Tensor:
+        return self.course.step_metadata
+
+    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
+        return self.course.learning_rate
+
+    def clip(self, gradient: Tensor) -> Tensor | None:
+        return self.course.clip(gradient)
+
+    @property
+    def staleness(self) -> int:
+        return self.course.staleness

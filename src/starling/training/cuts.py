@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from starling.checkpoint.state import MEMBERSHIP_PREFIX, LearnerState, own
@@ -41,21 +41,15 @@ class CutAgreement(Protocol):
         """This learner has the complete state of a barrier, and asks no more about its cut."""
 
 
+@dataclass
 class _Pending:
     """A state at a checkpoint barrier that is not saved yet."""
 
-    def __init__(
-        self,
-        barrier: int,
-        state: LearnerState,
-        save: Callable[[LearnerState], None],
-        complete: Callable[[LearnerState], LearnerState],
-    ) -> None:
-        self.barrier = barrier
-        self.state = state
-        self.save = save
-        self.complete = complete
-        self.is_complete = False
+    barrier: int
+    state: LearnerState
+    save: Callable[[LearnerState], None]
+    complete: Callable[[LearnerState], LearnerState]
+    is_complete: bool = False
 
 
 class Cuts:

@@ -122,7 +122,8 @@ class DataWorkload(Workload[Batch]):
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
         if self._is_map_style:
-            return [self._of_places(ticket)]
+            data, places = cast(Sequence[Any], self._data), self._places(ticket)
+            return [Batch(self._collate([data[place] for place in places]), len(places), tuple(map(str, places)))]
         if self._is_iterable:
             return [self._of_iterable(ticket)]
         content = cast(MakeBatch, self._data)(ticket)
@@ -135,10 +136,6 @@ class DataWorkload(Workload[Batch]):
         if self._is_map_style and unit == "utterances":
             return float(len(self._places(ticket)))
         return super().planned_size(ticket, unit)  # type: ignore[arg-type]
-
-    def _of_places(self, ticket: Ticket) -> Batch:
-        data, places = cast(Sequence[Any], self._data), self._places(ticket)
-        return Batch(self._collate([data[place] for place in places]), len(places), tuple(map(str, places)))
 
     def _places(self, ticket: Ticket) -> list[int]:
         """The indices of a mini-batch's examples in a map-style dataset."""

@@ -23,7 +23,17 @@ AtEvent = Annotated[int, Field(ge=1)]
 _WAKE = "import os, signal, sys, time; time.sleep(float(sys.argv[2])); os.kill(int(sys.argv[1]), signal.SIGCONT)"
 
 
-class _Placed(Config):
+class _OfLearner(Config):
+    """A fault of one learner, named under the key of its kind."""
+
+    @property
+    def learner(self) -> int:
+        """The learner that it happens to; of a partition the separated one with the largest name."""
+        name = next(getattr(self, key) for key in _KINDS if hasattr(self, key))
+        return max(name) if isinstance(name, tuple) else int(name)
+
+
+class _Placed(_OfLearner):
     """A fault at a time, at an event or, if its class has `at_step`, at a mini-batch."""
 
     at_seconds: AtSeconds | None = None
@@ -47,10 +57,6 @@ class Kill(_Placed):
     at_step: AtStep | None = None
     """When it happens: the number of the learner's own mini-batch, from 1."""
 
-    @property
-    def learner(self) -> int:
-        return self.kill
-
 
 class Pause(_Placed):
     """Pauses a learner, as SIGSTOP does; with `at_step`, before it computes that mini-batch (default: its first)."""
@@ -68,10 +74,6 @@ class Pause(_Placed):
         has_place = not isinstance(given, dict) or given.keys() & {"at_step", "at_seconds", "at_event"}
         return given if has_place else {**given, "at_step": 1}
 
-    @property
-    def learner(self) -> int:
-        return self.pause
-
 
 class Split(_Placed):
     """A network partition that separates learners from the others and the launcher for `seconds`. Simulated only."""
@@ -81,13 +83,8 @@ class Split(_Placed):
     seconds: float = Field(gt=0.0)
     """Length of the partition."""
 
-    @property
-    def learner(self) -> int:
-        """The separated learner with the largest name."""
-        return max(self.split)
 
-
-class Join(Config):
+class Join(_OfLearner):
     """Adds a learner: restarts a lost one, or starts a new one if the name is new."""
 
     join: Name
@@ -95,22 +92,14 @@ class Join(Config):
     at_seconds: AtSeconds
     """When it is started: seconds since the beginning of the run."""
 
-    @property
-    def learner(self) -> int:
-        return self.join
 
-
-class NotFinite(Config):
+class NotFinite(_OfLearner):
     """Makes a learner's gradient of one mini-batch NaN."""
 
     nan: Name
     """The learner whose gradient is spoilt."""
     at_step: AtStep
     """When it happens: the number of the learner's own mini-batch, from 1."""
-
-    @property
-    def learner(self) -> int:
-        return self.nan
 
 
 _KINDS: Mapping[str, type[Config]] = {"kill": Kill, "pause": Pause, "nan": NotFinite, "split": Split, "join": Join}

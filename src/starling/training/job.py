@@ -3,7 +3,8 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 from typing import Any, Protocol
 
 from torch import nn
@@ -92,10 +93,6 @@ class Job:
         self.strategy.validate(self.options, world)
         if problem := shares_problem(self.batch_shares, self.strategy, self.options, world, self.island):
             raise ConfigError(problem)
-
-    def sync_group_size(self, world: int) -> int:
-        """How many of `world` learners claim mini-batches together."""
-        return self.strategy.sync_group_size(self.options, world)
 
     def sync_groups(self, world: int) -> SyncGroups:
         """Which of `world` learners claim mini-batches together."""
@@ -189,12 +186,7 @@ class Statistics:
 
     def spent_now(self) -> Spent:
         """`spent` at this moment, as a copy."""
-        spent, more = self.spent, self.under_way()
-        return Spent(
-            spent.computing + more.computing,
-            spent.waiting_for_data + more.waiting_for_data,
-            spent.waiting_for_peers + more.waiting_for_peers,
-        )
+        return Spent(*map(add, astuple(self.spent), astuple(self.under_way())))
 
 
 @dataclass(frozen=True)

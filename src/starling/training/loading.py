@@ -7,21 +7,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from statistics import median
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from starling.workload import Ticket, Workload
 
@@ -106,11 +105,9 @@ class Loader:
         """
         tickets = iter(tickets)
         while not self.is_ahead:
-            for ticket in islice(tickets, 1):
-                yield ticket, self._workload.load(ticket)
-                break
-            else:
+            if (ticket := next(tickets, None)) is None:
                 return
+            yield ticket, self._workload.load(ticket)
         if self._processes is not None:
             yield from self._processes.load(tickets, num_ahead)
 
@@ -122,9 +119,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -144,21 +139,8 @@ class _ByTicket(Dataset[_Timed | None]):
         return loaded, time.perf_counter() - begin
 
 
-class _End:
-    """A marker for the end of the stream of tickets."""
-
-
-class _Tickets(Sampler[Ticket | None]):
-    """The sampler that torch draws tickets from: `num_padding` times None, then those from a queue."""
-
-    def __init__(self, requested: SimpleQueue[Ticket | _End | None], num_padding: int) -> None:
-        self._requested = requested
-        self._num_padding = num_padding
-
-    def __iter__(self) -> Iterator[Ticket | None]:
-        yield from repeat(None, self._num_padding)
-        while not isinstance(ticket := self._requested.get(), _End):
-            yield ticket
+_END = object()
+"""Marks the end of the stream of tickets."""
 
 
 def _unchanged(loaded: Any) -> Any:  # as `collate_fn`: torch's default would convert what a mini-batch contains
@@ -188,11 +170,8 @@ def _exit_after(learner: int) -> None:
 
 
 @contextmanager
-def _blocking_signals(is_wanted: bool) -> Generator[None, None, None]:
+def _blocking_signals() -> Generator[None, None, None]:
     """Block signals in processes that are started within this context, until they have installed their handlers."""
-    if not is_wanted:
-        yield
-        return
     resource_tracker.ensure_running()  # start it first: starting it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -220,7 +199,7 @@ class _Processes:
         """Whether all processes have started, or starting them failed: then `load` raises the error."""
         self._num_workers = num_workers
         self._prefetched = _PREFETCH_FACTOR * num_workers
-        self._requested: SimpleQueue[Ticket | _End | None] = SimpleQueue()
+        self._requested: SimpleQueue[Any] = SimpleQueue()  # tickets, padding, and at last _END
         self._received: SimpleQueue[Loaded | BaseException] = SimpleQueue()
         self._num_requested = 0  # tickets and padding
         self._outstanding: deque[int] = deque()  # the value of `_num_requested` before each ticket not yet received
@@ -228,7 +207,7 @@ class _Processes:
         self._is_closed = False
         loaded = DataLoader(
             _ByTicket(workload),
-            sampler=_Tickets(self._requested, num_padding=self._prefetched + num_workers),
+            sampler=chain(repeat(None, self._prefetched + num_workers), iter(self._requested.get, _END)),
             batch_size=None,
             collate_fn=_unchanged,
             num_workers=num_workers,
@@ -236,7 +215,7 @@ class _Processes:
             multiprocessing_context="spawn",
             worker_init_fn=partial(_initialize_process, os.getpid(), ignores_signals),
         )
-        with _blocking_signals(ignores_signals):
+        with _blocking_signals() if ignores_signals else nullcontext():
             starting = iter(loaded)
         self._thread = Thread(target=self._run, args=[starting], name="loader", daemon=True)
         self._thread.start()
@@ -260,7 +239,7 @@ class _Processes:
     def close(self) -> None:
         """Stop the processes."""
         self._is_closed = True
-        self._requested.put(_End())
+        self._requested.put(_END)
         self._thread.join(_CLOSE_TIMEOUT_SECONDS)
 
     def _draw(self, tickets: Iterator[Ticket], num: int) -> None:

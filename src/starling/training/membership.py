@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from starling.workload import Position
 
@@ -62,56 +61,43 @@ class MembershipFeed:
         self.is_watched = is_watched
         self.is_new = first is None
         """Whether this learner joins a running experiment."""
-        self._on_enter = on_enter
-        self._on_arrive = on_arrive
-        self._on_ready = on_ready
-        self._latest = first or _NONE
+        self.enter, self.arrive, self._on_ready = on_enter, on_arrive, on_ready
+        """`enter` reports that this learner has connected to the other members, `arrive` that it is about to."""
+        self.latest = first or _NONE
+        """The newest membership."""
         self._changed = threading.Condition()
         self._on_change: Callable[[Membership], None] = lambda membership: None
-
-    @property
-    def latest(self) -> Membership:
-        """The newest membership."""
-        return self._latest
 
     def first(self) -> Membership:
         """The membership to begin in. A joiner first reports that it is ready and waits for a membership."""
         if self.is_new:
             self._on_ready()
             with self._changed:
-                self._changed.wait_for(lambda: self._latest.number >= 0)
-        return self._latest
-
-    def arrive(self, membership: Membership) -> None:
-        """Report that this learner is about to connect to the other members."""
-        self._on_arrive(membership)
-
-    def enter(self, membership: Membership) -> None:
-        """Report that this learner has connected to the other members."""
-        self._on_enter(membership)
+                self._changed.wait_for(lambda: self.latest.number >= 0)
+        return self.latest
 
     def announce(self, membership: Membership) -> None:
         """Announce a new membership. Called from the thread that listens to the launcher."""
         with self._changed:
-            if membership.number <= self._latest.number:
+            if membership.number <= self.latest.number:
                 return
-            self._latest = membership
+            self.latest = membership
             self._changed.notify_all()
             self._on_change(membership)
 
     def beyond(self, membership: Membership, within: float) -> Membership | None:
         """Wait at most `within` seconds for a later membership; None if there is none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._latest.number > membership.number, within if self.is_watched else 0.0)
-            return self._latest if self._latest.number > membership.number else None
+            self._changed.wait_for(lambda: self.latest.number > membership.number, within if self.is_watched else 0.0)
+            return self.latest if self.latest.number > membership.number else None
 
     @contextmanager
     def telling(self, membership: Membership, on_change: Callable[[Membership], None]) -> Generator[None, None, None]:
         """Within this context, call `on_change` once a later membership is announced, from any thread."""
         with self._changed:
             self._on_change = on_change
-            if self._latest.number > membership.number:
-                on_change(self._latest)
+            if self.latest.number > membership.number:
+                on_change(self.latest)
         try:
             yield
         finally:
@@ -119,8 +105,8 @@ class MembershipFeed:
                 self._on_change = lambda membership: None
 
 
-class MembershipObserver(Protocol):
-    """Follows membership changes, in each learner."""
+class MembershipObserver:
+    """Follows membership changes, in each learner; this one ignores them."""
 
     def pause(self) -> None:
         """This learner leaves a membership: finish or drop all pending work for it before returning."""
@@ -131,13 +117,3 @@ class MembershipObserver(Protocol):
 
     def end(self) -> None:
         """The run has ended. Complete everything that other learners rely on before returning."""
-
-
-class IgnoreMembership:
-    """Ignores membership changes."""
-
-    def pause(self) -> None: ...
-
-    def begin(self, membership: Membership, position: Position, is_first: bool) -> None: ...
-
-    def end(self) -> None: ...

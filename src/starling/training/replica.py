@@ -42,7 +42,8 @@ class Replica:
         self.version = 0  # the number of changes made to the weights
         self.gradients = gradients
         self._workspace = gradients if workspace is None else workspace
-        self._parameters = parameters
+        self.parameters = parameters
+        """The trainable parameters, in the order of the weights."""
         self._clip_norm = clip_norm
         self._sum_over_island = sum_over_island
         self._make_optimizer = make_optimizer
@@ -84,15 +85,15 @@ class Replica:
         if gradient.data_ptr() == self._workspace.data_ptr() and not self.sometimes_unused:
             yield
             return
-        own = [parameter.grad for parameter in self._parameters]
-        views = split(gradient, self._parameters)
-        marked = split_gradient(gradient, self._parameters) if self.sometimes_unused else []
-        for number, parameter in enumerate(self._parameters):
+        own = [parameter.grad for parameter in self.parameters]
+        views = split(gradient, self.parameters)
+        marked = split_gradient(gradient, self.parameters) if self.sometimes_unused else []
+        for number, parameter in enumerate(self.parameters):
             parameter.grad = marked[number] if number in self.sometimes_unused else views[number]
         try:
             yield
         finally:
-            for parameter, before in zip(self._parameters, own, strict=True):
+            for parameter, before in zip(self.parameters, own, strict=True):
                 parameter.grad = before
 
     def clip(self, gradient: Tensor) -> float:
@@ -107,11 +108,6 @@ class Replica:
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
         """An optimizer like this replica's, for (parts of) parameters, by the number of the parameter."""
         return self._make_optimizer(list(parameters.values()))
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters, in the order of the weights."""
-        return self._parameters
 
     def learning_rate(self, factor: float) -> float:
         """The learning rate of the first parameter group."""
@@ -180,9 +176,7 @@ class Replica:
         num_vectors = 1
         if optimizer_state:
             with self._lock:
-                self._memory = self._memory or OptimizerMemory(
-                    self.optimizer, self._parameters, self.optimizer_of_piece
-                )
+                self._memory = self._memory or OptimizerMemory(self.optimizer, self.parameters, self.optimizer_of_piece)
             num_vectors += len(self._memory.vectors)
         return [
             slice(number * size + start, number * size + min(start + largest, size))

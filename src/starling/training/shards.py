@@ -29,10 +29,19 @@ SetRates = Callable[[Optimizer, Sequence[float], Tensor, float], None]
 rates they are constant."""
 
 
-class StartOnMemory(Protocol):
-    """Starts `do`, which makes `passes` passes over `num_bytes` of host memory."""
+class ShardHost(Protocol):
+    """The learner that holds shards."""
 
-    def __call__(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]: ...
+    statistics: Statistics
+
+    @property
+    def replica(self) -> Replica: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+        """Start `do`, which makes `passes` passes over `num_bytes` of host memory."""
 
 
 @runtime_checkable
@@ -58,39 +67,30 @@ class Shards:
     `saved` are the shards in its checkpoint after a resume; each held shard continues from the saved one of its piece.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        replica: Replica,
-        statistics: Statistics,
-        set_rates: SetRates,
-        start: StartOnMemory,
-        saved: Sequence[ShardState] = (),
-    ) -> None:
-        self.rank, self.replica, self.statistics = rank, replica, statistics
-        self.set_rates, self.start = set_rates, start
+    def __init__(self, host: ShardHost, set_rates: SetRates, saved: Sequence[ShardState] = ()) -> None:
+        self.host, self.set_rates = host, set_rates
         self.held: list[HeldShard] = []
         self._saved = {(shard.start, shard.stop): shard for shard in saved}
 
     def check(self, piece: slice) -> None:
         """Raise `ConfigError` for an empty piece or one outside the weights."""
-        size = len(self.replica.weights)
+        rank, size = self.host.rank, len(self.host.replica.weights)
         if not 0 <= piece.start < piece.stop <= size:
             raise ConfigError(
-                f"learner {self.rank} cannot keep weights {piece.start} to {piece.stop} of {size}; use fewer shards"
+                f"learner {rank} cannot keep weights {piece.start} to {piece.stop} of {size}; use fewer shards"
             )
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         """Hold a piece of the model for all learners, initialised from the checkpoint or this learner's weights."""
         self.check(piece)
         saved = self._saved.get((piece.start, piece.stop))
-        memory = host_copy(self.replica.weights[piece] if saved is None else saved.weights)
+        memory = host_copy(self.host.replica.weights[piece] if saved is None else saved.weights)
         return self._hold(HeldShard(self, piece, memory, torch.zeros(1, dtype=torch.int64), 0, make_optimizer))
 
     def share(self, pieces: Sequence[slice], weights: Tensor, counts: Tensor) -> Sequence[Shard]:
         """Hold `pieces` of `weights` `[P]`, which all learners share; `counts` `[pieces, L]` counts their steps."""
         return [
-            self._hold(HeldShard(self, piece, weights[piece], counts[number], self.rank))
+            self._hold(HeldShard(self, piece, weights[piece], counts[number], self.host.rank))
             for number, piece in enumerate(pieces)
         ]
 
@@ -101,15 +101,11 @@ class Shards:
     def fork(self, portion: int) -> None:
         """Copy the shards whose optimizers can fork at a checkpoint barrier before `portion`."""
         for shard in self.held:
-            if shard.can_fork:
-                shard.fork(portion)
+            shard.fork(portion)
 
     def with_forks(self, state: LearnerState, portion: int) -> LearnerState:
         """A state at that barrier with the copies, which end."""
-        shards = tuple(
-            shard.end_fork(portion) if shard.can_fork else saved
-            for shard, saved in zip(self.held, state.shards, strict=True)
-        )
+        shards = tuple(shard.end_fork(portion) or saved for shard, saved in zip(self.held, state.shards, strict=True))
         for shard in shards:
             state.weights[shard.start : shard.stop] = shard.weights
         return replace(state, shards=shards)
@@ -117,10 +113,10 @@ class Shards:
     def _hold(self, shard: "HeldShard") -> "HeldShard":
         place = (shard.piece.start, shard.piece.stop)
         if place in self._saved:
-            shard.restore(self._saved.pop(place))
+            shard.optimizer.load_state_dict(self._saved.pop(place).optimizer)
         elif self._saved:
             raise CheckpointError(
-                f"learner {self.rank}: the checkpoint holds the model in pieces {sorted(self._saved)}, but the "
+                f"learner {self.host.rank}: the checkpoint holds the model in pieces {sorted(self._saved)}, but the "
                 f"strategy needs {place}; resume with the same strategy.shards or strategy.piece_megabytes as before"
             )
         self.held.append(shard)
@@ -146,10 +142,10 @@ class HeldShard(Shard):
         self.weights = weights
         self._owner, self._piece = owner, piece
         self._counts, self._place = counts, place
-        parts = _parts(owner.replica.parameters, piece, weights)
+        parts = _parts(owner.host.replica.parameters, piece, weights)
         self._parts = list(parts.values())
         if make_optimizer is None or not parts:  # there are none in a simulation of time alone
-            self.optimizer = owner.replica.optimizer_of_piece(parts)
+            self.optimizer = owner.host.replica.optimizer_of_piece(parts)
             self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         else:
             self.optimizer, self._peaks = make_optimizer(self._parts), []
@@ -165,11 +161,11 @@ class HeldShard(Shard):
         return int(self._counts.sum())
 
     def read(self) -> Handle[Tensor]:
-        return self._owner.start(self.weights.nbytes, 1, self.weights.clone)
+        return self._owner.host.start_on_memory(self.weights.nbytes, 1, self.weights.clone)
 
     def step(self, gradient: Tensor, step_metadata: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
         def do() -> None:
-            statistics = self._owner.statistics
+            statistics = self._owner.host.statistics
             with statistics.lock:
                 for when in read_at:
                     statistics.averaging.staleness[self.num_steps - when] += 1
@@ -182,7 +178,7 @@ class HeldShard(Shard):
                         fork.step_as(self.optimizer, gradient)
                 self._counts[self._place] += 1
 
-        return self._owner.start(self.weights.nbytes, STEP_PASSES, do)
+        return self._owner.host.start_on_memory(self.weights.nbytes, STEP_PASSES, do)
 
     def copy(self) -> Tensor:
         """A copy of the weights."""
@@ -195,27 +191,23 @@ class HeldShard(Shard):
             weights, optimizer = self.weights.clone(), copy.deepcopy(self.optimizer.state_dict())
         return ShardState(self._piece.start, self._piece.stop, weights, optimizer)
 
-    @property
-    def can_fork(self) -> bool:
-        """Whether its optimizer can."""
-        return isinstance(self.optimizer, Forkable)
-
     def fork(self, portion: int) -> None:
-        """Copy the shard at a checkpoint barrier before `portion`. The copy makes the steps whose gradients are of
-        mini-batches before the barrier, until `end_fork`."""
+        """Copy the shard at a checkpoint barrier before `portion`, if its optimizer can fork. The copy makes the steps
+        whose gradients are of mini-batches before the barrier, until `end_fork`."""
+        if not isinstance(self.optimizer, Forkable):
+            return
         with self._lock:
-            self._forks[portion] = _Fork(self.optimizer, self.weights, self._owner.replica.parameters, self._piece)
+            parameters = self._owner.host.replica.parameters
+            self._forks[portion] = _Fork(self.optimizer, self.weights, parameters, self._piece)
 
-    def end_fork(self, portion: int) -> ShardState:
-        """The copy of that barrier, which makes no more steps."""
+    def end_fork(self, portion: int) -> ShardState | None:
+        """The copy of that barrier, which makes no more steps; None: the shard cannot fork."""
+        if not isinstance(self.optimizer, Forkable):
+            return None
         with self._lock:
             fork = self._forks.pop(portion)
             fork.optimizer.catch_up(self.optimizer)
         return ShardState(self._piece.start, self._piece.stop, fork.weights, fork.optimizer.state_dict())
-
-    def restore(self, state: ShardState) -> None:
-        """Load the optimizer's state from a checkpoint."""
-        self.optimizer.load_state_dict(state.optimizer)
 
 
 class _Fork:

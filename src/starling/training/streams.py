@@ -7,7 +7,6 @@ threads but not their streams, so threads with different streams also need event
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -72,9 +71,7 @@ class OrderedLock:
             current.wait_event(self._released)
             self._stream = current
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._released.record(self._stream)
         self._lock.release()
 

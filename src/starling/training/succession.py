@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from starling.checkpoint.state import LearnerState, beyond_membership, has_common
@@ -17,7 +18,7 @@ from starling.training.job import Job, Tally
 from starling.training.membership import Membership
 from starling.training.stragglers import Delays
 from starling.training.tickets import SyncGroupTickets, position_after
-from starling.workload import Position, Ticket
+from starling.workload import Position
 
 _NUM_SUMS = 64
 LOST_BEFORE_TRAINING = "learners were lost before training began; start again"
@@ -94,13 +95,7 @@ class MembershipStart:
     @classmethod
     def decode(cls, text: str | bytes) -> "MembershipStart":
         """The inverse of `encode`."""
-        read: dict[str, Any] = json.loads(text)
-        position = read.pop("position")
-        outstanding = tuple(Ticket(**each) for each in position["outstanding"])
-        takers, shares = tuple(read.pop("takers")), tuple(read.pop("shares"))
-        measured = tuple((name, share) for name, share in read.pop("measured"))
-        start = Position(Ticket(**position["next_ticket"]), outstanding)
-        return cls(position=start, takers=takers, shares=shares, measured=measured, **read)
+        return TypeAdapter(cls).validate_json(text)
 
     def state(self, rank: int, own: LearnerState | None) -> LearnerState:
         """The state with which learner `rank` begins. If it has none, it later receives its weights from `source`."""

@@ -4,7 +4,7 @@ A plan is what torch's `parallelize_module` takes: names of modules, with wildca
 is such a mapping, or a method that returns it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -49,20 +49,26 @@ def modules_of(model: nn.Module, key: str) -> list[nn.Module]:
 
 def cut_dims(model: nn.Module) -> dict[nn.Parameter, int]:
     """The parameters that a model's plan cuts, and along which dimension, for layers cut by columns or rows."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import RowwiseParallel
 
     found = {}
-    for key, style in tensor_plan(model).items():
-        if not isinstance(style, ColwiseParallel | RowwiseParallel):
-            continue
+    for module, style in _cut_modules(model):
         by_rows = isinstance(style, RowwiseParallel)
-        for module in modules_of(model, key):
-            for name, parameter in module.named_parameters():
-                if isinstance(module, nn.Embedding):
-                    found[parameter] = 0 if by_rows else 1
-                elif not (by_rows and name == "bias"):
-                    found[parameter] = 1 if by_rows else 0
+        for name, parameter in module.named_parameters():
+            if isinstance(module, nn.Embedding):
+                found[parameter] = 0 if by_rows else 1
+            elif not (by_rows and name == "bias"):
+                found[parameter] = 1 if by_rows else 0
     return found
+
+
+def _cut_modules(model: nn.Module) -> Iterator[tuple[nn.Module, "ParallelStyle"]]:
+    """The modules that a model's plan cuts by columns or rows, each with how."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    for key, style in tensor_plan(model).items():
+        if isinstance(style, ColwiseParallel | RowwiseParallel):
+            yield from ((module, style) for module in modules_of(model, key))
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Traffic:
 def traffic_of(workload: Workload[Any]) -> Traffic:
     """The traffic of a workload's first mini-batch: what the workload says itself (`traffic`), or from a forward pass.
     Styles other than `ColwiseParallel` and `RowwiseParallel` are taken to send nothing."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel
 
     if isinstance(said := getattr(workload, "traffic", None), Traffic):
         return said
@@ -97,11 +103,8 @@ def traffic_of(workload: Workload[Any]) -> Traffic:
         elif is_whole:
             reductions.append(output.nbytes)
 
-    for key, style in tensor_plan(model).items():
-        if not isinstance(style, ColwiseParallel | RowwiseParallel):
-            continue
-        for module in modules_of(model, key):
-            module.register_forward_hook(partial(look, style=style))
+    for module, style in _cut_modules(model):
+        module.register_forward_hook(partial(look, style=style))
     with torch.random.fork_rng(devices=[]):
         for examples in workload.load(Ticket(0, 0, 0)):
             workload.loss(model, examples)

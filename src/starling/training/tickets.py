@@ -71,53 +71,45 @@ class DoneTickets(Set[int]):
 
     def __init__(self, start: Position, done: Iterable[int] = ()) -> None:
         self._start = start
-        self._first = self._below = start.next_ticket.step  # all from `_first` to `_below` - 1 are done
-        self._others: set[int] = set()
+        self._first = self.below = start.next_ticket.step  # all from `_first` to `below` - 1 are done
+        """The first ticket after the position that is not done."""
+        self.others: set[int] = set()
+        """The done tickets that are stored individually."""
         for step in done:
             self.add(step)
 
     def add(self, step: int) -> None:
         """Record that ticket `step` is done."""
         if step not in self:
-            self._others.add(step)
+            self.others.add(step)
         self._advance()
 
     def add_all_below(self, step: int) -> None:
         """Record that all tickets before `step` are done."""
-        self._below = max(self._below, step)
-        self._others = {each for each in self._others if not self._first <= each < self._below}
-        self._others.update(each.step for each in self._start.outstanding if each.step < step)
+        self.below = max(self.below, step)
+        self.others = {each for each in self.others if not self._first <= each < self.below}
+        self.others.update(each.step for each in self._start.outstanding if each.step < step)
         self._advance()
 
     def _advance(self) -> None:
-        while self._below in self._others:
-            self._others.remove(self._below)
-            self._below += 1
-
-    @property
-    def below(self) -> int:
-        """The first ticket after the position that is not done."""
-        return self._below
+        while self.below in self.others:
+            self.others.remove(self.below)
+            self.below += 1
 
     @property
     def beyond(self) -> int:
         """The first ticket after the position that is not done, nor any after it."""
-        return max([self._below, *(step + 1 for step in self._others)])
-
-    @property
-    def num_kept(self) -> int:
-        """How many numbers are stored individually."""
-        return len(self._others)
+        return max([self.below, *(step + 1 for step in self.others)])
 
     def __contains__(self, step: object) -> bool:
-        return step in self._others or step in range(self._first, self._below)
+        return step in self.others or step in range(self._first, self.below)
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._others
-        yield from range(self._first, self._below)
+        yield from self.others
+        yield from range(self._first, self.below)
 
     def __len__(self) -> int:
-        return len(self._others) + self._below - self._first
+        return len(self.others) + self.below - self._first
 
 
 class SyncGroupTickets:
@@ -209,20 +201,19 @@ class SyncGroupTickets:
         that is within the budget."""
         if self._end is not None and number >= self._end:
             return True
-        return self._budget.is_spent(self.progress(number, minutes=0.0)) and not self._is_reissued(self.ticket(number))
-
-    def _is_reissued(self, ticket: Ticket) -> bool:
-        if ticket.step not in self._places:
+        if not self._budget.is_spent(self.progress(number, minutes=0.0)):
             return False
-        return not self._budget.is_spent(Progress(ticket.step, self.sequence.epochs_before(ticket.step), minutes=0.0))
+        step = self.ticket(number).step
+        if step not in self._places:
+            return True
+        return self._budget.is_spent(Progress(step, self.sequence.epochs_before(step), minutes=0.0))
 
-    def take(self, numbers: Iterable[int], members: Iterable[int]) -> Iterator[Ticket]:
-        """The tickets of `members` (indices in a sync group) in these portions, until the budget is spent."""
-        members = list(members)
+    def take(self, numbers: Iterable[int]) -> Iterator[Ticket]:
+        """The tickets of all members in these portions, until the budget is spent."""
         for number in numbers:
             if self.is_beyond(number):
                 return
-            for member in members:
+            for member in range(len(self._members)):
                 yield from self.tickets(number, member)
 
     def handed_out(self, num_drawn: int) -> int:

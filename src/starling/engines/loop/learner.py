@@ -101,7 +101,7 @@ class LoopLearner(ConnectedLearner):
             has_other_threads=self._world > 1,
         )
         self.release = self.communicator.release
-        self.shards = Shards(self._rank, self.replica, self.statistics, _set_rates, self.start_on_memory)
+        self.shards = Shards(self, _set_rates)
         self._begin(plan, listening)
         self.begin_computing()
 

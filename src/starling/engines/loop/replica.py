@@ -124,10 +124,10 @@ class LoopReplica(Replica):
         """The loop's gradient `[P]`. The part of a parameter without one is -0.0, and no other part has -0.0, because
         0.0 is added to them. A mean is -0.0 only where all learners have -0.0, so it also shows which parameters had no
         gradient on any learner."""
-        parts = [] if self._is_filled else split(self.gradients, self._parameters)
+        parts = [] if self._is_filled else split(self.gradients, self.parameters)
         self._is_filled = True
         for number, part in enumerate(parts):
-            gradient = self._parameters[number].grad
+            gradient = self.parameters[number].grad
             if gradient is None:
                 part.fill_(NO_GRADIENT)
                 continue
@@ -166,10 +166,10 @@ class LoopReplica(Replica):
     def _give_to_parameters(self, gradient: Tensor) -> None:
         """Make the parameters' gradients views into `gradient` `[P]`, or None if no learner had one. Those of sparse
         gradients have the rows that are not 0."""
-        for number, part in enumerate(split_gradient(gradient, self._parameters)):
+        for number, part in enumerate(split_gradient(gradient, self.parameters)):
             if part is not None and number in self._sparse:
                 part = part.to_sparse(1)
-            self._parameters[number].grad = part
+            self.parameters[number].grad = part
 
     def _step_optimizer(self, factor: float) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups] if factor != 1.0 else []
@@ -188,7 +188,7 @@ class LoopReplica(Replica):
         if self._rates is None or self._rates[0] != tuple(rates):
             groups = zip(self.optimizer.param_groups, rates, strict=True)
             found = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
-            parts = [self.loop.new_full((each.numel(),), found.get(id(each), 0.0)) for each in self._parameters]
+            parts = [self.loop.new_full((each.numel(),), found.get(id(each), 0.0)) for each in self.parameters]
             self._rates = tuple(rates), torch.cat(parts)
         return self._rates[1]
 
@@ -200,7 +200,7 @@ class LoopReplica(Replica):
             yield
             return
         own = {id(parameter) for parameter in parameters_of(optimizer)}
-        others = [(each, each.grad) for each in self._parameters if id(each) not in own]
+        others = [(each, each.grad) for each in self.parameters if id(each) not in own]
         for parameter, _ in others:
             parameter.grad = None
         self.optimizer.active = (optimizer,)
@@ -213,7 +213,7 @@ class LoopReplica(Replica):
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
         """An optimizer like the loop's for `parameters`, with the same groups and options."""
-        return optimizer_like(self.optimizer, parameters, self._parameters)
+        return optimizer_like(self.optimizer, parameters, self.parameters)
 
     # the loop's weights
 
@@ -233,7 +233,7 @@ class LoopReplica(Replica):
             with self._lock:  # in delta form, which keeps concurrent changes of the background
                 self.weights.add_(change)
         elif not bool(torch.linalg.vector_norm(change) <= _ROUNDING * torch.linalg.vector_norm(self.loop)):
-            changes = zip(self.adopted.names, split(change, self._parameters), strict=True)
+            changes = zip(self.adopted.names, split(change, self.parameters), strict=True)
             names = [name for name, part in changes if bool(part.any())]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ProtocolError(
@@ -346,7 +346,7 @@ class LoopReplica(Replica):
 
     def _beside_weights(self) -> dict[str, Tensor]:
         """The buffers, and the parameters that learners do not train together."""
-        together = {id(parameter) for parameter in self._parameters}
+        together = {id(parameter) for parameter in self.parameters}
         named = self.model.named_parameters()
         frozen = {_FROZEN + name: parameter.detach() for name, parameter in named if id(parameter) not in together}
         return {_BUFFER + name: each for name, each in self._real_buffers().items()} | frozen

@@ -27,7 +27,7 @@ from starling.engines.processes.tickets import DoneNotes
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Shard
 from starling.training.checks import changed_beneath, check_elementwise
-from starling.training.course import Course
+from starling.training.course import Course, CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.training.flat import Model, load_buffers
 from starling.training.job import Job, Observer, Statistics
@@ -40,7 +40,7 @@ from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position
 
 
-class ProcessLearner(ConnectedLearner):
+class ProcessLearner(CourseLearner, ConnectedLearner):
     """The learner that runs in this process, in one membership. It continues with the state in its `life`."""
 
     def __init__(
@@ -81,9 +81,9 @@ class ProcessLearner(ConnectedLearner):
         self._barrier = CheckpointBarrier(
             self.communicator.peers, save_requests, self._add_barrier, self.communicator.naming_the_lost
         )
-        position, size = start.position if start else Position(), job.sync_group_size(peers.world)
+        position = start.position if start else Position()
         shared_by = job.island.learners_per_batch
-        tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, shared_by)
+        tickets = SyncGroupTickets(job.workload, position, job.budget, sync_groups.size, shares, shared_by)
         # if all learners have the same model, the number of their mini-batches determines which tickets are done
         is_noting = peers.feed.is_watched and not job.strategy.has_one_model
         self.batches = ProcessBatches(
@@ -161,13 +161,6 @@ class ProcessLearner(ConnectedLearner):
 
     # the contract with the strategy
 
-    @property
-    def step_metadata(self) -> Tensor:
-        return self.course.step_metadata
-
-    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
-        return self.course.learning_rate
-
     def claim(self) -> bool:
         self.communicator.release.check()
         return self.course.claim()
@@ -190,13 +183,6 @@ class ProcessLearner(ConnectedLearner):
         # an injected delay must come before the gradient is sent; DDP sends it during backward
         may_reduce = not self._has_delays and self.communicator.reduces_in_backward
         return GradientHandle(self._peers.rank, result, may_reduce)
-
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        return self.course.clip(gradient)
-
-    @property
-    def staleness(self) -> int:
-        return self.course.staleness
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         begin = time.monotonic()

@@ -39,7 +39,6 @@ from starling.training.gradient import measured_seconds
 from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import (
-    IgnoreMembership,
     Membership,
     MembershipChanged,
     MembershipFeed,
@@ -95,7 +94,7 @@ def run_learner(
     with Loader(job.workload, job.num_workers, ignores_signals) as loader:
         check_island(job.island, device)
         peers = Peers(place, timeout_seconds, waits, feed)
-        changes = changes or IgnoreMembership()
+        changes = changes or MembershipObserver()
         return _Member(job, peers, device, digest, observer, loader, changes, save_requests, life).run()
 
 

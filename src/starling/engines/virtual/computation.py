@@ -179,7 +179,7 @@ class HostProcesses(RealGradients):
         before = self._begun.get(id(learner))
         if before is not None:  # it was not awaited
             self._wait_for(before)
-        task, batches = learner.course.gradient_task(), learner.course.claimed_batches()
+        task, batches = learner.course.gradient_task()
         begun = self._begun[id(learner)] = _Begun(learner, at, task, batches)
         self._receive(timeout=0.0)
         self._hand_out()

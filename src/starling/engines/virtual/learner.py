@@ -14,12 +14,11 @@ from starling.engines.virtual.network import VirtualGradient, VirtualHandle, fir
 from starling.errors import ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
-from starling.training.course import Course
+from starling.training.course import Course, CourseLearner
 from starling.training.faults import Fault, Pause
 from starling.training.job import Observer, Spent, Statistics
 from starling.training.membership import MembershipChanged
 from starling.training.pace import Pace
-from starling.training.replica import ReplicaLearner
 from starling.training.shards import MakeOptimizer
 
 T = TypeVar("T")
@@ -35,7 +34,7 @@ class Failed(Exception):  # noqa: N818 - carries what a strategy raised
         self.error = error
 
 
-class VirtualLearner(ReplicaLearner):
+class VirtualLearner(CourseLearner):
     """A learner of a membership that is a coroutine on the simulated clock, or two of them."""
 
     def __init__(
@@ -81,13 +80,6 @@ class VirtualLearner(ReplicaLearner):
     def seed(self) -> int:
         return self._simulation.job.seed
 
-    @property
-    def step_metadata(self) -> Tensor:
-        return self.course.step_metadata
-
-    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
-        return self.course.learning_rate
-
     def claim(self) -> bool:
         self._membership.check()
         claimed, step = self.course.claim(), -1
@@ -124,13 +116,6 @@ class VirtualLearner(ReplicaLearner):
         event.callbacks.append(finish)
         computing = seconds - times.communication_seconds
         return VirtualGradient(event, result, lambda: "its own gradient", computing=computing)
-
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        return self.course.clip(gradient)
-
-    @property
-    def staleness(self) -> int:
-        return self.course.staleness
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         self.course.step(gradient, read_at, scale)

@@ -40,14 +40,14 @@ class MembershipBatches:
 
     def __init__(self, simulation: Simulation, plan: MembershipStart, clock: Callable[[], float]) -> None:
         job = simulation.job
-        self._size = job.sync_group_size(plan.world)
+        self._size = job.sync_groups(plan.world).size
         self.done = DoneTickets(plan.position)
         self.tickets = SyncGroupTickets(job.workload, plan.position, job.budget, self._size, plan.shares)
         self.agreed: dict[tuple[int, int, str], tuple[Any, int]] = {}
         """What the first member of a sync group found at a claim, and how many members are to come."""
         self._clock, self._workload = clock, job.workload
         self._num_drawn = 0  # portions that all sync groups together have drawn
-        self._batches = simulation.loader.load(self.tickets.take(count(), members=range(self._size)))
+        self._batches = simulation.loader.load(self.tickets.take(count()))
         self._loaded: dict[int, Loaded] = {}
 
     def number(self, sync_group: int, claim: int) -> int:

@@ -131,7 +131,9 @@ class Mean:
     def join(self, rank: int, part: Tensor | EncodedMean) -> bool:
         """Add a learner's part as it is now; returns whether it was the last."""
         brought = (
-            f"{list(part.shape)}" if isinstance(part, Tensor) else f"{part.size} numbers in {part.message_bytes} bytes"
+            f"{list(part.shape)}"
+            if isinstance(part, Tensor)
+            else f"{len(part.vector)} numbers in {part.message_bytes} bytes"
         )
         self._brought = self._brought or brought
         if brought != self._brought:
@@ -154,7 +156,7 @@ class Mean:
         return self._num_summed + len(self._early) == len(self.group)
 
     def _decode(self, last: EncodedMean) -> Tensor:
-        if not last.has_numbers:
+        if last.vector.is_meta:
             return last.vector
         parts: list[EncodedMean] = [self._early[place] for place in range(len(self.group))]
         sent = [each.messages() for each in parts]
