@@ -15,7 +15,7 @@ from rich.table import Table
 from starling.launch.messages import EpochEnd, Saved, Snapshot
 from starling.reporting.epochs import EpochCollector, EpochSummary, Score
 from starling.reporting.events import Events
-from starling.reporting.lines import advice, advice_line, duration, share, time_left
+from starling.reporting.lines import Advice, duration, share, time_left
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
 
 Say = Callable[[str], None]
@@ -48,7 +48,7 @@ class Display:
         self._lock = threading.RLock()
         self._snapshots: dict[int, Snapshot] = {}
         self._epochs = EpochCollector()
-        self._advised: set[str] = set()
+        self._advice = Advice()
         self._score: Score | None = None
         """The newest score if it has not been printed yet."""
         self._score_at = 0.0
@@ -164,10 +164,7 @@ class Display:
         self._print(summary.line(score))
         self._has_told()
         for end in sorted(summary.ends, key=lambda each: share(each, "computing")):
-            what = advice(end)
-            if what is not None and what not in self._advised:
-                self._advised.add(what)
-                line = advice_line(end, what)
+            if line := self._advice.line(end):
                 self._write("advice", text=line)
                 self._print(line)
 
