@@ -22,7 +22,6 @@ from starling.experiment.observers import (
     Metered,
     Saver,
     Together,
-    model_writer,
     save_choice,
 )
 from starling.experiment.regrouping import Regrouping, SharedCounts
@@ -47,16 +46,21 @@ def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, l
         if link is not None:
             link.send(message)
 
+    def arrive_model(name: str) -> int:
+        return counts.arrive(f"validation/{name}")
+
     counts = SharedCounts(place)
     job = task.make_job(run, folder, place.local_world)
     write_model = task.model_writer(run, folder)
     validate_every = task.validate_every(run) if link is not None else None
+    # models for scoring are removed by the launcher, after scoring
+    models = CheckpointWriter(folder.validation, arrive_model, write_model, {}, 1000, run.sync_group_size)
     saver = Saver(
         checkpoint_writer(task, run, folder, counts.arrive, write_model),
         tell,
         folder.tensorboard,
         save_choice(run.checkpoints.epochs, validate_every, folder, counts.agree),
-        model_writer(folder, lambda name: counts.arrive(f"validation/{name}"), write_model, run.sync_group_size),
+        models,
     )
     segment = segments(folder.seen)[-1]
     records = (

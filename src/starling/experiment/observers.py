@@ -11,7 +11,7 @@ from typing import Literal, Self, TextIO
 
 from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
-from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter, WriteModel
+from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import Record
 from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
@@ -235,10 +235,3 @@ def save_choice(
         return "model" if agree(f"validate/{num_ended}", "no" if is_busy else "yes") == "yes" else ""
 
     return choose
-
-
-def model_writer(
-    folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel, sync_group_size: int
-) -> CheckpointWriter:
-    """Makes the writer of models for scoring. It removes none: the launcher does so after scoring."""
-    return CheckpointWriter(folder.validation, arrive, write_model, {}, keep=1000, sync_group_size=sync_group_size)
