@@ -107,7 +107,7 @@ def _learn(folder: Path, minutes: float | None, link: Link) -> None:
     counts = SharedCounts(place)
     model = ModelWriter(experiment.initial)
     writer = CheckpointWriter(experiment.checkpoints, counts.arrive, model, fingerprints(recipe))
-    saver = Saver(writer, link.send, experiment.tensorboard / "consensus")
+    saver = Saver(writer, link.send, experiment.tensorboard)
     observer = Together([_Begin(link), _MarksOnly(saver)])
     with save_requests_of(link, minutes) as save_requests, saver:
         run_learner(

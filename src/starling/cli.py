@@ -122,9 +122,9 @@ def plan(
 ) -> None:
     """Predict how long a recipe takes with each strategy and number of learners, and recommend one."""
     if published:
-        from starling.predict.published import page, predictions
+        from starling.predict.published import page
 
-        typer.echo(page(predictions()), nl=False)
+        typer.echo(page(), nl=False)
         return
     if recipe is None:
         raise ConfigError("plan: name a recipe, such as demo, or ask for --published")

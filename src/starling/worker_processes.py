@@ -4,27 +4,26 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from traceback import format_exception
 from typing import Any
+
+from starling.errors import StarlingError
 
 _GRACE = 5.0  # seconds that a process may take to end
 
 
 @contextmanager
 def worker_processes(
-    serve: Callable[..., None],
-    arguments: Iterable[Any],
-    count: int,
-    name: str,
-    problem: Callable[[Exception], Exception],
+    work: Callable[..., Any], count: int, name: str, problem: Callable[[Exception], Exception]
 ) -> Generator[dict[Connection, BaseProcess], None, None]:
-    """`count` processes that run `serve(line, *arguments)`, by the connections to them; all have ended afterwards.
+    """`count` processes with a copy of `work` each, by the connections to them; all have ended afterwards.
 
-    `serve` calls `be_a_worker` first, and returns when its `line` is closed. If a process cannot be started, mostly
-    because the arguments cannot be pickled, what `problem` makes of the reason is raised.
+    A process calls `work` with the arguments that are sent to it, and sends what that returns: see `answer_of`. If one
+    cannot be started, mostly because `work` cannot be pickled, what `problem` makes of the reason is raised.
     """
     context = multiprocessing.get_context("spawn")  # a fork would inherit the threads' locks
     workers: dict[Connection, BaseProcess] = {}
@@ -32,7 +31,7 @@ def worker_processes(
         for number in range(count):
             ours, theirs = context.Pipe()
             process: BaseProcess = context.Process(
-                target=serve, args=(theirs, *arguments), name=f"{name}-{number}", daemon=True
+                target=_serve, args=(theirs, work), name=f"{name}-{number}", daemon=True
             )
             try:
                 process.start()
@@ -53,17 +52,33 @@ def worker_processes(
                 process.kill()
 
 
-def be_a_worker() -> None:
-    """Ignore Ctrl-C, which reaches all processes, and end this one, in the middle of its work, when its parent is
-    gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def answer_of(line: Connection, process: BaseProcess, which: str, advice: str) -> Any:
+    """What a process has answered. An error is raised, also if the process, `which` names it, has ended."""
+    try:
+        answer = line.recv()
+    except (EOFError, OSError):
+        process.join(_GRACE)
+        code = process.exitcode
+        raise StarlingError(f"{which} ended with exit code {code} (killed, or out of memory?); {advice}") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _serve(line: Connection, work: Callable[..., Any]) -> None:
+    """Work until the other end of the connection is closed, or, even in the middle of it, until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes
     threading.Thread(target=_end_with_parent, name="starling-parent", daemon=True).start()
-
-
-def exit_code_of(process: BaseProcess) -> int | None:
-    """The exit code of a process that has closed its connection."""
-    process.join(_GRACE)
-    return process.exitcode
+    with suppress(EOFError, OSError):
+        while True:
+            arguments = line.recv()
+            try:
+                answer = work(*arguments)
+            except StarlingError as error:
+                answer = error
+            except Exception as error:  # which may not be picklable
+                answer = StarlingError("".join(format_exception(error)))
+            line.send(answer)
 
 
 def _end_with_parent() -> None:

@@ -21,10 +21,10 @@ def test_losses_and_shares_of_time_are_on_the_curves(tmp_path: Path) -> None:
         meter.add(step(number, loss=number / 2))
         snapshot = meter.take()
         assert snapshot is not None
-        curves.progress(snapshot)
-    curves.epoch(EpochEnd(0, 2, 0, 5, 10.0, 9.0, 0.5, 0.5))
+        curves(snapshot)
+    curves(EpochEnd(0, 2, 0, 5, 10.0, 9.0, 0.5, 0.5))
     curves.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path / "learner-0")).Reload()
     assert [(each.step, each.value) for each in events.Scalars("train/loss")] == [(3, 1.5), (7, 3.5)]
     (computing,) = events.Scalars("time/computing")
     assert (computing.step, computing.value) == (1, pytest.approx(90.0))
@@ -33,15 +33,15 @@ def test_losses_and_shares_of_time_are_on_the_curves(tmp_path: Path) -> None:
 def test_how_learners_agreed_is_on_the_curves(tmp_path: Path) -> None:
     """Averaging by epoch, the consensus distance by the step of the run."""
     curves = Curves(tmp_path)
-    curves.epoch(
+    curves(
         EpochEnd(
             0, 2, 4, 8, 10.0, 9.0, 0.5, 0.5, step=96, num_rounds=12, bytes_sent=2_500_000, mean_staleness=1.5,
             consensus_distance=0.25,
         )
     )  # fmt: skip
-    curves.consensus_distance(0.125, 192)
+    curves.add("learner-0", {"consensus/distance": 0.125}, 192)
     curves.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path / "learner-0")).Reload()
     for name, expected in (
         ("averaging/rounds_per_gradient", [(5, 1.5)]),
         ("averaging/megabytes_sent", [(5, 2.5)]),
@@ -65,22 +65,22 @@ def test_staleness_is_a_histogram_with_a_bucket_for_each_number(
 ) -> None:
     """What TensorBoard shows: from, to and how many, of every bucket between the first and the last that hold any."""
     curves = Curves(tmp_path)
-    curves.epoch(EpochEnd(0, 2, 0, 6, 10.0, 9.0, 0.5, 0.5, staleness=tuple(counts)))
+    curves(EpochEnd(0, 2, 0, 6, 10.0, 9.0, 0.5, 0.5, staleness=tuple(counts)))
     curves.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path / "learner-0")).Reload()
     (raw,) = events.Histograms("averaging/staleness")
     assert raw.step == 1
     assert raw.histogram_value.num == sum(counts)
     assert raw.histogram_value.sum == sum(value * count for value, count in enumerate(counts))
-    assert histogram_of(tmp_path) == shown
+    assert histogram_of(tmp_path / "learner-0") == shown
 
 
 def test_no_histogram_of_nothing(tmp_path: Path) -> None:
     """An epoch without a gradient has no staleness and no consensus distance."""
     curves = Curves(tmp_path)
-    curves.epoch(EpochEnd(0, 2, 0, 0, 0.0, 0.0, 0.0, 0.0))
+    curves(EpochEnd(0, 2, 0, 0, 0.0, 0.0, 0.0, 0.0))
     curves.close()
-    tags = EventAccumulator(str(tmp_path)).Reload().Tags()
+    tags = EventAccumulator(str(tmp_path / "learner-0")).Reload().Tags()
     assert tags["histograms"] == []
     assert "consensus/distance" not in tags["scalars"]
 

@@ -14,7 +14,6 @@ pytest.importorskip("plotly", reason="the extra `report` is not installed")
 
 from starling.reporting import page as figures
 from starling.reporting.evidence import (
-    Count,
     CurvePoint,
     Evidence,
     Happening,
@@ -54,8 +53,8 @@ def evidence(**changes: Any) -> Evidence:
         distances=((8, 0.25),),
         sets=(
             ScoredSet(
-                "test", "upper", 4.0, (3.0, 5.0), 2.0, 10.0, 100, 1, 1, 2, 50, 4,
-                (utterance,), (Count("TWO", "", 3), Count(NASTY, "ONE", 1)), 9,
+                "test", 4.0, (3.0, 5.0), 2.0, 100, 1, 1, 2, 50, 4,
+                (utterance,), (("TWO", "", 3), (NASTY, "ONE", 1)), 9,
             ),
         ),
         happenings=(Happening(1.0, "loss", NASTY),),

@@ -53,7 +53,7 @@ def test_no_step_is_lost_between_snapshots() -> None:
     """At most one every two seconds; the frames of all steps are counted, the last ones at the epoch's end."""
     now = 0.0
     kept = Kept()
-    observer = Metered([(kept, 2.0)], world=2, clock=lambda: now)
+    observer = Metered(kept, 2.0, world=2, clock=lambda: now)
     for number in range(10):
         now = 0.5 * number
         observer.on_step(step(number, frames=100))
@@ -70,7 +70,7 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
     here, there = io.StringIO(), io.StringIO()
     for listener in (Log(here), lambda message: sent.append(encode(message))):
         for rank in range(2):
-            observer = Metered([(listener, 0.0)], world=2)
+            observer = Metered(listener, 0.0, world=2)
             observer.on_step(step(3, rank=rank))
             averaging = Averaging(rounds=6, bytes_sent=3_000_000, staleness=Counter({0: 1, 2: 3}))
             report = EpochReport(rank, 0, 4, 5.0, Spent(4.7, 0.1, 0.2), averaging)
@@ -106,7 +106,7 @@ def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
     kept, sent = Kept(), list[bytes]()
     averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
     for listener in (kept, lambda message: sent.append(encode(message))):
-        Metered([(listener, 0.0)], world=2).on_epoch(
+        Metered(listener, 0.0, world=2).on_epoch(
             EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25), state(0, 2, Ticket(1, 0, 10))
         )
     (end,) = kept.heard
@@ -127,10 +127,7 @@ def test_the_learner_that_completes_a_checkpoint_tells_and_draws_how_far_learner
     """No other does, and the points of different learners make one curve by the step of the run."""
     told: list[tuple[int, Saved]] = []
     together = writer(tmp_path)
-    savers = [
-        Saver(together, lambda message, rank=rank: told.append((rank, message)), tmp_path / "curves")
-        for rank in range(2)
-    ]
+    savers = [Saver(together, lambda message, rank=rank: told.append((rank, message)), tmp_path) for rank in range(2)]
     for epoch, order in ((1, (0, 1)), (2, (1, 0))):
         for rank in order:
             end = state(rank, 2, Ticket(epoch, 0, 8 * epoch), [4.0 * rank * epoch, 1.0, 2.0])
@@ -145,7 +142,7 @@ def test_the_learner_that_completes_a_checkpoint_tells_and_draws_how_far_learner
     assert distances[1] > distances[0] > 0.0
     drawn = [
         (each.step, each.value)
-        for file in (tmp_path / "curves").iterdir()
+        for file in (tmp_path / "consensus").iterdir()
         for each in EventAccumulator(str(file)).Reload().Scalars("consensus/distance")
     ]
     assert sorted(drawn) == [(8, pytest.approx(distances[0])), (16, pytest.approx(distances[1]))]
@@ -153,7 +150,7 @@ def test_the_learner_that_completes_a_checkpoint_tells_and_draws_how_far_learner
 
 def saver_of(folder: Path, told: list[Saved]) -> Saver:
     """A saver of a single learner."""
-    return Saver(writer(folder), told.append, folder / "curves")
+    return Saver(writer(folder), told.append, folder)
 
 
 def test_what_was_begun_is_finished_when_the_training_fails(tmp_path: Path) -> None:
@@ -189,7 +186,7 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
 def test_what_a_learner_does_is_told_to_the_launcher() -> None:
     """So that it can say when a learner was lost."""
     sent: list[LearnerMessage] = []
-    observer = Metered([(sent.append, 0.0)], world=2)
+    observer = Metered(sent.append, 0.0, world=2)
     observer.on_step(step(13, epoch=1))
     (snapshot,) = sent
     assert isinstance(snapshot, Snapshot)
@@ -203,7 +200,7 @@ def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothi
     told: list[LearnerMessage] = []
     kept: list[Keep] = ["", "model", "checkpoint"]
     models = CheckpointWriter(tmp_path / "validation", lambda name: 1, write_model, {})
-    with Saver(writer(tmp_path), told.append, tmp_path / "curves", lambda report: kept[report.epoch], models) as saver:
+    with Saver(writer(tmp_path), told.append, tmp_path, lambda report: kept[report.epoch], models) as saver:
         for epoch in range(3):
             report = EpochReport(0, epoch, 4, 5.0, Spent(), is_last=epoch == 2)
             saver.on_epoch(report, state(0, 1, Ticket(epoch + 1, 0, 8 * epoch + 8)))

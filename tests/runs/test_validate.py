@@ -13,7 +13,7 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter
 from starling.experiment.claim import set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.observers import model_writer, save_choice
+from starling.experiment.observers import save_choice
 from starling.reporting.epochs import Score
 from starling.speech.models import count_parameters
 from starling.speech.recipe import Recipe, check_recipe, fingerprints
@@ -58,7 +58,7 @@ def test_a_score_says_after_how_much_training(
 def write(folder: ExperimentFolder, epoch: int) -> Path:
     """A model to be scored, of the end of an epoch of four mini-batches."""
     weights = torch.zeros(count_parameters(Recogniser.load(folder.initial).model))
-    writer = model_writer(folder, lambda name: 1, ModelWriter(folder.initial), 1)
+    writer = CheckpointWriter(folder.validation, lambda name: 1, ModelWriter(folder.initial), {}, 1000, 1)
     saved = writer.save(
         LearnerState(0, 1, Position(Ticket(epoch, 0, 4 * epoch)), 0.0, weights, {}, {}, epochs_ended=epoch)
     )

@@ -8,10 +8,9 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from traceback import format_exception
 from types import FrameType
 from typing import Any
 
@@ -42,7 +41,7 @@ from starling.recipe.file import Tree, apply_overrides, read_recipe
 from starling.recipe.problems import refused
 from starling.reporting.progress import Bars, Say, say_on
 from starling.training.job import Job
-from starling.worker_processes import be_a_worker, exit_code_of, worker_processes
+from starling.worker_processes import answer_of, worker_processes
 
 _LONGEST_GRID = 12
 """Rates of a row at which its grid stops growing."""
@@ -311,13 +310,13 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
             "level of a module or of the script, or leave out jobs"
         )
 
-    with worker_processes(_serve, (subject, runs), count, "starling-compare", problem) as workers:
+    with worker_processes(partial(run_cell, subject, runs=runs), count, "starling-compare", problem) as workers:
         waiting = iter(cells.items())
         busy: dict[Connection, Cell] = {}
         idle = list(workers)
         while True:
             for line, (cell, digest) in zip(idle, waiting, strict=False):
-                with suppress(OSError):  # the process has died, which `_receive` reports
+                with suppress(OSError):  # the process has died, which `answer_of` reports
                     line.send((cell, digest))
                 busy[line] = cell
             if not busy:
@@ -325,8 +324,9 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
             idle = [line for line in wait(list(busy)) if isinstance(line, Connection)][:1]
             for line in idle:
                 cell = busy.pop(line)
+                which, advice = f"cell {cell.name}: the process that computed it", "run the same command again with"
                 with _named(cell):
-                    result = _received(line, workers[line], cell)
+                    result = answer_of(line, workers[line], which, f"{advice} fewer jobs, finished cells are kept")
                 yield result
 
 
@@ -338,33 +338,3 @@ def _named(cell: Cell) -> Generator[None, None, None]:
     except Exception as error:
         error.add_note(f"in cell {cell.name}")
         raise
-
-
-def _received(line: Connection, process: BaseProcess, cell: Cell) -> CellResult:
-    """What a process sends: a result, or an error, which is raised."""
-    try:
-        answer: CellResult | Exception = line.recv()
-    except (EOFError, OSError):
-        answer = StarlingError(
-            f"cell {cell.name}: the process that computed it ended with exit code {exit_code_of(process)} (killed, or "
-            "out of memory?); run the same command again with fewer jobs, finished cells are kept"
-        )
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _serve(line: Connection, subject: Subject, runs: Path) -> None:
-    """Compute cells until the other end of the connection is closed."""
-    be_a_worker()
-    with suppress(EOFError, OSError):
-        while True:
-            cell, digest = line.recv()
-            answer: CellResult | StarlingError
-            try:
-                answer = run_cell(subject, cell, digest, runs)
-            except StarlingError as error:
-                answer = error
-            except Exception as error:  # which may not be picklable
-                answer = StarlingError("".join(format_exception(error)))
-            line.send(answer)

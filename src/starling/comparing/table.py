@@ -111,10 +111,18 @@ class Comparison:
 
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:
+        from scipy import stats
+
         rows = [self._row(row) for row in self.section.rows]
-        self._correct(rows)
+        tested = [row for row in rows if row["p"] is not None]
+        # corrected for the number of comparisons, after Benjamini & Hochberg 1995
+        corrected = stats.false_discovery_control([row["p"] for row in tested]) if tested else []
+        for row, p in zip(tested, corrected, strict=True):
+            row["p"] = float(p)
+            is_better = (row["difference"] > 0.0) == self.metric.higher_is_better
+            row["verdict"] = "inconclusive" if p >= SIGNIFICANT else "better" if is_better else "worse"
         for row in rows:
-            row["verdict"] = row["verdict"] or self._verdict(row)
+            row["verdict"] = row["verdict"] or "inconclusive"  # there is no test of one seed
         return rows
 
     def to_pandas(self) -> "pandas.DataFrame":
@@ -212,21 +220,6 @@ class Comparison:
             return fmean([point.seconds for point in reached]) if reached else None
         samples = sum(each.num_samples for each in results)
         return sum(each.seconds for each in results) / samples if samples else None
-
-    def _correct(self, rows: list[dict[str, Any]]) -> None:
-        """Correct the p values for the number of comparisons, after Benjamini & Hochberg 1995."""
-        from scipy import stats
-
-        tested = [row for row in rows if row["p"] is not None]
-        corrected = stats.false_discovery_control([row["p"] for row in tested]) if tested else []
-        for row, p in zip(tested, corrected, strict=True):
-            row["p"] = float(p)
-
-    def _verdict(self, row: dict[str, Any]) -> str:
-        """Of a row that was compared."""
-        if row["p"] is None or row["p"] >= SIGNIFICANT:
-            return "inconclusive"
-        return "better" if (row["difference"] > 0.0) == self.metric.higher_is_better else "worse"
 
     def warnings(self) -> list[str]:
         """Rows whose best rate lies at an end of its grid."""

@@ -1,8 +1,6 @@
 """`starling.train` and `starling.simulate`: train any PyTorch model and data with all features of a recipe's run."""
 
 import io
-import sys
-import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,8 +17,7 @@ from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.launching import shared_folder
-from starling.experiment.packing import JobConfig, is_importing_script, pack
+from starling.experiment.packing import JobConfig, is_importing_script, pack, packed_command
 from starling.experiment.task import Task
 from starling.experiment.train import train as run_training
 from starling.experiment.train import train_as_learner
@@ -209,10 +206,8 @@ class GivenJob(Task[JobConfig]):
 
     @contextmanager
     def learner_command(self, recipe: JobConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
-        with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared_folder(recipe, folder)) as scratch:
-            file = Path(scratch) / "job"
-            file.write_bytes(pack(with_settings(self._job, recipe), recipe))
-            yield [sys.executable, "-m", "starling.experiment.job_process", str(file)]
+        with packed_command(with_settings(self._job, recipe), recipe, folder) as command:
+            yield command
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
         return f"starling.train(job, ..., resume={str(folder.path)!r})"

@@ -3,8 +3,6 @@
 Starling's launcher starts the learners twice, first to measure. Those of torchrun or Slurm measure, and then train.
 """
 
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,8 +22,8 @@ from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.claim import unwritable
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.launching import machines_of, shared_folder
-from starling.experiment.packing import JobConfig, pack
+from starling.experiment.launching import machines_of
+from starling.experiment.packing import JobConfig, packed_command
 from starling.experiment.task import RunT, Task
 from starling.files import replace_file
 from starling.launch.launcher import launch
@@ -123,12 +121,10 @@ def launched_choice(run: RunConfig, folder: ExperimentFolder, say: Say, job: Job
     """Start the learners of a run to measure, and return what they choose."""
     where = "this machine" if run.launch.kind == "local" else "the cluster"
     say(f"strategy auto: {run.learners} learners measure {where}")
-    with tempfile.TemporaryDirectory(prefix=".starling-auto-", dir=shared_folder(run, folder)) as name:
-        file, found = Path(name) / "job", Path(name) / "choice.json"
-        file.write_bytes(pack(job, _settings(run)))
-        command = [sys.executable, "-m", "starling.experiment.job_process", str(file), str(found)]
+    with packed_command(job, _settings(run), folder) as command:
+        found = Path(command[-1]).with_name("choice.json")
         seconds, machines = run.engine.timeout_seconds, machines_of(run, say)
-        launch(command, run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
+        launch([*command, str(found)], run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
         return Choice.model_validate_json(found.read_text(encoding="utf-8"))
 
 

@@ -17,13 +17,11 @@ from starling.engines.processes.place import Place, choose_device
 from starling.engines.processes.stalls import Stall, Waits
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import (
-    LearnersCurves,
     Listener,
     Log,
     Metered,
     Saver,
     Together,
-    model_writer,
     save_choice,
 )
 from starling.experiment.regrouping import Regrouping, SharedCounts
@@ -33,6 +31,7 @@ from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
 from starling.launch.rendezvous import find_membership, joins, save_requests_of
 from starling.recipe.run import RunConfig, recipe_digest
+from starling.reporting.curves import Curves
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
 from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, STOPPED_AFTER, Seconds
@@ -47,16 +46,21 @@ def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, l
         if link is not None:
             link.send(message)
 
+    def arrive_model(name: str) -> int:
+        return counts.arrive(f"validation/{name}")
+
     counts = SharedCounts(place)
     job = task.make_job(run, folder, place.local_world)
     write_model = task.model_writer(run, folder)
     validate_every = task.validate_every(run) if link is not None else None
+    # models for scoring are removed by the launcher, after scoring
+    models = CheckpointWriter(folder.validation, arrive_model, write_model, {}, 1000, run.sync_group_size)
     saver = Saver(
         checkpoint_writer(task, run, folder, counts.arrive, write_model),
         tell,
-        folder.tensorboard / "consensus",
+        folder.tensorboard,
         save_choice(run.checkpoints.epochs, validate_every, folder, counts.agree),
-        model_writer(folder, lambda name: counts.arrive(f"validation/{name}"), write_model, run.sync_group_size),
+        models,
     )
     segment = segments(folder.seen)[-1]
     records = (
@@ -103,14 +107,10 @@ def recording(
 ) -> Generator[list[Observer], None, None]:
     """The observers that keep `records`, write a log and curves, and pass on what learners report. At the end, their
     files are closed."""
-    curves = LearnersCurves(folder.tensorboard)
-    listeners: Sequence[tuple[Listener, Seconds]] = (
-        (Log(log), LOG_EVERY),
-        (curves, CURVES_EVERY),
-        (pass_on, SEND_EVERY),
-    )
+    curves = Curves(folder.tensorboard)
+    heard: Sequence[tuple[Listener, Seconds]] = ((Log(log), LOG_EVERY), (curves, CURVES_EVERY), (pass_on, SEND_EVERY))
     try:
-        yield [*records, Metered(listeners, world)]
+        yield [*records, *(Metered(listener, every, world) for listener, every in heard)]
     finally:
         curves.close()
         for record in records:

@@ -1,21 +1,23 @@
 """Observers that pass a learner's reports to its log, its curves, its checkpoints, and the launcher."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
 
 from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
-from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter, WriteModel
+from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import Record
 from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
 from starling.reporting.curves import Curves
 from starling.reporting.epochs import Meter
-from starling.reporting.lines import advice, advice_line, epoch_line, progress_line
+from starling.reporting.lines import Advice, epoch_line, progress_line
 from starling.reporting.progress import Display
 from starling.training.job import ClaimReport, EpochReport, Observer, Silence, StepReport
 from starling.workload import Position
@@ -25,42 +27,30 @@ Seconds = float
 
 
 class Metered(Silence):
-    """An observer that sends each listener statistics of each epoch, and between them at most one snapshot in as many
-    seconds as `listeners` has beside it."""
+    """An observer that sends a listener statistics of each epoch, and between them, of each learner, at most one
+    snapshot in `every` seconds."""
 
     def __init__(
-        self,
-        listeners: Sequence[tuple[Listener, Seconds]],
-        world: int,
-        clock: Callable[[], Seconds] = time.monotonic,
+        self, listener: Listener, every: Seconds, world: int, clock: Callable[[], Seconds] = time.monotonic
     ) -> None:
-        self._listeners = listeners
-        self._world = world
-        self._clock = clock
-        self._meters: dict[int, Meter] = {}
-        self._due: dict[tuple[int, int], Seconds] = {}
+        self._listener, self._every, self._clock = listener, every, clock
+        self._meters = defaultdict[int, Meter](partial(Meter, world))
+        self._due: dict[int, Seconds] = {}
 
     def on_step(self, report: StepReport) -> None:
-        if (meter := self._meters.get(report.rank)) is None:
-            meter = self._meters[report.rank] = Meter(self._world, len(self._listeners))
-        meter.add(report)
+        self._meters[report.rank].add(report)
         now = self._clock()
-        for number in range(len(self._listeners)):
-            if now >= self._due.get((report.rank, number), now):
-                self._pass_on(meter, report.rank, number)
+        if now >= self._due.get(report.rank, now):
+            self._pass_on(report.rank)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        meter = self._meters.setdefault(report.rank, Meter(self._world, len(self._listeners)))
-        end = meter.end_epoch(report, state.position.num_done)
-        for number, (listener, _) in enumerate(self._listeners):
-            self._pass_on(meter, report.rank, number)
-            listener(end)
+        self._pass_on(report.rank)
+        self._listener(self._meters[report.rank].end_epoch(report, state.position.num_done))
 
-    def _pass_on(self, meter: Meter, rank: int, number: int) -> None:
-        if (snapshot := meter.take(number)) is not None:
-            listener, every = self._listeners[number]
-            listener(snapshot)
-            self._due[rank, number] = self._clock() + every
+    def _pass_on(self, rank: int) -> None:
+        if (snapshot := self._meters[rank].take()) is not None:
+            self._listener(snapshot)
+            self._due[rank] = self._clock() + self._every
 
 
 class Log:
@@ -68,17 +58,15 @@ class Log:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._advised: set[str] = set()
+        self._advice = Advice()
 
     def __call__(self, message: Snapshot | EpochEnd) -> None:
         if isinstance(message, Snapshot):
             self._write(progress_line(message))
             return
         self._write(epoch_line(message))
-        what = advice(message)
-        if what is not None and what not in self._advised:
-            self._advised.add(what)
-            self._write(advice_line(message, what))
+        if line := self._advice.line(message):
+            self._write(line)
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
@@ -110,8 +98,8 @@ class Saver(Silence):
 
     It saves a checkpoint at every checkpoint barrier. At the end of an epoch, `choose` selects what is saved, the same
     on all learners; for `model`, `model_writer` saves only what the consensus model is computed from. The learner that
-    completes either one reports it with `tell`, and adds the consensus distance to the curves in folder `curves`. Each
-    point is a new file, because any learner may be the one that completes.
+    completes either one reports it with `tell`, and adds the consensus distance to the curve `consensus` in the folder
+    `curves`. Each point is a new file, because any learner may be the one that completes.
 
     The context manager waits for unfinished saves when it exits, even if training has failed.
     """
@@ -190,32 +178,10 @@ class Saver(Silence):
             self._tell(ModelSaved(folder) if moment is None else Saved(folder, moment, distance))
             if distance is not None:
                 curves = Curves(self._curves)
-                curves.consensus_distance(distance, manifest.position.num_done)
+                curves.add("consensus", {"consensus/distance": distance}, manifest.position.num_done)
                 curves.close()
 
         self._background.save(state, completed, self._model_writer if moment is None else None)
-
-
-class LearnersCurves:
-    """A listener that writes the curves of each learner, in a folder of its own inside `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._curves: dict[int, Curves] = {}
-
-    def __call__(self, message: Snapshot | EpochEnd) -> None:
-        learner = message.learner_id
-        if learner not in self._curves:
-            self._curves[learner] = Curves(self._folder / f"learner-{learner}")
-        if isinstance(message, Snapshot):
-            self._curves[learner].progress(message)
-        else:
-            self._curves[learner].epoch(message)
-
-    def close(self) -> None:
-        """Flush and close the files."""
-        for curves in self._curves.values():
-            curves.close()
 
 
 class Together(Silence):
@@ -269,10 +235,3 @@ def save_choice(
         return "model" if agree(f"validate/{num_ended}", "no" if is_busy else "yes") == "yes" else ""
 
     return choose
-
-
-def model_writer(
-    folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel, sync_group_size: int
-) -> CheckpointWriter:
-    """Makes the writer of models for scoring. It removes none: the launcher does so after scoring."""
-    return CheckpointWriter(folder.validation, arrive, write_model, {}, keep=1000, sync_group_size=sync_group_size)

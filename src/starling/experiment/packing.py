@@ -2,10 +2,16 @@
 
 import io
 import pickle
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from multiprocessing import current_process, spawn
 from pathlib import Path
 
 from starling.errors import ConfigError
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.launching import shared_folder
 from starling.recipe.run import RunConfig
 from starling.training.job import Job
 
@@ -40,6 +46,15 @@ def pack(job: Job, run: JobConfig) -> bytes:
             "a module or of the script, and bind their arguments with functools.partial"
         ) from error
     return buffer.getvalue()
+
+
+@contextmanager
+def packed_command(job: Job, run: JobConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
+    """The command of a learner that reads a packed job, whose file comes last; it is there within this context."""
+    with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared_folder(run, folder)) as scratch:
+        file = Path(scratch) / "job"
+        file.write_bytes(pack(job, run))
+        yield [sys.executable, "-m", "starling.experiment.job_process", str(file)]
 
 
 def unpack(packed: bytes) -> tuple[Job, JobConfig]:

@@ -21,7 +21,6 @@ from rich.table import Table
 from starling.budget import Budget
 from starling.engines.processes.place import cores_here
 from starling.engines.virtual.cluster import LinkModel
-from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
 from starling.experiment.any_job import train_quietly
 from starling.experiment.folder import ExperimentFolder
@@ -41,7 +40,7 @@ from starling.predict.deciding import TIE, Arm
 from starling.predict.facts import facts_of, memory_of
 from starling.predict.measure import MEASURE, TIME, WARM_UP, Figures
 from starling.predict.plan import NOT_PLANNED, Forecast, Plan, plan
-from starling.predict.predict import Machines
+from starling.predict.predict import Machines, run
 from starling.recipe.run import RecipeConfig
 from starling.reporting.progress import Say, say_on
 from starling.strategies import STRATEGIES
@@ -159,10 +158,7 @@ def _error(found: Profile, job: Job, name: str, gradients: int, engine: Mapping[
     arm, steps = Arm.of({"name": name}), 2 * gradients
     figures = _run(job, 2, {"name": TIME, "strategy": {"name": name}}, steps, engine)
     measured = max(each.seconds for each in figures)
-    cluster = Machines(found.costs).cluster(arm, 2)
-    num_bytes = found.job.model_bytes // 4 * 4
-    predicted = simulate_timing(arm.strategy, arm.options, 2, cluster, num_bytes, steps).seconds
-    return abs(predicted / measured - 1.0)
+    return abs(run(arm, 2, Machines(found.costs), steps).seconds / measured - 1.0)
 
 
 def _machine(device: str) -> MachineFacts:

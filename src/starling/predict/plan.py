@@ -3,7 +3,7 @@
 import csv
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -194,7 +194,7 @@ def plan(
         raise ConfigError(f"price: {price} is below 0; give that of one device for an hour")
     budget = budget or (own.budget if own else Budget(epochs=1))
     stragglers = stragglers or (own.stragglers if own else Stragglers())
-    planner = _Planner(costs, read_cluster(cluster), stragglers, budget, price, say, own)
+    planner = _Planner(Machines(costs, stragglers, read_cluster(cluster)), budget, price, say, own)
     if strategies is None:
         planner.notes.append(NO_PERIODIC)
     return planner.plan(learners, _usual(own) if strategies is None else strategies, crossings)
@@ -213,26 +213,15 @@ def _usual(own: Job | None) -> list[str]:
 class _Planner:
     """The predictions of one plan."""
 
-    def __init__(
-        self,
-        costs: Costs,
-        given: Mapping[str, Config],
-        stragglers: Stragglers,
-        budget: Budget,
-        price: float | None,
-        say: Say,
-        own: Job | None,
-    ) -> None:
-        self._costs, self._budget, self._price, self._say = costs, budget, price, say
-        self._given, self._stragglers, self._own = given, stragglers, own
+    def __init__(self, machines: Machines, budget: Budget, price: float | None, say: Say, own: Job | None) -> None:
+        self._costs, self._budget, self._price, self._say = machines.costs, budget, price, say
+        self._machines, self._own, self._memory = machines, own, machines.costs.memory_bytes
         self.notes: list[str] = []
-        self._memory, self._island, self._traffic = costs.memory_bytes, NO_ISLANDS, None
         if own is not None and own.island.size > 1:
-            memory, self._island = memory_of(own), own.island
-            self._memory = memory.total
+            memory, traffic = memory_of(own), traffic_of(own.workload) if own.island.tensor > 1 else None
+            self._machines, self._memory = replace(machines, island=own.island, traffic=traffic), memory.total
             self.notes.append(f"a rank of an island of {own.island.size} is predicted to hold {memory}")
-            if own.island.tensor > 1:
-                self._traffic = traffic_of(own.workload)
+            if traffic is not None:
                 self.notes.append("a rank of a tensor island is taken to compute as long as a lone learner")
 
     def plan(self, learners: Sequence[int], chosen: Sequence[str | Mapping[str, Any]], crossings: bool) -> Plan:
@@ -270,7 +259,7 @@ class _Planner:
     def _arm(self, choice: StrategyChoice, world: int) -> Arm:
         strategy, given = choice.strategy, dict(choice.model_extra or {})
         fields, own = strategy.options.model_fields, self._own
-        nodes = self._given.get("nodes")
+        nodes = self._machines.given.get("nodes")
         per_node = max(2, nodes.size if isinstance(nodes, NodeModel) else self._costs.devices_per_node)
         if not given and own is not None and own.strategy.name == strategy.name:
             return self._fitting(Arm(strategy, own.options), world)
@@ -282,7 +271,7 @@ class _Planner:
         return self._fitting(Arm(strategy, strategy.options.model_validate(given)), world)
 
     def _fitting(self, arm: Arm, world: int) -> Arm:
-        between_islands(arm.strategy, self._island).validate(arm.options, world)
+        between_islands(arm.strategy, self._machines.island).validate(arm.options, world)
         return arm
 
     def _trial(self, world: int, arm: Arm) -> Speed:
@@ -291,10 +280,10 @@ class _Planner:
 
     def machines(self, world: int) -> Machines:
         """The machines of so many learners."""
-        slow = {rank: factor for rank, factor in self._stragglers.slow.items() if rank < world}
-        pauses = tuple(pause for pause in self._stragglers.pauses if pause.learner < world)
-        stragglers = self._stragglers.model_copy(update={"slow": slow, "pauses": pauses})
-        return Machines(self._costs, stragglers, self._given, island=self._island, traffic=self._traffic)
+        given = self._machines.stragglers
+        slow = {rank: factor for rank, factor in given.slow.items() if rank < world}
+        pauses = tuple(pause for pause in given.pauses if pause.learner < world)
+        return replace(self._machines, stragglers=given.model_copy(update={"slow": slow, "pauses": pauses}))
 
     def row(self, arm: Arm, world: int) -> Forecast:
         """The prediction for one strategy and number of learners."""
@@ -352,7 +341,7 @@ class _Planner:
         base = self.machines(world)
         if world == 1 or not others:
             return
-        bandwidth = cast(LinkModel, self._given.get("link", self._costs.messages)).bandwidth
+        bandwidth = cast(LinkModel, base.given.get("link", self._costs.messages)).bandwidth
         for name, values, make, now in (
             ("bandwidth", [1.0 / each for each in BANDWIDTHS], base.with_bandwidth, bandwidth),
             ("bandwidth", BANDWIDTHS, base.with_bandwidth, bandwidth),
@@ -371,7 +360,7 @@ class _Planner:
             f"hours are for as many mini-batches under each strategy; the recommendation counts one {WORTH:g} where "
             "gradients are stale or models differ, as was measured to one loss with 16 learners and three strategies"
         )
-        for key, value in sorted(self._given.items()):
+        for key, value in sorted(self._machines.given.items()):
             yield f"cluster.{key} is as given: {value}"
 
 

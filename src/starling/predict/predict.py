@@ -161,7 +161,7 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
     each = max(each, CYCLES * int(getattr(arm.options, "period", 1)))
     if period := getattr(arm.options, "every", None) or getattr(arm.options, "mean_every", None):
         each = -(-each // period) * period
-    half, whole = (_run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
+    half, whole = (run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
     num_gradients = whole.num_gradients - half.num_gradients
     seconds, bytes_sent = whole.seconds - half.seconds, whole.bytes_sent - half.bytes_sent
     return _speed(arm, whole, seconds / num_gradients, bytes_sent / num_gradients)
@@ -173,7 +173,7 @@ def simulate_briefly(arm: Arm, learners: int, machines: Machines, seed: int, rou
     A learner's pace ends with its last gradient. What the others then wait for the slowest, which would spoil a short
     simulation, does not count.
     """
-    whole = _run(arm, learners, machines, rounds * learners, seed)
+    whole = run(arm, learners, machines, rounds * learners, seed)
     made = [(each.num_gradients, each.spent) for each in whole.learners if each.num_gradients]
     pace = sum(number / (spent.computing + _waiting(spent)) for number, spent in made)
     return _speed(arm, whole, 1.0 / pace, whole.bytes_sent / whole.num_gradients)
@@ -190,14 +190,15 @@ def _waiting(spent: Spent) -> Seconds:
     return spent.waiting_for_data + spent.waiting_for_peers
 
 
-def _run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int) -> TimingOutcome:
+def run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int = 0) -> TimingOutcome:
+    """A simulation of so many gradients, without what a strategy does to warm up."""
     num_bytes, cluster = machines.costs.job.model_bytes // 4 * 4, machines.cluster(arm, learners)
     options, slowness, island, traffic = arm.options, machines.stragglers, machines.island, machines.traffic
     if getattr(options, "warm_up", 0):
         options = options.model_copy(update={"warm_up": 0})
-    run = partial(simulate_timing, seed=seed, stragglers=slowness, island=island, traffic=traffic)
+    timing = partial(simulate_timing, seed=seed, stragglers=slowness, island=island, traffic=traffic)
     try:
-        return run(arm.strategy, options, learners, cluster, num_bytes, steps)
+        return timing(arm.strategy, options, learners, cluster, num_bytes, steps)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():
             raise

@@ -1,12 +1,11 @@
 """The published training times of SWB2000 beside predictions: data sheets, and one number fitted on one row."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from starling.predict.costs import Costs, JobFacts, Preset, find_preset
+from starling.predict.costs import JobFacts, find_preset
 from starling.predict.deciding import Arm
 from starling.predict.predict import Machines, simulate
 
@@ -51,6 +50,26 @@ class Published:
     batch: int = 128
     """Sequences of one device."""
 
+    def hours_at(self, efficiency: float) -> float:
+        """The predicted hours, at a share of the peak."""
+        preset = find_preset(self.preset).model_copy(update={"efficiency": efficiency})
+        costs = preset.costs(job_of(self.batch), self.preset)
+        seconds = costs.compute.seconds / self.devices  # of the run for each gradient of any device
+        if self.strategy is not None:
+            found = simulate(Arm.of(self.strategy), self.devices, Machines(costs), rounds=ROUNDS)
+            seconds = found.seconds_per_gradient
+        return EPOCHS * seconds * UTTERANCE_WINDOWS / self.batch / 3600.0
+
+    @cached_property
+    def predicted(self) -> float:
+        """The predicted hours, with the efficiency that the fitted row gives."""
+        return self.hours_at(fitted_efficiency())
+
+    @property
+    def error(self) -> float:
+        """predicted / published - 1."""
+        return self.predicted / self.hours - 1.0
+
 
 WHOLE: dict[str, Any] = {"piece_megabytes": 256}
 """The model travels in one piece."""
@@ -79,19 +98,6 @@ ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """A published row with its prediction."""
-
-    row: Published
-    hours: float
-
-    @property
-    def error(self) -> float:
-        """predicted / published - 1."""
-        return self.hours / self.row.hours - 1.0
-
-
 def job_of(batch: int) -> JobFacts:
     """The published network and data, with mini-batches of so many sequences on each device."""
     return JobFacts(
@@ -102,64 +108,42 @@ def job_of(batch: int) -> JobFacts:
     )
 
 
-def hours(row: Published, efficiency: float) -> float:
-    """The predicted hours of a row, at a share of the peak."""
-    preset = find_preset(row.preset).model_copy(update={"efficiency": efficiency})
-    return EPOCHS * row_seconds(row, preset) * UTTERANCE_WINDOWS / row.batch / 3600.0
-
-
-def row_seconds(row: Published, preset: Preset) -> float:
-    """Seconds of the run for each gradient of any device."""
-    costs: Costs = preset.costs(job_of(row.batch), row.preset)
-    if row.strategy is None:
-        return costs.compute.seconds / row.devices
-    return simulate(Arm.of(row.strategy), row.devices, Machines(costs), rounds=ROUNDS).seconds_per_gradient
-
-
 @cache
 def fitted_efficiency() -> float:
     """The share of the peak at which the fitted row is met: the only number that is fitted."""
     efficiency = 0.2
     for _ in range(MOST_ITERATIONS):
-        ratio = hours(FITTED, efficiency) / FITTED.hours  # hours fall about as 1 / efficiency
+        ratio = FITTED.hours_at(efficiency) / FITTED.hours  # hours fall about as 1 / efficiency
         efficiency = min(1.0, efficiency * ratio)
         if abs(ratio - 1.0) < 1e-4:
             break
     return efficiency
 
 
-@cache
-def predictions() -> tuple[Predicted, ...]:
-    """Every row, with the efficiency that the fitted row gives."""
-    return tuple(Predicted(row, hours(row, fitted_efficiency())) for row in ROWS)
-
-
-def page(found: Sequence[Predicted]) -> str:
+def page() -> str:
     """The page of published and predicted hours, in Markdown."""
-    lines = [_row(each) for each in found]
-    comparable = [each for each in found if not each.row.not_comparable and each.row is not FITTED]
-    worst = max(comparable, key=lambda each: abs(each.error))
+    comparable = [row for row in ROWS if not row.not_comparable and row is not FITTED]
+    worst = max(comparable, key=lambda row: abs(row.error))
     seconds = find_preset(FITTED.preset).model_copy(update={"efficiency": fitted_efficiency()})
     gradient = seconds.gradient_seconds(128 * flops_per_sequence())
     return TEMPLATE.read_text(encoding="utf-8").format(
         command=COMMAND,
-        table="\n".join(lines),
+        table="\n".join(map(_row, ROWS)),
         efficiency=f"{fitted_efficiency():.1%}".replace("%", " %"),
         gradient=f"{gradient:.3f}",
         weights=f"{network_weights() / 1e6:.2f}",
         megabytes=f"{4 * network_weights() / 1e6:.1f}",
         gigaflops=f"{flops_per_sequence() / 1e9:.2f}",
-        comparable=", ".join(f"{each.row.system} ({each.error:+.0%})".replace("%", " %") for each in comparable),
-        worst=worst.row.system,
+        comparable=", ".join(f"{row.system} ({row.error:+.0%})".replace("%", " %") for row in comparable),
+        worst=worst.system,
         linear=f"{FITTED.hours * 64:.0f}",
     )
 
 
-def _row(each: Predicted) -> str:
-    row = each.row
+def _row(row: Published) -> str:
     if row is FITTED:
         remark, error = "**fitted**: the one row that the efficiency is taken from", "0 by construction"
     else:
         remark = f"not comparable: {row.not_comparable}" if row.not_comparable else "prediction"
-        error = f"{each.error:+.0%}".replace("%", " %")
-    return f"| {row.system} | {row.batch} | {row.hours:g} | {each.hours:.2f} | {error} | {remark} | {row.source} |"
+        error = f"{row.error:+.0%}".replace("%", " %")
+    return f"| {row.system} | {row.batch} | {row.hours:g} | {row.predicted:.2f} | {error} | {remark} | {row.source} |"

@@ -112,7 +112,8 @@ def read_recipe(path: Path) -> Tree:
 def _with_bases(path: Path) -> Iterator[tuple[Path, Tree]]:
     """The file of a recipe, that of its base and so on, each with its own keys."""
     seen: list[Path] = []
-    path = _located(path)
+    shipped = _shipped().get(str(path))
+    path = path if shipped is None or path.exists() else shipped
     while True:
         if path.resolve() in seen:
             raise ConfigError(f"recipe {seen[0]}: its `base` is circular: it leads back to {path}; remove one `base`")
@@ -125,12 +126,6 @@ def _with_bases(path: Path) -> Iterator[tuple[Path, Tree]]:
         if not isinstance(base, str) or any(each == "\0" or "\ud800" <= each <= "\udfff" for each in base):
             raise ConfigError(f"recipe {path}: base must be the path of another recipe, got {base!r}")
         path = path.parent / base
-
-
-def _located(path: Path) -> Path:
-    """A recipe's file: the one at `path`, or else the one of that name in the package."""
-    shipped = {each.stem: each for each in SHIPPED.glob("*.yaml")}.get(str(path))
-    return path if shipped is None or path.exists() else shipped
 
 
 def merge(below: Tree, above: Tree) -> Tree:
@@ -209,7 +204,7 @@ def _put(tree: Tree, parts: list[str], value: Any) -> None:
 
 def summaries() -> dict[str, str]:
     """A summary of each recipe by its name: the first comment of its file."""
-    return {path.stem: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for path in _files()}
+    return {name: file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name, file in _shipped().items()}
 
 
 def copy_recipe(name: str, to: Path) -> list[Path]:
@@ -218,7 +213,7 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
     Raises:
         ConfigError: There is no recipe of that name, a file exists already, or the folder cannot be written.
     """
-    known = {path.stem: path for path in _files()}
+    known = _shipped()
     if name not in known:
         raise ConfigError(f"recipe {name!r} is unknown; {did_you_mean(name, known)}known are {', '.join(known)}")
     sources = [path for path, _ in _with_bases(known[name])]
@@ -234,5 +229,6 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
     return copies
 
 
-def _files() -> list[Path]:
-    return sorted(SHIPPED.glob("*.yaml"))
+def _shipped() -> dict[str, Path]:
+    """The recipes in the package, by name."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}

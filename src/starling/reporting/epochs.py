@@ -50,34 +50,31 @@ class Sums:
 
 
 class Meter:
-    """Sums up one learner's steps between the snapshots of each of several listeners."""
+    """Sums up one learner's steps between its snapshots."""
 
-    def __init__(self, world: int, num_listeners: int = 1) -> None:
+    def __init__(self, world: int) -> None:
         self._world = world
         self._last: StepReport | None = None
-        self._new, self._epoch = [Sums() for _ in range(num_listeners)], Sums()
-        self._since_minutes = [0.0] * num_listeners
+        self._new, self._epoch = Sums(), Sums()
+        self._since_minutes = 0.0
 
     def add(self, report: StepReport) -> None:
         """Count one gradient."""
         if self._last is None or self._last.ticket.epoch != report.ticket.epoch:
             self._epoch = Sums()
         self._epoch.add(report)
-        for new in self._new:
-            new.add(report)
-            if self._last is None:
-                new.audio = 0.0  # the first batch has no known start
-        if self._last is None:
-            self._since_minutes = [report.minutes] * len(self._new)
+        self._new.add(report)
+        if self._last is None:  # the first batch has no known start
+            self._new.audio, self._since_minutes = 0.0, report.minutes
         self._last = report
 
-    def take(self, listener: int = 0) -> Snapshot | None:
-        """A snapshot of the gradients since the listener's previous one; None if there was no finite loss."""
-        new, last = self._new[listener], self._last
+    def take(self) -> Snapshot | None:
+        """A snapshot of the gradients since the previous one; None if there was no finite loss."""
+        new, last = self._new, self._last
         loss, running_loss = new.loss, self._epoch.loss
         if last is None or loss is None or running_loss is None:
             return None
-        seconds = 60.0 * (last.minutes - self._since_minutes[listener])
+        seconds = 60.0 * (last.minutes - self._since_minutes)
         snapshot = Snapshot(
             learner_id=last.rank,
             world=self._world,
@@ -95,7 +92,7 @@ class Meter:
             num_examples=new.examples,
             **vars(last.spent),
         )
-        self._new[listener], self._since_minutes[listener] = Sums(), last.minutes
+        self._new, self._since_minutes = Sums(), last.minutes
         return snapshot
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:

@@ -73,27 +73,15 @@ class Utterance:
 
 
 @dataclass(frozen=True)
-class Count:
-    """How often a word was recognised as another, left out, or put in."""
-
-    reference: str
-    hypothesis: str
-    times: int
-
-
-@dataclass(frozen=True)
 class ScoredSet:
     """The scores of one set, from an experiment's `decode` folder."""
 
     name: str
-    normaliser: str
-    """What was done to the texts before."""
     wer: float
     """Word error rate, in per cent."""
     interval: tuple[float, float] | None
     """95 % bootstrap interval of the WER, in per cent; None: too few words."""
     cer: float
-    ser: float
     words: int
     insertions: int
     deletions: int
@@ -101,8 +89,8 @@ class ScoredSet:
     num_utterances: int
     num_wrong: int
     utterances: tuple[Utterance, ...]
-    confusions: tuple[Count, ...]
-    """The most frequent errors."""
+    confusions: tuple[tuple[str, str, int], ...]
+    """The most frequent errors: the word of the reference and what was recognised, empty for none, and how often."""
     num_confusions: int
     """Of how many kinds."""
 

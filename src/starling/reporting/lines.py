@@ -6,8 +6,8 @@ from starling.launch.messages import EpochEnd, Snapshot
 
 _BUSY = 90.0  # a learner that computes for at least this percentage of its time gets no advice
 _LITTLE = 5.0  # waiting for less than this percentage of the time causes no advice
-MORE_WORKERS = "raise batches.num_workers if cores are idle"
-OTHER_STRATEGY = "another strategy may wait less"
+_ADVICE = {"data": "raise batches.num_workers if cores are idle", "peers": "another strategy may wait less"}
+"""By what a learner waits for."""
 
 
 def progress_line(snapshot: Snapshot) -> str:
@@ -39,23 +39,21 @@ def epoch_line(end: EpochEnd) -> str:
     return line
 
 
-def advice(end: EpochEnd) -> str | None:
-    """Advice if a learner waited for much of an epoch, else None."""
-    if end.num_steps == 0 or share(end, "computing") >= _BUSY:
-        return None
-    for_data, for_peers = share(end, "waiting_for_data"), share(end, "waiting_for_peers")
-    if for_data > for_peers and for_data >= _LITTLE:
-        return MORE_WORKERS
-    if for_peers >= _LITTLE and end.world > 1:
-        return OTHER_STRATEGY
-    return None
+class Advice:
+    """Advice for learners that wait for much of an epoch, each piece once."""
 
+    def __init__(self) -> None:
+        self._given: set[str] = set()
 
-def advice_line(end: EpochEnd, what: str) -> str:
-    """A piece of advice with its reason."""
-    is_data = what == MORE_WORKERS
-    part = share(end, "waiting_for_data" if is_data else "waiting_for_peers")
-    return f"learner {end.learner_id} waits for {'data' if is_data else 'peers'} {part:.0f} % of its time: {what}"
+    def line(self, end: EpochEnd) -> str | None:
+        """A piece of advice with its reason, if there is one that has not been given."""
+        for_data, for_peers = share(end, "waiting_for_data"), share(end, "waiting_for_peers")
+        what, part = ("data", for_data) if for_data > for_peers else ("peers", for_peers)
+        has_no_need = end.num_steps == 0 or share(end, "computing") >= _BUSY or part < _LITTLE
+        if has_no_need or what in self._given or (what == "peers" and end.world == 1):
+            return None
+        self._given.add(what)
+        return f"learner {end.learner_id} waits for {what} {part:.0f} % of its time: {_ADVICE[what]}"
 
 
 def _averaging(end: EpochEnd) -> str:

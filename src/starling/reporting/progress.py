@@ -15,7 +15,7 @@ from rich.table import Table
 from starling.launch.messages import EpochEnd, Saved, Snapshot
 from starling.reporting.epochs import EpochCollector, EpochSummary, Score
 from starling.reporting.events import Events
-from starling.reporting.lines import advice, advice_line, duration, share, time_left
+from starling.reporting.lines import Advice, duration, share, time_left
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
 
 Say = Callable[[str], None]
@@ -48,7 +48,7 @@ class Display:
         self._lock = threading.RLock()
         self._snapshots: dict[int, Snapshot] = {}
         self._epochs = EpochCollector()
-        self._advised: set[str] = set()
+        self._advice = Advice()
         self._score: Score | None = None
         """The newest score if it has not been printed yet."""
         self._score_at = 0.0
@@ -106,22 +106,21 @@ class Display:
     def lost(self, learner_id: int, reason: str) -> None:
         """Report a lost learner, and remove its row."""
         with self._lock:
-            self._write("loss", learner=learner_id, reason=reason)
-            self._print(f"{reason}; the others continue without it")
+            self._tell(f"{reason}; the others continue without it", "loss", learner=learner_id, reason=reason)
             self.away.add(learner_id)
             self._snapshots.pop(learner_id, None)
 
     def joined(self, learner_id: int, num_learners: int) -> None:
         """Report a learner that has joined."""
         with self._lock:
-            self._write("join", learner=learner_id, num_learners=num_learners)
-            self._print(f"learner {learner_id} has joined; {num_learners} learners train now")
+            line = f"learner {learner_id} has joined; {num_learners} learners train now"
+            self._tell(line, "join", learner=learner_id, num_learners=num_learners)
             self.away.discard(learner_id)
 
     def left_out(self, learner_id: int, reason: str) -> None:
         """Report a joiner that was started but did not join."""
-        self._write("left-out", learner=learner_id, reason=reason)
-        self._print(f"{reason}; it had not joined, and the others continue without it")
+        line = f"{reason}; it had not joined, and the others continue without it"
+        self._tell(line, "left-out", learner=learner_id, reason=reason)
 
     def saved(self, message: Saved) -> None:
         """Report a completed checkpoint. At most one is printed between two lines about all learners, and always the
@@ -151,8 +150,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Print a line above the table."""
-        self._write("message", text=line)
-        self._print(line)
+        self._tell(line, "message", text=line)
 
     def _tell_epochs(self) -> None:
         for summary in self._epochs.complete(self._members):
@@ -160,16 +158,11 @@ class Display:
             self._score = None
 
     def _tell_epoch(self, summary: EpochSummary, score: Score | None) -> None:
-        self._write("epoch", **summary.fields())
-        self._print(summary.line(score))
+        self._tell(summary.line(score), "epoch", **summary.fields())
         self._has_told()
         for end in sorted(summary.ends, key=lambda each: share(each, "computing")):
-            what = advice(end)
-            if what is not None and what not in self._advised:
-                self._advised.add(what)
-                line = advice_line(end, what)
-                self._write("advice", text=line)
-                self._print(line)
+            if line := self._advice.line(end):
+                self._tell(line, "advice", text=line)
 
     def _tell_score(self) -> None:
         if self._score is not None:
@@ -178,6 +171,11 @@ class Display:
 
     def _has_told(self) -> None:
         self._told_at, self._has_told_saved = self._clock(), False
+
+    def _tell(self, line: str, kind: str, **fields: object) -> None:
+        """Write an event, and print it as a line."""
+        self._write(kind, **fields)
+        self._print(line)
 
     def _write(self, kind: str, **fields: object) -> None:
         if self._events is not None:

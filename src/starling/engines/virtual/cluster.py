@@ -111,23 +111,6 @@ class MemoryModel(Config):
         return num_bytes * passes / self.bandwidth
 
 
-class JitterOf:
-    """Jitter of the messages from one learner to another, with a random stream per pair and seed."""
-
-    def __init__(self, link: LinkModel, seed: int) -> None:
-        self._mean, self._seed = link.jitter, seed
-        self._random: dict[tuple[int, int], random.Random] = {}
-
-    def factor(self, sender: int, receiver: int) -> float:
-        """The factor by which the next message takes longer."""
-        if self._mean == 0.0:
-            return 1.0
-        pair = sender, receiver
-        if pair not in self._random:
-            self._random[pair] = random.Random(derive_seed(self._seed, "message time", *pair))
-        return 1.0 + self._mean * self._random[pair].expovariate(1.0)
-
-
 class WatchModel(Config):
     """How the learners are watched, and how soon the survivors continue. The defaults are roughly what the `processes`
     engine takes on one machine (decision 0005)."""
@@ -186,8 +169,10 @@ class Links:
     depends on a later one.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, seed: int = 0) -> None:
         nodes, link = cluster.nodes, cluster.link
+        self._seed = seed
+        self._random: dict[tuple[int, int], random.Random] = {}
         self._size, self._algorithm = nodes.size, link.all_reduce
         self._inside = LinkModel(latency=nodes.latency, bandwidth=nodes.bandwidth)
         self._uplink = math.inf if cluster.uplink is None else cluster.uplink
@@ -203,6 +188,15 @@ class Links:
     def between(self, sender: int, receiver: int) -> LinkModel:
         """The link that carries a message, as fast as it is when nothing else is under way."""
         return self._inside if self.node(sender) == self.node(receiver) else self._between
+
+    def jitter(self, sender: int, receiver: int) -> float:
+        """The factor by which the next message takes longer, from a random stream per pair and seed."""
+        if self._between.jitter == 0.0:
+            return 1.0
+        pair = sender, receiver
+        if pair not in self._random:
+            self._random[pair] = random.Random(derive_seed(self._seed, "message time", *pair))
+        return 1.0 + self._between.jitter * self._random[pair].expovariate(1.0)
 
     def leave(self, sender: int, receiver: int, now: float, num_bytes: int) -> float | None:
         """Queue a message at its sender's uplink; seconds until its first byte leaves. None: it needs no uplink,

@@ -11,21 +11,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import current_process
-from multiprocessing.connection import Connection, wait
-from traceback import format_exception
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from starling.checkpoint.state import LearnerState
-from starling.errors import ConfigError, StarlingError
+from starling.errors import ConfigError
 from starling.training.course import Course
 from starling.training.flat import FlatModel, load_buffers, split
 from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Job
 from starling.training.replica import Replica
-from starling.worker_processes import be_a_worker, exit_code_of, worker_processes
+from starling.worker_processes import answer_of, worker_processes
 
 Buffers = list[Tensor | None]
 """A model's buffers, in the order of its modules."""
@@ -168,7 +167,7 @@ class HostProcesses(RealGradients):
                 "functions at the top level of a module or of the script, or leave out cluster.compute.processes"
             )
 
-        starting = worker_processes(_serve, (job, self._memory), count, "starling-gradients", problem)
+        starting = worker_processes(_Worker(job, self._memory), count, "starling-gradients", problem)
         self._workers = self._exits.enter_context(starting)
         self._lines = list(self._workers) * _SLOTS
         """The connection that serves each slot."""
@@ -204,7 +203,7 @@ class HostProcesses(RealGradients):
                 self._memory[begun.slot, 0].copy_(begun.at)
                 self._computing[begun.slot] = begun
                 buffers = [None if buffer is None else buffer.clone() for buffer in begun.learner.buffers]
-                with suppress(OSError):  # the process has died, which `_receive` reports
+                with suppress(OSError):  # the process has died, which `answer_of` reports
                     self._lines[begun.slot].send((begun.slot, begun.task, begun.batches, buffers))
 
     def _wait_for(self, begun: _Begun) -> None:
@@ -218,16 +217,8 @@ class HostProcesses(RealGradients):
         """Take what processes have computed."""
         ready = wait({self._lines[slot] for slot in self._computing}, timeout)
         for line in [line for line in self._workers if line in ready]:
-            try:
-                slot, computed, buffers = line.recv()
-            except (EOFError, OSError):
-                code = exit_code_of(self._workers[line])
-                raise StarlingError(
-                    f"a process that computed gradients ended with exit code {code} (killed, or out of memory?); use "
-                    "fewer with cluster.compute.processes"
-                ) from None
-            if isinstance(computed, Exception):
-                raise computed
+            which, advice = "a process that computed gradients", "use fewer with cluster.compute.processes"
+            slot, computed, buffers = answer_of(line, self._workers[line], which, advice)
             begun = self._computing.pop(slot)
             self._free.append(slot)
             learner = begun.learner
@@ -237,24 +228,22 @@ class HostProcesses(RealGradients):
             del self._begun[id(learner)]
 
 
-def _serve(line: Connection, job: Job, memory: Tensor) -> None:
-    """Compute gradients until the other end of the connection is closed."""
-    be_a_worker()
-    torch.set_num_threads(1)
-    models: list[FlatModel] = []
-    with suppress(EOFError, OSError):
-        while True:
-            slot, task, batches, buffers = line.recv()
-            try:
-                models = models or [FlatModel(job.workload.make_model(), memory.device)]
-                flat = models[0]
-                flat.use_weights(memory[slot, 0])
-                flat.use_gradients(memory[slot, 1])
-                flat.use_buffers(buffers)
-                computed: Computed | Exception = compute_gradient(job, task, batches, flat.model, flat)
-                buffers = flat.own_buffers()
-            except Exception as error:
-                computed = error
-                if not isinstance(error, StarlingError):  # it may not be picklable
-                    computed = StarlingError("".join(format_exception(error)))
-            line.send((slot, computed, buffers))
+class _Worker:
+    """What a process computes with: the job's model, made with the first gradient, and the memory of all slots."""
+
+    def __init__(self, job: Job, memory: Tensor) -> None:
+        self._job, self._memory = job, memory
+        self._flat: FlatModel | None = None
+
+    def __call__(
+        self, slot: int, task: GradientTask, batches: Sequence[Sequence[Any]], buffers: Buffers
+    ) -> tuple[int, Computed, Buffers]:
+        if self._flat is None:
+            torch.set_num_threads(1)
+            self._flat = FlatModel(self._job.workload.make_model(), self._memory.device)
+        flat = self._flat
+        flat.use_weights(self._memory[slot, 0])
+        flat.use_gradients(self._memory[slot, 1])
+        flat.use_buffers(buffers)
+        computed = compute_gradient(self._job, task, batches, flat.model, flat)
+        return slot, computed, flat.own_buffers()

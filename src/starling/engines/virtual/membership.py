@@ -45,27 +45,20 @@ class MembershipBatches:
         self.tickets = SyncGroupTickets(job.workload, plan.position, job.budget, self._size, plan.shares)
         self.agreed: dict[tuple[int, int, str], tuple[Any, int]] = {}
         """What the first member of a sync group found at a claim, and how many members are to come."""
-        self._clock, self._workload = clock, job.workload
+        self.clock, self._workload = clock, job.workload
         self._num_drawn = 0  # portions that all sync groups together have drawn
         self._batches = simulation.loader.load(self.tickets.take(count()))
         self._loaded: dict[int, Loaded] = {}
 
-    def number(self, sync_group: int, claim: int) -> int:
-        """The number of the portion that a sync group draws at a claim: the next that none has."""
-        return self._agree((sync_group, claim, "number"), self._draw)
-
-    def seconds(self, sync_group: int, claim: int) -> float:
-        """The time at which the first member of the sync group made the claim."""
-        return self._agree((sync_group, claim, "seconds"), self._clock)
-
-    def _agree(self, what: tuple[int, int, str], find: Callable[[], T]) -> T:
-        """What the first member finds is what all members get, each once; it is then forgotten."""
+    def agree(self, what: tuple[int, int, str], find: Callable[[], T]) -> T:
+        """What the first member of a sync group finds is what all members get, each once; it is then forgotten."""
         found, num_to_come = self.agreed.pop(what) if what in self.agreed else (find(), self._size)
         if num_to_come > 1:
             self.agreed[what] = found, num_to_come - 1
         return found
 
-    def _draw(self) -> int:
+    def draw(self) -> int:
+        """The number of the next portion that no sync group has."""
         self._num_drawn += 1
         return self._num_drawn - 1
 
@@ -92,14 +85,14 @@ class VirtualBatches:
         self._group, self._member, self._part = sync_group.start, rank - sync_group.start, part
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
-        number = self._shared.number(self._group, claim)
+        number = self._shared.agree((self._group, claim, "number"), self._shared.draw)
         return [
             self._shared.load(ticket if ticket.part == self._part else replace(ticket, part=self._part))
             for ticket in self._shared.tickets.drawn(number, self._member)
         ] or None
 
     def agreed_seconds(self, claim: int) -> float:
-        return self._shared.seconds(self._group, claim)
+        return self._shared.agree((self._group, claim, "seconds"), self._shared.clock)
 
     def reach(self, portion: int) -> None:
         """There are no checkpoint barriers to agree on."""

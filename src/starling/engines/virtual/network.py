@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary, ref
 import simpy
 from torch import Tensor
 
-from starling.engines.virtual.cluster import Cluster, JitterOf, Links
+from starling.engines.virtual.cluster import Cluster, Links
 from starling.errors import ProtocolError
 from starling.learner import EncodedMean, Handle
 
@@ -185,8 +185,7 @@ class Network:
         seed: int,
     ) -> None:
         self._environment = environment
-        self._links, self._latency, self._memory = Links(cluster), cluster.link.latency, cluster.memory
-        self._jitter = JitterOf(cluster.link, seed)
+        self._links, self._latency, self._memory = Links(cluster, seed), cluster.link.latency, cluster.memory
         self._record = record
         self._names, self._apart = names, apart
         self._held: list[tuple[simpy.Event, Sequence[int]]] = []
@@ -224,7 +223,7 @@ class Network:
         """Trigger `event` when a message has travelled over its link, and waited for the uplinks on its way."""
         sender, receiver = self._names[rank], self._names[peer]
         link = self._links.between(sender, receiver)
-        seconds = link.send_seconds(num_bytes) * self._jitter.factor(sender, receiver)
+        seconds = link.send_seconds(num_bytes) * self._links.jitter(sender, receiver)
         waited = self._links.leave(sender, receiver, self._environment.now, num_bytes)
         if waited is None:
             self._happen(event, seconds, [rank, peer])
@@ -271,7 +270,7 @@ class Network:
                 del self._means[name]
                 names = [self._names[each] for each in group]
                 num_bytes = len(group) * part.message_bytes if isinstance(part, EncodedMean) else part.nbytes
-                longer = self._jitter.factor(names[0], names[-1])
+                longer = self._links.jitter(names[0], names[-1])
                 self._happen(mean.event, self._links.reduce(names, self._environment.now, num_bytes, longer), group)
 
         computing = 0.0

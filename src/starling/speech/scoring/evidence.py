@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from starling.errors import DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder
-from starling.reporting.evidence import Count, ScoredSet, Utterance
+from starling.reporting.evidence import ScoredSet, Utterance
 from starling.speech.codecs import set_of
 from starling.speech.recipe import load_resolved
 from starling.speech.scoring.error_rates import NOTHING, Alignment, align_words, error_rates, num_errors, read_texts
@@ -46,11 +46,9 @@ def scored_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
         problem = f"No audio of {name}: {error}."
     return ScoredSet(
         name=name,
-        normaliser=_normaliser(folder.decode / f"wer-summary-{name}.txt"),
         wer=rates.wer,
         interval=rates.interval,
         cer=rates.cer,
-        ser=rates.ser,
         words=rates.words.reference,
         insertions=rates.words.insertions,
         deletions=rates.words.deletions,
@@ -58,7 +56,7 @@ def scored_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
         num_utterances=rates.sentences,
         num_wrong=rates.wrong_sentences,
         utterances=utterances,
-        confusions=tuple(Count(_word(pair[0]), _word(pair[1]), times) for pair, times in frequent[:NUM_CONFUSIONS]),
+        confusions=tuple((_word(one), _word(other), times) for (one, other), times in frequent[:NUM_CONFUSIONS]),
         num_confusions=len(frequent),
     ), problem
 
@@ -108,11 +106,3 @@ def _audio(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 def _word(word: str) -> str:
     return "" if word == NOTHING else word
-
-
-def _normaliser(summary: Path) -> str:
-    try:
-        first, *_ = summary.read_text(encoding="utf-8", errors="replace").splitlines()
-    except (OSError, ValueError):
-        return ""
-    return first.partition("text normaliser: ")[2]

@@ -124,8 +124,8 @@ class Validation(Scoring):
             return
         result = recognised(Recogniser.load(checkpoint.model_folder), self._recipe.data.set_folder(name))
         self._on_score(Score(name, result.wer, epochs, steps, result.lines()[0]))
-        curves = Curves(self._folder.tensorboard / "valid")
-        curves.word_error_rate(result.wer, steps)
+        curves = Curves(self._folder.tensorboard)
+        curves.add("valid", {"valid/wer": result.wer}, steps)
         curves.close()
         self._newest_epochs = self._newest_epochs if epochs is None else float(epochs)
         if self._best is None or result.wer < self._best:
