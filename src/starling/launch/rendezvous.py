@@ -23,7 +23,7 @@ from starling.launch.link import JOINS, OWN_DEVICE, WATCHED, Link
 from starling.launch.messages import Arrived, CanStop, Entered, LauncherMessage, NewMembership, Ready, Signalled, Stop
 from starling.launch.process import end_now, loopback_interface, on_stop_signal
 from starling.timeouts import CONNECT
-from starling.training.membership import Membership, MembershipFeed
+from starling.training.membership import Membership, MembershipFeed, Stage
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
@@ -56,14 +56,11 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
     first = None if joins() else Membership(0, tuple(range(place.world)))
     if link is None or os.environ.get(WATCHED) != "1":
         return MembershipFeed(place.rank, first)
-    membership = MembershipFeed(
-        place.rank,
-        first,
-        is_watched=True,
-        on_enter=lambda entered: link.send(Entered(entered.number)),
-        on_arrive=lambda arrived: link.send(Arrived(arrived.number)),
-        on_ready=lambda: link.send(Ready()),
-    )
+
+    def report(stage: Stage, number: int) -> None:
+        link.send(Ready() if stage == "ready" else Arrived(number) if stage == "arrived" else Entered(number))
+
+    membership = MembershipFeed(place.rank, first, is_watched=True, report=report)
 
     def hear(message: LauncherMessage) -> None:
         if isinstance(message, NewMembership):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from starling.workload import Position
 
@@ -30,6 +30,8 @@ class Membership:
         return f"membership/{self.number}"
 
 
+Stage = Literal["ready", "arrived", "entered"]
+"""Of a learner: ready to join, about to connect to the other members of a membership, or connected to them."""
 _NONE = Membership(-1, ())
 
 
@@ -54,17 +56,14 @@ class MembershipFeed:
         name: int,
         first: Membership | None,
         is_watched: bool = False,
-        on_enter: Callable[[Membership], None] = lambda membership: None,
-        on_arrive: Callable[[Membership], None] = lambda membership: None,
-        on_ready: Callable[[], None] = lambda: None,
+        report: Callable[[Stage, int], None] = lambda stage, number: None,
     ) -> None:
         self.name = name
         self.is_watched = is_watched
         self.is_new = first is None
         """Whether this learner joins a running experiment."""
-        self._on_enter = on_enter
-        self._on_arrive = on_arrive
-        self._on_ready = on_ready
+        self.report = report
+        """Reports a stage of this learner, and the number of the membership."""
         self._latest = first or _NONE
         self._changed = threading.Condition()
         self._on_change: Callable[[Membership], None] = lambda membership: None
@@ -77,18 +76,10 @@ class MembershipFeed:
     def first(self) -> Membership:
         """The membership to begin in. A joiner first reports that it is ready and waits for a membership."""
         if self.is_new:
-            self._on_ready()
+            self.report("ready", self._latest.number)
             with self._changed:
                 self._changed.wait_for(lambda: self._latest.number >= 0)
         return self._latest
-
-    def arrive(self, membership: Membership) -> None:
-        """Report that this learner is about to connect to the other members."""
-        self._on_arrive(membership)
-
-    def enter(self, membership: Membership) -> None:
-        """Report that this learner has connected to the other members."""
-        self._on_enter(membership)
 
     def announce(self, membership: Membership) -> None:
         """Announce a new membership. Called from the thread that listens to the launcher."""

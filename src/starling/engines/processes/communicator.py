@@ -292,17 +292,13 @@ class ConnectedLearner(ReplicaLearner):
 
     def _shared_model(self, num_pieces: int) -> tuple[Tensor, Tensor]:
         """Learner 0's weights `[P]` and zero counts `[num_pieces, L]`, in memory shared by all learners."""
-        own, num_counts = host_copy(self.replica.weights), num_pieces * self.world
-        memory = share_memory(self.peers, 8 * num_counts + own.nbytes)
-        counts = memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
-        weights = memory[8 * num_counts :].view(own.dtype)
-        what = "sharing the weights"
-        with self.naming_the_lost(what):
-            if self.rank == 0:
-                weights.copy_(own)
-                self.peers.store.set("shared weights", "")
-            self.peers.await_keys(["shared weights"], what, [0])
-        return weights, counts
+        own, num_counts = host_copy(self.weights), num_pieces * self.world
+
+        def weights_in(memory: Tensor) -> Tensor:
+            return memory[8 * num_counts :].view(own.dtype)
+
+        memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
+        return memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world), weights_in(memory)
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         return self.shards.keep(piece, make_optimizer)
@@ -434,15 +430,14 @@ class ConnectedLearner(ReplicaLearner):
         is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
         whom = self._group_processes if is_mean else () if peer is None else [self._place.process(peer)]
         may_be_released = self._has_other_threads or (self._background is not None and not self.is_behind)
-        begin = time.monotonic()
-        with self.naming_the_lost(what, peer), self._waits.waiting(what, whom, is_group=is_mean):
+        with (
+            self.naming_the_lost(what, peer),
+            self._waits.waiting(what, whom, is_group=is_mean),
+            self._counting_wait(),
+        ):
             if may_be_released and not in_this_thread:
-                result = self.release.wait(self._lane.waiter.submit(wait))
-            else:
-                result = wait()
-        if not self.is_behind:
-            self.statistics.spent.waiting_for_peers += time.monotonic() - begin
-        return result
+                return self.release.wait(self._lane.waiter.submit(wait))
+            return wait()
 
     def await_device(self) -> None:
         """Wait for NCCL's results on this thread's stream, and raise the error of an abort: an aborted collective
