@@ -78,7 +78,7 @@ def save_requests_of(link: Link | None, minutes: float | None) -> Generator[Save
     Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may
     signal all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the others.
     """
-    save_requests = SaveRequests(minutes, ignores_signals=True)
+    save_requests = SaveRequests(minutes)
 
     def hear(message: LauncherMessage) -> None:
         if isinstance(message, Stop):

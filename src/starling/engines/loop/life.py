@@ -162,6 +162,9 @@ class LoopLife:
             self._changed.notify_all()
         if hasattr(self, "learner"):
             self.learner.fail(error)
+        self._cut()
+
+    def _cut(self) -> None:
         if self._connections is not None:
             self._connections.cut()
 
@@ -222,8 +225,7 @@ class LoopLife:
                 learner = self._enter(coordination, change)
                 break
             except _LOSSES as error:
-                if self._connections is not None:
-                    self._connections.cut()
+                self._cut()
                 self._stack.close()
                 if (later := self._later(change)) is None:
                     raise self._failure.error or error from error
@@ -255,11 +257,5 @@ class LoopLife:
         is_in_step = run.strategy.sync_group_size(run.options, 2) == 2
         how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state)
         learner = self._connect(peers, how, PrefixStore(membership.key, coordination.listening))
-
-        def end_membership(change: Membership) -> None:  # called by another thread
-            learner.fail(MembershipChanged(change))
-            if self._connections is not None:
-                self._connections.cut()
-
-        self._stack.enter_context(peers.telling(end_membership))
+        self._stack.enter_context(learner.ending(self._cut))
         return learner

@@ -6,7 +6,8 @@ import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
 from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
+from starling.training.membership import Membership, MembershipChanged
 from starling.training.replica import Replica, ReplicaLearner
 from starling.training.shards import MakeOptimizer, Shards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
@@ -181,20 +183,23 @@ class ConnectedLearner(ReplicaLearner):
                 return vector.div_(len(self.sync_group))
 
             return ProcessHandle(reduced)
-        means = self._lane.means
-        is_shared = isinstance(means, SharedMean)  # its waits end when this learner fails
         what = A_MEAN if into is None else MEAN_OF_GRADIENT
+        averaging = self._averaging(what, lambda means: means.start(of, into))
+        return ProcessHandle(lambda: averaging().to(self._device))
+
+    def _averaging(
+        self, what: str, start: Callable[[OrderedMean | SharedMean], Future[Tensor] | Handle[Tensor]]
+    ) -> Callable[[], Tensor]:
+        """Start a mean; returns what waits for it."""
+        means = self._lane.means
         with self.naming_the_lost(what):
-            under_way = means.start(of, into) if isinstance(means, SharedMean) else means.start(of)
-        return ProcessHandle(lambda: self.wait_for(what, under_way.result, in_this_thread=is_shared).to(self._device))
+            under_way = start(means)
+        # in shared memory, a wait ends when this learner fails
+        return lambda: self.wait_for(what, under_way.result, in_this_thread=isinstance(means, SharedMean))
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
         self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * part.message_bytes
-        means = self._lane.means
-        is_shared = isinstance(means, SharedMean)
-        with self.naming_the_lost(A_MEAN):
-            under_way = means.start_encoded(part)
-        return ProcessHandle(lambda: self.wait_for(A_MEAN, under_way.result, in_this_thread=is_shared))
+        return ProcessHandle(self._averaging(A_MEAN, lambda means: means.start_encoded(part)))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         check_peer(self.rank, peer, self.world)
@@ -349,6 +354,15 @@ class ConnectedLearner(ReplicaLearner):
         self.release.fail(error)
         if self._links is not None:
             self._links.release()
+
+    def ending(self, cut: Callable[[], None]) -> AbstractContextManager[None]:
+        """A context in which the announcement of a later membership ends this learner's waits, and calls `cut`."""
+
+        def end(change: Membership) -> None:  # called by another thread
+            self.fail(MembershipChanged(change))
+            cut()
+
+        return self.peers.telling(end)
 
     def round(self, period: float) -> Handle[int | None]:
 

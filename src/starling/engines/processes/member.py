@@ -87,11 +87,10 @@ def run_learner(
         ProtocolError: Learners differ.
         PeerLost: A learner is lost, or does not respond within `timeout_seconds`, and the run cannot continue.
     """
-    ignores_signals = save_requests is not None and save_requests.ignores_signals
     feed = membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
     life = Life.begin(job, feed.name, feed.is_new)
     life.state = start
-    with Loader(job.workload, job.num_workers, ignores_signals) as loader:
+    with Loader(job.workload, job.num_workers, ignores_signals=save_requests is not None) as loader:
         check_island(job.island, device)
         peers = Peers(place, timeout_seconds, waits, feed)
         changes = changes or IgnoreMembership()
@@ -209,11 +208,7 @@ class _Member:
                 connections.note()
                 self.feed.report("entered", membership.number)
 
-                def end_membership(change: Membership) -> None:  # called by another thread
-                    learner.fail(MembershipChanged(change))
-                    connections.cut()
-
-                with peers.telling(end_membership), learner.agreeing():
+                with learner.ending(connections.cut), learner.agreeing():
                     state = learner.drive()
                     self.changes.end()
                     self._part(peers)
