@@ -303,7 +303,7 @@ class ConnectedLearner(ReplicaLearner):
             return memory[8 * num_counts :].view(own.dtype)
 
         memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
-        return memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world), weights_in(memory)
+        return weights_in(memory), memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         return self.shards.keep(piece, make_optimizer)
