@@ -11,7 +11,7 @@ from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import Saver
 from starling.experiment.seen import Record, begin_segment, segments
-from starling.training.membership import Membership
+from starling.training.membership import Membership, MembershipObserver
 from starling.workload import Position
 
 
@@ -46,7 +46,7 @@ class SharedCounts:
         return f"{self.membership.key}/{name}"
 
 
-class Regrouping:
+class Regrouping(MembershipObserver):
     """Carries records, counts and checkpoints of one learner, or of all learners of a simulation, from one membership
     to the next. Checkpoints that the previous membership has not completed are dropped.
 

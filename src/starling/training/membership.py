@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from starling.workload import Position
 
@@ -110,8 +110,8 @@ class MembershipFeed:
                 self._on_change = lambda membership: None
 
 
-class MembershipObserver(Protocol):
-    """Follows membership changes, in each learner."""
+class MembershipObserver:
+    """Follows membership changes, in each learner. This class does nothing."""
 
     def pause(self) -> None:
         """This learner leaves a membership: finish or drop all pending work for it before returning."""
@@ -122,13 +122,3 @@ class MembershipObserver(Protocol):
 
     def end(self) -> None:
         """The run has ended. Complete everything that other learners rely on before returning."""
-
-
-class IgnoreMembership:
-    """Ignores membership changes."""
-
-    def pause(self) -> None: ...
-
-    def begin(self, membership: Membership, position: Position, is_first: bool) -> None: ...
-
-    def end(self) -> None: ...

@@ -287,7 +287,7 @@ class LoopLearner(ConnectedLearner):
     def announce_failure(self, error: BaseException | None) -> None:
         """Notify the others that this learner ends without having closed."""
         if self._listener is not None:
-            self._listener.announce("lost peer" if isinstance(error, PeerLost) else "failed", one_line(error))
+            self._listener.announce("lost_peer" if isinstance(error, PeerLost) else "failed", one_line(error))
 
     def finish(self, is_final_wanted: bool) -> None:
         """Run the strategy to its end once all learners have made their last steps. If any learner wants the consensus
@@ -367,7 +367,7 @@ class LoopLearner(ConnectedLearner):
                     return
                 self._step_without_gradient()
 
-        self._meet_all(listener, "last step", make_up, [run.num_steps, self._lead])
+        self._meet_all(listener, "ended", make_up, [run.num_steps, self._lead])
 
     def _step_without_gradient(self) -> None:
         """Make a step of the strategy with a gradient that is not finite, which changes no weights. Where learners step

@@ -20,7 +20,7 @@ from starling.engines.loop.announcements import UNEQUAL
 from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.run import LoopPlan, LoopRun, Past, plan
 from starling.engines.processes.backend import ConnectionFailed
-from starling.engines.processes.handshake import OF_LEARNER_0, Handshake, Peers, check_alike
+from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.process_group import Connections, process_group
 from starling.engines.processes.threads import Release
 from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError
@@ -84,9 +84,7 @@ class LoopLife:
 
     def _begin(self, coordination: Coordination) -> None:
         coordination.watch(self._fail)
-        store = PrefixStore(Membership(0, ()).key, self._root.store)
-        if store.check([OF_LEARNER_0]):
-            check_alike(store, self._feed.name, self._handshake)
+        self._root.check_alike(self._handshake)
         first = coordination.await_first()
         self._run.has_joined = first.number > 0
         self._regroup(coordination, first)

@@ -24,7 +24,7 @@ from starling.checkpoint.files import apart
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
-from starling.engines.processes.handshake import Handshake, Peers, check_alike
+from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.island import IslandGroup, IslandModel, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
@@ -39,7 +39,6 @@ from starling.training.gradient import measured_seconds
 from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import (
-    IgnoreMembership,
     Membership,
     MembershipChanged,
     MembershipFeed,
@@ -93,7 +92,7 @@ def run_learner(
     with Loader(job.workload, job.num_workers, ignores_signals=save_requests is not None) as loader:
         check_island(job.island, device)
         peers = Peers(place, timeout_seconds, waits, feed)
-        changes = changes or IgnoreMembership()
+        changes = changes or MembershipObserver()
         return _Member(job, peers, device, digest, observer, loader, changes, save_requests, life).run()
 
 
@@ -155,7 +154,7 @@ class _Member:
 
     def _first_membership(self) -> Membership:
         if self.feed.is_new:
-            check_alike(PrefixStore(Membership(0, ()).key, self.root.store), self.feed.name, self._handshake(0))
+            self.root.check_alike(self._handshake(0))
             warm_up(self.job, self.flat)
         return self.feed.first()
 

@@ -27,7 +27,7 @@ from starling.engines.virtual.simulation import Simulation, VirtualLoss
 from starling.errors import ConfigError, PeerLost
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job, Observer, Silence
-from starling.training.membership import IgnoreMembership, Membership, MembershipObserver
+from starling.training.membership import Membership, MembershipObserver
 from starling.training.succession import MembershipStart, next_membership, plan_after
 from starling.workload import Position
 
@@ -81,7 +81,7 @@ class VirtualEngine:
         if self._islands is not None:
             times = partial(self._islands.times, num_bytes=computation.new_replica().weights.nbytes)
         self._job, self._computation, self._observer = job, computation, observer
-        self._survives_losses, self._changes = survives_losses, changes or IgnoreMembership()
+        self._survives_losses, self._changes = survives_losses, changes or MembershipObserver()
         self._simulation = Simulation(job, cluster, times)
         for rank in range(world):
             self._simulation.begin_life(rank).state = start[rank] if start else None
