@@ -384,7 +384,7 @@ class Dummy:
         root = Peers(self._place, TIMEOUT, self._waits, self._feed)
         peers = root.enter(membership)
         rank, world, store = peers.rank, peers.world, peers.store
-        self._feed.arrive(membership)
+        self._feed.report("arrived", membership.number)
         mine = Handshake(world, "adpsgd", 1, "torch.float32", "benchmark")
         peers.shake_hands(mine)
         if membership.number == 0:
@@ -392,7 +392,7 @@ class Dummy:
         else:
             told = lambda plan: None  # noqa: E731
             agree_on_plan(root.store, peers, self._past, self._job, told)
-        self._feed.enter(membership)
+        self._feed.report("entered", membership.number)
         self._past = Past(membership.number, 0, 0.0)
         draws = Draws(peers, range(rank, rank + 1))
         try:

@@ -89,7 +89,7 @@ def test_who_waits_for_a_first_that_never_draws_gives_up_or_is_closed(store: Any
     with pytest.raises(DistError, match="no draw for 0 s"):
         draws.take()
     draws.close()
-    assert not draws.is_alive()
+    assert not [each for each in threading.enumerate() if each.name == "starling-draws"]
 
 
 def test_an_error_of_the_store_is_raised_where_the_draw_is_taken(store: Any) -> None:

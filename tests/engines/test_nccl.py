@@ -13,8 +13,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import communicator
 from starling.engines.processes import process_group as membership_group
-from starling.engines.processes.communicator import Communicator
 from starling.engines.processes.handshake import Peers
+from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections, process_group
 from starling.engines.processes.threads import Release
@@ -139,7 +139,7 @@ def test_the_watchdog_is_told_to_let_survivors_live_before_a_group_is_made(
 
 def test_what_an_aborted_collective_leaves_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean that was aborted looks complete; the learner raises what ended it before it takes the result."""
-    unconnected = Communicator.__new__(Communicator)
+    unconnected = ProcessLearner.__new__(ProcessLearner)
     unconnected._by_nccl, unconnected._device, unconnected.release = True, torch.device("cpu"), Release()
     unconnected.await_device()
     # another thread aborts while this one waits for its stream

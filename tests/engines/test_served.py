@@ -98,10 +98,10 @@ def test_memory_of_another_machine_is_refused() -> None:
         store = HashStore()
         store.set("shared memory", json.dumps([holder, 0, "0" * 64]))
         with pytest.raises(ConfigError, match=r"learner 1 cannot share the memory of learner 0 .* on one machine"):
-            share_memory(Peers(Place(1, 2, 1, 2, store), 1.0), 64)
+            share_memory(Peers(Place(1, 2, 1, 2, store), 1.0), 64, lambda memory: None)
 
 
 def test_a_learner_that_never_opens_the_memory_is_named() -> None:
     """Not a hang."""
     with pytest.raises(PeerLost, match=r"learner 0 waited 0.2 s for learner 1 to open the shared memory"):
-        share_memory(Peers(Place(0, 2, 0, 2, HashStore()), 0.2), 64)
+        share_memory(Peers(Place(0, 2, 0, 2, HashStore()), 0.2), 64, lambda memory: None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from starling.engines.processes.backend import Staging
-from starling.engines.processes.communicator import Communicator
+from starling.engines.processes.learner import ProcessLearner
 from starling.training import replica
 from starling.training import streams as engine_streams
 from starling.training.replica import Replica
@@ -197,14 +197,15 @@ def test_a_background_has_its_own_stream_ordered_after_earlier_work(
 ) -> None:
     """It begins behind the work of the thread that started it, such as the weights' first values."""
     monkeypatch.setattr(engine_streams, "streams_of", lambda device: streams)
-    unconnected = Communicator.__new__(Communicator)
-    unconnected._device, unconnected.rank, unconnected.background = torch.device("cpu"), 0, None
+    unconnected = ProcessLearner.__new__(ProcessLearner)
+    unconnected._device, unconnected.rank, unconnected._background = torch.device("cpu"), 0, None
     before, seen = streams.compute.work(), []
 
     async def activity() -> None:
         seen.append((streams.current().name, streams.current().is_behind(before)))
 
-    unconnected.start_background(activity(), lambda error: pytest.fail(str(error)))
-    unconnected.background.join()
+    monkeypatch.setattr(unconnected, "fail", lambda error: pytest.fail(str(error)))
+    unconnected.background(activity())
+    unconnected._background.join()
     assert seen == [(streams.made[0].name, True)]
     assert streams.current() is streams.compute

@@ -23,7 +23,7 @@ from starling.launch.link import JOINS, OWN_DEVICE, WATCHED, Link
 from starling.launch.messages import Arrived, CanStop, Entered, LauncherMessage, NewMembership, Ready, Signalled, Stop
 from starling.launch.process import end_now, loopback_interface, on_stop_signal
 from starling.timeouts import CONNECT
-from starling.training.membership import Membership, MembershipFeed
+from starling.training.membership import Membership, MembershipFeed, Stage
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
@@ -56,14 +56,11 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
     first = None if joins() else Membership(0, tuple(range(place.world)))
     if link is None or os.environ.get(WATCHED) != "1":
         return MembershipFeed(place.rank, first)
-    membership = MembershipFeed(
-        place.rank,
-        first,
-        is_watched=True,
-        on_enter=lambda entered: link.send(Entered(entered.number)),
-        on_arrive=lambda arrived: link.send(Arrived(arrived.number)),
-        on_ready=lambda: link.send(Ready()),
-    )
+
+    def report(stage: Stage, number: int) -> None:
+        link.send(Ready() if stage == "ready" else Arrived(number) if stage == "arrived" else Entered(number))
+
+    membership = MembershipFeed(place.rank, first, is_watched=True, report=report)
 
     def hear(message: LauncherMessage) -> None:
         if isinstance(message, NewMembership):
@@ -81,7 +78,7 @@ def save_requests_of(link: Link | None, minutes: float | None) -> Generator[Save
     Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may
     signal all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the others.
     """
-    save_requests = SaveRequests(minutes, ignores_signals=True)
+    save_requests = SaveRequests(minutes)
 
     def hear(message: LauncherMessage) -> None:
         if isinstance(message, Stop):

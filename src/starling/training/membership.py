@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from starling.workload import Position
 
@@ -29,6 +30,8 @@ class Membership:
         return f"membership/{self.number}"
 
 
+Stage = Literal["ready", "arrived", "entered"]
+"""Of a learner: ready to join, about to connect to the other members of a membership, or connected to them."""
 _NONE = Membership(-1, ())
 
 
@@ -53,16 +56,14 @@ class MembershipFeed:
         name: int,
         first: Membership | None,
         is_watched: bool = False,
-        on_enter: Callable[[Membership], None] = lambda membership: None,
-        on_arrive: Callable[[Membership], None] = lambda membership: None,
-        on_ready: Callable[[], None] = lambda: None,
+        report: Callable[[Stage, int], None] = lambda stage, number: None,
     ) -> None:
         self.name = name
         self.is_watched = is_watched
         self.is_new = first is None
         """Whether this learner joins a running experiment."""
-        self.enter, self.arrive, self._on_ready = on_enter, on_arrive, on_ready
-        """`enter` reports that this learner has connected to the other members, `arrive` that it is about to."""
+        self.report = report
+        """Reports a stage of this learner, and the number of the membership."""
         self.latest = first or _NONE
         """The newest membership."""
         self._changed = threading.Condition()
@@ -71,7 +72,7 @@ class MembershipFeed:
     def first(self) -> Membership:
         """The membership to begin in. A joiner first reports that it is ready and waits for a membership."""
         if self.is_new:
-            self._on_ready()
+            self.report("ready", self.latest.number)
             with self._changed:
                 self._changed.wait_for(lambda: self.latest.number >= 0)
         return self.latest

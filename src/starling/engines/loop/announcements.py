@@ -4,7 +4,7 @@ Announcements are numbered keys in the store, the same sequence for all learners
 next one, without polling. So learners take part in a consensus while their loops compute, and all these threads end
 after the same announcement.
 
-A learner ends in stages. `last step`: its loop has made it; those that step together then agree on the last one.
+A learner ends in stages. `ended`: its loop has made it; those that step together then agree on the last one.
 `finished`: its strategy needs no more gradients; once all have finished, the strategies run to their ends.
 `settled`: its weights are final; once all have settled, the final consensus follows, if a learner wants it. `closed`:
 it no longer needs the others.
@@ -36,7 +36,7 @@ _ROUNDING = 1e-4
 """How far equal replicas may be apart, relative to the norm of their weights: what different processors round."""
 UNEQUAL = "unequal"
 """The key, and the announcement, of why learners that must make equal numbers of steps cannot end together."""
-_ENDED = "ended"
+_OVER = "over"
 """Announces that the membership has ended, of which these announcements are part."""
 
 
@@ -61,6 +61,7 @@ class AnnouncementListener(threading.Thread):
     ) -> None:
         # a daemon, because it must not keep a failed process alive
         super().__init__(name=f"starling-announcements-{peers.rank}", daemon=True)
+        # each of these holds, by rank, the words of the announcement with its name
         self.ended: dict[int, tuple[int, int]] = {}
         """Of each rank whose loop has ended: its number of steps, and by how many it may be ahead of the others."""
         self.ahead: dict[int, int] = {}
@@ -76,16 +77,6 @@ class AnnouncementListener(threading.Thread):
         """The error of each rank that failed."""
         self.lost_peer: dict[int, str] = {}
         """The error of each rank that failed because it had lost a peer."""
-        self._heard: dict[str, dict[int, Any]] = {
-            "last step": self.ended,
-            "ahead": self.ahead,
-            UNEQUAL: self.unequal,
-            "finished": self.finished,
-            "settled": self.settled,
-            "closed": self.closed,
-            "failed": self.failed,
-            "lost peer": self.lost_peer,
-        }
         self.final: Future[Consensus | None] = Future()
         """The consensus of the final weights, once all have settled; None if no learner wants it."""
         self._store = peers.store
@@ -117,7 +108,7 @@ class AnnouncementListener(threading.Thread):
 
     def leave(self, seconds: float) -> None:
         """End the thread, at most in so many seconds, although not all learners have closed."""
-        ended = json.dumps([self._rank, _ENDED, ""])
+        ended = json.dumps([self._rank, _OVER, ""])
         deadline = time.monotonic() + seconds
         while self.is_alive() and time.monotonic() < deadline:
             # nothing else sets this key if the learner that was to set it has died
@@ -140,7 +131,7 @@ class AnnouncementListener(threading.Thread):
             for number in count():
                 self._awaited = number
                 rank, what, word = json.loads(self._own.get(f"announced/{number}"))
-                if what == _ENDED:
+                if what == _OVER:
                     return
                 self._hear(number, rank, what, word)
                 if self.is_over:
@@ -156,7 +147,7 @@ class AnnouncementListener(threading.Thread):
         elif what == "roll-call":
             self._store.set(f"noticed/{self._rank}", "")
         else:
-            self._heard[what][rank] = word
+            getattr(self, what)[rank] = word
             if what == "settled" and len(self.settled) == self._world:
                 if any(self.settled.values()):
                     self._take_part(self.final)

@@ -29,7 +29,7 @@ from starling.engines.loop.replica import Consensus, LoopReplica
 from starling.engines.loop.run import LoopPlan, LoopRun
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.collectives import OrderedMean
-from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Communicator, ConnectedLearner
+from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
 from starling.engines.processes.threads import Worker
@@ -75,10 +75,8 @@ class LoopLearner(ConnectedLearner):
     def __init__(
         self, peers: Peers, run: LoopRun, plan: LoopPlan | None = None, listening: Store | None = None
     ) -> None:
-        super().__init__(run.seed)
-        self.replica, self.statistics = run.replica, run.statistics
-        self._run, self.peers, self._rank, self._world = run, peers, peers.rank, peers.world
-        self._me = self._name(peers.rank)
+        self._run = run
+        self._me = f"learner {peers.membership.members[peers.rank]}"
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
         self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
@@ -86,21 +84,13 @@ class LoopLearner(ConnectedLearner):
         self._changed = threading.Condition()  # something was announced, or failed
         self._listener: AnnouncementListener | None = None
         self._coroutine = run.strategy.start(self, run.options)
-        sync_groups = run.strategy.sync_groups(run.options, self._world)
-        self._sync_group = sync_groups.of(self._rank)
+        sync_groups = run.strategy.sync_groups(run.options, peers.world)
         # if all learners form one sync group, only the loop's own thread computes means
-        by_nccl = peers.place.has_own_device(run.replica.weights.device) and len(self._sync_group) == self._world
-        self.communicator = Communicator(
-            peers,
-            sync_groups,
-            run.replica.weights,
-            by_nccl,
-            self.statistics,
-            self._where,
-            name_lost=self._name_lost,
-            has_other_threads=self._world > 1,
+        is_one_group = len(sync_groups.of(peers.rank)) == peers.world
+        by_nccl = is_one_group and peers.place.has_own_device(run.replica.weights.device)
+        super().__init__(
+            peers, sync_groups, run.replica, run.seed, by_nccl, run.statistics, has_other_threads=peers.world > 1
         )
-        self.release = self.communicator.release
         self.shards = Shards(self, _set_rates)
         self._begin(plan, listening)
         self.begin_computing()
@@ -108,14 +98,14 @@ class LoopLearner(ConnectedLearner):
     def _begin(self, plan: LoopPlan | None, listening: Store | None) -> None:
         """Meet the other learners, and run the strategy to its first gradient."""
         try:
-            if self._world > 1:
+            if self.world > 1:
                 self._meet(listening)
                 # at the start of a run that survives no losses, all copy learner 0's model
-                plan = plan or LoopPlan(0, tuple(range(1, self._world)), (0,) * self._world)
+                plan = plan or LoopPlan(0, tuple(range(1, self.world)), (0,) * self.world)
             if plan is not None:
                 self._continue(plan)
         except BaseException:
-            self.communicator.leave()
+            super().leave()
             raise
         if self._listener is not None:
             self._listener.start()
@@ -172,7 +162,7 @@ class LoopLearner(ConnectedLearner):
         is_finite = replica.step(gradient, scale)
         if self._run.gradient == "given":
             self._run.gradient = "used"
-        self.communicator.rounds.gradient_made()
+        self.rounds.gradient_made()
         self._count_finite(is_finite)
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
@@ -187,22 +177,23 @@ class LoopLearner(ConnectedLearner):
     def snapshot(self, piece: slice | None = None) -> Tensor:
         """See `Learner.snapshot`. Without `piece`, the loop's thread gets the weights at which the loop computes, not a
         copy; they are valid until the next step."""
-        if piece is None and not self.communicator.is_behind:
+        if piece is None and not self.is_behind:
             return self.replica.loop
         return super().snapshot(piece)
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         if not isinstance(of, LoopGradient):
-            return self.communicator.mean(of, group)
-        if len(self._sync_group) == 1:
-            check_group(self._rank, group, self._sync_group, self._world)
+            return super().mean(of, group)
+        if len(self.sync_group) == 1:
+            check_group(self.rank, group, self.sync_group, self.world)
             return of
+        mean = super().mean
         if of.is_supplied:
-            return self.communicator.mean(self.replica.own_gradient(), group)
-        return LoopGradient(lambda: self.communicator.mean(self.replica.own_gradient(), group).result(), of)
+            return mean(self.replica.own_gradient(), group)
+        return LoopGradient(lambda: mean(self.replica.own_gradient(), group).result(), of)
 
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
-        if self._world == 1 and not self._run.strategy.is_served:
+        if self.world == 1 and not self._run.strategy.is_served:
             activity.close()  # there are no other learners
         else:
             super().background(activity)
@@ -235,8 +226,8 @@ class LoopLearner(ConnectedLearner):
         run.gradient = "none"
         run.num_steps += 1
         if listener is not None and (listener.finished or listener.ended):  # who wait for this heartbeat
-            with self.communicator.naming_the_lost("step()"):
-                self.peers.store.set(f"steps/{self._rank}", str(run.num_steps))
+            with self.naming_the_lost("step()"):
+                self.peers.store.set(f"steps/{self.rank}", str(run.num_steps))
         self.replica.adopted.leave()
         self.begin_computing()
         spent.computing += time.monotonic() - begin - (spent.waiting_for_peers - waited)
@@ -248,9 +239,9 @@ class LoopLearner(ConnectedLearner):
         self._end_computing()
         if self._listener is None:
             return Consensus(self._contribution()[0], 0.0)
-        with self.communicator.naming_the_lost("requesting a consensus"):
+        with self.naming_the_lost("requesting a consensus"):
             request = self._listener.request()
-        return self.communicator.wait_for("a consensus", lambda: self.release.wait(request))
+        return self.wait_for("a consensus", lambda: self.release.wait(request))
 
     def check_in_use(self, what: str) -> None:
         """Raise an error of another thread, or `ProtocolError` if `what` cannot be called now."""
@@ -274,13 +265,13 @@ class LoopLearner(ConnectedLearner):
             listener.join()
             self._consensus_means.close()
         if not self._has_finished:  # it entered with the final consensus
-            self.communicator.close()
+            self.end_threads()
         self.replica.finish()
         self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
     def leave(self) -> None:
         """Leave a membership that has ended and whose connections have been cut."""
-        self.communicator.leave()
+        super().leave()
         if (listener := self._listener) is not None:
             self._consensus_means.abandon()
             listener.leave(LONGEST_LEAVE_SECONDS)
@@ -296,12 +287,12 @@ class LoopLearner(ConnectedLearner):
     def announce_failure(self, error: BaseException | None) -> None:
         """Notify the others that this learner ends without having closed."""
         if self._listener is not None:
-            self._listener.announce("lost peer" if isinstance(error, PeerLost) else "failed", one_line(error))
+            self._listener.announce("lost_peer" if isinstance(error, PeerLost) else "failed", one_line(error))
 
     def finish(self, is_final_wanted: bool) -> None:
         """Run the strategy to its end once all learners have made their last steps. If any learner wants the consensus
         of the final weights, this one takes it for good if it does."""
-        run, communicator, listener = self._run, self.communicator, self._listener
+        run, listener = self._run, self._listener
         self.release.check()
         if run.final is None:
             if not run.is_over:
@@ -309,26 +300,26 @@ class LoopLearner(ConnectedLearner):
                 self._end_computing()
             run.is_over = True
             begin = time.monotonic()
-            if listener is not None and len(self._sync_group) > 1:
+            if listener is not None and len(self.sync_group) > 1:
                 self._end_together(listener)
             self._is_ending = True
-            communicator.warn_of_few_rounds()
-            with communicator.naming_the_lost("its last step"):
-                communicator.rounds.finish()
+            self.warn_of_few_rounds()
+            with self.naming_the_lost("its last step"):
+                self.rounds.finish()
                 with suppress(LoopEnded, StopIteration):  # run it until it waits for the others' end
                     self._coroutine.throw(LoopEnded())
             if listener is not None:
                 self._meet_all(listener, "finished", lambda: self._wait_for_all(listener.finished))
-            with communicator.naming_the_lost("its last step"), suppress(StopIteration):
+            with self.naming_the_lost("its last step"), suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
-            communicator.join_background()
+            self.join_background()
             self.release.check()
             agreed = None
             if listener is not None:
                 self._meet_all(listener, "settled", lambda: self._wait_for_all(listener.settled), int(is_final_wanted))
                 agreed = self.release.wait(listener.final)
-            communicator.close()
+            self.end_threads()
             self._has_finished = True
             self.replica.refresh_loop()
             self.statistics.spent.waiting_for_peers += time.monotonic() - begin
@@ -366,7 +357,7 @@ class LoopLearner(ConnectedLearner):
         run = self._run
 
         def is_behind() -> bool:
-            return run.num_steps < listener.last_step(self._sync_group)
+            return run.num_steps < listener.last_step(self.sync_group)
 
         def make_up() -> None:
             while True:
@@ -376,7 +367,7 @@ class LoopLearner(ConnectedLearner):
                     return
                 self._step_without_gradient()
 
-        self._meet_all(listener, "last step", make_up, [run.num_steps, self._lead])
+        self._meet_all(listener, "ended", make_up, [run.num_steps, self._lead])
 
     def _step_without_gradient(self) -> None:
         """Make a step of the strategy with a gradient that is not finite, which changes no weights. Where learners step
@@ -408,9 +399,9 @@ class LoopLearner(ConnectedLearner):
         """Compare the ends of the loops that must make equal numbers of steps. If they are too far apart, all fail."""
         begun, lead = self._run.steps_begun, self._lead
         for rank, (steps, their_lead) in list(listener.ended.items()):
-            if rank == self._rank or rank not in self._sync_group:
+            if rank == self.rank or rank not in self.sync_group:
                 continue
-            is_behind = self._rank in listener.ended and steps - begun > their_lead
+            is_behind = self.rank in listener.ended and steps - begun > their_lead
             if begun - steps > lead or is_behind:
                 done = "has closed after" if self._run.is_over else "is in step"
                 unequal = (
@@ -421,8 +412,8 @@ class LoopLearner(ConnectedLearner):
                     + ", or choose an asynchronous strategy, such as adpsgd"
                 )
                 self._fail_together(listener, unequal)
-            elif begun > max(steps, listener.ahead.get(self._rank, 0)):
-                listener.ahead[self._rank] = begun
+            elif begun > max(steps, listener.ahead.get(self.rank, 0)):
+                listener.ahead[self.rank] = begun
                 listener.announce("ahead", begun)
 
     def _fail_together(self, listener: AnnouncementListener, unequal: str) -> None:
@@ -430,12 +421,12 @@ class LoopLearner(ConnectedLearner):
         store = self.peers.store
         first = store.compare_set(UNEQUAL, "", unequal).decode()
         if not listener.unequal:
-            listener.unequal[self._rank] = first
+            listener.unequal[self.rank] = first
             listener.announce(UNEQUAL, first)
         if not self.survives:  # otherwise the store outlives this learner
-            store.set(f"{UNEQUAL}/{self._rank}", "")
+            store.set(f"{UNEQUAL}/{self.rank}", "")
             with suppress(dist.DistError):  # some may have ended already
-                others = [f"{UNEQUAL}/{rank}" for rank in range(self._world) if rank != self._rank]
+                others = [f"{UNEQUAL}/{rank}" for rank in range(self.world) if rank != self.rank]
                 store.wait(others, timedelta(seconds=_HEARD_SECONDS))
         self.fail(ProtocolError(first))
 
@@ -448,7 +439,7 @@ class LoopLearner(ConnectedLearner):
     ) -> None:
         """Announce that this learner has reached a stage, call `wait`, then meet all learners in a closing barrier,
         which fails immediately if one of them dies. A learner that survives losses hears of a death without it."""
-        with self.communicator.naming_the_lost("close()"):
+        with self.naming_the_lost("close()"):
             listener.announce(stage, word)
             thread = Worker("starling-closing")
             met = None if self.survives else thread.submit(self._closing_barrier)
@@ -461,7 +452,7 @@ class LoopLearner(ConnectedLearner):
     def _proceed(self) -> None:
         """Run the strategy until it waits for the loop's next gradient."""
         try:
-            with self.communicator.naming_the_lost("step()"):
+            with self.naming_the_lost("step()"):
                 while not _waits_for_loop(self._coroutine.send(None)):
                     pass
         except BaseException as error:
@@ -470,9 +461,9 @@ class LoopLearner(ConnectedLearner):
 
     def _meet(self, listening: Store | None) -> None:
         """Make groups for consensus."""
-        ranks = range(self._world)
+        ranks = range(self.world)
         usual = timedelta(seconds=self.peers.timeout_seconds)
-        means = self._consensus_means = OrderedMean(dist.new_group(ranks, backend="gloo", timeout=usual), self._world)
+        means = self._consensus_means = OrderedMean(dist.new_group(ranks, backend="gloo", timeout=usual), self.world)
         if not self.survives:
             # a learner that has closed waits for the others without a time-out, but fails immediately if one dies
             self._closing_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))
@@ -482,31 +473,31 @@ class LoopLearner(ConnectedLearner):
 
     def _continue(self, plan: LoopPlan) -> None:
         """Continue from this learner's state, or from that of another."""
-        run, replica, is_taker = self._run, self.replica, self._rank in plan.takers
+        run, replica, is_taker = self._run, self.replica, self.rank in plan.takers
         replica.strategy_state = beyond_membership(replica.strategy_state)
-        if plan.source is not None and self._world > 1:
-            final = run.final if self._rank == plan.source else None
+        if plan.source is not None and self.world > 1:
+            final = run.final if self.rank == plan.source else None
             # unless it may be lost, each loop begins with the optimizer's state that it may have loaded itself
-            own = replica.state(self._rank, self._world, final, has_optimizer=self.survives)
-            with self.communicator.naming_the_lost(f"copying the model of {self._name(plan.source)}"):
+            own = replica.state(self.rank, self.world, final, has_optimizer=self.survives)
+            with self.naming_the_lost(f"copying the model of {self._name(plan.source)}"):
                 state = share_state(own, plan.source)
             run.final = run.final or replica.take(state, is_taker)
             run.is_over = run.is_over or run.final is not None
-        run.continue_from(plan.num_done[self._rank], is_taker)
+        run.continue_from(plan.num_done[self.rank], is_taker)
 
     def _contribution(self) -> tuple[Tensor, Tensor]:
         """This learner's contribution `[P + B]` to the consensus mean, and its own weights `[P]`."""
         contribution, num_weights = self.replica.contribution(), len(self.replica.weights)
         own, is_served = contribution[:num_weights].clone(), self._run.strategy.is_served
-        if is_served and self._world > 1:  # the servers hold the model: each learner contributes only its shards
+        if is_served and self.world > 1:  # the servers hold the model: each learner contributes only its shards
             contribution[:num_weights] = 0.0
         for shard in self.shards.held:
-            contribution[shard.piece] = shard.copy() * (self._world if is_served else 1)
+            contribution[shard.piece] = shard.copy() * (self.world if is_served else 1)
         return contribution, own
 
     def _closing_barrier(self) -> None:
         """Wait for all learners to call this. Called in a thread of its own."""
-        words = torch.zeros(self._world, dtype=torch.uint8)
+        words = torch.zeros(self.world, dtype=torch.uint8)
         try:
             with communicating():
                 dist.all_to_all_single(torch.empty_like(words), words, group=self._closing_group)
@@ -522,12 +513,12 @@ class LoopLearner(ConnectedLearner):
         """Wait until all learners are `ready`, or `is_enough`, as long as one that is not ready makes steps."""
 
         def progress() -> list[tuple[int, bytes]]:
-            others = [rank for rank in range(self._world) if rank not in ready]
+            others = [rank for rank in range(self.world) if rank not in ready]
             store = self.peers.store
             return [(rank, store.get(key) if store.check([key := f"steps/{rank}"]) else b"") for rank in others]
 
         before = progress()
-        while not self._wait_until(lambda: is_enough() or len(ready) == self._world, self.peers.timeout_seconds):
+        while not self._wait_until(lambda: is_enough() or len(ready) == self.world, self.peers.timeout_seconds):
             if (now := progress()) == before:
                 names = " and ".join(self._name(rank) for rank, _ in now)
                 raise PeerLost(
@@ -542,10 +533,10 @@ class LoopLearner(ConnectedLearner):
         if listener is None:
             return
         for rank, why in list(listener.failed.items()):
-            if rank != self._rank:
+            if rank != self.rank:
                 self.fail(PeerLost(f"{self._me} lost {self._name(rank)}, {self._where()}: {why}"))
         for rank, why in list(listener.lost_peer.items()):
-            if rank != self._rank and self.release.error is None:
+            if rank != self.rank and self.release.error is None:
                 lost = self._name_lost(None)
                 self.fail(PeerLost(f"{self._me} lost {lost}, {self._where()}: {why}"))
         with suppress(dist.DistError):  # a lost store is noticed elsewhere
@@ -560,13 +551,13 @@ class LoopLearner(ConnectedLearner):
 
     def _follow(self) -> None:
         """If the loop's own thread has changed the weights, copy them to those at which the loop computes."""
-        if self.replica.loop is not self.replica.weights and not self.communicator.is_behind:
+        if self.replica.loop is not self.replica.weights and not self.is_behind:
             self.replica.refresh_loop()
 
     def _failed_behind(self, error: BaseException) -> None:
         """Fail this learner because another of its threads failed."""
         try:
-            with self.communicator.naming_the_lost("agreeing with the others"):
+            with self.naming_the_lost("agreeing with the others"):
                 raise error
         except BaseException as named:
             self.fail(named)
@@ -580,7 +571,7 @@ class LoopLearner(ConnectedLearner):
             lost = self.peers.silent()
         except dist.DistError:
             return f"the store, which {'the coordinator' if self.survives else 'learner 0 or the launcher'} hosts,"
-        failed = [f"{self._name(rank)} ({why})" for rank, why in self._listener.failed.items() if rank != self._rank]
+        failed = [f"{self._name(rank)} ({why})" for rank, why in self._listener.failed.items() if rank != self.rank]
         return failed[0] if failed else lost
 
     def _where(self) -> str:

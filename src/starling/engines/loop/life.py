@@ -20,7 +20,7 @@ from starling.engines.loop.announcements import UNEQUAL
 from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.run import LoopPlan, LoopRun, Past, plan
 from starling.engines.processes.backend import ConnectionFailed
-from starling.engines.processes.handshake import OF_LEARNER_0, Handshake, Peers, check_alike
+from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.process_group import Connections, process_group
 from starling.engines.processes.threads import Release
 from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError
@@ -84,9 +84,7 @@ class LoopLife:
 
     def _begin(self, coordination: Coordination) -> None:
         coordination.watch(self._fail)
-        store = PrefixStore(Membership(0, ()).key, self._root.store)
-        if store.check([OF_LEARNER_0]):
-            check_alike(store, self._feed.name, self._handshake)
+        self._root.check_alike(self._handshake)
         first = coordination.await_first()
         self._run.has_joined = first.number > 0
         self._regroup(coordination, first)
@@ -162,6 +160,9 @@ class LoopLife:
             self._changed.notify_all()
         if hasattr(self, "learner"):
             self.learner.fail(error)
+        self._cut()
+
+    def _cut(self) -> None:
         if self._connections is not None:
             self._connections.cut()
 
@@ -222,8 +223,7 @@ class LoopLife:
                 learner = self._enter(coordination, change)
                 break
             except _LOSSES as error:
-                if self._connections is not None:
-                    self._connections.cut()
+                self._cut()
                 self._stack.close()
                 if (later := self._later(change)) is None:
                     raise self._failure.error or error from error
@@ -255,11 +255,5 @@ class LoopLife:
         is_in_step = run.strategy.sync_group_size(run.options, 2) == 2
         how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state)
         learner = self._connect(peers, how, PrefixStore(membership.key, coordination.listening))
-
-        def end_membership(change: Membership) -> None:  # called by another thread
-            learner.fail(MembershipChanged(change))
-            if self._connections is not None:
-                self._connections.cut()
-
-        self._stack.enter_context(peers.telling(end_membership))
+        self._stack.enter_context(learner.ending(self._cut))
         return learner

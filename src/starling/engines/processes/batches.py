@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count, islice
 
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier
-from starling.engines.processes.communicator import Communicator
+from starling.engines.processes.communicator import ConnectedLearner
 from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.training.job import Job
 from starling.training.loading import Loaded, Loader, Lookahead
@@ -28,21 +28,21 @@ class ProcessBatches:
         tickets: SyncGroupTickets,
         part: int,
         loader: Loader,
-        communicator: Communicator,
+        learner: ConnectedLearner,
         barrier: CheckpointBarrier,
         notes: DoneNotes | None,
         clock: Callable[[], float],
     ) -> None:
-        peers = self._peers = communicator.peers
+        peers = self._peers = learner.peers
         sync_groups = job.sync_groups(peers.world)
         self._budget, self._tickets, self._part = job.budget, tickets, part
         self._sync_group = sync_groups.of(peers.rank)
         self._is_whole = len(self._sync_group) == peers.world
         self._is_worker = peers.rank < sync_groups.num_workers
         self._member = peers.rank - self._sync_group.start
-        self._naming_the_lost = communicator.naming_the_lost
+        self._naming_the_lost = learner.naming_the_lost
         self._barrier, self._notes = barrier, notes
-        self._statistics, self._clock = communicator.statistics, clock
+        self._statistics, self._clock = learner.statistics, clock
         self._drawn_ahead: set[int] = set()  # portions that this sync group has drawn and not yet claimed
         self._newest_drawn = 0
         self._draws = Draws(peers, self._sync_group)

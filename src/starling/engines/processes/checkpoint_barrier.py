@@ -31,14 +31,15 @@ AGREEING = "agreeing on a checkpoint barrier"
 
 @dataclass
 class SaveRequests:
-    """A learner process's requests for checkpoint barriers, in all memberships. Any thread may call `stop`."""
+    """A learner process's requests for checkpoint barriers, in all memberships. Any thread may call `stop`.
+
+    A process with requests, and therefore its loading processes, outlives a SIGTERM or SIGINT until the run stops.
+    """
 
     minutes: float | None = None
     """Minutes between two barriers, on the clock of learner 0; None: no barriers at regular times."""
     on_ready: Callable[[], None] = do_nothing
     """Called once the learners are connected: from then on a stop request reaches all of them."""
-    ignores_signals: bool = False
-    """Whether this process, and therefore its loading processes, outlive a SIGTERM or SIGINT until the run stops."""
     stopped_by: int | None = None
     """The signal because of which the run must stop, or None."""
     is_ready: bool = False

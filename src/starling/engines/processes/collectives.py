@@ -27,8 +27,8 @@ class OrderedMean:
         self._world = world
         self._thread = Worker("starling-mean")
 
-    def start(self, vector: Tensor) -> "Future[Tensor]":
-        """Begin the mean of `vector` `[P]` as it is now; the result `[P]` is in new host memory."""
+    def start(self, vector: Tensor, into: Tensor | None = None) -> "Future[Tensor]":
+        """Begin the mean of `vector` `[P]` as it is now; the result `[P]` is in new host memory, and not in `into`."""
         chunk = -(-vector.numel() // self._world)
         mine = torch.zeros(chunk * self._world, dtype=vector.dtype, device="cpu")
         mine[: vector.numel()].copy_(vector)

@@ -1,14 +1,13 @@
-"""A learner process's communication with its peers: messages, means, averaging rounds, and its background thread.
-
-`ConnectedLearner` is what all learners that are processes have in common.
-"""
+"""A learner process's communication with its peers: messages, means, averaging rounds, and its background thread."""
 
 import threading
 import time
 import warnings
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -39,7 +38,8 @@ from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
 from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
-from starling.training.replica import ReplicaLearner
+from starling.training.membership import Membership, MembershipChanged
+from starling.training.replica import Replica, ReplicaLearner
 from starling.training.shards import MakeOptimizer, Shards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
@@ -73,44 +73,47 @@ class _Lane:
             each.close()
 
 
-class Communicator:
-    """Connects this learner process with its peers. The default process group must exist.
+class ConnectedLearner(ReplicaLearner):
+    """A learner that is a process, connected with its peers. The default process group must exist. Gradients, and when
+    the strategy runs, are its subclasses' business.
 
     Learners on one machine use shared memory (`MemoryLinks`) on the CPU; all others use gloo through host memory. If
     each learner has its own device (`by_nccl`), means use NCCL.
 
     In islands of `row_size` ranks, it communicates with those that hold the same shard. Waiting time, bytes and rounds
-    are counted in `statistics`. Errors name the learner's progress with `where`, and the lost peers with `name_lost`,
-    which takes a suspected rank or None. `has_other_threads` means that threads other than the background may `fail`
-    this learner while it waits.
+    are counted in `statistics`. `has_other_threads` means that threads other than the background may `fail` this
+    learner while it waits.
     """
+
+    rank: int = 0
+    world: int = 1
+    seed: int = 0
+    shards: Shards
 
     def __init__(
         self,
         peers: Peers,
         sync_groups: SyncGroups,
-        weights: Tensor,
+        replica: Replica,
+        seed: int,
         by_nccl: bool,
         statistics: Statistics,
-        where: Callable[[], str],
-        name_lost: Callable[[int | None], str] | None = None,
         has_other_threads: bool = False,
         row_size: int = 1,
     ) -> None:
         self.release = Release()
         place = self._place = peers.place.row(row_size)
-        self.rank, self.world, self.store = place.rank, place.world, place.store
+        self.rank, self.world, self.seed = place.rank, place.world, seed
         self.peers = peers.but(look_around=self.release.check)
         """The learners of the membership, for waits that end when this learner fails."""
-        self._sync_groups, self._weights = sync_groups, weights
+        self._sync_groups, self.replica = sync_groups, replica
         self.sync_group = sync_groups.of(place.rank)
         self._group_processes = [place.process(rank) for rank in self.sync_group]
-        self._device, self._by_nccl = weights.device, by_nccl
-        self.statistics, self._waits, self._where = statistics, peers.waits, where
-        self._name_lost = name_lost or peers.silent
+        self._device, self._by_nccl = replica.weights.device, by_nccl
+        self.statistics, self._waits = statistics, peers.waits
         self._has_other_threads = has_other_threads
         self._staging = Staging(self._device)
-        self.background: threading.Thread | None = None
+        self._background: threading.Thread | None = None
         """The thread of the learner's second coroutine."""
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._links = self._make_links(peers) if self._device.type == "cpu" else None
@@ -130,15 +133,22 @@ class Communicator:
     @property
     def is_behind(self) -> bool:
         """Whether the calling thread is the background."""
-        return threading.current_thread() is self.background
+        return threading.current_thread() is self._background
 
     @property
     def _lane(self) -> _Lane:
         """That of the calling thread."""
         return self._lanes[self.is_behind]
 
+    @abstractmethod
+    def _where(self) -> str:
+        """This learner's progress, for messages."""
+
+    def _name_lost(self, suspect: int | None) -> str:
+        """The lost learners, for messages, one of which is suspected or none."""
+        return self.peers.silent(suspect)
+
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
-        """See `Learner.mean`."""
         check_group(self.rank, group, self.sync_group, self.world)
         if isinstance(of, GradientHandle) and not of.is_finished:
             if of.may_reduce:
@@ -153,7 +163,7 @@ class Communicator:
 
     def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
         """The mean of a vector as it is now, in new memory or, if learners share memory, in `into`."""
-        check_mean(self.rank, of, self._weights)
+        check_mean(self.rank, of, self.replica.weights)
         self.count_mean(of.nbytes)
         if len(self.sync_group) == 1:
             alone = of.clone() if into is None else of
@@ -173,24 +183,25 @@ class Communicator:
                 return vector.div_(len(self.sync_group))
 
             return ProcessHandle(reduced)
-        means = self._lane.means
-        is_shared = isinstance(means, SharedMean)  # its waits end when this learner fails
         what = A_MEAN if into is None else MEAN_OF_GRADIENT
+        averaging = self._averaging(what, lambda means: means.start(of, into))
+        return ProcessHandle(lambda: averaging().to(self._device))
+
+    def _averaging(
+        self, what: str, start: Callable[[OrderedMean | SharedMean], Future[Tensor] | Handle[Tensor]]
+    ) -> Callable[[], Tensor]:
+        """Start a mean; returns what waits for it."""
+        means = self._lane.means
         with self.naming_the_lost(what):
-            under_way = means.start(of, into) if isinstance(means, SharedMean) else means.start(of)
-        return ProcessHandle(lambda: self.wait_for(what, under_way.result, in_this_thread=is_shared).to(self._device))
+            under_way = start(means)
+        # in shared memory, a wait ends when this learner fails
+        return lambda: self.wait_for(what, under_way.result, in_this_thread=isinstance(means, SharedMean))
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
-        """See `Learner.encoded_mean`."""
         self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * part.message_bytes
-        means = self._lane.means
-        is_shared = isinstance(means, SharedMean)
-        with self.naming_the_lost(A_MEAN):
-            under_way = means.start_encoded(part)
-        return ProcessHandle(lambda: self.wait_for(A_MEAN, under_way.result, in_this_thread=is_shared))
+        return ProcessHandle(self._averaging(A_MEAN, lambda means: means.start_encoded(part)))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        """See `Learner.send`."""
         check_peer(self.rank, peer, self.world)
         if peer == self.rank:
             self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
@@ -216,7 +227,6 @@ class Communicator:
         return ProcessHandle(lambda: self.wait_for(what, wait, peer))
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        """See `Learner.receive`."""
         check_peer(self.rank, peer, self.world)
         if peer == self.rank:
             own = self._own_messages[tag].get
@@ -256,7 +266,6 @@ class Communicator:
             return theirs, dist.irecv(theirs, self._place.process(peer), tag=tag)
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        """See `Learner.exchange`."""
         receiving = self.receive(peer, tensor, tag)  # first, so that data flows in both directions at once
         sending = self.send(peer, tensor, tag)
 
@@ -267,7 +276,6 @@ class Communicator:
         return ProcessHandle(result)
 
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        """See `Learner.first`."""
         work = {key: handle for key, handle in handles.items() if isinstance(handle, ProcessHandle)}
 
         def result() -> int:
@@ -282,30 +290,48 @@ class Communicator:
         if self.peers.store.check([A_LOSS_WAS_NOTICED]):
             raise PeerLost(f"learner {self.peers.rank} lost {self._name_lost(None)}, {self._where()}")
 
-    def share(self, num_pieces: int) -> tuple[Tensor, Tensor]:
+    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
+        for piece in pieces:
+            self.shards.check(piece)
+        return ProcessHandle(lambda: self.shards.share(pieces, *self._shared_model(len(pieces))))
+
+    def _shared_model(self, num_pieces: int) -> tuple[Tensor, Tensor]:
         """Learner 0's weights `[P]` and zero counts `[num_pieces, L]`, in memory shared by all learners."""
-        own, num_counts = host_copy(self._weights), num_pieces * self.world
-        memory = share_memory(self.peers, 8 * num_counts + own.nbytes)
-        counts = memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
-        weights = memory[8 * num_counts :].view(own.dtype)
-        what = "sharing the weights"
-        with self.naming_the_lost(what):
-            if self.rank == 0:
-                weights.copy_(own)
-                self.store.set("shared weights", "")
-            self.peers.await_keys(["shared weights"], what, [0])
-        return weights, counts
+        own, num_counts = host_copy(self.weights), num_pieces * self.world
 
-    def snapshot_memory(self, piece: slice | None) -> Tensor | None:
-        """Memory for a copy of a piece that peers on this machine can read without another copy; None if there is
-        none."""
-        if piece is None or self._links is None or not self._links.peers:
-            return None
-        return self._links.snapshot_memory(self._weights[: piece.stop - piece.start])
+        def weights_in(memory: Tensor) -> Tensor:
+            return memory[8 * num_counts :].view(own.dtype)
 
-    def start_background(self, activity: Coroutine[Any, Any, None], on_error: Callable[[BaseException], None]) -> None:
+        memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
+        return weights_in(memory), memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
+
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        return self.shards.keep(piece, make_optimizer)
+
+    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+        self.replica.apply(delta, piece, in_round=self.is_behind)
+
+    def snapshot(self, piece: slice | None = None) -> Tensor:
+        memory = None  # peers on this machine can read the copy of a piece without another copy
+        if piece is not None and self._links is not None and self._links.peers:
+            memory = self._links.snapshot_memory(self.weights[: piece.stop - piece.start])
+        return self.replica.snapshot(piece, memory)
+
+    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
+        """Work on a shard in this process's memory, done when it is awaited."""
+
+        def result() -> T:
+            begin = time.monotonic()
+            done = do()
+            if not self.is_behind:
+                self.statistics.spent.computing += time.monotonic() - begin
+            return done
+
+        return ProcessHandle(result)
+
+    def background(self, activity: Coroutine[Any, Any, None]) -> None:
         """Start the learner's second coroutine in a thread, on CUDA with a stream of its own."""
-        if self.background is not None:
+        if self._background is not None:
             raise ProtocolError(f"learner {self.rank} already has a background; it can have only one")
         on_stream = beside_this_thread(self._device)
 
@@ -317,11 +343,11 @@ class Communicator:
             except StopIteration:
                 pass
             except BaseException as error:
-                on_error(error)
+                self.fail(error)
 
         # a daemon, because it must not keep a failed learner alive
-        self.background = threading.Thread(target=run, name=f"{BACKGROUND}-{self.rank}", daemon=True)
-        self.background.start()
+        self._background = threading.Thread(target=run, name=f"{BACKGROUND}-{self.rank}", daemon=True)
+        self._background.start()
 
     def fail(self, error: BaseException) -> None:
         """End all waits of this learner with `error`. May be called by any thread."""
@@ -329,8 +355,16 @@ class Communicator:
         if self._links is not None:
             self._links.release()
 
+    def ending(self, cut: Callable[[], None]) -> AbstractContextManager[None]:
+        """A context in which the announcement of a later membership ends this learner's waits, and calls `cut`."""
+
+        def end(change: Membership) -> None:  # called by another thread
+            self.fail(MembershipChanged(change))
+            cut()
+
+        return self.peers.telling(end)
+
     def round(self, period: float) -> Handle[int | None]:
-        """See `Learner.round`."""
 
         def result() -> int | None:
             with self.naming_the_lost("an averaging round"):
@@ -341,7 +375,6 @@ class Communicator:
         return ProcessHandle(result)
 
     def keep_up(self, most: float) -> Handle[None]:
-        """See `Learner.keep_up`."""
 
         def result() -> None:
             kept_up = self.rounds.kept_up(most)
@@ -367,29 +400,29 @@ class Communicator:
 
     def warn_of_few_rounds(self) -> None:
         """Warn, at the end, if this learner made too few averaging rounds."""
-        if self.background is not None and (complaint := self.rounds.pace.complaint()):
+        if self._background is not None and (complaint := self.rounds.pace.complaint()):
             warnings.warn(f"learner {self.peers.rank} {complaint}", RuntimeWarning, stacklevel=2)
 
     def end_rounds(self) -> None:
         """Make no more gradients: wait until all rounds have ended; other learners may still be computing."""
         self.warn_of_few_rounds()
         self.rounds.finish()
-        if self.background is not None:
+        if self._background is not None:
             self.join_background()
             self.release.check()
-        self.close()
+        self.end_threads()
 
     def join_background(self) -> None:
         """Wait until the background, if there is one, has ended."""
-        if self.background is not None:
+        if self._background is not None:
             with self._waits.waiting(OWN_ROUNDS):
-                self.background.join()
+                self._background.join()
 
     def close_foreground_mean(self) -> None:
         """End the thread that averages for the foreground."""
         self._lanes[0].means.close()
 
-    def close(self) -> None:
+    def end_threads(self) -> None:
         """End the threads. None of them may still be waiting."""
         for each in (*self._lanes, self._staging):
             each.close()
@@ -399,8 +432,8 @@ class Communicator:
     def leave(self) -> None:
         """Stop communicating without completing pending work; the caller has cut the connections."""
         self.rounds.leave()
-        if self.background is not None:
-            self.background.join(LONGEST_LEAVE_SECONDS)
+        if self._background is not None:
+            self._background.join(LONGEST_LEAVE_SECONDS)
         for each in (*self._lanes, self._staging):
             each.abandon()
         if self._links is not None:
@@ -410,16 +443,15 @@ class Communicator:
         """Wait for the sync group or one peer, and name the lost learners if that fails."""
         is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
         whom = self._group_processes if is_mean else () if peer is None else [self._place.process(peer)]
-        may_be_released = self._has_other_threads or (self.background is not None and not self.is_behind)
-        begin = time.monotonic()
-        with self.naming_the_lost(what, peer), self._waits.waiting(what, whom, is_group=is_mean):
+        may_be_released = self._has_other_threads or (self._background is not None and not self.is_behind)
+        with (
+            self.naming_the_lost(what, peer),
+            self._waits.waiting(what, whom, is_group=is_mean),
+            self._counting_wait(),
+        ):
             if may_be_released and not in_this_thread:
-                result = self.release.wait(self._lane.waiter.submit(wait))
-            else:
-                result = wait()
-        if not self.is_behind:
-            self.statistics.spent.waiting_for_peers += time.monotonic() - begin
-        return result
+                return self.release.wait(self._lane.waiter.submit(wait))
+            return wait()
 
     def await_device(self) -> None:
         """Wait for NCCL's results on this thread's stream, and raise the error of an abort: an aborted collective
@@ -454,7 +486,7 @@ class Communicator:
     def _make_links(self, peers: Peers) -> MemoryLinks:
         with self.naming_the_lost("linking the learners of this machine"):
             waits = self._waits if self._place.num_rows == 1 else Waits()  # they would name ranks of the row
-            return MemoryLinks(peers.but(place=self._place, waits=waits), self._weights.nbytes)
+            return MemoryLinks(peers.but(place=self._place, waits=waits), self.replica.weights.nbytes)
 
     def _shares_memory(self) -> bool:
         """Whether each sync group is on one machine. The result is the same on all learners."""
@@ -487,80 +519,3 @@ class Communicator:
             with communicating():
                 membership_group.connect(mine, self._device)
         return mine
-
-
-class ConnectedLearner(ReplicaLearner):
-    """A learner that is a process. Gradients, and when the strategy runs, are its subclasses' business."""
-
-    communicator: Communicator
-    statistics: Statistics
-    shards: Shards
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    @property
-    def rank(self) -> int:
-        return self.communicator.rank
-
-    @property
-    def world(self) -> int:
-        return self.communicator.world
-
-    @property
-    def seed(self) -> int:
-        return self._seed
-
-    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        self.replica.apply(delta, piece, in_round=self.communicator.is_behind)
-
-    def snapshot(self, piece: slice | None = None) -> Tensor:
-        return self.replica.snapshot(piece, self.communicator.snapshot_memory(piece))
-
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.shards.keep(piece, make_optimizer)
-
-    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
-        for piece in pieces:
-            self.shards.check(piece)
-        return ProcessHandle(lambda: self.shards.share(pieces, *self.communicator.share(len(pieces))))
-
-    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Work on a shard in this process's memory, done when it is awaited."""
-
-        def result() -> T:
-            begin = time.monotonic()
-            done = do()
-            if not self.communicator.is_behind:
-                self.statistics.spent.computing += time.monotonic() - begin
-            return done
-
-        return ProcessHandle(result)
-
-    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
-        return self.communicator.encoded_mean(part)
-
-    def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        return self.communicator.send(peer, tensor, tag)
-
-    def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        return self.communicator.receive(peer, like, tag)
-
-    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        return self.communicator.first(handles)
-
-    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        return self.communicator.exchange(peer, tensor, tag)
-
-    def background(self, activity: Coroutine[Any, Any, None]) -> None:
-        self.communicator.start_background(activity, self.fail)
-
-    def fail(self, error: BaseException) -> None:
-        """End all waits of this learner with `error`. May be called by any thread."""
-        self.communicator.fail(error)
-
-    def round(self, period: float) -> Handle[int | None]:
-        return self.communicator.round(period)
-
-    def keep_up(self, most: float) -> Handle[None]:
-        return self.communicator.keep_up(most)

@@ -41,8 +41,6 @@ PATIENCE_SECONDS = 2.0
 
 _CHALLENGE, _SIGNED = "handshake", "signed"
 """The words of a learner's keys. Earlier versions put their whole handshake where its challenge is now."""
-OF_LEARNER_0 = f"{_SIGNED}/0"
-"""The key of learner 0's handshake, which is there once all learners of a membership have come."""
 A_LOSS_WAS_NOTICED = "noticed"
 """A key that is set as soon as any learner notices a loss, so that waiting learners need to check only one key."""
 _OVER, _CHANGED = "over", "changed"
@@ -199,6 +197,16 @@ class Peers:
             theirs = verified(rank, other, challenges, self.store.get(f"{_SIGNED}/{other}"))
             _compare(rank, other, mine, json.loads(theirs))
 
+    def check_alike(self, mine: Handshake) -> None:
+        """Compare a joiner with learner 0's handshake of the first membership, if that has begun, except for the number
+        of learners. So a joiner that differs fails before other learners wait for it. The handshake of its own
+        membership is what lets it in. Raises ProtocolError."""
+        name, store, of_first = self.feed.name, PrefixStore(Membership(0, ()).key, self.store), f"{_SIGNED}/0"
+        if store.check([of_first]):  # once all learners of that membership have come
+            challenges = store.get(f"{_CHALLENGE}/all").decode(errors="replace")
+            theirs = json.loads(verified(name, 0, challenges, store.get(of_first)))
+            _compare(name, 0, mine, theirs | {"world": mine.world})
+
     def _exchange(self, word: str, said: str, combine: Callable[[list[bytes]], str]) -> bytes:
         try:
             return self.gather(word, said, combine, "the handshake")
@@ -280,14 +288,6 @@ def _different(challenges: str, handshakes: list[bytes]) -> str:
         except ProtocolError:
             first.setdefault(f"not of this run: {other}", other)
     return sign(0, challenges, json.dumps({"different": list(first.values())}))
-
-
-def check_alike(store: Store, name: int, mine: Handshake) -> None:
-    """Compare a joiner with learner 0's handshake of the first membership, except for the number of learners. So a
-    joiner that differs fails before other learners wait for it. The handshake of its own membership is what lets it in.
-    Raises ProtocolError."""
-    message, challenges = store.get(OF_LEARNER_0), store.get(f"{_CHALLENGE}/all").decode(errors="replace")
-    _compare(name, 0, mine, json.loads(verified(name, 0, challenges, message)) | {"world": mine.world})
 
 
 def _compare(rank: int, other: int, mine: Handshake, theirs: dict[str, Any]) -> None:

@@ -14,11 +14,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ReducingModel
 from starling.engines.processes.batches import ProcessBatches
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
-from starling.engines.processes.communicator import (
-    MEAN_OF_GRADIENT,
-    Communicator,
-    ConnectedLearner,
-)
+from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandGroup, IslandModel
 from starling.engines.processes.rounds import StoreCuts
@@ -54,34 +50,28 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         observer: Observer,
         save_requests: SaveRequests | None = None,
     ) -> None:
-        super().__init__(job.seed)
         self._island = flat.island if isinstance(flat, IslandModel) else None
-        self.replica = self._make_replica(job, flat)
         start = life.state
         if start is not None:
             load_buffers(flat.model, start.buffers)
-        self._job, self._peers, self._flat, self._life = job, peers, flat, life
+        self._job, self._flat, self._life = job, flat, life
         self._has_delays = job.stragglers != Stragglers()
         self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
-        self.statistics, self._begun = Statistics(), time.monotonic()
-        sync_groups = job.sync_groups(peers.world)
-        self._sync_group = sync_groups.of(peers.rank)
-        if self._island is not None:
-            self._island.statistics = self.statistics
-        self.communicator = Communicator(
+        self._begun = time.monotonic()
+        super().__init__(
             peers,
             job.sync_groups_of_row(peers.world),
-            self.replica.weights,
-            peers.place.has_own_device(self.replica.weights.device),
-            self.statistics,
-            self._where,
+            self._make_replica(job, flat),
+            job.seed,
+            peers.place.has_own_device(flat.weights.device),
+            Statistics(),
             row_size=job.island.size,
         )
-        self._barrier = CheckpointBarrier(
-            self.communicator.peers, save_requests, self._add_barrier, self.communicator.naming_the_lost
-        )
-        position = start.position if start else Position()
+        if self._island is not None:
+            self._island.statistics = self.statistics
+        self._barrier = CheckpointBarrier(self.peers, save_requests, self._add_barrier, self.naming_the_lost)
+        position, sync_groups = start.position if start else Position(), job.sync_groups(peers.world)
         shared_by = job.island.learners_per_batch
         tickets = SyncGroupTickets(job.workload, position, job.budget, sync_groups.size, shares, shared_by)
         # if all learners have the same model, the number of their mini-batches determines which tickets are done
@@ -91,17 +81,16 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             tickets,
             (life.name if shared_by == 1 else peers.rank // shared_by) % job.workload.num_parts,
             loader,
-            self.communicator,
+            self,
             self._barrier,
             DoneNotes(peers.store, peers.rank, sync_groups.num_workers) if is_noting else None,
             self.now,
         )
-        row = self.communicator
         self.shard_of_island = flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None
-        self.cut_agreement = StoreCuts(row.store, row.rank, row.world, row.naming_the_lost)
+        self.cut_agreement = StoreCuts(self._place.store, self.rank, self.world, self.naming_the_lost)
         self.course = Course(job, self, peers.rank, peers.world, life, tickets, observer)
         self.shards = self.course.shards
-        self.communicator.rounds.cuts = self.course.cuts
+        self.rounds.cuts = self.course.cuts
 
     def _make_replica(self, job: Job, flat: Model) -> Replica:
         in_island = None if self._island is None else self._sum_over_island
@@ -119,13 +108,13 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             while True:
                 coroutine.send(None)  # waiting happens in `Handle.result`
         except StopIteration:
-            self.communicator.end_rounds()
+            self.end_rounds()
             num_drawn, undone = self.batches.drawn_by_all()
             self.batches.settle()
             return self.course.finish(self.course.tickets.handed_out(num_drawn), undone)
         finally:
             self.batches.close()
-            self.communicator.close_foreground_mean()
+            self.close_foreground_mean()
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:
@@ -138,9 +127,9 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def leave(self) -> None:
         """Leave a membership that has ended and whose connections have been cut, and save this learner's `Life`."""
-        self.communicator.leave()  # before saving, because the background changes the weights
+        super().leave()  # before saving, because the background changes the weights
         self._reducing.clear()  # their hooks would act on later gradients
-        self.course.leave(self._peers.membership.number)
+        self.course.leave(self.peers.membership.number)
 
     # what the course needs
 
@@ -162,7 +151,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
     # the contract with the strategy
 
     def claim(self) -> bool:
-        self.communicator.release.check()
+        self.release.check()
         return self.course.claim()
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
@@ -175,20 +164,20 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
         def result(reduced: bool) -> Tensor:
             if is_mine and self.replica.version != version:
-                raise changed_beneath(self._peers.rank)
+                raise changed_beneath(self.peers.rank)
             if course.newest_claim is not claimed:
-                raise ProtocolError(f"learner {self._peers.rank} claimed again before it awaited its gradient")
+                raise ProtocolError(f"learner {self.peers.rank} claimed again before it awaited its gradient")
             return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
         # an injected delay must come before the gradient is sent; DDP sends it during backward
-        may_reduce = not self._has_delays and self.communicator.reduces_in_backward
-        return GradientHandle(self._peers.rank, result, may_reduce)
+        may_reduce = not self._has_delays and self.reduces_in_backward
+        return GradientHandle(self.peers.rank, result, may_reduce)
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         begin = time.monotonic()
         self.course.step(gradient, read_at, scale)
-        if self.communicator.background is not None:
-            self.communicator.rounds.gradient_made()
+        if self._background is not None:
+            self.rounds.gradient_made()
         self.statistics.spent.computing += time.monotonic() - begin
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
@@ -201,33 +190,33 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.course.is_averaged |= isinstance(of, Handle)
-        return self.communicator.mean(of, group)
+        return super().mean(of, group)
 
     # implementation
 
     def _compute(self, flat: Model, reduced: bool) -> Tensor:
         """The gradient of the claimed mini-batch, or the sync group's mean of it."""
-        begin, course, communicator = time.monotonic(), self.course, self.communicator
+        begin, course = time.monotonic(), self.course
         waited = 0.0
         if self._island is not None:
             before = self._island.seconds
             loss = self._compute_in_island(flat, self._island)
             waited = self._island.seconds - before
-        elif not reduced or len(self._sync_group) == 1:
+        elif not reduced or len(self.sync_group) == 1:
             loss = course.compute_gradient(flat.model, flat)
         else:
-            communicator.count_mean(flat.gradients.nbytes)
+            self.count_mean(flat.gradients.nbytes)
             is_elsewhere = flat is not self._flat
             if is_elsewhere not in self._reducing:
-                self._reducing[is_elsewhere] = communicator.reducing(flat.model)
+                self._reducing[is_elsewhere] = self.reducing(flat.model)
             reducing = self._reducing[is_elsewhere]
-            with communicator.naming_the_lost(MEAN_OF_GRADIENT), reducing.reducing():
+            with self.naming_the_lost(MEAN_OF_GRADIENT), reducing.reducing():
                 try:
                     before_last = reducing.model.no_sync
                     loss = course.compute_gradient(reducing.model, flat, before_last, must_reach_all=True)
-                    communicator.await_device()
+                    self.await_device()
                 finally:
-                    self._peers.waits.end()  # begun by the forward hook of `Communicator.reducing`
+                    self.peers.waits.end()  # begun by the forward hook of `reducing`
         if flat is not self._flat:
             flat.use_weights(self.replica.weights)  # release the snapshot
         if self._has_delays:
@@ -243,7 +232,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         All ranks make as many passes as the one with the most micro-batches, since they communicate in each.
         """
         course = self.course
-        with self.communicator.naming_the_lost(GATHERING), island.telling_failures():
+        with self.naming_the_lost(GATHERING), island.telling_failures():
             if isinstance(flat, IslandModel):
                 flat.prepare()
             loss = course.compute_gradient(
@@ -251,7 +240,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             )
         if course.unused and isinstance(flat, IslandModel):
             raise ConfigError(
-                f"learner {self._peers.rank}: parameter {flat.name_of(min(course.unused))} took no part in "
+                f"learner {self.peers.rank}: parameter {flat.name_of(min(course.unused))} took no part in "
                 f"mini-batch {course.claimed()[0][0].step}, but an island needs a gradient of every parameter from "
                 "every mini-batch; use it in each, freeze it, or leave out island"
             )
@@ -260,7 +249,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
     def _sum_over_island(self, number: float) -> float:
         if self._island is None:
             return number
-        with self.communicator.naming_the_lost("the norm of a gradient"):
+        with self.naming_the_lost("the norm of a gradient"):
             return self._island.sum(number)
 
     def _refuse_in_island(self, what: str) -> None:
@@ -276,4 +265,4 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def _where(self) -> str:
         num_claimed = self.statistics.num_claimed
-        return f"round {num_claimed}" if len(self._sync_group) == self._peers.world else f"after {num_claimed} claims"
+        return f"round {num_claimed}" if len(self.sync_group) == self.world else f"after {num_claimed} claims"

@@ -32,7 +32,6 @@ from torch.distributed import DistError
 
 from starling.engines.processes.backend import ConnectionFailed, check_files
 from starling.engines.processes.handshake import Peers
-from starling.engines.processes.rounds import Board
 from starling.errors import ConfigError, PeerLost
 
 NUM_SLOTS = 16
@@ -358,8 +357,9 @@ class MemoryLinks:
         return Note(*_NOTE.unpack(said))
 
 
-class LinkBoard(Board):
-    """A board for learners that are all linked: words in their arenas, and an event per learner to wake it."""
+class LinkBoard:
+    """What `StoreBoard` is, for learners that are all linked: words in their arenas, and an event per learner to wake
+    it."""
 
     def __init__(self, links: MemoryLinks) -> None:
         self._links = links
@@ -400,11 +400,11 @@ _TOKEN_BYTES = 64
 _MEMORY = "shared memory"
 
 
-def share_memory(peers: Peers, num_bytes: int) -> Tensor:
-    """A uint8 tensor `[num_bytes]`, initially 0, in the same memory in all learners.
+def share_memory(peers: Peers, num_bytes: int, fill: Callable[[Tensor], object]) -> Tensor:
+    """A uint8 tensor `[num_bytes]`, in the same memory in all learners.
 
-    Learner 0 creates the memory and the others open it through /proc; it exists as long as any learner holds it. Unlike
-    `MemoryLinks`, this also serves learners whose models are on a GPU.
+    Learner 0 creates the memory, initially 0, and calls `fill` with it. Then the others open it through /proc; it
+    exists as long as any learner holds it. Unlike `MemoryLinks`, this also serves learners whose models are on a GPU.
 
     Raises:
         ConfigError: The learners are not on one machine.
@@ -422,6 +422,7 @@ def share_memory(peers: Peers, num_bytes: int) -> Tensor:
             memory = mmap.mmap(file, _TOKEN_BYTES + num_bytes)
             token = secrets.token_hex(_TOKEN_BYTES // 2)
             memory[:_TOKEN_BYTES] = token.encode()
+            fill(torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES))
             peers.store.set(_MEMORY, json.dumps([os.getpid(), file, token]))
             _await_opened(peers)  # by the number of this file
         finally:

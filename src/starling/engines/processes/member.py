@@ -1,8 +1,8 @@
 """A learner process across memberships: each membership creates a new `ProcessLearner` that continues with the state.
 
-When a membership ends, the first member of the next one that has a state reads from the store which tickets are done.
-The tickets that a lost learner had not done are re-issued. That member writes the plan for all: the position of the
-run, and which learners copy whose state.
+When a membership ends, the first member of the next one reads from the store which tickets are done. The tickets that
+a lost learner had not done are re-issued. That member writes the plan for all: the position of the run, and which
+learners copy whose state.
 
 If all learners have the same model, those interrupted one step before the newest copy its state. Under other strategies
 learners keep their own state, and a joiner copies that of the first learner with one.
@@ -10,7 +10,7 @@ learners keep their own state, and a joiner copies that of the first learner wit
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from starling.checkpoint.files import apart
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
-from starling.engines.processes.handshake import Handshake, Peers, check_alike
+from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.island import IslandGroup, IslandModel, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
@@ -51,7 +51,6 @@ from starling.training.succession import (
     Past,
     are_apart,
     different_weights,
-    first_with_a_state,
     must_begin_equal,
     next_membership,
     plan_after,
@@ -60,7 +59,7 @@ from starling.training.succession import (
 from starling.training.tensor_plan import tensor_plan
 from starling.workload import Position, Ticket
 
-_PLAN, _PAST = "plan", "past"
+_PLAN = "plan"
 
 
 def run_learner(
@@ -87,11 +86,10 @@ def run_learner(
         ProtocolError: Learners differ.
         PeerLost: A learner is lost, or does not respond within `timeout_seconds`, and the run cannot continue.
     """
-    ignores_signals = save_requests is not None and save_requests.ignores_signals
     feed = membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
     life = Life.begin(job, feed.name, feed.is_new)
     life.state = start
-    with Loader(job.workload, job.num_workers, ignores_signals) as loader:
+    with Loader(job.workload, job.num_workers, ignores_signals=save_requests is not None) as loader:
         check_island(job.island, device)
         peers = Peers(place, timeout_seconds, waits, feed)
         changes = changes or MembershipObserver()
@@ -156,7 +154,7 @@ class _Member:
 
     def _first_membership(self) -> Membership:
         if self.feed.is_new:
-            check_alike(PrefixStore(Membership(0, ()).key, self.root.store), self.feed.name, self._handshake(0))
+            self.root.check_alike(self._handshake(0))
             warm_up(self.job, self.flat)
         return self.feed.first()
 
@@ -184,7 +182,7 @@ class _Member:
         if self.feed.is_watched:
             local_world = max(peers.place.local_world, peers.world)
             peers = peers.but(place=replace(peers.place, local_world=local_world))
-        self.feed.arrive(membership)
+        self.feed.report("arrived", membership.number)
         peers.shake_hands(self._handshake(peers.world))
         plan = self._plan(peers)
         self.is_connected = True
@@ -207,13 +205,9 @@ class _Member:
                     )
                 self._check_weights(peers, learner)
                 connections.note()
-                self.feed.enter(membership)
+                self.feed.report("entered", membership.number)
 
-                def end_membership(change: Membership) -> None:  # called by another thread
-                    learner.fail(MembershipChanged(change))
-                    connections.cut()
-
-                with peers.telling(end_membership), learner.agreeing():
+                with learner.ending(connections.cut), learner.agreeing():
                     state = learner.drive()
                     self.changes.end()
                     self._part(peers)
@@ -224,23 +218,21 @@ class _Member:
 
     def _plan(self, peers: Peers) -> MembershipStart:
         """The plan of a membership, which is passed on to the observer of changes."""
-        membership = peers.membership
+        membership, is_first = peers.membership, peers.rank == 0
         if membership.number == 0:
             state = self.life.state
             position = state.position if state else Position()
             plan = MembershipStart(peers.world, position, state.minutes if state else 0.0)
             plan = plan.with_shares(self.job, membership.members, self._speeds(peers))
             write_first_plan(peers.store, peers.rank, plan)
-            self.changes.begin(membership, position, peers.rank == 0)
+            self.changes.begin(membership, position, is_first)
             return plan
-        told: list[MembershipStart] = []
 
         def tell(plan: MembershipStart) -> None:
             self.changes.begin(membership, plan.position, True)
-            told.append(plan)
 
         plan = agree_on_plan(self.root.store, peers, self.life.past, self.job, tell)
-        if not told:
+        if not is_first:
             self.changes.begin(membership, plan.position, False)
         return plan
 
@@ -325,38 +317,29 @@ def write_first_plan(store: Store, rank: int, plan: MembershipStart) -> None:
 def agree_on_plan(
     root: Store, peers: Peers, past: Past, job: Job, on_plan: Callable[[MembershipStart], None]
 ) -> MembershipStart:
-    """The plan of a later membership. The learner that makes it calls `on_plan` before it is visible to the others."""
-    store = peers.store
-    planner = peers.gather(_PAST, json.dumps(asdict(past)), _planner, "entering the next membership")
-    if not planner:
-        raise PeerLost(LOST_BEFORE_TRAINING)
-    if peers.rank == int(planner):
-        members = _pasts(store.multi_get([f"{_PAST}/{other}" for other in range(peers.world)]))
-        plan = _plan_after(root, peers.membership, members, job)
+    """The plan of a later membership. The learner that makes it, the first, calls `on_plan` before it is visible to the
+    others."""
+
+    def make(pasts: list[bytes]) -> str:
+        members = [Past(**json.loads(text)) for text in pasts]
+        trained = [each.membership for each in members if each.membership is not None]
+        if not trained:
+            return ""
+        store = PrefixStore(Membership(max(trained), ()).key, root)
+        before = MembershipStart.decode(store.get(_PLAN))
+
+        def all_done() -> Collection[int]:
+            return noted(store, before.world, before.position)
+
+        plan = plan_after(before, members, job, all_done, peers.membership.members)
         on_plan(plan)
-        store.set(_PLAN, plan.encode())
-        return plan
-    peers.await_keys([_PLAN], "planning the next membership", [int(planner)], num_waiting=peers.world)
-    return MembershipStart.decode(store.get(_PLAN))
+        peers.store.set(_PLAN, plan.encode())
+        return plan.encode()
 
-
-def _pasts(texts: Sequence[bytes]) -> list[Past]:
-    return [Past(**json.loads(text)) for text in texts]
-
-
-def _planner(pasts: list[bytes]) -> str:
-    """The rank that makes the plan; empty if there is none."""
-    try:
-        return str(first_with_a_state(_pasts(pasts)))
-    except PeerLost:
-        return ""
-
-
-def _plan_after(root: Store, membership: Membership, members: Sequence[Past], job: Job) -> MembershipStart:
-    last = max(each.membership for each in members if each.membership is not None)
-    store = PrefixStore(Membership(last, ()).key, root)
-    before = MembershipStart.decode(store.get(_PLAN))
-    return plan_after(before, members, job, lambda: noted(store, before.world, before.position), membership.members)
+    plan = peers.gather("past", json.dumps(asdict(past)), make, "entering the next membership")
+    if not plan:
+        raise PeerLost(LOST_BEFORE_TRAINING)
+    return MembershipStart.decode(plan)
 
 
 def share_state(state: LearnerState, source: int) -> LearnerState:

@@ -1,7 +1,6 @@
 """Averaging rounds in the background: which learner opens them, and after which round they end for all learners."""
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -10,6 +9,7 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes.forks import clone_store
+from starling.engines.processes.links import LinkBoard
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.pace import Pace
 
@@ -23,33 +23,9 @@ DRIFT = 1024
 Neighbours wait for each other in every round, so with any connected topology learners stay much closer."""
 
 
-class Board(ABC):
-    """Shared state: which rounds have opened, and which is the last."""
-
-    @abstractmethod
-    def open(self, number: int, is_behind: bool) -> bool:
-        """Open a round for all learners. `is_behind` is true if the background calls. Several learners may open the
-        same round. False if it never will: the rounds have ended."""
-
-    @abstractmethod
-    def await_open(self, number: int) -> bool:
-        """Wait until a round opens. False if it never will. Called by the background."""
-
-    @abstractmethod
-    def finish(self) -> bool:
-        """This learner opens no more rounds. Returns whether it is the last learner to finish."""
-
-    @abstractmethod
-    def end(self, from_number: int) -> None:
-        """End the rounds: the first unopened round from `from_number` on will never open."""
-
-    @abstractmethod
-    def leave(self, number: int) -> None:
-        """End this learner's wait for a round, regardless of the others."""
-
-
-class StoreBoard(Board):
-    """A board in the store: each round is a key, for which all backgrounds wait without polling.
+class StoreBoard:
+    """Which rounds have opened, and which is the last, in the store: each round is a key, for which all backgrounds
+    wait without polling.
 
     A background that opens a round learns from the answer that it is open, and need not ask: a round trip to the store
     can take long where the link is full of weights.
@@ -62,11 +38,14 @@ class StoreBoard(Board):
         self._rank, self._world = rank, world
 
     def open(self, number: int, is_behind: bool) -> bool:
+        """Open a round for all learners. `is_behind` is true if the background calls. Several learners may open the
+        same round. False if it never will: the rounds have ended."""
         if not is_behind:
             return int(self._store.add(_key(number), 1)) < ENDED
         return self._enter(number, int(self._own.add(_key(number), 1)))
 
     def await_open(self, number: int) -> bool:
+        """Wait until a round opens. False if it never will. Called by the background."""
         return self._enter(number, int(self._own.get(_key(number))))
 
     def _enter(self, number: int, value: int) -> bool:
@@ -76,14 +55,17 @@ class StoreBoard(Board):
         return has_opened
 
     def finish(self) -> bool:
+        """This learner opens no more rounds. Returns whether it is the last learner to finish."""
         return bool(self._store.add("rounds/finished", 1) == self._world)
 
     def end(self, from_number: int) -> None:
+        """End the rounds: the first unopened round from `from_number` on will never open."""
         while self._store.check([_key(from_number)]):
             from_number += 1
         self._store.add(_key(from_number), ENDED)
 
     def leave(self, number: int) -> None:
+        """End this learner's wait for a round, regardless of the others."""
         self._store.add(_key(number), ENDED)
 
 
@@ -150,7 +132,7 @@ class Rounds:
     and no learner waits for a neighbour that has left.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: StoreBoard | LinkBoard) -> None:
         self._board = board
         self.cuts: Cuts | None = None
         """The states of this learner that wait for rounds, if it saves any."""

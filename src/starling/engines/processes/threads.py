@@ -73,11 +73,11 @@ class Worker:
                 given[1].cancel()
         self._tasks.put(None)
 
-    def close(self) -> None:
-        """Finish the current task, drop the rest, and end the thread."""
+    def close(self, seconds: float | None = None) -> None:
+        """Finish the current task, waiting at most `seconds` for it, drop the rest, and end the thread."""
         self.abandon()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         while (given := self._tasks.get()) is not None:
