@@ -238,9 +238,15 @@ def _head(found: Collection[tuple[int, int]], *more: str) -> list[str]:
     return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
 
 
+def text_of(found: Estimate, digits: int = 1, sign: str = "") -> str:
+    """`12.3 ± 1.5`, or the mean alone."""
+    mean = f"{found.mean:{sign}.{digits}f}"
+    return mean if found.half is None else f"{mean} ± {found.half:.{digits}f}"
+
+
 def _cells(found: Mapping[tuple[int, int], Estimate], steps: int, digits: int, sign: str = "") -> str:
     counts = sorted({learners for _, learners in found})
-    return " | ".join(found[steps, each].text(digits, sign) if (steps, each) in found else "—" for each in counts)
+    return " | ".join(text_of(found[steps, each], digits, sign) if (steps, each) in found else "—" for each in counts)
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.convergence_rate import VARIANCE, measure, step_size
+from benchmarks.convergence_rate import VARIANCE, measure, step_size, text_of
 from starling.comparing.table import Estimate, estimate
 from starling.strategies import STRATEGIES
 from starling.topology import PATTERNS, distance_of_noise, spectral_gap
@@ -68,7 +68,7 @@ def table(found: Sequence[Row]) -> list[str]:
         topology = PATTERNS[pattern](learners, 1)
         gap = f"{spectral_gap(topology.matrix(0)):.4f}" if topology.period == 1 else "—"
         own = [by_key[learners, pattern, strategy] for strategy in ("dpsgd", "adpsgd")]
-        cells = [text for row in own for text in (row.distance.text(2), row.cost.text(1, "+"))]
+        cells = [text for row in own for text in (text_of(row.distance, 2), text_of(row.cost, 1, "+"))]
         lines.append(f"| {learners} | {pattern} | {gap} | {own[0].of_noise:.2f} | {' | '.join(cells)} |")
     return lines
 
