@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from starling.launch.rendezvous import find_membership, find_place, joins
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island
 from starling.training.job import Job
-from starling.training.membership import Membership, MembershipFeed
+from starling.training.membership import Membership, MembershipFeed, Stage
 from starling.workload import Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import Points
@@ -59,15 +60,27 @@ class Dying(Unhurried):
 
 def await_word(membership: MembershipFeed, word: Path, link: Link) -> None:
     """Be ready only when there is a file."""
-    first_view = membership.first
+    first = membership.first
 
     def late() -> Membership:
         link.send(Activity(values={"waits": True}))
         while not word.exists():
             time.sleep(0.001)
-        return first_view()
+        return first()
 
-    membership.first_view = late  # type: ignore[method-assign]
+    membership.first = late  # type: ignore[method-assign]
+
+
+def on_arrival(membership: MembershipFeed, do: Callable[[], None]) -> None:
+    """Do something before it is reported that this learner is about to connect to the others."""
+    report = membership.report
+
+    def reporting(stage: Stage, number: int) -> None:
+        if stage == "arrived":
+            do()
+        report(stage, number)
+
+    membership.report = reporting
 
 
 def main(mode: str, hurry: Path, link: Link | None) -> None:
@@ -90,9 +103,9 @@ def main(mode: str, hurry: Path, link: Link | None) -> None:
     )
     membership = find_membership(place, link)
     if trouble == "stuck":  # ready, and then never seen where they meet
-        membership.arrive = lambda next_one: time.sleep(1000)  # type: ignore[method-assign]
+        on_arrival(membership, lambda: time.sleep(1000))
     if trouble == "shot":
-        membership.arrive = lambda next_one: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        on_arrival(membership, lambda: os.kill(os.getpid(), signal.SIGKILL))
     if trouble == "late" and link is not None:
         await_word(membership, hurry.with_name("come"), link)
     state = run_learner(
