@@ -57,8 +57,8 @@ class Unequal(TinyRegression):
 class ReadyLoader(Loader):
     """Has its processes from the beginning."""
 
-    def __init__(self, *what: Any) -> None:
-        super().__init__(*what)
+    def __init__(self, *what: Any, **how: Any) -> None:
+        super().__init__(*what, **how)
         while self._processes is not None and not self.is_ahead:
             time.sleep(0.01)
 

@@ -202,7 +202,8 @@ def test_a_signal_ends_it_in_order(number: signal.Signals) -> None:
     """Also while a client speaks, whose connection is closed."""
     context = multiprocessing.get_context("fork")
     theirs, ours = context.Pipe()
-    process = context.Process(target=serve, args=(TONES, theirs.send), kwargs={"port": 0})
+    limits = Limits(1_000_000, 60.0, 30.0)
+    process = context.Process(target=serve, args=(TONES, theirs.send, "127.0.0.1", 0, False, False, limits))
     process.start()
     try:
         assert ours.poll(60)
