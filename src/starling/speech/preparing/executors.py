@@ -314,7 +314,7 @@ def _run(stage: Stage) -> int:
 
 
 def _tick(count: int) -> None:
-    """Count in a worker process; elsewhere, such as on a node of Ray, nobody does."""
+    """Count utterances where this is a worker process with a shared counter; a node of Ray has none."""
     if _num_done is not None:
         with _num_done.get_lock():
             _num_done.value += count
