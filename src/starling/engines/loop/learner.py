@@ -563,7 +563,7 @@ class LoopLearner(ConnectedLearner):
             self.fail(named)
 
     def _name_lost(self, suspect: int | None) -> str:
-        """Name the lost learners with `silent_learners`, after a roll-call."""
+        """Name the lost learners: those that are silent after a roll-call."""
         if self._listener is None:
             return self.peers.silent(suspect)
         try:
