@@ -432,10 +432,12 @@ class Course:
 
     def _sizes_of(self, member: int, unit: Unit) -> tuple[float, ...]:
         """The planned sizes of a member's mini-batches in this portion, which are of that member's part of the data."""
-        workload, per_batch = self.job.workload, self.job.island.learners_per_batch
-        part = (self._sync_group.start + member) // per_batch % workload.num_parts
-        tickets = (replace(ticket, part=part) for ticket in self.tickets.tickets(self._portion, member))
-        return tuple(workload.planned_size(ticket, unit) for ticket in tickets)
+        tickets, parts = (
+            self.tickets.tickets(self._portion, member),
+            self.tickets.parts(self._sync_group.start + member),
+        )
+        of_parts = [replace(ticket, part=part) for ticket, part in zip(tickets, parts, strict=False)]
+        return tuple(self.job.workload.planned_size(ticket, unit) for ticket in of_parts)
 
     def report_step(self, loss: float) -> None:
         """Report the claimed mini-batches and their loss."""

@@ -114,7 +114,8 @@ class DoneTickets(Set[int]):
 
 class SyncGroupTickets:
     """The tickets of a run in portions, for each learner of a sync group as many as its share: one unless given.
-    Learners that compute each mini-batch together have the same tickets.
+    Learners that compute each mini-batch together have the same tickets; one that simulates the ranks of an island has
+    a ticket for each of them.
 
     The budget in steps and epochs is checked before each portion, so that a sync group ends together without
     communication, after a whole portion. A budget in minutes is checked elsewhere, on the engine's clock.
@@ -128,12 +129,14 @@ class SyncGroupTickets:
         sync_group_size: int,
         shares: Sequence[int] = (),
         learners_per_ticket: int = 1,
+        ranks_per_learner: int = 1,
     ) -> None:
         self.sequence = TicketSequence(workload, start.next_ticket)
-        self.shares = tuple(shares) or (1,) * sync_group_size
+        self.ranks_per_learner = ranks_per_learner
+        self.shares = tuple(shares) or (ranks_per_learner,) * sync_group_size
         """The tickets of each member of the sync group in a portion."""
         self._start, self._num_done_before = start, start.num_done
-        self._budget = budget
+        self._budget, self._num_parts, self._learners_per_ticket = budget, workload.num_parts, learners_per_ticket
         groups = [range(*each) for each in pairwise(accumulate(self.shares[::learners_per_ticket], initial=0))]
         self._members = [groups[member // learners_per_ticket] for member in range(sync_group_size)]
         self.portion_size = groups[-1].stop
@@ -156,6 +159,11 @@ class SyncGroupTickets:
     def tickets(self, number: int, member: int) -> tuple[Ticket, ...]:
         """The tickets of a `member` (its index in the sync group) in portion `number`."""
         return tuple(self._ticket_at(number * self.portion_size + place) for place in self.places(member))
+
+    def parts(self, learner: int) -> list[int]:
+        """The part of divided data from which each ticket of a learner in a portion is: its own, or each rank's own."""
+        first = learner // self._learners_per_ticket * self.ranks_per_learner
+        return [(first + place % self.ranks_per_learner) % self._num_parts for place in range(max(self.shares))]
 
     def drawn(self, number: int, member: int) -> tuple[Ticket, ...]:
         """The tickets of a member that has drawn portion `number`; none once the budget is spent."""

@@ -70,19 +70,19 @@ class VirtualEngine:
         computation: Computation | None = None,
     ) -> None:
         job.validate(world)
-        cluster, observer, times = cluster or Cluster(), observer or Silence(), None
+        cluster, observer, times, ranks_per_learner = cluster or Cluster(), observer or Silence(), None, 1
         self._islands = None if job.island == NO_ISLANDS else SimulatedIslands(job, world, cluster)
         if self._islands is not None:
             if start is not None:
                 raise ConfigError("island: a simulation with islands cannot resume; leave out resume or island")
             job, world, cluster = self._islands.job, self._islands.world, self._islands.cluster
-            observer = self._islands.observer(observer)
+            observer, ranks_per_learner = self._islands.observer(observer), self._islands.ranks_per_learner
         computation = computation or _computation(job, cluster, device)
         if self._islands is not None:
             times = partial(self._islands.times, num_bytes=computation.new_replica().weights.nbytes)
         self._job, self._computation, self._observer = job, computation, observer
         self._survives_losses, self._changes = survives_losses, changes or MembershipObserver()
-        self._simulation = Simulation(job, cluster, times)
+        self._simulation = Simulation(job, cluster, times, ranks_per_learner)
         for rank in range(world):
             self._simulation.begin_life(rank).state = start[rank] if start else None
         position, minutes = (start[0].position, start[0].minutes) if start else (Position(), 0.0)

@@ -61,8 +61,7 @@ class VirtualLearner(CourseLearner):
         self._round_waited_for: int | None = None
         self._kept_up: tuple[float, simpy.Event] | None = None
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
-        part = life.name % job.workload.num_parts
-        self.batches = VirtualBatches(membership.batches, self._sync_group, rank, part)
+        self.batches = VirtualBatches(membership.batches, self._sync_group, rank, life.name)
         self.shard_of_island, self.cut_agreement = None, self._rounds
         life.state = start
         self.course = Course(job, self, rank, world, life, membership.batches.tickets, observer)
@@ -86,6 +85,7 @@ class VirtualLearner(CourseLearner):
         if claimed:
             first, tickets = self.course.claimed()[0][0], self.course.tickets
             step = first.step - tickets.places(self._rank - self._sync_group.start).start + tickets.portion_size
+            step //= tickets.ranks_per_learner
         self._record("claim", struct.pack("<q", step))
         return claimed
 
@@ -93,7 +93,8 @@ class VirtualLearner(CourseLearner):
         begun = self._membership.computation.gradient(self, at)
         is_mine = at is self.weights  # what `at` is otherwise need not be kept
         version, times = self.replica.version, self._life.times
-        seconds = sum(times.draw() for _ in self.course.begin_gradient())
+        num_draws = len(self.course.begin_gradient()) // self.course.tickets.ranks_per_learner
+        seconds = sum(times.draw() for _ in range(num_draws))
         self.statistics.averaging.bytes_sent += times.communication_bytes
         seconds += self._life.delays.after(seconds) + self._pause
         self._pause = 0.0

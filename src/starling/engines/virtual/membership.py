@@ -42,7 +42,14 @@ class MembershipBatches:
         job = simulation.job
         self._size = job.sync_groups(plan.world).size
         self.done = DoneTickets(plan.position)
-        self.tickets = SyncGroupTickets(job.workload, plan.position, job.budget, self._size, plan.shares)
+        self.tickets = SyncGroupTickets(
+            job.workload,
+            plan.position,
+            job.budget,
+            self._size,
+            plan.shares,
+            ranks_per_learner=simulation.ranks_per_learner,
+        )
         self.agreed: dict[tuple[int, int, str], tuple[Any, int]] = {}
         """What the first member of a sync group found at a claim, and how many members are to come."""
         self.clock, self._workload = clock, job.workload
@@ -80,16 +87,15 @@ class MembershipBatches:
 class VirtualBatches:
     """The `BatchSource` of one virtual learner."""
 
-    def __init__(self, shared: MembershipBatches, sync_group: range, rank: int, part: int) -> None:
-        self._shared = shared
-        self._group, self._member, self._part = sync_group.start, rank - sync_group.start, part
+    def __init__(self, shared: MembershipBatches, sync_group: range, rank: int, name: int) -> None:
+        self._shared, self._parts = shared, shared.tickets.parts(name)
+        self._group, self._member = sync_group.start, rank - sync_group.start
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
         number = self._shared.agree((self._group, claim, "number"), self._shared.draw)
-        return [
-            self._shared.load(ticket if ticket.part == self._part else replace(ticket, part=self._part))
-            for ticket in self._shared.tickets.drawn(number, self._member)
-        ] or None
+        drawn = self._shared.tickets.drawn(number, self._member)
+        parts = zip(drawn, self._parts, strict=False)
+        return [self._shared.load(replace(ticket, part=part) if part else ticket) for ticket, part in parts] or None
 
     def agreed_seconds(self, claim: int) -> float:
         return self._shared.agree((self._group, claim, "seconds"), self._shared.clock)

@@ -67,8 +67,12 @@ class Simulation:
     present: Affected
     """The engine sets it whenever a membership begins."""
 
-    def __init__(self, job: Job, cluster: Cluster, times: Callable[[int], ComputeTimes] | None = None) -> None:
+    def __init__(
+        self, job: Job, cluster: Cluster, times: Callable[[int], ComputeTimes] | None, ranks_per_learner: int
+    ) -> None:
         self.job, self.cluster = job, cluster
+        self.ranks_per_learner = ranks_per_learner
+        """More than 1: a learner simulates the ranks of an island that have mini-batches of their own."""
         self.environment = simpy.Environment()
         self.loader = Loader(job.workload, job.num_workers)
         self.lives: dict[int, VirtualLife] = {}
