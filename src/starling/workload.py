@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, Literal, Protocol, Self, TypeVar
+
+from pydantic import Field
 
 from starling.errors import ConfigError
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+Number = Annotated[int, Field(ge=0)]
 Unit = Literal["utterances", "frames"]
 """The unit of a mini-batch's size; an utterance is any example."""
 Weighting = Literal["batches", Unit]
@@ -46,14 +49,14 @@ class Ticket:
     of a divided data set from which the mini-batch is drawn.
     """
 
-    epoch: int
+    epoch: Number
     """From 0."""
-    index: int
+    index: Number
     """The number of the mini-batch in its epoch, from 0."""
-    step: int
+    step: Number
     """The number of earlier tickets in the run."""
-    part: int = 0
-    """The part of a divided data set; 0 unless the data are divided."""
+    part: Annotated[int, Field(exclude=True)] = 0
+    """The part of a divided data set; 0 unless the data are divided. Files do not have it."""
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def test_learners_may_be_epochs_apart(tmp_path: Path) -> None:
     for end in ends[:2]:
         saved = together.save(state(1, 3, end))
         assert saved is not None
-        assert load(latest(tmp_path)).manifest.next_ticket.ticket == end
+        assert load(latest(tmp_path)).manifest.next_ticket == end
     assert together.save(state(1, 3, ends[2])) is None
     saved = together.save(state(2, 3, ends[2]))
     assert saved is not None

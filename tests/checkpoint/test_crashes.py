@@ -30,7 +30,7 @@ def check_whole(experiment: Path) -> str:
     for folder in checkpoints_in(experiment / "checkpoints"):
         checkpoint = load(folder)
         for rank in range(2):
-            expected, found = state(rank, 2, checkpoint.manifest.next_ticket.ticket), checkpoint.learner(rank)
+            expected, found = state(rank, 2, checkpoint.manifest.next_ticket), checkpoint.learner(rank)
             assert torch.equal(found.weights, expected.weights)
             momentum = [each.optimizer["state"][0]["momentum_buffer"] for each in (found, expected)]
             assert torch.equal(*momentum)

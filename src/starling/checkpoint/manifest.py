@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Self
 
 from pydantic import Field, ValidationError
 
@@ -26,46 +25,13 @@ class FileEntry(Config):
     sha256: str
 
 
-class TicketRecord(Config):
-    """A `Ticket` in a manifest."""
-
-    epoch: int = Field(ge=0)
-    index: int = Field(ge=0)
-    step: int = Field(ge=0)
-
-    @classmethod
-    def of(cls, ticket: Ticket) -> Self:
-        return cls(epoch=ticket.epoch, index=ticket.index, step=ticket.step)
-
-    @property
-    def ticket(self) -> Ticket:
-        return Ticket(self.epoch, self.index, self.step)
-
-
-class SavedPosition(Config):
-    """A `Position`, as files have it."""
-
-    next_ticket: TicketRecord
-    """The first ticket that had not been claimed."""
-    outstanding: tuple[TicketRecord, ...] = ()
-    """Tickets that had been claimed and not completed."""
-
-    @staticmethod
-    def of(position: Position) -> "SavedPosition":
-        return SavedPosition(
-            next_ticket=TicketRecord.of(position.next_ticket),
-            outstanding=tuple(map(TicketRecord.of, position.outstanding)),
-        )
-
-    @property
-    def position(self) -> Position:
-        """The data position at which the learners saved."""
-        return Position(self.next_ticket.ticket, tuple(each.ticket for each in self.outstanding))
-
-
-class Manifest(SavedPosition):
+class Manifest(Config):
     """A checkpoint's description."""
 
+    next_ticket: Ticket
+    """The first ticket that had not been claimed when the learners saved."""
+    outstanding: tuple[Ticket, ...] = ()
+    """Tickets that had been claimed and not completed."""
     format: int = FORMAT
     starling: str
     """The version of Starling that wrote the checkpoint."""
@@ -89,6 +55,11 @@ class Manifest(SavedPosition):
     """Every other file, by its path inside the checkpoint."""
     digest: str = ""
     """SHA-256 of all other fields."""
+
+    @property
+    def position(self) -> Position:
+        """The data position at which the learners saved."""
+        return Position(self.next_ticket, self.outstanding)
 
     def with_digest(self) -> "Manifest":
         """A copy whose `digest` is set."""

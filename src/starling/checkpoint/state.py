@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from starling.checkpoint.manifest import SavedPosition
+from pydantic import TypeAdapter
+
 from starling.errors import CheckpointError
 from starling.workload import Position
 
@@ -136,7 +137,7 @@ class LearnerState:
         scalars = {
             "rank": self.rank,
             "world": self.world,
-            **SavedPosition.of(self.position).model_dump(),
+            **TypeAdapter(Position).dump_python(self.position),
             "minutes": self.minutes,
             "optimizer": encode_state(self.optimizer, "optimizer", tensors),
             "strategy": encode_state(self.strategy, "strategy", tensors),
@@ -169,7 +170,9 @@ class LearnerState:
         return cls(
             rank=scalars["rank"],
             world=scalars["world"],
-            position=SavedPosition(next_ticket=scalars["next_ticket"], outstanding=scalars["outstanding"]).position,
+            position=TypeAdapter(Position).validate_python(
+                {key: scalars[key] for key in ("next_ticket", "outstanding")}
+            ),
             minutes=float(scalars["minutes"]),
             weights=weights,
             buffers=buffers_in(tensors),

@@ -32,7 +32,7 @@ from starling.checkpoint.files import (
     write_tensors,
     writing,
 )
-from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, SavedPosition, checkpoint_name, listing
+from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, checkpoint_name, listing
 from starling.checkpoint.reader import Checkpoint, load, surplus
 from starling.checkpoint.state import LearnerState, all_finite, buffers_in
 from starling.consensus import are_one_model, consensus, consensus_distance, rank_ordered_mean
@@ -136,7 +136,8 @@ class CheckpointWriter:
             world=own.world,
             learners=num_saved,
             sync_group_size=self._sync_group_size,
-            **dict(SavedPosition.of(own.position)),
+            next_ticket=own.position.next_ticket,
+            outstanding=own.position.outstanding,
             epochs_ended=own.epochs_ended,
             minutes=max(each.minutes for each in states),
             consensus_distance=distance if math.isfinite(distance) else None,

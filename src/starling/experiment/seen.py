@@ -16,7 +16,6 @@ with the logarithm of that time.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
@@ -28,9 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TextIO
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from starling.checkpoint.manifest import SavedPosition
 from starling.errors import DataError
 from starling.reporting.epochs import Sums
 from starling.reporting.evidence import Stretch
@@ -66,8 +64,8 @@ def begin_segment(folder: Path, position: Position, earlier: Path | None = None)
         if _begin(old) >= position.num_done:
             shutil.rmtree(old)
     segment.mkdir()
-    start = SavedPosition.of(position).model_dump_json(indent=2)
-    (segment / "start.json").write_text(start + "\n", encoding="utf-8")
+    start = TypeAdapter(Position).dump_json(position, indent=2)
+    (segment / "start.json").write_bytes(start + b"\n")
     return segment
 
 
@@ -337,7 +335,7 @@ def start_of(segment: Path) -> Position:
     """The position at which a segment starts. Raises DataError if that is missing or damaged."""
     path = segment / "start.json"
     try:
-        return SavedPosition.model_validate(json.loads(path.read_text(encoding="utf-8"))).position
+        return TypeAdapter(Position).validate_json(path.read_bytes())
     except (OSError, ValueError, ValidationError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
 
