@@ -59,7 +59,7 @@ class ReadyLoader(Loader):
 
     def __init__(self, *what: Any, **how: Any) -> None:
         super().__init__(*what, **how)
-        while self._processes is not None and not self.is_ahead:
+        while self._num_workers > 0 and not self.is_ahead:
             time.sleep(0.01)
 
 

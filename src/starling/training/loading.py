@@ -73,56 +73,6 @@ class Lookahead:
         return max(0.0, (1.0 - spent) * (last - first) / (spent - spent_then) - (now - last))
 
 
-class Loader:
-    """Loads mini-batches ahead in `num_workers` processes; if there are none, on request.
-
-    The processes are spawned, because forking a process with gloo's threads crashes, and a fork server outlives a
-    killed learner. Spawning takes seconds; until then the caller's thread loads the mini-batches. With
-    `ignores_signals` the processes survive a SIGTERM or SIGINT to the learner's process group, and exit when the
-    learner does.
-    """
-
-    def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool = False) -> None:
-        self._workload = workload
-        self._processes = _Processes(workload, num_workers, ignores_signals) if num_workers else None
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the loading processes are running."""
-        return self._processes is not None and self._processes.are_up
-
-    @property
-    def load_seconds(self) -> float:
-        """How long a process takes to load a mini-batch: the maximum over recent ones."""
-        return self._processes.load_seconds if self._processes is not None else 0.0
-
-    def load(self, tickets: Iterable[Ticket], num_ahead: Callable[[], int] = lambda: sys.maxsize) -> Iterator[Loaded]:
-        """Yield each ticket with its mini-batch, in order.
-
-        The caller's thread draws tickets ahead: before each mini-batch is yielded, enough to keep the processes busy,
-        but at most `num_ahead()`. May be called again with other tickets; mini-batches loaded for the earlier ones are
-        then dropped.
-        """
-        tickets = iter(tickets)
-        while not self.is_ahead:
-            if (ticket := next(tickets, None)) is None:
-                return
-            yield ticket, self._workload.load(ticket)
-        if self._processes is not None:
-            yield from self._processes.load(tickets, num_ahead)
-
-    def close(self) -> None:
-        """Stop the processes; mini-batches that they have loaded are dropped."""
-        if self._processes is not None:
-            self._processes.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 _Timed = tuple[Loaded, float]
 """A loaded mini-batch with its ticket, and the seconds that loading took."""
 
@@ -186,18 +136,24 @@ def _reduce(tensor: Tensor) -> Any:
     return torch.from_numpy, (tensor.detach().numpy(),)
 
 
-class _Processes:
-    """Torch's loading processes, and a thread that receives their mini-batches in parallel with the computation.
+class Loader:
+    """Loads mini-batches ahead in `num_workers` processes; if there are none, on request.
 
-    Before torch returns a mini-batch it draws another ticket, so it returns one only once `_prefetched` tickets after
-    it have been drawn. While the processes start it draws padding (None), then the tickets that the learner's thread
-    requests. If fewer tickets than that are requested after a mini-batch, padding is requested in their place.
+    The processes are spawned, because forking a process with gloo's threads crashes, and a fork server outlives a
+    killed learner. Spawning takes seconds; until then the caller's thread loads the mini-batches. With
+    `ignores_signals` the processes survive a SIGTERM or SIGINT to the learner's process group, and exit when the
+    learner does.
+
+    A thread receives mini-batches from torch's loading processes in parallel with the computation. Before torch returns
+    a mini-batch it draws another ticket, so it returns one only once `_prefetched` tickets after it have been drawn.
+    While the processes start it draws padding (None), then the tickets that the caller's thread requests. If fewer
+    tickets than that are requested after a mini-batch, padding is requested in their place.
     """
 
-    def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool) -> None:
-        self.are_up = False
-        """Whether all processes have started, or starting them failed: then `load` raises the error."""
-        self._num_workers = num_workers
+    def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool = False) -> None:
+        self.is_ahead = False
+        """Whether all loading processes have started, or starting them failed: then `load` raises the error."""
+        self._workload, self._num_workers = workload, num_workers
         self._prefetched = _PREFETCH_FACTOR * num_workers
         self._requested: SimpleQueue[Any] = SimpleQueue()  # tickets, padding, and at last _END
         self._received: SimpleQueue[Loaded | BaseException] = SimpleQueue()
@@ -205,12 +161,17 @@ class _Processes:
         self._outstanding: deque[int] = deque()  # the value of `_num_requested` before each ticket not yet received
         self._seconds: deque[float] = deque([0.0], maxlen=_WINDOW)
         self._is_closed = False
+        self._thread: Thread | None = None
+        if num_workers > 0:
+            self._start(ignores_signals)
+
+    def _start(self, ignores_signals: bool) -> None:
         loaded = DataLoader(
-            _ByTicket(workload),
-            sampler=chain(repeat(None, self._prefetched + num_workers), iter(self._requested.get, _END)),
+            _ByTicket(self._workload),
+            sampler=chain(repeat(None, self._prefetched + self._num_workers), iter(self._requested.get, _END)),
             batch_size=None,
             collate_fn=_unchanged,
-            num_workers=num_workers,
+            num_workers=self._num_workers,
             prefetch_factor=_PREFETCH_FACTOR,
             multiprocessing_context="spawn",
             worker_init_fn=partial(_initialize_process, os.getpid(), ignores_signals),
@@ -222,11 +183,21 @@ class _Processes:
 
     @property
     def load_seconds(self) -> float:
-        """The maximum over recent loads."""
+        """How long a process takes to load a mini-batch: the maximum over recent ones."""
         return max(self._seconds)
 
-    def load(self, tickets: Iterator[Ticket], num_ahead: Callable[[], int]) -> Iterator[Loaded]:
-        """Yield each ticket with its mini-batch, in order; mini-batches of earlier tickets are dropped."""
+    def load(self, tickets: Iterable[Ticket], num_ahead: Callable[[], int] = lambda: sys.maxsize) -> Iterator[Loaded]:
+        """Yield each ticket with its mini-batch, in order.
+
+        The caller's thread draws tickets ahead: before each mini-batch is yielded, enough to keep the processes busy,
+        but at most `num_ahead()`. May be called again with other tickets; mini-batches loaded for the earlier ones are
+        then dropped.
+        """
+        tickets = iter(tickets)
+        while not self.is_ahead:
+            if (ticket := next(tickets, None)) is None:
+                return
+            yield ticket, self._workload.load(ticket)
         while self._outstanding:
             self._receive()
         self._draw(tickets, 1)
@@ -237,10 +208,17 @@ class _Processes:
             self._draw(tickets, 1)
 
     def close(self) -> None:
-        """Stop the processes."""
+        """Stop the processes; mini-batches that they have loaded are dropped."""
         self._is_closed = True
         self._requested.put(_END)
-        self._thread.join(_CLOSE_TIMEOUT_SECONDS)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _draw(self, tickets: Iterator[Ticket], num: int) -> None:
         """Draw tickets until `num` are outstanding, or there are no more."""
@@ -266,7 +244,7 @@ class _Processes:
         try:
             for _ in range(self._num_workers):
                 next(loaded)
-            self.are_up = True
+            self.is_ahead = True
             while not self._is_closed:
                 received = next(loaded)
                 if received is not None:
@@ -276,4 +254,4 @@ class _Processes:
             pass
         except BaseException as error:
             self._received.put(error)
-        self.are_up = True
+        self.is_ahead = True
