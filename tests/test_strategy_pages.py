@@ -14,11 +14,10 @@ from pydantic import BaseModel
 
 from starling.speech.recipe import Recipe, load_recipe
 from starling.strategies import STRATEGIES, Strategy
-from starling.topology import (
-    PATTERNS,
+from starling.topology import PATTERNS, custom
+from starling.topology.analysis import (
     accelerated_contraction,
     acceleration_constants,
-    custom,
     expected_contraction,
     mixing_product,
     spectral_gap,

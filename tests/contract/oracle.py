@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from starling.strategies.compression import Compression, TopK
-from starling.topology import PATTERNS, complete, find_topology, identity
+from starling.topology import PATTERNS, find_topology
+from starling.topology.analysis import complete, identity
 from starling.training.flat import trainable
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, PERIODIC

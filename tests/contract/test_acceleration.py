@@ -22,7 +22,8 @@ from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
-from starling.topology import accelerated_contraction, acceleration_constants, complete_graph, lazy, ring
+from starling.topology import complete_graph, lazy, ring
+from starling.topology.analysis import accelerated_contraction, acceleration_constants
 from starling.training.faults import Kill
 from starling.training.job import EpochReport, Job, Silence
 from starling.training.stragglers import Stragglers

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from starling.budget import Budget
 from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
-from starling.topology import complete, find_topology
+from starling.topology import find_topology
+from starling.topology.analysis import complete
 from starling.training.flat import trainable
 from starling.training.job import Job
 from starling.workload import Ticket

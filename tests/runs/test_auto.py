@@ -29,7 +29,7 @@ from starling.predict.predict import Machines, simulate_briefly
 from starling.recipe.run import CANDIDATES, AutoOptions
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
-from starling.topology import is_doubly_stochastic
+from starling.topology.analysis import is_doubly_stochastic
 from starling.training.stragglers import Stragglers
 from tests.runs.test_planning import measured_profile
 from tests.warm_start import run_learners

@@ -11,7 +11,8 @@ from pydantic import Field
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.strategies.mixing import averages_both_ways
-from starling.topology import Topology, accelerated_contraction, acceleration_constants, find_topology
+from starling.topology import Topology, find_topology
+from starling.topology.analysis import accelerated_contraction, acceleration_constants
 
 if TYPE_CHECKING:
     from torch import Tensor

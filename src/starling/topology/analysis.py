@@ -4,10 +4,7 @@ import math
 
 import numpy as np
 
-from starling.topology.patterns import Matrix, Topology
-
-TOLERANCE = 1e-12
-"""The largest rounding error accepted in sums of weights."""
+from starling.topology import TOLERANCE, Matrix, Topology
 
 _ROUNDS_AVERAGED = 1024
 
@@ -42,17 +39,6 @@ def spectral_gap(mixing: Matrix) -> float:
     world = len(mixing)
     moduli = np.abs(np.linalg.eigvals(mixing - complete(world)))
     return float(1.0 - moduli.max())
-
-
-def is_connected(topology: Topology, rounds: int) -> bool:
-    """Whether the first `rounds` rounds, repeated, bring every learner's changes to every other, along directions."""
-    links = np.eye(topology.world, dtype=bool)  # from row to column
-    for k in range(rounds):
-        for rank in range(topology.world):
-            links[list(topology.sources(k, rank)), rank] = True
-    for middle in range(topology.world):
-        links |= links[:, middle, None] & links[None, middle, :]
-    return bool(links.all())
 
 
 def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
