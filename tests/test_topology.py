@@ -21,7 +21,6 @@ from starling.topology import (
     custom,
     exponential,
     find_topology,
-    hierarchical,
     is_connected,
     lazy,
     pairs,
@@ -114,23 +113,6 @@ def test_every_pattern_conserves_the_mean_and_tells_all_learners_the_same(
     topology = PATTERNS[name](world, seed)
     assert topology.world == world
     check_consistent(topology, k)
-
-
-@settings(max_examples=40, deadline=None)
-@given(names, st.integers(1, 8), st.integers(1, 5), seeds, rounds)
-def test_super_learners_mix_as_the_outer_pattern_says(name: str, nodes: int, per_node: int, seed: int, k: int) -> None:
-    """T is the outer T (x) 1 1^T / per_node: nodes are alike inside and mix as they would alone."""
-    outer = PATTERNS[name](nodes, seed)
-    topology = hierarchical(outer, per_node)
-    check_consistent(topology, k)
-    np.testing.assert_allclose(
-        topology.matrix(k), np.kron(outer.matrix(k), np.full((per_node, per_node), 1 / per_node)), atol=1e-15
-    )
-    weights = np.random.default_rng(seed).standard_normal((3, topology.world))
-    mixed = weights @ seen_by_learners(topology, k)
-    np.testing.assert_allclose(mixed.mean(axis=1), weights.mean(axis=1), atol=1e-12)
-    of_nodes = weights.reshape(3, nodes, per_node).mean(axis=2) @ outer.matrix(k)
-    np.testing.assert_allclose(mixed, np.repeat(of_nodes, per_node, axis=1), atol=1e-12)
 
 
 @pytest.mark.parametrize("world", [3, 4, 7, 40])
@@ -326,12 +308,6 @@ def test_the_numbers_of_64_learners() -> None:
     assert expected_contraction(complete_graph(64)) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_super_learners_contract_as_their_outer_pattern() -> None:
-    """Inside a node all is averaged at once, so the worst mode is between nodes."""
-    for outer in (ring(6), exponential(6), random_ring(5, 1)):
-        assert expected_contraction(hierarchical(outer, 3), 60) == pytest.approx(expected_contraction(outer, 60))
-
-
 @pytest.mark.parametrize("name", sorted(PATTERNS))
 def test_a_period_repeats(name: str) -> None:
     """Where a pattern gives a period, round k + period is round k."""
@@ -365,17 +341,11 @@ def test_a_topology_needs_a_learner(name: str, world: int) -> None:
         PATTERNS[name](world, 0)
 
 
-def test_a_super_learner_needs_a_learner() -> None:
-    """The message has the number."""
-    with pytest.raises(ConfigError, match="0 learners per super-learner"):
-        hierarchical(ring(3), 0)
-
-
 @pytest.mark.parametrize(("k", "rank"), [(-1, 0), (0, -1), (0, 4)])
 def test_a_request_for_an_unknown_learner_or_round_is_an_error(k: int, rank: int) -> None:
     """Python would count from the end, and a learner would mix with the wrong ones."""
     own = custom(4, lambda k, rank, world: {(rank + 1) % world: 0.5})
-    for topology in [make(4, 0) for make in PATTERNS.values()] + [own, hierarchical(ring(2), 2)]:
+    for topology in [make(4, 0) for make in PATTERNS.values()] + [own]:
         with pytest.raises(ValueError, match=f"round {k}, learner {rank}: .* 0 to 3"):
             topology.sources(k, rank)
         with pytest.raises(ValueError, match=f"round {k}, learner {rank}: .* 0 to 3"):

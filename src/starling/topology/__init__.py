@@ -4,7 +4,7 @@ A mixing matrix T `[L, L]` has one column for each learner: column l holds the w
 learners' models (W <- W T). It conserves the mean if it is doubly stochastic: no entry is negative, and all rows and
 columns sum to 1. A `Topology` gives each learner its part of T_k, for every round k, without communication.
 
-Built in are rings, pairs, exponential and complete graphs, and super-learners. Custom patterns are checked before
+Built in are rings, pairs, exponential and complete graphs. Custom patterns are checked before
 training begins. `analysis` has the spectra.
 """
 # ruff: noqa: A002 - `round` is the name of an averaging round, as on the learner
@@ -163,43 +163,6 @@ class _Exponential(Topology):
         return [] if self.world == 1 else [(rank + 2 ** (round % self._hops)) % self.world]
 
 
-class _Hierarchical(Topology):
-    def __init__(self, outer: Topology, per_node: int) -> None:
-        if per_node < 1:
-            raise ConfigError(f"topology: {per_node} learners per super-learner; it needs at least 1")
-        super().__init__(outer.world * per_node)
-        self.period = outer.period
-        self._outer = outer
-        self._per_node = per_node
-
-    def sources(self, round: int, rank: int) -> Mapping[int, float]:
-        self._check(round, rank)
-        node = rank // self._per_node
-        taken = dict(self._outer.sources(round, node))
-        taken[node] = max(0.0, 1.0 - sum(taken.values()))
-        return {
-            peer: taken[other] / self._per_node
-            for other in sorted(taken)
-            for peer in self._members(other)
-            if peer != rank and taken[other] > 0.0
-        }
-
-    def targets(self, round: int, rank: int) -> Sequence[int]:
-        self._check(round, rank)
-        node = rank // self._per_node
-        takers = set(self._outer.targets(round, node))
-        if sum(self._outer.sources(round, node).values()) < 1.0:
-            takers.add(node)
-        return [peer for other in sorted(takers) for peer in self._members(other) if peer != rank]
-
-    def matrix(self, round: int) -> Matrix:
-        inside = np.full((self._per_node, self._per_node), 1.0 / self._per_node)
-        return np.kron(self._outer.matrix(round), inside)
-
-    def _members(self, node: int) -> range:
-        return range(node * self._per_node, (node + 1) * self._per_node)
-
-
 class _Lazy(Topology):
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology.world)
@@ -280,24 +243,6 @@ def exponential(world: int) -> Topology:
 def complete_graph(world: int) -> Topology:
     """All learners average with equal weights: w_l <- (1/L) sum_j w_j."""
     return _Mutual(world, _everyone, period=1)
-
-
-def hierarchical(outer: Topology, per_node: int) -> Topology:
-    """Super-learners of G learners, mixed by the pattern `outer`.
-
-    Equation, with T_k the matrix of `outer` and 1 the vector of G ones::
-
-        T_k (x) 1 1^T / G
-
-    Args:
-        outer: The pattern of the super-learners.
-        per_node: G. Learner r is number r % G of super-learner r // G.
-
-    References:
-        Zhang et al. 2019, "A Highly Efficient Distributed Deep Learning System for Automatic Speech Recognition",
-        arXiv 1907.05701.
-    """
-    return _Hierarchical(outer, per_node)
 
 
 PATTERNS: dict[str, Callable[[int, int], Topology]] = {
