@@ -99,23 +99,18 @@ class Schedule(Config):
         """The factor at `progress` of a run with the budget `run`, for mini-batches after which its progress is
         `following` (None: unchanged)."""
         budget, following = self.budget or run, following or progress
-        fractions = budget.fraction(progress), budget.fraction(following)
-        return self.factor(fractions[0], progress.epochs, fractions[1], following.epochs)
-
-    def factor(self, fraction: float, epochs: float, fraction_after: float, epochs_after: float | None = None) -> float:
-        """The factor after `fraction` of the budget and `epochs` passes over the data, for mini-batches after which
-        these are `fraction_after` and `epochs_after` (None: unknown)."""
-        if self.warmup_epochs is not None and epochs < self.warmup_epochs:
-            return self._risen((epochs if epochs_after is None else epochs_after) / self.warmup_epochs)
+        fraction = budget.fraction(progress)
+        if self.warmup_epochs is not None and progress.epochs < self.warmup_epochs:
+            return self._risen(following.epochs / self.warmup_epochs)
         if fraction < self.warmup:
-            return self._risen(fraction_after / self.warmup)
+            return self._risen(budget.fraction(following) / self.warmup)
         if self.decay == "constant":
             return 1.0
         if self.decay == "cosine":
             remaining = 1.0 - self.warmup
             position = (fraction - self.warmup) / remaining if remaining > 0.0 else 0.0
             return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * position))
-        return float(2.0 ** (-0.5 * max(0, math.floor(epochs) - self.hold_epochs + 1)))
+        return float(2.0 ** (-0.5 * max(0, math.floor(progress.epochs) - self.hold_epochs + 1)))
 
     def _risen(self, share: float) -> float:
         """The factor when so much of the warm-up is over."""

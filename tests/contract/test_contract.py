@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from starling.budget import Budget
+from starling.budget import Budget, Progress
 from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
 from starling.topology import find_topology
@@ -66,7 +66,8 @@ def in_the_plain_loop(variant: str) -> Tensor:
     peak = optimizer.param_groups[0]["lr"]
     for step in range(case.steps):
         (points,) = job.workload.load(Ticket(step // 12, step % 12, step))
-        optimizer.param_groups[0]["lr"] = peak * job.schedule.factor(step / case.steps, 0.0, (step + 1) / case.steps)
+        before, after = (Progress(done, 0.0, 0.0) for done in (step, step + 1))
+        optimizer.param_groups[0]["lr"] = peak * job.schedule.at(before, Budget(steps=case.steps), after)
         optimizer.zero_grad()
         job.workload.loss(model, points).backward()
         optimizer.step()
