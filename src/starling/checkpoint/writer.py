@@ -15,6 +15,7 @@ import math
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,32 +43,22 @@ WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]
 """Writes a model into a folder: `write_model(folder, weights, buffers)`, with weights `[P]`."""
 
 
+@dataclass(frozen=True)
 class CheckpointWriter:
-    """Writes one learner's part of each checkpoint of a run; all learners share one file system.
+    """Writes one learner's part of each checkpoint of a run; all learners share one file system."""
 
-    `arrive(name)` returns how many learners, including this one, have written their part of checkpoint `name`. The last
-    of them completes the checkpoint, and removes older ones beyond the newest `keep`; see `surplus`. `sync_group_size`
-    learners (None: all) claim mini-batches together. With `has_one_model` learners whose weights differ by more than
-    rounding are an error, and no checkpoint.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        arrive: Callable[[str], int],
-        write_model: WriteModel,
-        fingerprints: dict[str, str],
-        keep: int = 2,
-        sync_group_size: int | None = None,
-        has_one_model: bool = False,
-    ) -> None:
-        self.folder = folder
-        self._arrive = arrive
-        self._write_model = write_model
-        self._fingerprints = fingerprints
-        self._keep = keep
-        self._sync_group_size = sync_group_size
-        self._has_one_model = has_one_model
+    folder: Path
+    arrive: Callable[[str], int]
+    """`arrive(name)` returns how many learners, including this one, have written their part of checkpoint `name`. The
+    last of them completes the checkpoint, and removes older ones."""
+    write_model: WriteModel
+    fingerprints: dict[str, str]
+    keep: int = 2
+    """How many checkpoints are kept: the newest ones; see `surplus`."""
+    sync_group_size: int | None = None
+    """How many learners claim mini-batches together; None: all."""
+    has_one_model: bool = False
+    """Learners whose weights differ by more than rounding are an error, and no checkpoint."""
 
     def save(self, state: LearnerState) -> Checkpoint | None:
         """Write this learner's part; return the checkpoint if that completed it, else None.
@@ -86,7 +77,7 @@ class CheckpointWriter:
             partial.mkdir(parents=True, exist_ok=True)
             write_tensors(partial / f"learner-{state.rank}.safetensors", tensors)
             write_json(partial / f"learner-{state.rank}.json", scalars)
-        if self._arrive(final.name) < state.world:
+        if self.arrive(final.name) < state.world:
             return None
         with writing(final, model_bytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
             paths = [partial / f"learner-{rank}.safetensors" for rank in range(state.world)]
@@ -122,20 +113,20 @@ class CheckpointWriter:
         parts, distance = [], 0.0
         for member in range(size):
             island = states[member::size]
-            if self._has_one_model:
+            if self.has_one_model:
                 _check_one_model(final, (each.weights for each in island), size, member)
             part = consensus((each.weights for each in island), [each.kept for each in island])
             distance += consensus_distance((each.weights for each in island if each.is_worker), part)
             parts.append(part)
         weights = parts[0] if shard is None else shard.cut.whole(parts)
         buffers = mean_of_buffers([each.buffers for each in states if each.is_worker]) if own.buffers else {}
-        self._write_model(partial / MODEL, weights, buffers)
+        self.write_model(partial / MODEL, weights, buffers)
         manifest = Manifest(
             starling=version("starling-asr"),
-            fingerprints=self._fingerprints,
+            fingerprints=self.fingerprints,
             world=own.world,
             learners=num_saved,
-            sync_group_size=self._sync_group_size,
+            sync_group_size=self.sync_group_size,
             next_ticket=own.position.next_ticket,
             outstanding=own.position.outstanding,
             epochs_ended=own.epochs_ended,
@@ -148,7 +139,7 @@ class CheckpointWriter:
         ).with_digest()
         write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
         publish(partial, final)
-        for old in surplus(self.folder, self._keep, final):
+        for old in surplus(self.folder, self.keep, final):
             remove(old)
         return Checkpoint(final, manifest)
 
