@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,8 +39,9 @@ class Wire:
     def __init__(self, model: Cluster, world: int) -> None:
         self.environment = simpy.Environment()
         self.arrivals: dict[Any, float] = {}
-        names = range(world)
-        self._network = Network(self.environment, model, lambda *_: None, names, lambda _: False, seed=0)
+        parts = {"environment": self.environment, "cluster": model, "job": SimpleNamespace(seed=0)}
+        idle: Any = SimpleNamespace(**parts, record=lambda *_: None, apart=lambda _: False)
+        self._network = Network(idle, range(world))
 
     def send(self, sender: int, receiver: int, num_bytes: int = NUM_BYTES, tag: int = 0) -> None:
         self._note((sender, receiver), self._network.send(sender, receiver, torch.empty(num_bytes // 4), tag))

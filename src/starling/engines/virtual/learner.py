@@ -59,7 +59,7 @@ class VirtualLearner(CourseLearner):
         self._pace = Pace()
         self._next_round = 0
         self._round_waited_for: int | None = None
-        self._kept_up: tuple[float, simpy.Event] | None = None
+        self._kept_up: simpy.Event | None = None
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
         self.batches = VirtualBatches(membership.batches, self._sync_group, rank, life.name)
         self.shard_of_island, self.cut_agreement = None, self._rounds
@@ -202,7 +202,7 @@ class VirtualLearner(CourseLearner):
     def keep_up(self, most: float) -> Handle[None]:
         event = self._environment.event()
         if self._pace.lags(most):
-            self._kept_up = most, event
+            self._kept_up = event
         else:
             event.callbacks = None  # it has happened, and takes no place in the queue of events
         return VirtualHandle(event, lambda: None, lambda: "its own averaging round")
@@ -302,9 +302,9 @@ class VirtualLearner(CourseLearner):
 
     def _complete_round(self) -> None:
         self._pace.completed()
-        if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):
-            kept_up, self._kept_up = self._kept_up[1], None
-            kept_up.succeed()
+        if self._kept_up is not None:
+            self._kept_up.succeed()
+            self._kept_up = None
 
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         def result() -> T:

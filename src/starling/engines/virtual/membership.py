@@ -210,14 +210,8 @@ class VirtualMembership:
         self._shared: tuple[Tensor, Tensor] | None = None
         self.batches = MembershipBatches(simulation, plan, self.now)
         self.rounds = VirtualRounds(simulation.environment, self.world)
-        self.network = Network(
-            simulation.environment,
-            simulation.cluster,
-            simulation.record,
-            membership.members,
-            simulation.apart,
-            simulation.job.seed,
-        )
+        self.network = Network(simulation, membership.members)
+        self.heal = self.network.heal
 
     def now(self) -> float:
         """Simulated seconds since the membership began."""

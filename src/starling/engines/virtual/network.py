@@ -11,7 +11,8 @@ from weakref import WeakValueDictionary, ref
 import simpy
 from torch import Tensor
 
-from starling.engines.virtual.cluster import Cluster, Links
+from starling.engines.virtual.cluster import Links
+from starling.engines.virtual.simulation import Simulation
 from starling.errors import ProtocolError
 from starling.learner import EncodedMean, Handle
 
@@ -169,25 +170,16 @@ class Mean:
 
 
 class Network:
-    """Carries messages between learners, over the links of the cluster, and `record`s what arrives: name, kind, detail.
+    """Carries messages between learners, over the links of the cluster, and records what arrives.
 
-    `names` are the learners' names, by rank. While a partition keeps some of them `apart`, messages between them wait
+    `names` are the learners' names, by rank. While a partition keeps some of them apart, messages between them wait
     until they `heal`.
     """
 
-    def __init__(
-        self,
-        environment: simpy.Environment,
-        cluster: Cluster,
-        record: Callable[[int, str, bytes], None],
-        names: Sequence[int],
-        apart: Callable[[Sequence[int]], bool],
-        seed: int,
-    ) -> None:
-        self._environment = environment
-        self._links, self._latency, self._memory = Links(cluster, seed), cluster.link.latency, cluster.memory
-        self._record = record
-        self._names, self._apart = names, apart
+    def __init__(self, simulation: Simulation, names: Sequence[int]) -> None:
+        self._environment, self._cluster = simulation.environment, simulation.cluster
+        self._links = Links(simulation.cluster, simulation.job.seed)
+        self._record, self._names, self._apart = simulation.record, names, simulation.apart
         self._held: list[tuple[simpy.Event, Sequence[int]]] = []
         self._channels: dict[tuple[int, int, int], deque[_Message]] = {}
         """By sender, receiver and tag: the messages, in order, that are sent and not yet wanted, or wanted and not yet
@@ -203,7 +195,7 @@ class Network:
             content = self._sent[rank] = _Content(tensor)
         message.content = content.for_one_more()
         if rank == peer:
-            self._happen(message.event, self._memory.seconds(tensor.nbytes, 1), [rank, peer])
+            self._happen(message.event, self._cluster.memory.seconds(tensor.nbytes, 1), [rank, peer])
         else:
             self._carry(message.event, tensor.nbytes, rank, peer)
         return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {self._names[peer]}")
@@ -294,7 +286,7 @@ class Network:
         """Deliver what waited, if it can now arrive."""
         held, self._held = self._held, []
         for event, ranks in held:
-            self._happen(event, self._latency, ranks)
+            self._happen(event, self._cluster.link.latency, ranks)
 
     def _happen(self, event: simpy.Event, seconds: float, ranks: Sequence[int]) -> None:
         """Trigger `event` after some simulated seconds, if the learners can then hear each other."""

@@ -10,7 +10,6 @@ from typing import Protocol
 import simpy
 
 from starling.engines.virtual.cluster import Cluster, ComputeTimes
-from starling.engines.virtual.network import Network
 from starling.errors import PeerLost
 from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split
 from starling.training.job import Job
@@ -48,7 +47,9 @@ class Affected(Protocol):
     """The learners of the present membership, as faults affect them."""
 
     membership: Membership
-    network: Network
+
+    def heal(self) -> None:
+        """A network partition has ended."""
 
     def end_of(self, life: VirtualLife) -> None:
         """A learner has died: end all that it does."""
@@ -153,7 +154,7 @@ class Simulation:
             self._cut_off[name] = max(heals, self._cut_off.get(name, 0.0))
             if name in self.lives:
                 self._end_if_silent(self.lives[name], fault.seconds, "was cut off from the others")
-        self._after(fault.seconds, lambda: self.present.network.heal())
+        self._after(fault.seconds, lambda: self.present.heal())
 
     def _join(self, fault: Join) -> None:
         if fault.join in self.present.membership.members:  # the others must first continue without it
