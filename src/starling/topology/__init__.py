@@ -105,28 +105,30 @@ def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple
     return tuple(order), tuple(places)
 
 
-class _Mutual(Topology):
-    """Neighbours mix each other, with equal weights: those of a learner are `neighbours(round, rank, world, seed)`,
-    itself included or not."""
+Others = Callable[[int, int, int, int], Iterable[int]]
+"""Of a learner: `others(round, rank, world, seed)`, itself included or not."""
+
+
+class _Alike(Topology):
+    """A learner mixes its `neighbours` with equal weights, and is mixed by those that `mix_it`, or by these."""
 
     def __init__(
-        self,
-        world: int,
-        neighbours: Callable[[int, int, int, int], Iterable[int]],
-        seed: int = 0,
-        period: int | None = None,
+        self, world: int, neighbours: Others, seed: int = 0, period: int | None = None, mix_it: Others | None = None
     ) -> None:
         super().__init__(world)
-        self.period = period
-        self._neighbours, self._seed = neighbours, seed
+        self.period, self._seed = period, seed
+        self._neighbours, self._mix_it = neighbours, mix_it or neighbours
 
     def sources(self, round: int, rank: int) -> Mapping[int, float]:
-        neighbours = self.targets(round, rank)
+        neighbours = self._but_itself(self._neighbours, round, rank)
         return dict.fromkeys(neighbours, 1.0 / (len(neighbours) + 1))
 
     def targets(self, round: int, rank: int) -> Sequence[int]:
+        return self._but_itself(self._mix_it, round, rank)
+
+    def _but_itself(self, others: Others, round: int, rank: int) -> Sequence[int]:
         self._check(round, rank)
-        return sorted({*self._neighbours(round, rank, self.world, self._seed)} - {rank})
+        return sorted({*others(round, rank, self.world, self._seed)} - {rank})
 
 
 def _beside(round: int, rank: int, world: int, seed: int) -> Iterable[int]:
@@ -148,19 +150,16 @@ def _everyone(round: int, rank: int, world: int, seed: int) -> Iterable[int]:
     return range(world)
 
 
-class _Exponential(Topology):
-    def __init__(self, world: int) -> None:
-        super().__init__(world)
-        self._hops = max(1, (world - 1).bit_length())
-        self.period = self._hops
+def _num_hops(world: int) -> int:
+    return max(1, (world - 1).bit_length())
 
-    def sources(self, round: int, rank: int) -> Mapping[int, float]:
-        self._check(round, rank)
-        return {} if self.world == 1 else {(rank - 2 ** (round % self._hops)) % self.world: 0.5}
 
-    def targets(self, round: int, rank: int) -> Sequence[int]:
-        self._check(round, rank)
-        return [] if self.world == 1 else [(rank + 2 ** (round % self._hops)) % self.world]
+def _behind(round: int, rank: int, world: int, seed: int) -> Iterable[int]:
+    return [(rank - 2 ** (round % _num_hops(world))) % world]
+
+
+def _ahead(round: int, rank: int, world: int, seed: int) -> Iterable[int]:
+    return [(rank + 2 ** (round % _num_hops(world))) % world]
 
 
 class _Lazy(Topology):
@@ -190,7 +189,7 @@ def ring(world: int) -> Topology:
 
     Two learners average as a pair, 1/2 each.
     """
-    return _Mutual(world, _beside, period=1)
+    return _Alike(world, _beside, period=1)
 
 
 def random_ring(world: int, seed: int) -> Topology:
@@ -205,7 +204,7 @@ def random_ring(world: int, seed: int) -> Topology:
     References:
         Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training", arXiv 2002.01119.
     """
-    return _Mutual(world, _beside_in_random_order, seed)
+    return _Alike(world, _beside_in_random_order, seed)
 
 
 def pairs(world: int, seed: int) -> Topology:
@@ -220,7 +219,7 @@ def pairs(world: int, seed: int) -> Topology:
     References:
         Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952.
     """
-    return _Mutual(world, _partner, seed)
+    return _Alike(world, _partner, seed)
 
 
 def exponential(world: int) -> Topology:
@@ -237,12 +236,12 @@ def exponential(world: int) -> Topology:
         Ying et al. 2021, "Exponential Graph is Provably Efficient for Decentralized Deep Training", arXiv 2110.13363.
         Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", arXiv 1811.10792.
     """
-    return _Exponential(world)
+    return _Alike(world, _behind, period=_num_hops(world), mix_it=_ahead)
 
 
 def complete_graph(world: int) -> Topology:
     """All learners average with equal weights: w_l <- (1/L) sum_j w_j."""
-    return _Mutual(world, _everyone, period=1)
+    return _Alike(world, _everyone, period=1)
 
 
 PATTERNS: dict[str, Callable[[int, int], Topology]] = {

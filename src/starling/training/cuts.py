@@ -15,29 +15,32 @@ take the pushes of those that have not: see `HeldShard.fork`.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from starling.checkpoint.state import MEMBERSHIP_PREFIX, LearnerState, own
 from starling.training.replica import Replica
 
 
-class CutAgreement(Protocol):
+class CutAgreement(ABC):
     """How all learners agree on the cut of each checkpoint barrier. Barriers and rounds are numbered from 0."""
 
+    @abstractmethod
     def passed(self, barrier: int, num_entered: int) -> None:
         """This learner has passed a barrier, and had entered so many rounds. The last learner to pass places the
         cut."""
 
-    def is_cut(self, barrier: int, number: int) -> bool:
-        """Whether a round is the cut of a barrier that this learner has passed. Called by the background whenever it
-        enters a round, before the round changes anything."""
-
+    @abstractmethod
     def cut(self, barrier: int) -> int | None:
         """The cut of a barrier; None: it is not known yet."""
 
-    def saved(self, barrier: int) -> None:
+    def is_cut(self, barrier: int, number: int) -> bool:
+        """Whether a round is the cut of a barrier that this learner has passed. Called by the background whenever it
+        enters a round, before the round changes anything."""
+        return self.cut(barrier) == number
+
+    def saved(self, barrier: int) -> None:  # noqa: B027 - the processes' store forgets a cut, memory need not
         """This learner has the complete state of a barrier, and asks no more about its cut."""
 
 

@@ -15,16 +15,17 @@ import torch
 from simpy.events import Initialize
 from torch import Tensor
 
-from starling.checkpoint.state import LearnerState, has_common
+from starling.checkpoint.state import LearnerState
 from starling.consensus import are_one_model, consensus, consensus_distance
 from starling.engines.virtual.computation import Computation, Member
 from starling.engines.virtual.network import Network, VirtualHandle
 from starling.engines.virtual.simulation import Simulation, VirtualLife
 from starling.errors import Deadlock, ProtocolError
+from starling.training.cuts import CutAgreement
 from starling.training.loading import Loaded
 from starling.training.membership import Membership, MembershipChanged
 from starling.training.shards import host_copy
-from starling.training.succession import MembershipStart, different_weights
+from starling.training.succession import MembershipStart, different_weights, must_begin_equal
 from starling.training.tickets import DoneTickets, SyncGroupTickets
 from starling.workload import Ticket
 
@@ -107,7 +108,7 @@ class VirtualBatches:
         self._shared.done.add(ticket.step)
 
 
-class VirtualRounds:
+class VirtualRounds(CutAgreement):
     """The averaging rounds of all learners; `starling.engines.processes.rounds` has the rule."""
 
     def __init__(self, environment: simpy.Environment, world: int) -> None:
@@ -144,22 +145,11 @@ class VirtualRounds:
             self.event(self._num_opened).succeed()
 
     def passed(self, barrier: int, num_entered: int) -> None:
-        """A learner has passed a checkpoint barrier; the last one places its cut, as `CutAgreement` has it."""
         if self._is_last("passed", barrier):
             self._cuts[barrier] = self._first_free
 
-    def is_cut(self, barrier: int, number: int) -> bool:
-        """Whether a round is the cut of a barrier."""
-        return self._cuts.get(barrier) == number
-
     def cut(self, barrier: int) -> int | None:
-        """The cut of a barrier, if it is known."""
         return self._cuts.get(barrier)
-
-    def saved(self, barrier: int) -> None:
-        """A learner asks no more about the cut of a barrier."""
-        if self._is_last("saved", barrier):
-            del self._cuts[barrier]
 
     def _is_last(self, what: str, number: int) -> bool:
         """Count a learner that has done something; whether it is the last."""
@@ -219,10 +209,10 @@ class VirtualMembership:
 
     def begin(self) -> None:
         """Let all learners start. Raises ProtocolError if they must begin with the same weights and do not."""
-        job, first = self.simulation.job, self.learners[0].replica
-        if self.computation.holds_weights and job.strategy.begins_equal(job.options, has_common(first.strategy_state)):
+        job, first = self.simulation.job, self.learners[0].replica.weights
+        if self.computation.holds_weights and must_begin_equal(job, self.lives[0].state):
             for life, learner in zip(self.lives, self.learners, strict=True):
-                if not are_one_model(first.weights, learner.replica.weights):
+                if not are_one_model(first, learner.replica.weights):
                     raise ProtocolError(different_weights(job, life.name, self.lives[0].name))
         for life, learner in zip(self.lives, self.learners, strict=True):
             if not life.is_dead:
