@@ -116,11 +116,11 @@ class ConnectedLearner(ReplicaLearner):
         self._background: threading.Thread | None = None
         """The thread of the learner's second coroutine."""
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
-        self._links = self._make_links(peers) if self._device.type == "cpu" else None
-        is_linked = self._links is not None and self._links.join(range(self.world))
-        self.rounds = Rounds(
-            LinkBoard(self._links) if self._links and is_linked else StoreBoard(place.store, self.rank, self.world)
-        )
+        with self.naming_the_lost("linking the learners of this machine"):
+            in_row = peers if place.num_rows == 1 else peers.but(place=place, waits=Waits())  # those name whole ranks
+            links = self._links = MemoryLinks(in_row, replica.weights.nbytes if self._device.type == "cpu" else 0)
+        is_linked = links.join(range(self.world))
+        self.rounds = Rounds(LinkBoard(links) if is_linked else StoreBoard(place.store, self.rank, self.world))
         self.reduces_in_backward = place.num_rows == 1 and not self._shares_memory()
         """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
         takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard."""
@@ -208,7 +208,7 @@ class ConnectedLearner(ReplicaLearner):
             return ProcessHandle(lambda: None)
         self.statistics.averaging.bytes_sent += tensor.nbytes
         what = f"sending to learner {self._place.process(peer)}"
-        if self._links is not None and peer in self._links.peers:
+        if peer in self._links.peers:
             with self.naming_the_lost(what, peer):
                 if self._links.send(peer, tensor, tag):
                     return ProcessHandle(lambda: None)
@@ -235,15 +235,21 @@ class ConnectedLearner(ReplicaLearner):
                 lambda: own()().to(like.device),
             )
         what = f"receiving from learner {self._place.process(peer)}"
-        links = self._links if self._links is not None and peer in self._links.peers else None
-        begun = None if links is not None else self._begin_receiving(peer, like, tag, what)
+        is_linked = peer in self._links.peers
+
+        def begin() -> tuple[Tensor, dist.Work | None]:
+            theirs = self._staging.empty_like(like)
+            with self.naming_the_lost(what, peer), communicating():
+                return theirs, dist.irecv(theirs, self._place.process(peer), tag=tag)
+
+        begun = None if is_linked else begin()
 
         def take(is_patient: bool) -> Tensor:
-            if links is not None:
-                received = links.receive(peer, tag, None if is_patient else self.peers.timeout_seconds)
-                if isinstance(received, Tensor):
+            if is_linked:
+                received = self._links.receive(peer, tag, None if is_patient else self.peers.timeout_seconds)
+                if received is not None:
                     return received.view(like.dtype).view(like.shape)
-            theirs, work = begun or self._begin_receiving(peer, like, tag, what)
+            theirs, work = begun or begin()
             if work is not None:
                 wait_for(work, FOREVER if is_patient else None)
             return theirs
@@ -255,15 +261,9 @@ class ConnectedLearner(ReplicaLearner):
             with self.naming_the_lost(what, peer):
                 return on_device(take(True))
 
-        in_this_thread = links is not None
         return ProcessHandle(
-            lambda: on_device(self.wait_for(what, lambda: take(False), peer, in_this_thread)), patient_result
+            lambda: on_device(self.wait_for(what, lambda: take(False), peer, in_this_thread=is_linked)), patient_result
         )
-
-    def _begin_receiving(self, peer: int, like: Tensor, tag: int, what: str) -> tuple[Tensor, dist.Work | None]:
-        theirs = self._staging.empty_like(like)
-        with self.naming_the_lost(what, peer), communicating():
-            return theirs, dist.irecv(theirs, self._place.process(peer), tag=tag)
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
         receiving = self.receive(peer, tensor, tag)  # first, so that data flows in both directions at once
@@ -302,7 +302,8 @@ class ConnectedLearner(ReplicaLearner):
         def weights_in(memory: Tensor) -> Tensor:
             return memory[8 * num_counts :].view(own.dtype)
 
-        memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
+        with self.naming_the_lost("sharing a model's memory"):
+            memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
         return weights_in(memory), memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
@@ -313,7 +314,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         memory = None  # peers on this machine can read the copy of a piece without another copy
-        if piece is not None and self._links is not None and self._links.peers:
+        if piece is not None and self._links.peers:
             memory = self._links.snapshot_memory(self.weights[: piece.stop - piece.start])
         return self.replica.snapshot(piece, memory)
 
@@ -352,8 +353,7 @@ class ConnectedLearner(ReplicaLearner):
     def fail(self, error: BaseException) -> None:
         """End all waits of this learner with `error`. May be called by any thread."""
         self.release.fail(error)
-        if self._links is not None:
-            self._links.release()
+        self._links.release()
 
     def ending(self, cut: Callable[[], None]) -> AbstractContextManager[None]:
         """A context in which the announcement of a later membership ends this learner's waits, and calls `cut`."""
@@ -426,8 +426,7 @@ class ConnectedLearner(ReplicaLearner):
         """End the threads. None of them may still be waiting."""
         for each in (*self._lanes, self._staging):
             each.close()
-        if self._links is not None:
-            self._links.close()
+        self._links.close()
 
     def leave(self) -> None:
         """Stop communicating without completing pending work; the caller has cut the connections."""
@@ -436,8 +435,7 @@ class ConnectedLearner(ReplicaLearner):
             self._background.join(LONGEST_LEAVE_SECONDS)
         for each in (*self._lanes, self._staging):
             each.abandon()
-        if self._links is not None:
-            self._links.close()
+        self._links.close()
 
     def wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
         """Wait for the sync group or one peer, and name the lost learners if that fails."""
@@ -483,20 +481,15 @@ class ConnectedLearner(ReplicaLearner):
         if not self.is_behind:
             self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
-    def _make_links(self, peers: Peers) -> MemoryLinks:
-        with self.naming_the_lost("linking the learners of this machine"):
-            waits = self._waits if self._place.num_rows == 1 else Waits()  # they would name ranks of the row
-            return MemoryLinks(peers.but(place=self._place, waits=waits), self.replica.weights.nbytes)
-
     def _shares_memory(self) -> bool:
         """Whether each sync group is on one machine. The result is the same on all learners."""
-        groups, links = self._sync_groups, self._links
+        groups = self._sync_groups
         ranges = [range(first, first + groups.size) for first in range(0, groups.num_workers, groups.size)]
-        return links is not None and groups.size > 1 and all(links.join(each) for each in ranges)
+        return groups.size > 1 and all(self._links.join(each) for each in ranges)
 
     def _make_lane(self, number: int, waiter: str) -> _Lane:
         means: OrderedMean | SharedMean
-        if self._links is None or not self._shares_memory():
+        if not self._shares_memory():
             means = OrderedMean(self._new_group_of_sync_group("gloo"), len(self.sync_group))
         elif self.rank < self._sync_groups.num_workers:
             means = SharedMean(self._links, self.sync_group, number)
