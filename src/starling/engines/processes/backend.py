@@ -54,15 +54,21 @@ def check_files(learner: int) -> None:
         ) from error
 
 
-def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
-    """Wait for `work` of a process group. Raises `ConnectionFailed`."""
+def wait_for(work: dist.Work | None, timeout: timedelta | None = None) -> None:
+    """Wait for `work` of a process group, if there is any. Raises `ConnectionFailed`."""
+    if work is not None:
+        with communicating():
+            work.wait() if timeout is None else work.wait(timeout)
+
+
+def local_group(ranks: Sequence[int], timeout_seconds: float, backend: str = "gloo") -> ProcessGroup:
+    """A new group of `ranks`, which only these create. Raises `ConnectionFailed`."""
+    # a new group does not inherit the default group's time-out; its default is half an hour
+    timeout = timedelta(seconds=timeout_seconds)
     with communicating():
-        work.wait() if timeout is None else work.wait(timeout)
-
-
-def local_group(ranks: Sequence[int], timeout: timedelta) -> ProcessGroup:
-    """A new gloo group of `ranks`, which only these create."""
-    group: ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        group: ProcessGroup = dist.new_group(
+            list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
+        )
     return group
 
 
@@ -141,12 +147,11 @@ class Staging:
     and a third is copied back.
     """
 
-    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, sender: Worker, streams: Streams | None = None) -> None:
+        self._device, self._sender = device, sender
         self._streams = streams or streams_of(device)
         if self._streams is not None:
             self._to_host, self._to_device = self._streams.new(), self._streams.new()
-        self._sender = Worker("starling-staging")
 
     def hand_over(self, tensor: Tensor, do: Callable[[Tensor], T]) -> Callable[[], T]:
         """Call `do` with `tensor` copied to host memory; the returned function waits for its result.
@@ -205,11 +210,3 @@ class Staging:
             return tensor
 
         return take
-
-    def abandon(self) -> None:
-        """Stop sending, without waiting for the copy under way."""
-        self._sender.abandon()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._sender.close()

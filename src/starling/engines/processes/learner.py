@@ -114,7 +114,6 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             return self.course.finish(self.course.tickets.handed_out(num_drawn), undone)
         finally:
             self.batches.close()
-            self.close_foreground_mean()
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:
