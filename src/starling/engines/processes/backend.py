@@ -7,9 +7,9 @@ import os
 import resource
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -105,19 +105,24 @@ class ReducingModel(PassWithBackend):
     """A model whose gradients DistributedDataParallel averages over a group while backward runs.
 
     DDP communicates within forward and backward; errors of the backend are nevertheless distinguished from those of the
-    model. The constructor communicates and may raise `ConnectionFailed`.
+    model. After forward, each pass is in the context `waiting`. The constructor communicates and may raise
+    `ConnectionFailed`.
     """
 
-    def __init__(self, model: nn.Module, group: ProcessGroup | None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup | None,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._waiting, self._end_of_pass = group, waiting, ExitStack()
         self._world = dist.get_world_size(group)
         with communicating(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the name of `broadcast_buffers` before torch 2.13
-            self.model = DistributedDataParallel(
-                model, process_group=group, broadcast_buffers=False, init_sync=False, **options
-            )
+            self.model = DistributedDataParallel(model, process_group=group, broadcast_buffers=False, init_sync=False)
         self.model.register_comm_hook(None, self._reduce)
+        self.model.register_forward_hook(self._wait_for_others)
 
     @contextmanager
     def reducing(self) -> Generator[None, None, None]:
@@ -125,8 +130,11 @@ class ReducingModel(PassWithBackend):
         model pass through."""
         with communicating():
             self.model.reducer._rebuild_buckets()  # DDP would do this within forward
-        with self.telling_failures():
+        with self.telling_failures(), self._end_of_pass:
             yield
+
+    def _wait_for_others(self, *_: object) -> None:
+        self._end_of_pass.enter_context(self._waiting())
 
     def _reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         with self.communicating():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -368,12 +369,9 @@ class ConnectedLearner(ReplicaLearner):
 
     def reducing(self, model: nn.Module) -> ReducingModel:
         """`model`, whose gradients are averaged over the sync group while backward runs."""
+        waiting = partial(self._waits.waiting, MEAN_OF_GRADIENT, self._group_processes, is_group=True)
         with self.naming_the_lost(MEAN_OF_GRADIENT):
-            reducing = ReducingModel(model, self._reducing_group)
-        reducing.model.register_forward_hook(
-            lambda *_: self._waits.begin(MEAN_OF_GRADIENT, self._group_processes, is_group=True)
-        )
-        return reducing
+            return ReducingModel(model, self._reducing_group, waiting)
 
     def count_mean(self, num_bytes: int) -> None:
         """Count the bytes that a mean over the sync group sends."""
