@@ -1,23 +1,30 @@
 """Servers and shared memory among real processes: who is lost is named, and soon."""
 
 import json
-import os
 import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from threading import Barrier, local
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.optim import SGD
 
+from starling.engines.processes import links
 from starling.engines.processes.handshake import Peers
-from starling.engines.processes.links import share_memory
+from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
+from starling.engines.processes.threads import Release
 from starling.errors import ConfigError, PeerLost
 from starling.launch.launcher import launch
+from starling.training.job import Statistics
+from starling.training.replica import Replica
 from tests.warm_start import start_learners
 
 CASES = {
@@ -92,16 +99,51 @@ def test_under_the_launcher_the_cause_is_the_death(tmp_path: Path) -> None:
         launch(command("parameter-server", {"servers": "own"}, 1), 2, tmp_path)
 
 
-def test_memory_of_another_machine_is_refused() -> None:
-    """A process of the same number, or none, does not hold what learner 0 wrote into its memory."""
-    for holder in (os.getpid(), 2**22 - 1):
-        store = HashStore()
-        store.set("shared memory", json.dumps([holder, 0, "0" * 64]))
-        with pytest.raises(ConfigError, match=r"learner 1 cannot share the memory of learner 0 .* on one machine"):
-            share_memory(Peers(Place(1, 2, 1, 2, store), 1.0), 64, lambda memory: None)
+def unconnected(rank: int, store: HashStore, seconds: float) -> ProcessLearner:
+    """One of two learners, which can only share its weights."""
+    learner = ProcessLearner.__new__(ProcessLearner)
+    learner.release, learner.peers = Release(), Peers(Place(rank, 2, rank, 2, store), seconds)
+    learner.rank, learner.world, learner._place = rank, 2, learner.peers.place
+    learner.statistics, learner.sync_group = Statistics(), range(rank, rank + 1)
+    weights = torch.full((3,), float(rank))
+    learner.replica = Replica(weights, weights.clone(), [nn.Parameter(weights)], lambda given: SGD(given, lr=1.0), None)
+    return learner
+
+
+def test_all_learners_have_the_memory_of_learner_0() -> None:
+    """Its weights are in it, and what one writes is there for the other."""
+    store, met = HashStore(), Barrier(2)
+
+    def share(rank: int) -> list[float]:
+        weights, counts = unconnected(rank, store, 30.0)._shared_model(1)
+        assert weights.tolist() == [0.0, 0.0, 0.0]
+        met.wait(30.0)
+        weights[rank], counts[0, rank] = rank + 1.0, rank + 1
+        met.wait(30.0)
+        return [*weights.tolist(), *counts[0].tolist()]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(share, range(2))) == [[1.0, 2.0, 0.0, 1, 2]] * 2
+
+
+def test_memory_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both learners, at once."""
+    of_thread = local()
+    monkeypatch.setattr(links, "_machine", lambda: of_thread.machine)
+    store = HashStore()
+
+    def share(rank: int) -> str:
+        of_thread.machine = f"machine {rank}"
+        with pytest.raises(ConfigError) as refused:
+            unconnected(rank, store, 30.0)._shared_model(1)
+        return str(refused.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for rank, said in enumerate(pool.map(share, range(2))):
+            assert f"learner {rank} cannot share memory with learner {1 - rank}; all learners must run on one" in said
 
 
 def test_a_learner_that_never_opens_the_memory_is_named() -> None:
     """Not a hang."""
-    with pytest.raises(PeerLost, match=r"learner 0 waited 0.2 s for learner 1 to open the shared memory"):
-        share_memory(Peers(Place(0, 2, 0, 2, HashStore()), 0.2), 64, lambda memory: None)
+    with pytest.raises(PeerLost, match=r"learner 0 lost learner 1 in sharing a model's memory"):
+        unconnected(0, HashStore(), 0.2)._shared_model(1)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from starling.engines.processes.backend import Staging
 from starling.engines.processes.learner import ProcessLearner
+from starling.engines.processes.threads import Worker
 from starling.training import replica
 from starling.training import streams as engine_streams
 from starling.training.replica import Replica
@@ -43,6 +44,10 @@ class Witness:
 @pytest.fixture
 def streams() -> StandIn:
     return StandIn()
+
+
+def staging_on(streams: StandIn | None = None) -> Staging:
+    return Staging(torch.device("cpu"), Worker("starling-staging"), streams)
 
 
 def replica_on(streams: StandIn, monkeypatch: pytest.MonkeyPatch) -> tuple[Replica, Witness]:
@@ -126,7 +131,7 @@ def test_one_thread_alone_never_waits(streams: StandIn, monkeypatch: pytest.Monk
 
 def test_a_message_is_sent_when_its_copy_is_there_and_in_the_order_of_the_calls(streams: StandIn) -> None:
     """The copy is behind what made the tensor, and the thread that sends waits for the copy."""
-    staging, sent = Staging(torch.device("cpu"), streams), []
+    staging, sent = staging_on(streams), []
     to_host = streams.made[0]
     begun = []
     for number in range(3):
@@ -145,21 +150,21 @@ def test_a_message_is_sent_when_its_copy_is_there_and_in_the_order_of_the_calls(
     assert [wait() for wait in begun] == [0, 1, 2]
     assert sent == [[float(number)] * 4 for number in range(3)]
     assert not streams.compute.is_behind(to_host.work())
-    staging.close()
+    staging._sender.close()
 
 
 def test_who_sends_waits_for_no_copy(streams: StandIn) -> None:
     """The next piece can begin while one is copied."""
-    staging, may_end = Staging(torch.device("cpu"), streams), threading.Event()
+    staging, may_end = staging_on(streams), threading.Event()
     begun = [staging.hand_over(torch.ones(4), lambda host: may_end.wait(30.0)) for _ in range(2)]
     may_end.set()  # reached although neither was sent
     assert all(wait() for wait in begun)
-    staging.close()
+    staging._sender.close()
 
 
 def test_what_was_received_is_on_the_device_before_the_stream_that_asked_uses_it(streams: StandIn) -> None:
     """The copy is on a stream of its own, and its memory is kept for the one that uses it."""
-    staging, own = Staging(torch.device("cpu"), streams), streams.new()
+    staging, own = staging_on(streams), streams.new()
     to_device = streams.made[1]
     with streams.using(own):
         tensor = staging.to_device(torch.ones(4))
@@ -170,7 +175,7 @@ def test_what_was_received_is_on_the_device_before_the_stream_that_asked_uses_it
 
 def test_what_a_learner_sends_to_itself_is_complete_for_the_stream_that_takes_it(streams: StandIn) -> None:
     """A server beside its worker takes a gradient in another thread."""
-    staging, own = Staging(torch.device("cpu"), streams), streams.new()
+    staging, own = staging_on(streams), streams.new()
     made = streams.compute.work()
     take = staging.pass_on(torch.ones(4))
     later = streams.compute.work()
@@ -183,7 +188,7 @@ def test_what_a_learner_sends_to_itself_is_complete_for_the_stream_that_takes_it
 
 def test_on_the_cpu_nothing_is_copied_and_everything_is_done_at_once() -> None:
     """The tensor itself is what is sent, in the calling thread."""
-    staging, tensor = Staging(torch.device("cpu")), torch.ones(4)
+    staging, tensor = staging_on(), torch.ones(4)
     where = []
     wait = staging.hand_over(tensor, lambda host: where.append((host.data_ptr(), threading.current_thread())))
     assert where == [(tensor.data_ptr(), threading.current_thread())]

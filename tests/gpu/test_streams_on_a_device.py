@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from starling.engines.processes.backend import Staging
+from starling.engines.processes.threads import Worker
 from starling.training.replica import Replica
 from starling.training.streams import beside_this_thread
 
@@ -80,7 +81,8 @@ def test_steps_and_changes_on_two_streams_lose_nothing(device: torch.device) -> 
 
 def test_what_is_sent_is_complete_and_what_is_received_is_there(device: torch.device) -> None:
     """Through pinned memory and back, many pieces at once, each made behind a kernel that takes long."""
-    staging, arrived = Staging(device), []
+    sender = Worker("starling-staging")
+    staging, arrived = Staging(device, sender), []
     torch.cuda._sleep(A_WHILE)
     made = [torch.full((SIZE,), float(number), device=device) for number in range(8)]
     begun = [staging.hand_over(each, lambda host: arrived.append(host.clone())) for each in made]
@@ -89,4 +91,4 @@ def test_what_is_sent_is_complete_and_what_is_received_is_there(device: torch.de
     assert all(host.eq(float(number)).all() for number, host in enumerate(arrived))
     back = [staging.to_device(host.pin_memory()) * 2.0 for host in arrived]
     assert all(each.eq(2.0 * number).all() for number, each in enumerate(back))
-    staging.close()
+    sender.close()

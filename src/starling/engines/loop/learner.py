@@ -263,7 +263,7 @@ class LoopLearner(ConnectedLearner):
         self.peers.end()
         if listener is not None:
             listener.join()
-            self._consensus_means.close()
+            self._consensus_thread.close()
         if not self._has_finished:  # it entered with the final consensus
             self.end_threads()
         self.replica.finish()
@@ -273,7 +273,7 @@ class LoopLearner(ConnectedLearner):
         """Leave a membership that has ended and whose connections have been cut."""
         super().leave()
         if (listener := self._listener) is not None:
-            self._consensus_means.abandon()
+            self._consensus_thread.abandon()
             listener.leave(LONGEST_LEAVE_SECONDS)
             if listener.final.done() and listener.final.exception() is None:
                 self._run.final = self._run.final or listener.final.result()
@@ -463,7 +463,9 @@ class LoopLearner(ConnectedLearner):
         """Make groups for consensus."""
         ranks = range(self.world)
         usual = timedelta(seconds=self.peers.timeout_seconds)
-        means = self._consensus_means = OrderedMean(dist.new_group(ranks, backend="gloo", timeout=usual), self.world)
+        self._consensus_thread = Worker("starling-consensus")
+        group = dist.new_group(ranks, backend="gloo", timeout=usual)
+        means = OrderedMean(group, self.world, self._consensus_thread)
         if not self.survives:
             # a learner that has closed waits for the others without a time-out, but fails immediately if one dies
             self._closing_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))

@@ -7,9 +7,9 @@ import os
 import resource
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,15 +54,21 @@ def check_files(learner: int) -> None:
         ) from error
 
 
-def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
-    """Wait for `work` of a process group. Raises `ConnectionFailed`."""
+def wait_for(work: dist.Work | None, timeout: timedelta | None = None) -> None:
+    """Wait for `work` of a process group, if there is any. Raises `ConnectionFailed`."""
+    if work is not None:
+        with communicating():
+            work.wait() if timeout is None else work.wait(timeout)
+
+
+def local_group(ranks: Sequence[int], timeout_seconds: float, backend: str = "gloo") -> ProcessGroup:
+    """A new group of `ranks`, which only these create. Raises `ConnectionFailed`."""
+    # a new group does not inherit the default group's time-out; its default is half an hour
+    timeout = timedelta(seconds=timeout_seconds)
     with communicating():
-        work.wait() if timeout is None else work.wait(timeout)
-
-
-def local_group(ranks: Sequence[int], timeout: timedelta) -> ProcessGroup:
-    """A new gloo group of `ranks`, which only these create."""
-    group: ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        group: ProcessGroup = dist.new_group(
+            list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
+        )
     return group
 
 
@@ -99,19 +105,24 @@ class ReducingModel(PassWithBackend):
     """A model whose gradients DistributedDataParallel averages over a group while backward runs.
 
     DDP communicates within forward and backward; errors of the backend are nevertheless distinguished from those of the
-    model. The constructor communicates and may raise `ConnectionFailed`.
+    model. After forward, each pass is in the context `waiting`. The constructor communicates and may raise
+    `ConnectionFailed`.
     """
 
-    def __init__(self, model: nn.Module, group: ProcessGroup | None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup | None,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._waiting, self._end_of_pass = group, waiting, ExitStack()
         self._world = dist.get_world_size(group)
         with communicating(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the name of `broadcast_buffers` before torch 2.13
-            self.model = DistributedDataParallel(
-                model, process_group=group, broadcast_buffers=False, init_sync=False, **options
-            )
+            self.model = DistributedDataParallel(model, process_group=group, broadcast_buffers=False, init_sync=False)
         self.model.register_comm_hook(None, self._reduce)
+        self.model.register_forward_hook(self._wait_for_others)
 
     @contextmanager
     def reducing(self) -> Generator[None, None, None]:
@@ -119,8 +130,11 @@ class ReducingModel(PassWithBackend):
         model pass through."""
         with communicating():
             self.model.reducer._rebuild_buckets()  # DDP would do this within forward
-        with self.telling_failures():
+        with self.telling_failures(), self._end_of_pass:
             yield
+
+    def _wait_for_others(self, *_: object) -> None:
+        self._end_of_pass.enter_context(self._waiting())
 
     def _reduce(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         with self.communicating():
@@ -141,12 +155,11 @@ class Staging:
     and a third is copied back.
     """
 
-    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, sender: Worker, streams: Streams | None = None) -> None:
+        self._device, self._sender = device, sender
         self._streams = streams or streams_of(device)
         if self._streams is not None:
             self._to_host, self._to_device = self._streams.new(), self._streams.new()
-        self._sender = Worker("starling-staging")
 
     def hand_over(self, tensor: Tensor, do: Callable[[Tensor], T]) -> Callable[[], T]:
         """Call `do` with `tensor` copied to host memory; the returned function waits for its result.
@@ -205,11 +218,3 @@ class Staging:
             return tensor
 
         return take
-
-    def abandon(self) -> None:
-        """Stop sending, without waiting for the copy under way."""
-        self._sender.abandon()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._sender.close()

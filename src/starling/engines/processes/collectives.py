@@ -19,13 +19,11 @@ class OrderedMean:
     """Means over a gloo group, summed in rank order, so that they have the same bits on every engine.
 
     Each learner sums its own chunk: a reduce-scatter by all-to-all, then an all-gather. Each learner sends as many
-    bytes as in a ring all-reduce, 2 (L - 1) / L times the vector. Means run in a thread of their own.
+    bytes as in a ring all-reduce, 2 (L - 1) / L times the vector. Means run in a `thread` of their own.
     """
 
-    def __init__(self, group: ProcessGroup | None, world: int) -> None:
-        self._group = group
-        self._world = world
-        self._thread = Worker("starling-mean")
+    def __init__(self, group: ProcessGroup | None, world: int, thread: Worker) -> None:
+        self._group, self._world, self._thread = group, world, thread
 
     def start(self, vector: Tensor, into: Tensor | None = None) -> "Future[Tensor]":
         """Begin the mean of `vector` `[P]` as it is now; the result `[P]` is in new host memory, and not in `into`."""
@@ -40,14 +38,6 @@ class OrderedMean:
         return self._thread.submit(
             lambda: part.result(self._exchange(torch.cat(part.messages()), part.combine).chunk(self._world))
         )
-
-    def abandon(self) -> None:
-        """Stop without waiting for the mean under way."""
-        self._thread.abandon()
-
-    def close(self) -> None:
-        """Finish the mean under way, and end the thread."""
-        self._thread.close()
 
     def _exchange(self, mine: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """Replace each learner's chunk of `mine` by what it `combine`s from all learners' vectors."""
@@ -83,58 +73,53 @@ class SharedMean:
     def start(self, vector: Tensor, into: Tensor | None = None) -> "ProcessHandle[Tensor]":
         """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one. The result is written to
         `into` `[P]`, if given, otherwise to new memory."""
-        number, parts = self._begin(vector)
-        parts[self._own].copy_(vector)
 
-        def mean() -> Tensor:
-            self._await_all(2 * number)
-            if parts[0].nbytes <= SMALL_BYTES:
-                summed = rank_ordered_mean(parts)
+        def mean(number: int, vectors: list[Tensor]) -> Tensor:
+            if vectors[0].nbytes <= SMALL_BYTES:
+                summed = rank_ordered_mean(vectors)
                 return summed if into is None else into.copy_(summed)
-            chunks = [part.chunk(len(parts)) for part in parts]
-            if self._own < len(chunks[self._own]):
-                chunks[self._own][self._own].copy_(rank_ordered_mean([each[self._own] for each in chunks]))
-            self._meet(2 * number + 1)
-            whole = torch.empty_like(parts[0]) if into is None else into
-            return torch.cat([each[place] for place, each in enumerate(chunks) if place < len(each)], out=whole)
+            chunks = self._combined(number, vectors, rank_ordered_mean)
+            return torch.cat(chunks, out=torch.empty_like(vectors[0]) if into is None else into)
 
-        return self._started(number, mean)
+        return self._start(vector, mean)
 
     def start_encoded(self, part: EncodedMean) -> "ProcessHandle[Tensor]":
         """Begin a mean whose vectors travel encoded, after finishing the previous one.
 
-        A learner's place holds its message for each other learner. The slot of its own message then takes its chunk of
-        the encoded mean.
+        A learner's place holds its message for each other learner, and finally its chunk of the encoded mean.
         """
-        messages = part.messages()
-        number, places = self._begin(torch.cat(messages))
-        slots = [place.chunk(len(messages)) for place in places]
-        for slot, message in zip(slots[self._own], messages, strict=True):
-            slot.copy_(message)
+        return self._start(
+            torch.cat(part.messages()),
+            lambda number, vectors: part.result(self._combined(number, vectors, part.combine)),
+        )
 
-        def mean() -> Tensor:
-            self._await_all(2 * number)
-            slots[self._own][self._own].copy_(part.combine([each[self._own] for each in slots]))
-            self._meet(2 * number + 1)
-            return part.result([each[place] for place, each in enumerate(slots)])
-
-        return self._started(number, mean)
-
-    def _begin(self, like: Tensor) -> tuple[int, list[Tensor]]:
-        """The number of the next mean, and the places of all learners for it, as vectors like `like`."""
+    def _start(self, vector: Tensor, mean: Callable[[int, list[Tensor]], Tensor]) -> "ProcessHandle[Tensor]":
+        """Begin the `mean` of all learners' vectors in their places; its number is the other argument."""
         if self._under_way is not None:
             self._under_way.result()
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        return number, [self._places[each, number % 2][: like.nbytes].view(like.dtype) for each in self._sync_group]
-
-    def _started(self, number: int, mean: Callable[[], Tensor]) -> "ProcessHandle[Tensor]":
-        self._under_way = under_way = ProcessHandle(mean)
+        places = [self._places[each, number % 2] for each in self._sync_group]
+        vectors = [place[: vector.nbytes].view(vector.dtype) for place in places]
+        vectors[self._own].copy_(vector)
         self._tell_all(2 * number)
+
+        def result() -> Tensor:
+            self._await_all(2 * number)
+            return mean(number, vectors)
+
+        self._under_way = under_way = ProcessHandle(result)
         return under_way
 
-    def _meet(self, tag: int) -> None:
-        self._tell_all(tag)
-        self._await_all(tag)
+    def _combined(
+        self, number: int, vectors: list[Tensor], combine: Callable[[Sequence[Tensor]], Tensor]
+    ) -> list[Tensor]:
+        """What each learner makes with `combine` of its chunk of all vectors, in its place."""
+        chunks = [vector.chunk(len(vectors)) for vector in vectors]
+        if self._own < len(chunks[self._own]):
+            chunks[self._own][self._own].copy_(combine([each[self._own] for each in chunks]))
+        self._tell_all(2 * number + 1)
+        self._await_all(2 * number + 1)
+        return [each[place] for place, each in enumerate(chunks) if place < len(each)]
 
     def _tell_all(self, tag: int) -> None:
         """Tell the other learners of the sync group that this one has reached the point `tag`."""
@@ -147,9 +132,3 @@ class SharedMean:
         for peer in self._sync_group:
             if peer != self._links.rank:
                 self._links.hear(peer, 1 + self._lane, tag, self._links.timeout_seconds)
-
-    def abandon(self) -> None:
-        """Nothing to do: there is no thread."""
-
-    def close(self) -> None:
-        """Nothing to do: there is no thread."""

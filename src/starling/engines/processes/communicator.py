@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
 from starling.engines.processes.rounds import Rounds, StoreBoard
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
-from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker
+from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker, Workers
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
@@ -51,26 +52,15 @@ MEAN_OF_GRADIENT = "the mean of a gradient"
 _PATIENCE = "; increase timeout_seconds if the learners are only slow"
 
 
-class _Lane:
+class _Lane(NamedTuple):
     """What one of a learner's two threads averages and waits with: the collectives of two threads in one group would
     have no common order."""
 
-    def __init__(self, means: OrderedMean | SharedMean, device_group: ProcessGroup | None, waiter: str) -> None:
-        self.means = means
-        self.device_group = device_group
-        """The group on NCCL, if means use it."""
-        self.waiter = Worker(waiter)
-        self.firsts = FirstOf()
-
-    def abandon(self) -> None:
-        """Stop without waiting for what is under way."""
-        for each in (self.means, self.waiter, self.firsts):
-            each.abandon()
-
-    def close(self) -> None:
-        """End the threads. None of them may still be waiting."""
-        for each in (self.means, self.waiter, self.firsts):
-            each.close()
+    means: OrderedMean | SharedMean
+    device_group: ProcessGroup | None
+    """The group on NCCL, if means use it."""
+    waiter: Worker
+    firsts: FirstOf
 
 
 class ConnectedLearner(ReplicaLearner):
@@ -112,23 +102,24 @@ class ConnectedLearner(ReplicaLearner):
         self._device, self._by_nccl = replica.weights.device, by_nccl
         self.statistics, self._waits = statistics, peers.waits
         self._has_other_threads = has_other_threads
-        self._staging = Staging(self._device)
+        self.workers = Workers()
+        self._staging = Staging(self._device, self.workers["starling-staging"])
         self._background: threading.Thread | None = None
         """The thread of the learner's second coroutine."""
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
-        self._links = self._make_links(peers) if self._device.type == "cpu" else None
-        is_linked = self._links is not None and self._links.join(range(self.world))
-        self.rounds = Rounds(
-            LinkBoard(self._links) if self._links and is_linked else StoreBoard(place.store, self.rank, self.world)
-        )
+        with self.naming_the_lost("linking the learners of this machine"):
+            in_row = peers if place.num_rows == 1 else peers.but(place=place, waits=Waits())  # those name whole ranks
+            links = self._links = MemoryLinks(in_row, replica.weights.nbytes if self._device.type == "cpu" else 0)
+        is_linked = links.join(range(self.world))
+        self.rounds = Rounds(LinkBoard(links) if is_linked else StoreBoard(place.store, self.rank, self.world))
         self.reduces_in_backward = place.num_rows == 1 and not self._shares_memory()
         """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
         takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard."""
-        self._lanes = self._make_lane(0, "starling-waiter"), self._make_lane(1, "starling-waiter-behind")
+        self._lanes = self._make_lane(0, ""), self._make_lane(1, "-behind")
         is_whole = len(self.sync_group) == self.world and place.num_rows == 1
         self._reducing_group = self._lanes[0].device_group
         if not by_nccl and self.reduces_in_backward and not is_whole:
-            self._reducing_group = self._new_group_of_sync_group("gloo")
+            self._reducing_group = self._new_group("gloo")
 
     @property
     def is_behind(self) -> bool:
@@ -151,10 +142,7 @@ class ConnectedLearner(ReplicaLearner):
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         check_group(self.rank, group, self.sync_group, self.world)
         if isinstance(of, GradientHandle) and not of.is_finished:
-            if of.may_reduce:
-                return of.reduced()
-            gradient = of.give_away()
-            return ProcessHandle(lambda: self._mean(own := gradient.result(), into=own).result())
+            return of.averaged(lambda gradient: self._mean(gradient, into=gradient).result())
         if isinstance(of, ProcessHandle) and of.is_finished:
             of = of.result()
         if isinstance(of, Handle):
@@ -208,7 +196,7 @@ class ConnectedLearner(ReplicaLearner):
             return ProcessHandle(lambda: None)
         self.statistics.averaging.bytes_sent += tensor.nbytes
         what = f"sending to learner {self._place.process(peer)}"
-        if self._links is not None and peer in self._links.peers:
+        if peer in self._links.peers:
             with self.naming_the_lost(what, peer):
                 if self._links.send(peer, tensor, tag):
                     return ProcessHandle(lambda: None)
@@ -220,11 +208,7 @@ class ConnectedLearner(ReplicaLearner):
         with self.naming_the_lost(what, peer):
             begun = self._staging.hand_over(tensor, begin)
 
-        def wait() -> None:
-            if (work := begun()) is not None:
-                wait_for(work)
-
-        return ProcessHandle(lambda: self.wait_for(what, wait, peer))
+        return ProcessHandle(lambda: self.wait_for(what, lambda: wait_for(begun()), peer))
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         check_peer(self.rank, peer, self.world)
@@ -235,17 +219,22 @@ class ConnectedLearner(ReplicaLearner):
                 lambda: own()().to(like.device),
             )
         what = f"receiving from learner {self._place.process(peer)}"
-        links = self._links if self._links is not None and peer in self._links.peers else None
-        begun = None if links is not None else self._begin_receiving(peer, like, tag, what)
+        is_linked = peer in self._links.peers
+
+        def begin() -> tuple[Tensor, dist.Work | None]:
+            theirs = self._staging.empty_like(like)
+            with self.naming_the_lost(what, peer), communicating():
+                return theirs, dist.irecv(theirs, self._place.process(peer), tag=tag)
+
+        begun = None if is_linked else begin()
 
         def take(is_patient: bool) -> Tensor:
-            if links is not None:
-                received = links.receive(peer, tag, None if is_patient else self.peers.timeout_seconds)
-                if isinstance(received, Tensor):
+            if is_linked:
+                received = self._links.receive(peer, tag, None if is_patient else self.peers.timeout_seconds)
+                if received is not None:
                     return received.view(like.dtype).view(like.shape)
-            theirs, work = begun or self._begin_receiving(peer, like, tag, what)
-            if work is not None:
-                wait_for(work, FOREVER if is_patient else None)
+            theirs, work = begun or begin()
+            wait_for(work, FOREVER if is_patient else None)
             return theirs
 
         def on_device(theirs: Tensor) -> Tensor:  # in the thread that uses it
@@ -255,15 +244,9 @@ class ConnectedLearner(ReplicaLearner):
             with self.naming_the_lost(what, peer):
                 return on_device(take(True))
 
-        in_this_thread = links is not None
         return ProcessHandle(
-            lambda: on_device(self.wait_for(what, lambda: take(False), peer, in_this_thread)), patient_result
+            lambda: on_device(self.wait_for(what, lambda: take(False), peer, in_this_thread=is_linked)), patient_result
         )
-
-    def _begin_receiving(self, peer: int, like: Tensor, tag: int, what: str) -> tuple[Tensor, dist.Work | None]:
-        theirs = self._staging.empty_like(like)
-        with self.naming_the_lost(what, peer), communicating():
-            return theirs, dist.irecv(theirs, self._place.process(peer), tag=tag)
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
         receiving = self.receive(peer, tensor, tag)  # first, so that data flows in both directions at once
@@ -279,7 +262,7 @@ class ConnectedLearner(ReplicaLearner):
         work = {key: handle for key, handle in handles.items() if isinstance(handle, ProcessHandle)}
 
         def result() -> int:
-            with self._waits.waiting("receiving the first of several messages"), self._counting_wait():
+            with self._waiting("receiving the first of several messages"):
                 return self._lane.firsts.of(work, self._notice_losses)
 
         return ProcessHandle(result)
@@ -302,7 +285,8 @@ class ConnectedLearner(ReplicaLearner):
         def weights_in(memory: Tensor) -> Tensor:
             return memory[8 * num_counts :].view(own.dtype)
 
-        memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
+        with self.naming_the_lost("sharing a model's memory"):
+            memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
         return weights_in(memory), memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
@@ -313,7 +297,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         memory = None  # peers on this machine can read the copy of a piece without another copy
-        if piece is not None and self._links is not None and self._links.peers:
+        if piece is not None and self._links.peers:
             memory = self._links.snapshot_memory(self.weights[: piece.stop - piece.start])
         return self.replica.snapshot(piece, memory)
 
@@ -352,8 +336,7 @@ class ConnectedLearner(ReplicaLearner):
     def fail(self, error: BaseException) -> None:
         """End all waits of this learner with `error`. May be called by any thread."""
         self.release.fail(error)
-        if self._links is not None:
-            self._links.release()
+        self._links.release()
 
     def ending(self, cut: Callable[[], None]) -> AbstractContextManager[None]:
         """A context in which the announcement of a later membership ends this learner's waits, and calls `cut`."""
@@ -379,19 +362,16 @@ class ConnectedLearner(ReplicaLearner):
         def result() -> None:
             kept_up = self.rounds.kept_up(most)
             if kept_up is not None:
-                with self._waits.waiting(OWN_ROUND), self._counting_wait():
+                with self._waiting(OWN_ROUND):
                     self.release.wait(kept_up)
 
         return ProcessHandle(result)
 
     def reducing(self, model: nn.Module) -> ReducingModel:
         """`model`, whose gradients are averaged over the sync group while backward runs."""
+        waiting = partial(self._waits.waiting, MEAN_OF_GRADIENT, self._group_processes, is_group=True)
         with self.naming_the_lost(MEAN_OF_GRADIENT):
-            reducing = ReducingModel(model, self._reducing_group)
-        reducing.model.register_forward_hook(
-            lambda *_: self._waits.begin(MEAN_OF_GRADIENT, self._group_processes, is_group=True)
-        )
-        return reducing
+            return ReducingModel(model, self._reducing_group, waiting)
 
     def count_mean(self, num_bytes: int) -> None:
         """Count the bytes that a mean over the sync group sends."""
@@ -418,37 +398,25 @@ class ConnectedLearner(ReplicaLearner):
             with self._waits.waiting(OWN_ROUNDS):
                 self._background.join()
 
-    def close_foreground_mean(self) -> None:
-        """End the thread that averages for the foreground."""
-        self._lanes[0].means.close()
-
     def end_threads(self) -> None:
         """End the threads. None of them may still be waiting."""
-        for each in (*self._lanes, self._staging):
-            each.close()
-        if self._links is not None:
-            self._links.close()
+        self.workers.close()
+        self._links.close()
 
     def leave(self) -> None:
         """Stop communicating without completing pending work; the caller has cut the connections."""
         self.rounds.leave()
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
-        for each in (*self._lanes, self._staging):
-            each.abandon()
-        if self._links is not None:
-            self._links.close()
+        self.workers.abandon()
+        self._links.close()
 
     def wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
         """Wait for the sync group or one peer, and name the lost learners if that fails."""
         is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
         whom = self._group_processes if is_mean else () if peer is None else [self._place.process(peer)]
         may_be_released = self._has_other_threads or (self._background is not None and not self.is_behind)
-        with (
-            self.naming_the_lost(what, peer),
-            self._waits.waiting(what, whom, is_group=is_mean),
-            self._counting_wait(),
-        ):
+        with self.naming_the_lost(what, peer), self._waiting(what, whom, is_mean):
             if may_be_released and not in_this_thread:
                 return self.release.wait(self._lane.waiter.submit(wait))
             return wait()
@@ -476,46 +444,35 @@ class ConnectedLearner(ReplicaLearner):
             ) from error
 
     @contextmanager
-    def _counting_wait(self) -> Generator[None, None, None]:
+    def _waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> Generator[None, None, None]:
         """A context in which this thread waits for others; counts the seconds unless it is the background."""
         begin = time.monotonic()
-        yield
+        with self._waits.waiting(what, whom, is_group):
+            yield
         if not self.is_behind:
             self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
-    def _make_links(self, peers: Peers) -> MemoryLinks:
-        with self.naming_the_lost("linking the learners of this machine"):
-            waits = self._waits if self._place.num_rows == 1 else Waits()  # they would name ranks of the row
-            return MemoryLinks(peers.but(place=self._place, waits=waits), self.replica.weights.nbytes)
-
     def _shares_memory(self) -> bool:
         """Whether each sync group is on one machine. The result is the same on all learners."""
-        groups, links = self._sync_groups, self._links
+        groups = self._sync_groups
         ranges = [range(first, first + groups.size) for first in range(0, groups.num_workers, groups.size)]
-        return links is not None and groups.size > 1 and all(links.join(each) for each in ranges)
+        return groups.size > 1 and all(self._links.join(each) for each in ranges)
 
-    def _make_lane(self, number: int, waiter: str) -> _Lane:
+    def _make_lane(self, number: int, suffix: str) -> _Lane:
         means: OrderedMean | SharedMean
-        if self._links is None or not self._shares_memory():
-            means = OrderedMean(self._new_group_of_sync_group("gloo"), len(self.sync_group))
-        elif self.rank < self._sync_groups.num_workers:
+        if self._shares_memory() and self.rank < self._sync_groups.num_workers:
             means = SharedMean(self._links, self.sync_group, number)
         else:
-            means = OrderedMean(None, 1)
-        return _Lane(means, self._new_group_of_sync_group(membership_group.BACKEND) if self._by_nccl else None, waiter)
+            means = OrderedMean(self._new_group("gloo"), len(self.sync_group), self.workers[f"starling-mean{suffix}"])
+        device_group = self._new_group(membership_group.BACKEND) if self._by_nccl else None
+        if device_group is not None:
+            with communicating():
+                membership_group.connect(device_group, self._device)
+        waiter, firsts = self.workers[f"starling-waiter{suffix}"], FirstOf(self.workers, f"starling-first{suffix}")
+        return _Lane(means, device_group, waiter, firsts)
 
-    def _new_group_of_sync_group(self, backend: str) -> ProcessGroup | None:
-        """A new process group of this learner's sync group. All processes create those of all sync groups, in order."""
-        # a new group does not inherit the default group's time-out; its default is half an hour
-        timeout, size, mine = timedelta(seconds=self.peers.timeout_seconds), self._sync_groups.size, None
-        if self._place.num_rows > 1 and size > 1:  # other rows may need no group, if they share memory
-            with communicating():
-                return local_group(self._group_processes, timeout)
-        for first in range(0, self._sync_groups.num_workers if size > 1 else 0, size):
-            with communicating():
-                group = dist.new_group(range(first, first + size), backend=backend, timeout=timeout)
-            mine = group if first == self.sync_group.start else mine
-        if mine is not None and backend == membership_group.BACKEND:
-            with communicating():
-                membership_group.connect(mine, self._device)
-        return mine
+    def _new_group(self, backend: str) -> ProcessGroup | None:
+        """A new process group of this learner's sync group; None if it is alone in it."""
+        if len(self.sync_group) == 1:
+            return None
+        return local_group(self._group_processes, self.peers.timeout_seconds, backend)

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from starling.checkpoint.cut import Cut, ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.consensus import rank_ordered_mean
-from starling.engines.processes.backend import PassWithBackend, communicating, local_group
+from starling.engines.processes.backend import PassWithBackend, local_group
 from starling.engines.processes.handshake import Peers
 from starling.errors import CheckpointError, ConfigError
 from starling.strategies.islands import Island
@@ -54,8 +54,7 @@ class IslandGroup(PassWithBackend):
         self.seconds = 0.0
         """The time spent in communication so far."""
         self._waits = peers.waits
-        with communicating():
-            self.group: ProcessGroup = local_group(list(self.ranks), self.timeout)
+        self.group: ProcessGroup = local_group(self.ranks, peers.timeout_seconds)
 
     @property
     def size(self) -> int:

@@ -114,7 +114,6 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             return self.course.finish(self.course.tickets.handed_out(num_drawn), undone)
         finally:
             self.batches.close()
-            self.close_foreground_mean()
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:
@@ -211,12 +210,8 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
                 self._reducing[is_elsewhere] = self.reducing(flat.model)
             reducing = self._reducing[is_elsewhere]
             with self.naming_the_lost(MEAN_OF_GRADIENT), reducing.reducing():
-                try:
-                    before_last = reducing.model.no_sync
-                    loss = course.compute_gradient(reducing.model, flat, before_last, must_reach_all=True)
-                    self.await_device()
-                finally:
-                    self.peers.waits.end()  # begun by the forward hook of `reducing`
+                loss = course.compute_gradient(reducing.model, flat, reducing.model.no_sync, must_reach_all=True)
+                self.await_device()
         if flat is not self._flat:
             flat.use_weights(self.replica.weights)  # release the snapshot
         if self._has_delays:

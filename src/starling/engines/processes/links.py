@@ -9,7 +9,6 @@ them. When a learner dies, its sockets close, which ends the waits of the others
 """
 
 import ctypes
-import json
 import mmap
 import os
 import secrets
@@ -21,18 +20,17 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import DistError
 
 from starling.engines.processes.backend import ConnectionFailed, check_files
 from starling.engines.processes.handshake import Peers
-from starling.errors import ConfigError, PeerLost
+from starling.errors import ConfigError
 
 NUM_SLOTS = 16
 """Messages that a learner may have under way at once; the backend sends further ones."""
@@ -43,13 +41,11 @@ LANES = 2
 MESSAGE = 0
 """The kind of notes about messages; notes about means of lane n have kind n + 1."""
 LOOK_AROUND_SECONDS = 0.5
-_RELEASED = "this learner has stopped waiting"
 _NOTE = struct.Struct("<iiqq")
 _HELLO = struct.Struct("<iq")
 _PAGE = mmap.PAGESIZE
-_OPENED, _ENDED, _FINISHED, _NUM_WORDS = range(4)
-"""Indices of a learner's words about rounds: the number of rounds it has opened, whether the rounds have ended, and
-whether it has finished opening rounds."""
+_OPENED, _FINISHED, _NUM_WORDS = range(3)
+"""Indices of a learner's words about rounds: the number of rounds it has opened, and whether it will open no more."""
 
 
 class Note(NamedTuple):
@@ -74,8 +70,8 @@ class _Line:
 
 
 class _Arena:
-    """A learner's shared memory: its words, flags of which peers still read which slot, the slots, and two places for
-    each lane of means."""
+    """A learner's shared memory: its words, flags of which learners still refer to which slot, the slots, and two
+    places for each lane of means."""
 
     def __init__(self, file: int, world: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -86,15 +82,22 @@ class _Arena:
             os.ftruncate(file, size)
         self._memory = mmap.mmap(file, size)
         self._first = flags
+        self._slots_at = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() + flags
         self.words = np.frombuffer(self._memory, dtype=np.int64, count=_NUM_WORDS)
         flat = np.frombuffer(self._memory, dtype=np.int32, count=NUM_SLOTS * world, offset=_PAGE)
         self.is_reading = flat.reshape(NUM_SLOTS, world)
 
-    def slot(self, number: int, num_bytes: int, on_release: Callable[[], None]) -> Tensor:
-        """The bytes of a slot `[num_bytes]`; `on_release` is called once they are no longer referenced."""
+    def slot(self, number: int, num_bytes: int, reader: int) -> Tensor:
+        """The bytes of a slot `[num_bytes]`, which learner `reader` reads until they are no longer referenced."""
         owner = (ctypes.c_char * num_bytes).from_buffer(self._memory, self._first + number * self._slot_bytes)
-        weakref.finalize(owner, on_release).atexit = False
+        # without a lock: garbage collection may call this in any thread
+        weakref.finalize(owner, self.is_reading.__setitem__, (number, reader), 0).atexit = False
         return torch.frombuffer(owner, dtype=torch.uint8)
+
+    def slot_of(self, tensor: Tensor) -> int | None:
+        """The slot at whose beginning a tensor is."""
+        number, offset = divmod(tensor.data_ptr() - self._slots_at, self._slot_bytes)
+        return number if offset == 0 and 0 <= number < NUM_SLOTS else None
 
     def place(self, lane: int, number: int) -> Tensor:
         """The bytes of one of the two places of a lane of means."""
@@ -105,52 +108,40 @@ class _Arena:
 class MemoryLinks:
     """A learner's links to its `peers`: all other learners on this machine that run as the same user.
 
-    `num_bytes` is the maximum size of a message or a mean. All learners create their links together, through the store.
-    Raises `DistStoreError` or `ConnectionFailed` if a learner does not.
+    `num_bytes` is the maximum size of a message or a mean; 0: no learners are linked. All learners create their links
+    together, through the store, where `word` tells several links of one learner apart. Raises `DistStoreError` or
+    `ConnectionFailed` if a learner does not.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        num_bytes: int,
-    ) -> None:
+    def __init__(self, peers: Peers, num_bytes: int, word: str = "links") -> None:
         rank, world = peers.rank, peers.world
         self.rank, self.timeout_seconds = rank, peers.timeout_seconds
         self._lines: dict[int, _Line] = {}
         self._lock = threading.Lock()
-        self._is_held = [False] * NUM_SLOTS
-        self._of_snapshot: dict[int, int] = {}
         self._own_files: tuple[int, ...] = ()
         self.machines: list[str | None] = [None] * world
         """The machine of each learner; None if it cannot be linked."""
         self.peers: frozenset[int] = frozenset()
-        if world == 1:
+        if world == 1 or num_bytes == 0:
             return
-        machine = _machine()
-
-        def meet(token: str) -> list[tuple[str | None, str]]:
-            found = peers.gather_all("links", [machine, token], "linking with the others")
-            self.machines = [where for where, _ in found]
-            return found
-
-        if machine is None:
-            meet("")
-            return
-        self._released = os.eventfd(0, os.EFD_CLOEXEC)
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._own_files = self._released, self._bell
-        file = os.memfd_create("starling", os.MFD_CLOEXEC)
-        token = f"starling-{secrets.token_hex(16)}"
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        machine, token = _machine(), f"starling-{secrets.token_hex(16)}"
+        with ExitStack() as stack:
+            if machine is not None:
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 listener.bind(f"\0{token}")
                 listener.listen(world)
-                self._arena = _Arena(file, world, num_bytes)
-                found = enumerate(meet(token))
-                names = {each: name for each, (where, name) in found if each != rank and where == machine}
-                self._connect(listener, names, [file, self._bell], peers, num_bytes)
-        finally:
-            os.close(file)
+            found = peers.gather_all(word, [machine, token], "linking with the others")
+            self.machines = [where for where, _ in found]
+            if machine is None:
+                return
+            self._released = os.eventfd(0, os.EFD_CLOEXEC)
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._own_files = self._released, self._bell
+            file = os.memfd_create("starling", os.MFD_CLOEXEC)
+            stack.callback(os.close, file)
+            self._arena = _Arena(file, world, num_bytes)
+            names = {each: name for each, (where, name) in enumerate(found) if each != rank and where == machine}
+            self._connect(listener, names, [file, self._bell], peers, num_bytes)
         self.peers = frozenset(self._lines)
 
     def join(self, group: Sequence[int]) -> bool:
@@ -165,8 +156,7 @@ class MemoryLinks:
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> bool:
         """Send a tensor in host memory. False if no slot is free: then the backend must send it."""
-        with self._lock:
-            slot = self._of_snapshot.get(tensor.data_ptr())
+        slot = self._arena.slot_of(tensor)
         if slot is None or not tensor.is_contiguous():
             if (found := self._allocate(tensor.nbytes)) is None:
                 self.tell(peer, Note(MESSAGE, BACKEND, tag, tensor.nbytes))
@@ -177,18 +167,11 @@ class MemoryLinks:
         self.tell(peer, Note(MESSAGE, slot, tag, tensor.nbytes))
         return True
 
-    def receive(self, peer: int, tag: int, timeout_seconds: float | None) -> Tensor | int:
-        """The message of `peer` under `tag`, as bytes that must not be changed, or their number if the backend sends
-        them. Raises `ConnectionFailed` if the peer is lost or does not send in time."""
+    def receive(self, peer: int, tag: int, timeout_seconds: float | None) -> Tensor | None:
+        """The message of `peer` under `tag`, as bytes that must not be changed; None: the backend sends it. Raises
+        `ConnectionFailed` if the peer is lost or does not send in time."""
         note = self.hear(peer, MESSAGE, tag, timeout_seconds)
-        if note.slot == BACKEND:
-            return note.num_bytes
-        arena, rank, slot = self._lines[peer].arena, self.rank, note.slot
-
-        def release() -> None:
-            arena.is_reading[slot, rank] = 0
-
-        return arena.slot(slot, note.num_bytes, release)
+        return None if note.slot == BACKEND else self._lines[peer].arena.slot(note.slot, note.num_bytes, self.rank)
 
     def place(self, rank: int, lane: int, number: int) -> Tensor:
         """The bytes of place `number` (0 or 1) of a lane in learner `rank`'s arena; means alternate between the two."""
@@ -197,7 +180,7 @@ class MemoryLinks:
     def tell(self, peer: int, note: Note) -> None:
         """Send a note. Raises `ConnectionFailed` if the peer is lost."""
         try:
-            self._lines[peer].connection.send(_NOTE.pack(note.kind, note.slot, note.tag, note.num_bytes))
+            self._lines[peer].connection.send(_NOTE.pack(*note))
         except OSError as error:
             raise ConnectionFailed(f"the link to learner {peer} is closed ({error.strerror})") from error
 
@@ -242,11 +225,7 @@ class MemoryLinks:
 
     def await_ring(self) -> None:
         """Wait until `ring` has been called since the last call. Raises `ConnectionFailed` after `release`."""
-        poll = select.poll()
-        poll.register(self._bell, select.POLLIN)
-        poll.register(self._released, select.POLLIN)
-        if self._released in dict(poll.poll()):
-            raise ConnectionFailed(_RELEASED)
+        self._await(self._bell)
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
 
@@ -268,16 +247,11 @@ class MemoryLinks:
             os.close(file)
 
     def _connect(
-        self,
-        listener: socket.socket,
-        names: dict[int, str],
-        files: Sequence[int],
-        peers: Peers,
-        num_bytes: int,
+        self, listener: socket.socket, names: dict[int, str], files: Sequence[int], peers: Peers, num_bytes: int
     ) -> None:
         """Connect to the learners of lower rank, accept connections from the others, and exchange arenas."""
-        hello, end = _HELLO.pack(self.rank, num_bytes), time.monotonic() + peers.timeout_seconds
-        lower: dict[int, socket.socket] = {}
+        end = time.monotonic() + peers.timeout_seconds
+        connections: list[socket.socket] = []
 
         def wait(connection: socket.socket) -> None:
             while not select.select([connection], [], [], LOOK_AROUND_SECONDS)[0]:
@@ -286,19 +260,19 @@ class MemoryLinks:
                     raise ConnectionFailed("Timed out while the learners of this machine were linked")
 
         try:
-            for peer in sorted(each for each in names if each < self.rank):
-                lower[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                lower[peer].connect(f"\0{names[peer]}")
-                socket.send_fds(lower[peer], [hello], files)
-            for _ in range(sum(each > self.rank for each in names)):
+            for peer, name in names.items():
+                if peer < self.rank:
+                    connections.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    connections[-1].connect(f"\0{name}")
+            while len(connections) < len(names):
                 wait(listener)
-                connection, _ = listener.accept()
-                if _user_of(connection) != os.getuid():
+                connections.append(listener.accept()[0])
+                credentials = connections[-1].getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+                if struct.unpack("3i", credentials)[1] != os.getuid():
                     raise ConnectionFailed("a process of another user connected to a link")
-                wait(connection)
-                self._greet(connection, peers.world)
-                socket.send_fds(connection, [hello], files)
-            for connection in lower.values():
+            for connection in connections:
+                socket.send_fds(connection, [_HELLO.pack(self.rank, num_bytes)], files)
+            for connection in connections:
                 wait(connection)
                 self._greet(connection, peers.world)
         except OSError as error:
@@ -317,36 +291,19 @@ class MemoryLinks:
             os.close(files[0])
 
     def _allocate(self, num_bytes: int) -> tuple[int, Tensor] | None:
-        """A free slot and its memory, held until the memory is no longer referenced."""
-        if num_bytes > self._arena.num_bytes or num_bytes == 0:
+        """A free slot and its memory, which this learner holds until it is no longer referenced."""
+        if not 0 < num_bytes <= self._arena.num_bytes:
             return None
         with self._lock:
             is_reading = self._arena.is_reading
-            free = (each for each in range(NUM_SLOTS) if not self._is_held[each] and not is_reading[each].any())
-            slot = next(free, None)
+            slot = next((each for each in range(NUM_SLOTS) if not is_reading[each].any()), None)
             if slot is None:
                 return None
-            self._is_held[slot] = True
-        memory = self._arena.slot(slot, num_bytes, lambda: self._let_go(slot, address))
-        address = memory.data_ptr()
-        with self._lock:
-            self._of_snapshot[address] = slot
-        return slot, memory
-
-    def _let_go(self, slot: int, address: int) -> None:
-        # without the lock: garbage collection may call this in a thread that holds it; these operations are atomic
-        self._of_snapshot.pop(address, None)
-        self._is_held[slot] = False
+            is_reading[slot, self.rank] = 1
+        return slot, self._arena.slot(slot, num_bytes, self.rank)
 
     def _read(self, peer: int, line: _Line, end: float | None) -> Note:
-        poll = select.poll()
-        poll.register(line.connection, select.POLLIN)
-        poll.register(self._released, select.POLLIN)
-        left = None if end is None else max(0.0, 1e3 * (end - time.monotonic()))
-        ready = dict(poll.poll(left))
-        if self._released in ready:
-            raise ConnectionFailed(_RELEASED)
-        if not ready:
+        if not self._await(line.connection, end):
             raise ConnectionFailed(f"Timed out waiting for learner {peer}")
         try:
             said = line.connection.recv(_NOTE.size)
@@ -355,6 +312,17 @@ class MemoryLinks:
         if len(said) != _NOTE.size:
             raise ConnectionFailed(f"learner {peer} closed its link")
         return Note(*_NOTE.unpack(said))
+
+    def _await(self, file: socket.socket | int, end: float | None = None) -> bool:
+        """Wait until there is something to read; False after the time-out. Raises `ConnectionFailed` after
+        `release`."""
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        poll.register(self._released, select.POLLIN)
+        ready = dict(poll.poll(None if end is None else max(0.0, 1e3 * (end - time.monotonic()))))
+        if self._released in ready:
+            raise ConnectionFailed("this learner has stopped waiting")
+        return bool(ready)
 
 
 class LinkBoard:
@@ -373,22 +341,16 @@ class LinkBoard:
 
     def await_open(self, number: int) -> bool:
         while not self._has_left:
+            is_over = all(words[_FINISHED] for words in self._words)  # first: who has finished has opened its rounds
             if any(words[_OPENED] > number for words in self._words):
                 return True
-            if any(words[_ENDED] for words in self._words):
+            if is_over:
                 return False
             self._links.await_ring()
         return False
 
-    def finish(self) -> bool:
+    def finish(self, first_unopened: int) -> None:
         self._words[0][_FINISHED] = 1
-        self._links.ring()  # the system call orders the write before the reads, so that the last learner sees all
-        return all(
-            words[_FINISHED] for words in self._words
-        )  # several learners may find that they are the last; their `end` has the same effect
-
-    def end(self, from_number: int) -> None:
-        self._words[0][_ENDED] = 1
         self._links.ring()
 
     def leave(self, number: int) -> None:
@@ -396,75 +358,38 @@ class LinkBoard:
         self._links.ring()
 
 
-_TOKEN_BYTES = 64
-_MEMORY = "shared memory"
-
-
 def share_memory(peers: Peers, num_bytes: int, fill: Callable[[Tensor], object]) -> Tensor:
     """A uint8 tensor `[num_bytes]`, in the same memory in all learners.
 
-    Learner 0 creates the memory, initially 0, and calls `fill` with it. Then the others open it through /proc; it
-    exists as long as any learner holds it. Unlike `MemoryLinks`, this also serves learners whose models are on a GPU.
+    Learner 0 creates the memory, initially 0, and calls `fill` with it, before the others see it. It exists as long as
+    any learner holds it. The learners' models may be on a GPU.
 
     Raises:
         ConfigError: The learners are not on one machine.
-        PeerLost: A learner does not open the memory within the time-out.
+        DistStoreError, ConnectionFailed: A learner does not open the memory.
     """
-    if not hasattr(os, "memfd_create"):
+    rank, links = peers.rank, MemoryLinks(peers, num_bytes, "shared memory")
+    if peers.world == 1:
+        fill(memory := torch.zeros(num_bytes, dtype=torch.uint8))
+        return memory
+    if links.machines[rank] is None:
         raise ConfigError("strategy: hogwild needs Linux: it shares memory between processes by memfd_create")
-    if peers.rank > 0:
-        memory = _open_memory(peers, num_bytes)
-        _await_opened(peers)
-    else:
-        file = os.memfd_create("starling", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(file, _TOKEN_BYTES + num_bytes)
-            memory = mmap.mmap(file, _TOKEN_BYTES + num_bytes)
-            token = secrets.token_hex(_TOKEN_BYTES // 2)
-            memory[:_TOKEN_BYTES] = token.encode()
-            fill(torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES))
-            peers.store.set(_MEMORY, json.dumps([os.getpid(), file, token]))
-            _await_opened(peers)  # by the number of this file
-        finally:
-            os.close(file)
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=_TOKEN_BYTES)
-
-
-def _await_opened(peers: Peers) -> None:
-    """Wait until all learners have opened the memory."""
-    keys = [f"{_MEMORY}/{other}" for other in range(peers.world)]
-    peers.store.set(keys[peers.rank], "")
     try:
-        peers.await_keys(keys, "opening the shared memory", range(peers.world))
-    except DistError as error:
-        absent = [str(other) for other, key in enumerate(keys) if not peers.store.check([key])]
-        raise PeerLost(
-            f"learner {peers.rank} waited {peers.timeout_seconds:g} s for learner {' and '.join(absent)} to open the "
-            "shared memory"
-        ) from error
-
-
-def _open_memory(peers: Peers, num_bytes: int) -> mmap.mmap:
-    try:
-        peers.await_keys([_MEMORY], "opening the shared memory", [0])
-    except DistError as error:
-        raise PeerLost(
-            f"learner {peers.rank} waited {peers.timeout_seconds:g} s for learner 0 to share its memory"
-        ) from error
-    pid, file, token = json.loads(peers.store.get(_MEMORY))
-    why = "here its process number belongs to another process"
-    try:
-        with Path(f"/proc/{pid}/fd/{file}").open("r+b") as opened:
-            memory = mmap.mmap(opened.fileno(), _TOKEN_BYTES + num_bytes)
-        if memory[:_TOKEN_BYTES] == token.encode():
-            return memory
-    except (OSError, ValueError) as error:
-        peers.look_around()
-        why = str(error)
-    raise ConfigError(
-        f"strategy: hogwild: learner {peers.rank} cannot share the memory of learner 0 ({why}); all learners must run "
-        "on one machine, as one user: use parameter-server or adpsgd between machines"
-    )
+        if elsewhere := [other for other, where in enumerate(links.machines) if where != links.machines[rank]]:
+            raise ConfigError(
+                f"strategy: hogwild: learner {rank} cannot share memory with learner {elsewhere[0]}; all learners must "
+                "run on one machine, as one user: use parameter-server or adpsgd between machines"
+            )
+        memory, filled = links.place(0, 0, 0)[:num_bytes], Note(MESSAGE, 0, 0, num_bytes)
+        if rank == 0:
+            fill(memory)
+            for peer in links.peers:
+                links.tell(peer, filled)
+        else:
+            links.hear(0, filled.kind, filled.tag, peers.timeout_seconds)
+        return memory
+    finally:
+        links.close()
 
 
 def _machine() -> str | None:
@@ -477,9 +402,3 @@ def _machine() -> str | None:
     except OSError:
         return None
     return f"{boot} {network} {os.getuid()}"
-
-
-def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    user: Any = struct.unpack("3i", credentials)[1]
-    return int(user)

@@ -54,15 +54,14 @@ class StoreBoard:
             self._own.delete_key(_key(number - DRIFT))
         return has_opened
 
-    def finish(self) -> bool:
-        """This learner opens no more rounds. Returns whether it is the last learner to finish."""
-        return bool(self._store.add("rounds/finished", 1) == self._world)
-
-    def end(self, from_number: int) -> None:
-        """End the rounds: the first unopened round from `from_number` on will never open."""
-        while self._store.check([_key(from_number)]):
-            from_number += 1
-        self._store.add(_key(from_number), ENDED)
+    def finish(self, first_unopened: int) -> None:
+        """This learner opens no more rounds. The last one ends the rounds: the first unopened round from
+        `first_unopened` on will never open."""
+        if self._store.add("rounds/finished", 1) < self._world:
+            return
+        while self._store.check([_key(first_unopened)]):
+            first_unopened += 1
+        self._store.add(_key(first_unopened), ENDED)
 
     def leave(self, number: int) -> None:
         """End this learner's wait for a round, regardless of the others."""
@@ -211,8 +210,7 @@ class Rounds:
             self._is_finished = True
             self._waiting = None
             first_unopened = max(0, self._next - 1)
-        if self._board.finish():
-            self._board.end(first_unopened)
+        self._board.finish(first_unopened)
 
 
 def _key(number: int) -> str:

@@ -7,10 +7,10 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from statistics import median
-from typing import Any
+from typing import Self
 
 Seconds = float
 BACKGROUND = "starling-background"
@@ -19,25 +19,41 @@ OWN_ROUNDS = "its last averaging rounds"
 """The wait of a learner, after its last gradient, for its background to finish."""
 OWN_ROUND = "its own averaging round"
 """The wait of a learner that is too many gradients ahead of its background."""
+_numbers = count()
 _WINDOW = 9
 """The most recent waits of one kind, from which the usual time between two of them is estimated."""
 
 
-@dataclass
 class Wait:
-    """One wait of one thread."""
+    """One wait of one thread, and the context in which it waits. A generator would take twice as long, at each step of
+    a learner."""
 
-    what: str
-    """The operation, such as `a mean` or `receiving from learner 2`."""
-    whom: tuple[int, ...]
-    """The ranks waited for: a peer, the learners whose keys are missing, or a whole group; empty: unknown."""
-    is_group: bool
-    """Whether `whom` is a whole group, in which no member knows which of the others is late."""
-    is_behind: bool
-    """Whether the background waits, while training continues."""
-    since: float
-    """The time at which the wait began, on the clock of `Waits`."""
-    number: int = field(default_factory=count().__next__)
+    __slots__ = ("_outer", "_waits", "is_behind", "is_group", "number", "since", "what", "whom")
+
+    def __init__(self, waits: "Waits", what: str, whom: Sequence[int], is_group: bool) -> None:
+        self._waits = waits
+        self.what = what
+        """The operation, such as `a mean` or `receiving from learner 2`."""
+        self.whom = tuple(whom)
+        """The ranks waited for: a peer, the learners whose keys are missing, or a whole group; empty: unknown."""
+        self.is_group = is_group
+        """Whether `whom` is a whole group, in which no member knows which of the others is late."""
+
+    def __enter__(self) -> Self:
+        waits, thread = self._waits, threading.get_ident()
+        self.number, self.since = next(_numbers), waits.began(self.what)
+        self.is_behind = threading.current_thread().name.startswith(BACKGROUND)
+        """Whether the background waits, while training continues."""
+        self._outer = waits.open.get(thread)
+        waits.open[thread] = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        thread, waiting = threading.get_ident(), self._waits.open
+        if self._outer is None:
+            waiting.pop(thread, None)
+        else:
+            waiting[thread] = self._outer
 
 
 @dataclass(frozen=True)
@@ -66,8 +82,8 @@ class Waits:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._names: Sequence[int] | None = None
-        self._own_rank: int | None = None
+        self._names: Sequence[int] = ()
+        self._own_rank = -1
         self.open: dict[int, Wait] = {}
         """The wait of each thread, by its identifier."""
         self._begun: dict[str, float] = {}
@@ -85,17 +101,17 @@ class Waits:
             if thread != own:
                 self.open.pop(thread, None)
 
-    def waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> "_Waiting":
-        """A context in which this thread waits; yields the `Wait`."""
-        return _Waiting(self, what, whom, is_group)
+    def waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> Wait:
+        """A context in which this thread waits."""
+        return Wait(self, what, whom, is_group)
 
-    def begin(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> None:
-        """Record that this thread waits, until it calls `end`."""
-        self.open[threading.get_ident()] = self.note(what, whom, is_group)
-
-    def end(self) -> None:
-        """Record that the wait begun by this thread has ended, if there is one."""
-        self.open.pop(threading.get_ident(), None)
+    def began(self, what: str) -> float:
+        """Note that a wait begins now; returns the time on the clock of these waits."""
+        now, kind = self._clock(), _kind(what)
+        if kind in self._begun:
+            self._cycles[kind].append(now - self._begun[kind])
+        self._begun[kind] = now
+        return now
 
     def forget(self, seconds: Seconds) -> None:
         """Do not count a time for which this process was stopped as waiting."""
@@ -115,52 +131,16 @@ class Waits:
         wait = min(waits, key=lambda each: (each.what in own_rounds, each.is_behind, each.since), default=None)
         if wait is None:
             return None
-        own = [each for each in waits if not each.is_behind]
-        cycles = list(self._cycles[_kind(wait.what)])
+        cycles, names = list(self._cycles[_kind(wait.what)]), self._names
         return Stall(
             what=wait.what,
-            whom=tuple(self._name(rank) for rank in wait.whom if rank != self._own_rank),
+            whom=tuple(names[rank] if rank < len(names) else rank for rank in wait.whom if rank != self._own_rank),
             is_group=wait.is_group,
-            is_behind=not own,
+            is_behind=all(each.is_behind for each in waits),
             seconds=now - wait.since,
             usual=median(cycles) if len(cycles) >= 3 else 0.0,
             number=wait.number,
         )
-
-    def note(self, what: str, whom: Sequence[int], is_group: bool) -> Wait:
-        """A wait that begins now; the caller stores it in `open`."""
-        now, kind = self._clock(), _kind(what)
-        if kind in self._begun:
-            self._cycles[kind].append(now - self._begun[kind])
-        self._begun[kind] = now
-        is_behind = threading.current_thread().name.startswith(BACKGROUND)
-        return Wait(what, tuple(whom), is_group, is_behind, now)
-
-    def _name(self, rank: int) -> int:
-        return rank if self._names is None or rank >= len(self._names) else self._names[rank]
-
-
-class _Waiting:
-    """The context returned by `Waits.waiting`. A generator would take twice as long, at each step of a learner."""
-
-    __slots__ = ("_given", "_outer", "_waits")
-
-    def __init__(self, waits: Waits, *given: Any) -> None:
-        self._waits = waits
-        self._given = given
-
-    def __enter__(self) -> Wait:
-        thread, waits = threading.get_ident(), self._waits
-        self._outer = waits.open.get(thread)
-        wait = waits.open[thread] = waits.note(*self._given)
-        return wait
-
-    def __exit__(self, *error: object) -> None:
-        thread = threading.get_ident()
-        if self._outer is None:
-            self._waits.open.pop(thread, None)
-        else:
-            self._waits.open[thread] = self._outer
 
 
 def _kind(what: str) -> str:

@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate, groupby
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
@@ -56,15 +58,13 @@ class TensorModel(IslandModel):
         self._spans = [
             span_of(shape[dim], island.size, island.member) for shape, dim in zip(shapes, self.cut.dims, strict=True)
         ]
-        self._gathered_together: list[list[int]] = []
-        room = 0
-        for number in (number for number, dim in enumerate(self._dims) if dim is None):
-            size = math.prod(self.cut.local_shapes[number])
-            if size > room or not self._gathered_together:
-                self._gathered_together.append([])
-                room = GATHERED_TOGETHER
-            self._gathered_together[-1].append(number)
-            room -= size
+        whole_ones = [number for number, dim in enumerate(self._dims) if dim is None]
+        ends = dict(
+            zip(whole_ones, accumulate(math.prod(self.cut.local_shapes[each]) for each in whole_ones), strict=True)
+        )
+        self._gathered_together = [
+            list(numbers) for _, numbers in groupby(whole_ones, lambda number: ends[number] // GATHERED_TOGETHER)
+        ]
         for number, parameter in enumerate(self._computed):
             parameter.register_post_accumulate_grad_hook(partial(self._collect, number))  # type: ignore[no-untyped-call]
         self.use_weights(self.weights)
@@ -147,19 +147,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Finished(dist.Work):
+def _finished(result: object) -> dist.Work:
     """What DTensor waits for: nothing."""
-
-    def __init__(self, result: object) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(result)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return cast(dist.Work, _create_work_from_future(future))
 
 
 class _Counted(dist.ProcessGroup):
@@ -170,40 +162,29 @@ class _Counted(dist.ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._name = self._description = ""
 
-    def allreduce(  # type: ignore[override]
-        self, tensors: Sequence[Tensor], options: Any = None
-    ) -> dist.Work:
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
         for each in tensors:
             self.island.all_reduce(each, dist.ReduceOp.SUM if options is None else options.reduceOp)
-        return _Finished(tensors)
+        return _finished(tensors)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
         for whole, own in zip(outputs, inputs, strict=True):
             self.island.all_gather(whole, own)
-        return _Finished(outputs)
+        return _finished(outputs)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
         for own, whole in zip(outputs, inputs, strict=True):
             self.island.mean_of_parts(own, whole, is_sum=True)
-        return _Finished(outputs)
+        return _finished(outputs)
 
-    def getBackendName(self) -> str:  # noqa: N802 - the names are torch's
+    def getBackendName(self) -> str:  # noqa: N802 - the name is torch's
         return BACKEND
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        self._description = description

@@ -92,6 +92,24 @@ class Worker:
             del given, task, future
 
 
+class Workers(dict[str, Worker]):
+    """The threads of a learner by name, each made when it is first needed; they end together."""
+
+    def __missing__(self, name: str) -> Worker:
+        worker = self[name] = Worker(name)
+        return worker
+
+    def abandon(self) -> None:
+        """Let them end, without waiting for what is under way."""
+        for worker in list(self.values()):
+            worker.abandon()
+
+    def close(self) -> None:
+        """End them. None of them may still be waiting."""
+        for worker in list(self.values()):
+            worker.close()
+
+
 class Release:
     """Ends the waits of a learner's threads when one of them fails."""
 
@@ -164,42 +182,36 @@ class ProcessHandle(Handle[T]):
 
 
 class GradientHandle(ProcessHandle[Tensor]):
-    """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead.
-
-    With `may_reduce` the mean is computed while backward runs, otherwise from the whole gradient, in its memory.
-    """
+    """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead."""
 
     def __init__(self, rank: int, compute: Callable[[bool], Tensor], may_reduce: bool) -> None:
-        self._own = ProcessHandle(lambda: compute(False))
-        super().__init__(self._own.result)
-        self.may_reduce = may_reduce
-        self.rank = rank
-        self._reduced = ProcessHandle(lambda: compute(True))
+        """`compute` returns the gradient or, if that is asked for and it `may_reduce`, the mean, which it computes
+        while backward runs."""
+        super().__init__(lambda: compute(False))
+        self._rank, self._compute, self._may_reduce = rank, compute, may_reduce
         self._is_given_away = False
 
-    def reduced(self) -> Handle[Tensor]:
-        """The mean over the sync group, computed in place of the gradient itself."""
+    def averaged(self, mean: Callable[[Tensor], Tensor]) -> Handle[Tensor]:
+        """The mean over the sync group in place of the gradient, which must not be awaited any more. If `compute`
+        cannot reduce, `mean` makes it from the gradient, whose memory it may overwrite."""
         self._is_given_away = True
-        return self._reduced
-
-    def give_away(self) -> Handle[Tensor]:
-        """The gradient, in memory that the caller may overwrite."""
-        self._is_given_away = True
-        return self._own
+        if self._may_reduce:
+            return ProcessHandle(lambda: self._compute(True))
+        return ProcessHandle(lambda: mean(self._compute(False)))
 
     def result(self) -> Tensor:
         if self._is_given_away:
-            raise given_away(self.rank)
+            raise given_away(self._rank)
         return super().result()
 
 
 class FirstOf:
     """Determines which of several handles finishes first; one thread per key waits for its handle."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Workers, name: str) -> None:
         self._watched: dict[int, ProcessHandle[Any]] = {}
         self._finished: SimpleQueue[tuple[int, ProcessHandle[Any]]] = SimpleQueue()
-        self._workers: dict[int, Worker] = {}
+        self._workers, self._name = workers, name
 
     def of(self, handles: Mapping[int, ProcessHandle[Any]], look_around: Callable[[], None]) -> int:
         """The key of a handle that has finished or failed. Each handle is returned once.
@@ -209,7 +221,7 @@ class FirstOf:
         for key, handle in handles.items():
             if self._watched.get(key) is not handle:
                 self._watched[key] = handle
-                self._workers.setdefault(key, Worker(f"starling-first-{key}")).submit(partial(self._watch, key, handle))
+                self._workers[f"{self._name}-{key}"].submit(partial(self._watch, key, handle))
         while True:
             try:
                 key, handle = self._finished.get(timeout=LOOK_AROUND_SECONDS)
@@ -218,16 +230,6 @@ class FirstOf:
                 continue
             if handles.get(key) is handle:
                 return key
-
-    def abandon(self) -> None:
-        """Stop waiting, without joining the threads."""
-        for worker in self._workers.values():
-            worker.abandon()
-
-    def close(self) -> None:
-        """End the threads. None of them may still be waiting."""
-        for worker in self._workers.values():
-            worker.close()
 
     def _watch(self, key: int, handle: ProcessHandle[Any]) -> None:
         handle.finish()
