@@ -20,10 +20,10 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import add, attrgetter
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TextIO
@@ -32,8 +32,7 @@ from pydantic import ValidationError
 
 from starling.checkpoint.manifest import SavedPosition
 from starling.errors import DataError
-from starling.reporting.epochs import Sums
-from starling.reporting.evidence import Stretch
+from starling.reporting.epochs import SPENT, Stretch
 from starling.workload import Position, Ticket
 
 if TYPE_CHECKING:
@@ -175,31 +174,25 @@ class Seen(Record):
         return len(self._earlier.get(epoch, ()))
 
 
-_NOTHING = (0.0, 0.0, 0.0)
-
-
 @dataclass
 class _Open:
     """A learner's stretch that has not been written."""
 
+    stretch: Stretch = field(default_factory=Stretch)
+    booked: Mapping[str, Seconds] = field(default_factory=dict)
+    """What is in `stretch`, or was written, of the time spent in the epoch under way."""
     begun: Seconds | None = None
     """When the file's first stretch ended."""
     written: Seconds = 0.0
     """When the last one ended."""
     num_written: int = 0
-    sums: Sums = field(default_factory=Sums)
-    spent: tuple[Seconds, ...] = _NOTHING
-    """Computing, waiting for data, waiting for peers."""
-    last: StepReport | None = None
-    booked: tuple[Seconds, ...] = _NOTHING
-    """What is in `spent`, or was written, of the epoch under way."""
 
     def book(self, spent: Spent) -> None:
         """Add what was spent since the last report."""
-        now = spent.computing, spent.waiting_for_data, spent.waiting_for_peers
-        more = (max(0.0, new - old) for new, old in zip(now, self.booked, strict=True))
-        self.spent = tuple(map(add, self.spent, more))
-        self.booked = now
+        for name, seconds in vars(spent).items():
+            more = max(0.0, seconds - self.booked.get(name, 0.0))
+            setattr(self.stretch, name, getattr(self.stretch, name) + more)
+        self.booked = vars(spent)
 
 
 class Timeline(Record):
@@ -226,42 +219,39 @@ class Timeline(Record):
     def on_step(self, report: StepReport) -> None:
         own = self._open.setdefault(report.rank, _Open())
         own.book(report.spent)
-        own.sums.add(report)
-        own.last = report
-        now = 60.0 * report.minutes
+        own.stretch.add(report)
+        now = own.stretch.end
         begun = now if own.begun is None else own.begun
         if own.num_written < self._exact or now - own.written >= (now - begun) / self._exact:
-            self._end(own, report)
+            self._end(own)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         if own := self._open.get(report.rank):
             own.book(report.spent)
-            own.booked = _NOTHING
+            own.booked = {}
 
     def close(self) -> None:
         """Write what is still in memory."""
         for own in self._open.values():
-            if own.sums.batches and own.last is not None:
-                self._end(own, own.last)
+            if own.stretch.batches:
+                self._end(own)
         super().close()
         self._open = {learner: _Open(booked=own.booked) for learner, own in self._open.items()}
 
-    def _end(self, own: _Open, last: StepReport) -> None:
+    def _end(self, own: _Open) -> None:
         """Write a learner's stretch, and begin the next."""
-        now, sums, name = 60.0 * last.minutes, own.sums, f"times-{last.rank}.tsv"
-        loss = "nan" if (mean := sums.loss) is None else f"{mean:.6g}"
-        at = f"{now if self._clock is None else self._clock():.4f}"
-        spent = (f"{each:.4f}" for each in own.spent)
-        row = (at, f"{now:.4f}", last.ticket.step, sums.batches, sums.examples, sums.frames, loss, *spent)
+        each, name = own.stretch, f"times-{own.stretch.learner}.tsv"
+        counts = each.step, each.batches, each.examples, each.frames
+        spent = (f"{getattr(each, kind):.4f}" for kind in SPENT)
+        at = each.end if self._clock is None else self._clock()
         try:
-            self._write(name, _COLUMNS, row)
+            self._write(name, _COLUMNS, (f"{at:.4f}", f"{each.end:.4f}", *counts, f"{each.loss:.6g}", *spent))
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
                 self._warn(self._segment / name, error)
-        own.begun = now if own.begun is None else own.begun
-        own.written, own.num_written = now, own.num_written + 1
-        own.sums, own.spent = Sums(), _NOTHING
+        own.begun = each.end if own.begun is None else own.begun
+        own.written, own.num_written, own.stretch = each.end, own.num_written + 1, Stretch()
 
 
 @dataclass(frozen=True)
@@ -385,10 +375,9 @@ def _read_segment(segment: Path) -> Iterator[Stretch]:
             begin = end - computing - for_data - for_peers if before is None else min(before, end)
             before = end
             step, batches, examples, frames = map(int, counts)
-            spent = computing, for_data, for_peers
-            yield Stretch(
-                int(path.stem.removeprefix("times-")), begin, end, step, batches, examples, frames, loss, *spent
-            )
+            summed, spent = loss * frames if frames else 0.0, (computing, for_data, for_peers)
+            learner = int(path.stem.removeprefix("times-"))
+            yield Stretch(learner, begin, end, step, batches, examples, frames, summed, 0.0, *spent)
 
 
 def _read_times(path: Path) -> Iterator[tuple[float, ...]]:
