@@ -33,6 +33,7 @@ from pydantic import ValidationError
 from starling.checkpoint.manifest import SavedPosition
 from starling.errors import DataError
 from starling.reporting.epochs import SPENT, Stretch
+from starling.reporting.events import Warn, once
 from starling.workload import Position, Ticket
 
 if TYPE_CHECKING:
@@ -207,14 +208,13 @@ class Timeline(Record):
         segment: Path,
         world: int = 1,
         clock: Callable[[], float] | None = time.time,
-        warn: Callable[[Path, OSError], None] = lambda path, error: None,
+        warn: Warn = lambda path, error: None,
     ) -> None:
         super().__init__(segment)
         self._clock = clock
-        self._warn = warn
+        self._warn = once(warn)
         self._exact = max(_EVEN_OF_MANY, min(EXACT, _ALL_LEARNERS // world))
         self._open: dict[int, _Open] = {}
-        self._has_failed = False
 
     def on_step(self, report: StepReport) -> None:
         own = self._open.setdefault(report.rank, _Open())
@@ -247,9 +247,7 @@ class Timeline(Record):
         try:
             self._write(name, _COLUMNS, (f"{at:.4f}", f"{each.end:.4f}", *counts, f"{each.loss:.6g}", *spent))
         except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                self._warn(self._segment / name, error)
+            self._warn(self._segment / name, error)
         own.begun = each.end if own.begun is None else own.begun
         own.written, own.num_written, own.stretch = each.end, own.num_written + 1, Stretch()
 
@@ -275,21 +273,15 @@ def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
             f"{folder}: no record of what learners saw; `starling train` and `starling simulate` write one, but older "
             "versions did not"
         )
-    ends = [*(start_of(segment) for segment in found[1:]), end]
-    for segment, until in zip(found, ends, strict=True):
+    return batches_in(found, [*(start_of(segment) for segment in found[1:]), end])
+
+
+def batches_in(found: Sequence[Path], ends: Sequence[Position | None]) -> Iterator[SeenBatch]:
+    """The mini-batches of segments that are in the weights of a checkpoint at the end of each; None: all of them.
+    Raises DataError if the record is damaged."""
+    for segment, end in zip(found, ends, strict=True):
         for path in sorted(segment.glob("learner-*.tsv")):
-            yield from (batch for batch in _read(path) if _is_done(batch.ticket.step, until))
-
-
-def count_lines(path: Path, until: Position | None = None) -> int:
-    """The number of complete lines after the header; with `until`, without those of mini-batches that are not in the
-    weights of a checkpoint there."""
-    return sum(until is None or _is_kept(line, until) for _, line in _lines(path))
-
-
-def _is_kept(line: str, until: Position) -> bool:
-    step = [*line.split("\t", 3), "", ""][2]
-    return step.isdecimal() and _is_done(int(step), until)
+            yield from (batch for batch in _read(path) if end is None or _is_done(batch.ticket.step, end))
 
 
 def _is_done(step: int, until: Position) -> bool:
