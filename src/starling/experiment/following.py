@@ -116,10 +116,9 @@ class Following:
 
     def _report_stalls(self) -> None:
         with self.roster.lock:
-            lines = self._stalls.look()
-            over = self._stalls.ended[-len(lines) :] if lines else []
-        for line in lines:
-            self.events.write("stall-over" if line in over else "stall", text=line)
+            told = self._stalls.look()
+        for kind, line in told:
+            self.events.write(kind, text=line)
             say_on(self._console)(line)
 
     def _write(self) -> None:

@@ -118,7 +118,7 @@ class Saver(Silence):
         self._tell = tell
         self._curves = curves
         self._last: Position | None = None
-        self._chosen: list[tuple[Position, Keep, Moment]] = []
+        self._chosen = defaultdict[Position, list[tuple[Keep, Moment]]](list)
         """What is saved at the ends of epochs whose states are not complete yet."""
 
     def __enter__(self) -> Self:
@@ -147,41 +147,36 @@ class Saver(Silence):
         kept = self._choose(report)
         moment: Moment = "end" if report.is_last else "epoch"
         if state.is_complete:
-            self._keep(state, kept, moment)
+            self._save(state, kept, moment)
         else:  # `on_barrier` gets the complete state
-            self._chosen.append((state.position, kept, moment))
+            self._chosen[state.position].append((kept, moment))
 
     def on_barrier(self, state: LearnerState) -> None:
         if state.epochs_ended is None:
-            self._save(state, "barrier")
+            self._save(state, "checkpoint", "barrier")
             return
-        for _, kept, moment in [each for each in self._chosen if each[0] == state.position]:
-            self._keep(state, kept, moment)
-        self._chosen = [each for each in self._chosen if each[0] != state.position]
+        for kept, moment in self._chosen.pop(state.position, ()):
+            self._save(state, kept, moment)
 
-    def _keep(self, state: LearnerState, kept: Keep, moment: Moment) -> None:
-        if kept == "checkpoint":
-            self._save(state, moment)
-        elif kept == "model":
-            shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
-            self._save(replace(state, optimizer={}, shards=shards), None)
-
-    def _save(self, state: LearnerState, moment: Moment | None) -> None:
-        """Save a checkpoint, or if `moment` is None, only a model."""
-        if state.position == self._last:
+    def _save(self, state: LearnerState, kept: Keep, moment: Moment) -> None:
+        if not kept or state.position == self._last:
             return  # several epochs ended at this position
         self._last = state.position
+        is_model = kept == "model"
+        if is_model:
+            shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
+            state = replace(state, optimizer={}, shards=shards)
 
         def completed(checkpoint: Checkpoint) -> None:
             folder, manifest = str(checkpoint.folder), checkpoint.manifest
             distance = manifest.consensus_distance
-            self._tell(ModelSaved(folder) if moment is None else Saved(folder, moment, distance))
+            self._tell(ModelSaved(folder) if is_model else Saved(folder, moment, distance))
             if distance is not None:
                 curves = Curves(self._curves)
                 curves.add("consensus", {"consensus/distance": distance}, manifest.position.num_done)
                 curves.close()
 
-        self._background.save(state, completed, self._model_writer if moment is None else None)
+        self._background.save(state, completed, self._model_writer if is_model else None)
 
 
 class Together(Silence):

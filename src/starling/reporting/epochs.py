@@ -186,6 +186,11 @@ class Score:
 
 
 _SUMMED = ("num_steps", "seconds", *SPENT, "num_rounds", "bytes_sent", "num_not_finite", "num_frames")
+_IN_EVENT = (
+    *("num_steps", "seconds", *SPENT, "loss", "num_rounds", "bytes_sent"),
+    *("mean_staleness", "largest_staleness", "num_not_finite"),
+)
+"""What the event of an epoch tells of each learner."""
 
 
 def together(ends: Sequence[EpochEnd]) -> EpochEnd:
@@ -195,7 +200,6 @@ def together(ends: Sequence[EpochEnd]) -> EpochEnd:
     staleness = tuple(sum(counts) for counts in zip_longest(*(each.staleness for each in ends), fillvalue=0))
     summed = sum(each.mean_staleness * sum(each.staleness) for each in ends)
     losses, frames = sum(each.loss * each.num_frames for each in ends if each.loss is not None), sums["num_frames"]
-    means = [summed / sum(staleness)] if any(staleness) else [each.mean_staleness for each in ends]
     return EpochEnd(
         learner_id=-1,
         world=len(ends),
@@ -203,7 +207,7 @@ def together(ends: Sequence[EpochEnd]) -> EpochEnd:
         **sums,
         step=max((each.step for each in ends), default=0),
         staleness=staleness,
-        mean_staleness=max(means, default=0.0),
+        mean_staleness=summed / max(1, sum(staleness)),
         largest_staleness=max((each.largest_staleness for each in ends), default=0),
         consensus_distance=next(
             (each.consensus_distance for each in ends if each.consensus_distance is not None), None
@@ -264,19 +268,7 @@ class EpochSummary:
             "staleness": every.staleness,
             "consensus_distance": every.consensus_distance,
             "learners": {
-                str(each.learner_id): {
-                    "steps": each.num_steps,
-                    "seconds": each.seconds,
-                    "computing": each.computing,
-                    "waiting_for_data": each.waiting_for_data,
-                    "waiting_for_peers": each.waiting_for_peers,
-                    "loss": each.loss,
-                    "rounds": each.num_rounds,
-                    "bytes_sent": each.bytes_sent,
-                    "mean_staleness": each.mean_staleness,
-                    "largest_staleness": each.largest_staleness,
-                    "not_finite": each.num_not_finite,
-                }
+                str(each.learner_id): {name.removeprefix("num_"): getattr(each, name) for name in _IN_EVENT}
                 for each in self.ends
             },
         }
