@@ -285,8 +285,9 @@ def test_a_saver_saves_the_end_of_an_epoch_when_its_state_is_complete() -> None:
     kept: list[tuple[LearnerState, str]] = []
 
     class Noting(Saver):
-        def _save(self, state: LearnerState, moment: str) -> None:  # type: ignore[override]
-            kept.append((state, moment))
+        def _save(self, state: LearnerState, chosen: str, moment: str) -> None:  # type: ignore[override]
+            if chosen:
+                kept.append((state, moment))
 
     def choose(report: EpochReport) -> Keep:
         return "checkpoint" if report.epoch == 1 else ""
