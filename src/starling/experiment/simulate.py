@@ -15,15 +15,15 @@ from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import recorded, unusable
 from starling.experiment.learning import checkpoint_writer, recording
-from starling.experiment.observers import Together, show
+from starling.experiment.observers import Seen, Timeline, Together, show
 from starling.experiment.regrouping import Regrouping
-from starling.experiment.seen import Seen, Timeline, segments
+from starling.experiment.seen import segments
 from starling.experiment.task import RecipeT, Task
 from starling.launch.process import on_stop_signal, signal_name
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
-from starling.training.job import Silence, StepReport
+from starling.training.job import Observer, StepReport
 from starling.training.membership import Membership
 
 
@@ -95,7 +95,7 @@ def _described(cluster: Cluster) -> str:
     return ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
 
 
-class _Stop(Silence):
+class _Stop(Observer):
     """An observer that ends a simulation between two steps after a signal."""
 
     def __init__(self) -> None:

@@ -20,15 +20,7 @@ from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
 from starling.training.gradient import Computed, GradientTask, compute_gradient
-from starling.training.job import (
-    Averaging,
-    ClaimReport,
-    EpochReport,
-    Job,
-    Observer,
-    Spent,
-    StepReport,
-)
+from starling.training.job import Averaging, ClaimReport, EpochReport, Job, Observer, Spent, StepReport
 from starling.training.loading import Loaded
 from starling.training.replica import ReplicaLearner
 from starling.training.shards import ShardHost, Shards

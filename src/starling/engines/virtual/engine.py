@@ -26,7 +26,7 @@ from starling.engines.virtual.membership import VirtualMembership
 from starling.engines.virtual.simulation import Simulation, VirtualLoss
 from starling.errors import ConfigError, PeerLost
 from starling.strategies.islands import NO_ISLANDS
-from starling.training.job import Job, Observer, Silence
+from starling.training.job import Job, Observer
 from starling.training.membership import Membership, MembershipObserver
 from starling.training.succession import MembershipStart, next_membership, plan_after
 from starling.workload import Position
@@ -70,7 +70,7 @@ class VirtualEngine:
         computation: Computation | None = None,
     ) -> None:
         job.validate(world)
-        cluster, observer, times = cluster or Cluster(), observer or Silence(), None
+        cluster, observer, times = cluster or Cluster(), observer or Observer(), None
         self._islands = None if job.island == NO_ISLANDS else SimulatedIslands(job, world, cluster)
         if self._islands is not None:
             if start is not None:

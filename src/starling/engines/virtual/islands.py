@@ -21,7 +21,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.cluster import Cluster, ComputeTimes, Links
 from starling.errors import ConfigError
 from starling.strategies.islands import NO_ISLANDS
-from starling.training.job import ClaimReport, EpochReport, Job, Observer, Silence, StepReport
+from starling.training.job import ClaimReport, EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Delays, Stragglers
 from starling.training.tensor_plan import traffic_of
 from starling.training.tickets import TicketSequence
@@ -194,7 +194,7 @@ class Joined(Workload[_Part]):
         return sum(self.of.planned_size(each, unit) for each in self.tickets(ticket))
 
 
-class _EachRank(Silence):
+class _EachRank(Observer):
     """Reports each rank of an island, with an equal share of the bytes; and each mini-batch of the rank that computed
     it, or of the first of them."""
 
