@@ -26,7 +26,7 @@ from starling.experiment.packing import JobConfig
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 from starling.recipe.run import StrategyChoice
-from starling.training.job import Job, Silence, StepReport
+from starling.training.job import Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 
 TIMEOUT_SECONDS = 120.0
@@ -60,7 +60,7 @@ class Training:
 
 
 @dataclass
-class Copies(Silence):
+class Copies(Observer):
     """An observer that copies the weights of its learner now and then."""
 
     workload: Imitation

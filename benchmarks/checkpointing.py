@@ -24,7 +24,7 @@ from starling.launch.messages import Activity, LearnerMessage, Saved, values_of
 from starling.launch.rendezvous import find_membership, find_place, save_requests_of
 from starling.speech.recipe import fingerprints
 from starling.speech.training.set_up import ModelWriter
-from starling.training.job import Silence, StepReport
+from starling.training.job import Observer, StepReport
 
 WORLD, STEPS, PAIRS = 2, 300, 3
 EVERY_SECONDS = 3.0
@@ -73,7 +73,7 @@ def _run(folder: Path, with_checkpoints: bool, name: str) -> tuple[float, int]:
     return max(ends) - max(begins), len(saved)
 
 
-class _Begin(Silence):
+class _Begin(Observer):
     """Tells the launcher when the warm-up is over."""
 
     def __init__(self, link: Link) -> None:
@@ -86,7 +86,7 @@ class _Begin(Silence):
             self._link.send(Activity(values={"begin": time.monotonic()}))
 
 
-class _MarksOnly(Silence):
+class _MarksOnly(Observer):
     """Passes barriers inside epochs on to a saver, and no ends of epochs: both kinds of run would have these."""
 
     def __init__(self, saver: Saver) -> None:

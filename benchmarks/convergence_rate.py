@@ -31,7 +31,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
 from starling.strategies.adpsgd import ADPSGD
 from starling.strategies.base import Strategy
-from starling.training.job import Job, Silence, StepReport
+from starling.training.job import Job, Observer, StepReport
 from starling.workload import Ticket, Workload
 
 DIMENSIONS = 20
@@ -120,7 +120,7 @@ class Noisy(Workload[Noise]):
         return loss
 
 
-class Watch(Silence):
+class Watch(Observer):
     """Sums |grad f|^2 at the mean of the learners' weights before each gradient's step, and their distance from it."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from starling.speech.training.workload import FrameBatch, frame_loss
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import Island
 from starling.training.flat import trainable
-from starling.training.job import Job, Silence, StepReport
+from starling.training.job import Job, Observer, StepReport
 from starling.workload import Ticket, Workload
 
 WORLD = 2
@@ -73,7 +73,7 @@ def bytes_of_tensors() -> int:
     return sum(storages.values())
 
 
-class Measuring(Silence):
+class Measuring(Observer):
     """Counts a learner's memory after its second step, and notes when its steps ended."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from benchmarks.workloads import Computing, EmulatedDevice
 from starling.budget import Budget, Schedule
 from starling.checkpoint.state import LearnerState
 from starling.strategies import find_strategy
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 from starling.workload import Workload
 
@@ -117,7 +117,7 @@ class Outcome:
         return asdict(self)
 
 
-class Notes(Silence):
+class Notes(Observer):
     """An observer, or the plain loop's, that fills in an outcome."""
 
     def __init__(self, run: Run) -> None:

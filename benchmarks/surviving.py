@@ -20,7 +20,7 @@ from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, Entered, LearnerMessage, values_of
 from starling.launch.rendezvous import find_membership, find_place
-from starling.training.job import Silence, StepReport
+from starling.training.job import Observer, StepReport
 
 WORLD, VICTIM, STEPS, REPEATS = 3, 1, 90, 3
 KILLED_AT = 30
@@ -88,7 +88,7 @@ def _pause_of(moments: list[float], killed: float) -> Seconds:
     return max(0.0, max(later) - median(usual))
 
 
-class Moments(Silence):
+class Moments(Observer):
     """Tells the launcher when each gradient was made."""
 
     def __init__(self, link: Link) -> None:

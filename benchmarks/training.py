@@ -11,7 +11,7 @@ from starling.experiment.claim import claim_folder
 from starling.experiment.folder import ExperimentFolder
 from starling.speech.recipe import Recipe, load_recipe
 from starling.speech.training.set_up import make_job, set_up
-from starling.training.job import Job, Silence, StepReport
+from starling.training.job import Job, Observer, StepReport
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 WARM_UP = 4
@@ -55,7 +55,7 @@ def job_for(folder: Path, learners: int, steps: int, strategy: str = "allreduce"
     return make_job(recipe, ExperimentFolder(recipe.folder))
 
 
-class SideBySide(Silence):
+class SideBySide(Observer):
     """An observer that makes the steps of a plain loop beside Starling's, and times both.
 
     Who comes second finds memory and caches as they suit the mini-batch: so the plain loop makes two steps after

@@ -30,7 +30,7 @@ from starling.errors import ConfigError, PeerLost
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.compression import is_compressed
 from starling.training.faults import Fault, Join, Kill
-from starling.training.job import ClaimReport, Job, Silence
+from starling.training.job import ClaimReport, Job, Observer
 from starling.training.membership import Membership, MembershipObserver
 from starling.training.stragglers import Stragglers
 from starling.workload import Position, Workload
@@ -165,7 +165,7 @@ def methods() -> dict[str, Method]:
     return made
 
 
-class Watch(Silence, MembershipObserver):
+class Watch(Observer, MembershipObserver):
     """What a run is seen to do: its checkpoints, who computed each mini-batch, and how it changed its members."""
 
     def __init__(self) -> None:

@@ -10,12 +10,12 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.processes import links
 from starling.engines.processes.member import run_learner
 from starling.launch.rendezvous import find_place
-from starling.training.job import Silence
+from starling.training.job import Observer
 from starling.training.stragglers import Stragglers
 from tests.checkpoint.cut_cases import job
 
 
-class Written(Silence):
+class Written(Observer):
     """Writes the weights at each barrier to a file."""
 
     def __init__(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ from starling.budget import Budget
 from starling.engines.processes.member import run_learner
 from starling.launch.rendezvous import find_place
 from starling.strategies import STRATEGIES
-from starling.training.job import Job, Silence
+from starling.training.job import Job, Observer
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
 
@@ -31,7 +31,7 @@ def main(strategy: str, by: float) -> None:
     torch.set_num_threads(1)
     place = find_place(timeout_seconds=60)
     job = Job(Unseeded(place.rank * by), STRATEGIES[strategy], Budget(steps=9), sgd(0.01))
-    run_learner(job, place, torch.device("cpu"), "same", Silence(), timeout_seconds=60.0)
+    run_learner(job, place, torch.device("cpu"), "same", Observer(), timeout_seconds=60.0)
 
 
 if __name__ == "__main__":

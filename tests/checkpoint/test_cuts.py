@@ -23,7 +23,7 @@ from starling.engines.virtual.membership import VirtualRounds
 from starling.experiment.observers import Keep, Saver
 from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
 from starling.training.cuts import CutAgreement, Cuts
-from starling.training.job import EpochReport, Silence
+from starling.training.job import EpochReport, Observer
 from starling.training.replica import Replica
 from starling.training.stragglers import Stragglers
 from starling.workload import Position, Ticket
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-class Saved(Silence):
+class Saved(Observer):
     """The states that a checkpoint would have, by the number of mini-batches done."""
 
     def __init__(self) -> None:
@@ -285,8 +285,9 @@ def test_a_saver_saves_the_end_of_an_epoch_when_its_state_is_complete() -> None:
     kept: list[tuple[LearnerState, str]] = []
 
     class Noting(Saver):
-        def _save(self, state: LearnerState, moment: str) -> None:  # type: ignore[override]
-            kept.append((state, moment))
+        def _save(self, state: LearnerState, chosen: str, moment: str) -> None:  # type: ignore[override]
+            if chosen:
+                kept.append((state, moment))
 
     def choose(report: EpochReport) -> Keep:
         return "checkpoint" if report.epoch == 1 else ""

@@ -20,7 +20,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ProtocolError
 from starling.strategies import STRATEGIES
 from starling.training.faults import Kill
-from starling.training.job import EpochReport, Job, Silence
+from starling.training.job import EpochReport, Job, Observer
 from starling.training.stragglers import Stragglers
 from tests.contract.cases import adam, sgd
 from tests.contract.problems import ConstantGradient, TinyRegression
@@ -96,7 +96,7 @@ def test_a_resume_with_another_strategy_begins_with_one_model(before: Choice, tm
     steps = 24 if before[0] != "local-sgd" else 23
     states: list[LearnerState] = []
 
-    class AtBarrier(Silence):
+    class AtBarrier(Observer):
         def on_barrier(self, state: LearnerState) -> None:
             states.append(state.copy())
 
@@ -153,7 +153,7 @@ def test_learners_that_must_be_equal_say_so_when_they_begin(choice: Choice) -> N
         VirtualEngine(job(choice, 24), 3, CLUSTER, start=start).run()
 
 
-class AllBarriers(Silence):
+class AllBarriers(Observer):
     """Keeps a copy of all learners' states at each barrier, and the final ones, by position."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.launch.rendezvous import find_place
-from starling.training.job import Silence
+from starling.training.job import Observer
 from tests.contract.cases import cases
 
 
@@ -27,7 +27,7 @@ def main(runs: list[tuple[str, list[int]]], folder: Path, device: str = "cpu") -
             continue
         rank, world = members.index(place.rank), len(members)
         own = Place(rank, world, rank, world, PrefixStore(f"case{number}", place.store))
-        state = run_learner(cases()[name].job(world), own, choose_device(device, own), name, Silence())
+        state = run_learner(cases()[name].job(world), own, choose_device(device, own), name, Observer())
         save_file({"weights": state.weights.clone()}, folder / f"{number}-{rank}.safetensors")
 
 

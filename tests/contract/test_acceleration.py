@@ -25,7 +25,7 @@ from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
 from starling.topology import complete_graph, lazy, ring
 from starling.topology.analysis import accelerated_contraction, acceleration_constants
 from starling.training.faults import Kill
-from starling.training.job import EpochReport, Job, Silence
+from starling.training.job import EpochReport, Job, Observer
 from starling.training.stragglers import Stragglers
 from starling.workload import Position, Ticket
 from tests.contract.cases import LEARNING_RATE, adamw, sgd
@@ -177,7 +177,7 @@ def test_where_all_average_with_all_there_is_nothing_to_accelerate(pattern: str,
     assert not any(state.strategy for state in found.states)
 
 
-class Saved(Silence):
+class Saved(Observer):
     """The states at checkpoints, and the numbers of rounds and bytes of learner 0."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from starling.strategies.async_local import AeasgdOptions, AsyncLocalOptions, as
 from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
 from starling.strategies.server import ServerOptions
 from starling.training.faults import Fault, Join, Kill
-from starling.training.job import EpochReport, Job, Silence
+from starling.training.job import EpochReport, Job, Observer
 from starling.training.stragglers import Stragglers
 from tests.contract.cases import sgd
 from tests.contract.oracle import Vector, gradient_of_regression
@@ -337,7 +337,7 @@ def test_a_resume_pushes_what_was_not_pushed() -> None:
     options = EXACT | {"every": 4, "shards": 2}
     stopped: dict[int, LearnerState] = {}
 
-    class AtEpoch(Silence):
+    class AtEpoch(Observer):
         def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
             if not report.is_last:
                 stopped[state.rank] = state.copy()

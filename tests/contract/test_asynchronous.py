@@ -17,7 +17,7 @@ from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
 from starling.strategies.mixing import Encoder, MixingOptions
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Pause, Stragglers
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, LEARNING_RATE, PERIODIC, cases, sgd
@@ -193,7 +193,7 @@ def test_the_fixed_ring_contracts_as_its_eigenvalues_say(learners: int) -> None:
     assert shrinkage("ring", learners, rounds, 1, wave) == pytest.approx(slowest ** (2 * rounds), rel=0.001)
 
 
-class Ends(Silence):
+class Ends(Observer):
     """Remembers what learners report."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from starling.strategies.encoding import BLOCK, Bfloat16, CoarseLargest, Encodin
 from starling.strategies.mixing import Encoder, MixingOptions
 from starling.topology import find_topology
 from starling.training.faults import NotFinite
-from starling.training.job import EpochReport, Job, Silence
+from starling.training.job import EpochReport, Job, Observer
 from starling.workload import Position
 from tests.contract.cases import adamw, sgd
 from tests.contract.oracle import allreduce_of_encoded, choco, gradient_of_regression, local, mean_of_encoded, rounded
@@ -147,7 +147,7 @@ def job(name: str, optimizer: Any = None, **options: Any) -> Job:
     return Job(TinyRegression(), strategy, Budget(steps=STEPS), optimizer or sgd(0.1), options=chosen, seed=11)
 
 
-class Watch(Silence):
+class Watch(Observer):
     """The bytes that each learner has sent, and the states at checkpoints."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from starling.errors import ConfigError
 from starling.strategies import STRATEGIES
 from starling.topology import custom, find_topology
 from starling.training.faults import Kill
-from starling.training.job import EpochReport, Job, Silence
+from starling.training.job import EpochReport, Job, Observer
 from starling.workload import Position, Ticket, Workload
 from tests.contract.cases import adamw, sgd
 from tests.contract.oracle import Oracle, adapt_first, gradient_of_regression, push_sum, tracking
@@ -51,7 +51,7 @@ def weights_of(states: Sequence[LearnerState]) -> Tensor:
     return torch.stack([state.weights for state in states], dim=1).double()
 
 
-class Watch(Silence):
+class Watch(Observer):
     """The bytes that each learner has sent, and the states at checkpoints."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from starling.learner import Learner
 from starling.strategies import STRATEGIES
 from starling.strategies.local import EasgdOptions, LocalOptions, SpartaOptions
 from starling.strategies.local import local as local_text
-from starling.training.job import EpochReport, Job, Silence
+from starling.training.job import EpochReport, Job, Observer
 from starling.workload import Ticket
 from tests.contract.cases import MakeOptimizer, adamw, sgd
 from tests.contract.oracle import Vector, columns, gradient_of_regression, local
@@ -140,7 +140,7 @@ def test_bmuf_is_the_papers_recursion(nesterov: bool) -> None:
     torch.testing.assert_close(found, torch.from_numpy(w_g), rtol=0.0, atol=2e-6)
 
 
-class Sent(Silence):
+class Sent(Observer):
     """The bytes that each learner has sent."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from starling.strategies.delayed import DelayOptions
 from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.server import ServerOptions
 from starling.training.faults import Join, NotFinite
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket
 from tests.contract.cases import MakeOptimizer, adam, sgd
@@ -40,7 +40,7 @@ ADAM = adam(0.01)
 VARYING = Cluster(compute=ComputeModel(distribution="log-normal", spread=0.5), link=AT_ONCE, memory=INSTANT)
 
 
-class Notes(Silence):
+class Notes(Observer):
     """Remembers what learners report."""
 
     def __init__(self) -> None:

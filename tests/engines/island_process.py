@@ -34,7 +34,7 @@ from starling.speech.models.tensor_plan import CutDropout
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island
 from starling.training.faults import Fault, NotFinite
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.workload import Ticket, Unit, Weighting, Workload
 from tests.contract.problems import Points
 
@@ -333,7 +333,7 @@ CASES = {
 }
 
 
-class Measuring(Silence):
+class Measuring(Observer):
     """Counts memory once the optimizer has a state, if it is asked to, and the bytes that this rank has sent."""
 
     def __init__(self, counts_memory: bool) -> None:

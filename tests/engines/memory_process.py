@@ -16,7 +16,7 @@ from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_place
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
-from starling.training.job import Job, Silence, StepReport
+from starling.training.job import Job, Observer, StepReport
 from starling.workload import Ticket
 from tests.contract.cases import sgd
 from tests.contract.problems import ConstantGradient, Points
@@ -40,7 +40,7 @@ class Large(ConstantGradient):
         return super().load(ticket)
 
 
-class Watcher(Silence):
+class Watcher(Observer):
     """Looks at the memory in use after each gradient, while the background averages."""
 
     def __init__(self, workload: Large) -> None:

@@ -12,7 +12,7 @@ from starling.budget import Budget
 from starling.engines.processes.member import run_learner
 from starling.launch.rendezvous import find_place
 from starling.strategies import find_strategy
-from starling.training.job import Job, Silence
+from starling.training.job import Job, Observer
 from starling.workload import Ticket
 from tests.contract.cases import adam
 from tests.contract.problems import ConstantGradient, Points
@@ -43,7 +43,7 @@ def main(strategy: str, options: str, victim: str, number: str = "9", timeout_se
     checked = chosen.options.model_validate(json.loads(options))
     workload = Killing(place.store, int(victim), int(number))
     job = Job(workload, chosen, Budget(steps=5000), adam(0.01), options=checked)
-    run_learner(job, place, torch.device("cpu"), "", Silence(), timeout_seconds=float(timeout_seconds))
+    run_learner(job, place, torch.device("cpu"), "", Observer(), timeout_seconds=float(timeout_seconds))
 
 
 if __name__ == "__main__":

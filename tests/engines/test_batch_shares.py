@@ -18,7 +18,7 @@ from starling.training.batch_shares import shares_for
 from starling.training.faults import Fault, Join, Kill
 from starling.training.flat import trainable
 from starling.training.gradient import measured_seconds
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 from starling.training.succession import MembershipStart, Past, plan_after
 from starling.workload import Position, Ticket, Weighting
@@ -88,7 +88,7 @@ def test_a_step_is_that_of_one_process_on_all_mini_batches_together(weighting: W
     workload, size, steps = Uneven(), sum(SHARES), 4
     model, reported, expected = workload.make_model(), {}, []
 
-    class Watcher(Silence):
+    class Watcher(Observer):
         def on_step(self, report: StepReport) -> None:
             reported[report.ticket.step] = report.loss
 
@@ -127,7 +127,7 @@ def test_a_learner_of_half_the_speed_and_half_the_share_holds_no_other_up(strate
     cluster = Cluster(compute=ComputeModel(seconds=0.1), link=LinkModel(latency=0.0, bandwidth=1e12))
     waited: Counter[int] = Counter()
 
-    class Watcher(Silence):
+    class Watcher(Observer):
         def on_epoch(self, report: EpochReport, state: object) -> None:
             waited[report.rank] += round(1e6 * report.spent.waiting_for_peers)
 

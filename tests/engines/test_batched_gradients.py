@@ -17,7 +17,7 @@ from starling.engines.virtual.batching import BatchedGradients
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import DataError
-from starling.training.job import Job, Silence, StepReport
+from starling.training.job import Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Workload
 from tests.contract.cases import CHOICES, NOT_FINITE, Choice, adamw, sgd
@@ -30,7 +30,7 @@ CLUSTER = Cluster(
 )
 
 
-class Steps(Silence):
+class Steps(Observer):
     """An observer that keeps every step's report."""
 
     def __init__(self) -> None:

@@ -12,12 +12,12 @@ from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import NonFiniteError
 from starling.strategies import STRATEGIES, find_strategy
 from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split, faults_of, only_simulated, problems
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
 
 
-class Listener(Silence):
+class Listener(Observer):
     """Keeps what learners report."""
 
     def __init__(self) -> None:

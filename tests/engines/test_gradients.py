@@ -19,7 +19,7 @@ from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.server import ServerOptions
-from starling.training.job import Job, Silence, StepReport
+from starling.training.job import Job, Observer, StepReport
 from starling.workload import Ticket, Unit, Weighting
 from tests.contract.cases import CHOICES, adamw, sgd
 from tests.contract.problems import Normalised, Points, SkippingLayers, TinyRegression, Uneven
@@ -81,7 +81,7 @@ def test_an_accumulated_gradient_is_that_of_the_whole_mini_batch(sizes: list[int
     def run(sizes: Sequence[int]) -> tuple[Tensor, list[float]]:
         losses: list[float] = []
 
-        class Watcher(Silence):
+        class Watcher(Observer):
             def on_step(self, report: object) -> None:
                 losses.append(report.loss)  # type: ignore[attr-defined]
 
@@ -188,7 +188,7 @@ def test_a_step_is_the_mean_of_the_learners_gradients_by_the_weighting_of_the_jo
         descend(model, sum(size / sum(sizes) * loss for size, loss in zip(sizes, losses, strict=True)))
     reported: dict[int, float] = {}
 
-    class Watcher(Silence):
+    class Watcher(Observer):
         def on_step(self, report: StepReport) -> None:
             reported[report.ticket.step] = report.loss
 

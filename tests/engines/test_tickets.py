@@ -19,7 +19,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 from starling.training.tickets import Barriers, DoneTickets, SyncGroupTickets
 from starling.workload import Position, Ticket, Workload
@@ -153,7 +153,7 @@ def test_passing_barriers_costs_about_the_same_however_many_portions_others_have
 
 
 @dataclass
-class Ledger(Silence):
+class Ledger(Observer):
     """Remembers who computed what, and what every learner kept at each barrier."""
 
     seen: list[tuple[int, Ticket]] = field(default_factory=list)

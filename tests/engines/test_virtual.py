@@ -17,7 +17,7 @@ from starling.errors import CheckpointError, DataError, Deadlock, NonFiniteError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.training.flat import FlatModel
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 from tests.contract.cases import CHOICES, Choice, cases, sgd
 from tests.contract.problems import TinyRegression
@@ -83,7 +83,7 @@ def test_a_run_leaves_the_garbage_collector_as_the_program_had_it(is_frozen: boo
     """During the run it searches only what is new; what a program has frozen stays frozen."""
     frozen: list[int] = []
 
-    class Looks(Silence):
+    class Looks(Observer):
         def on_step(self, report: StepReport) -> None:
             frozen.append(gc.get_freeze_count())
 
@@ -131,7 +131,7 @@ def test_waiting_is_booked_to_whom_it_belongs() -> None:
     """A fast learner of a synchronous run waits for its peers nine tenths of the time, the slow one never."""
     reports: dict[int, EpochReport] = {}
 
-    class Watcher(Silence):
+    class Watcher(Observer):
         def on_epoch(self, report: EpochReport, state: object) -> None:
             reports[report.rank] = report
 
@@ -276,7 +276,7 @@ def test_a_spent_budget_stays_spent_and_ends_the_epoch_once() -> None:
     """Asking again is answered, and reported to nobody."""
     ends: list[int] = []
 
-    class Watcher(Silence):
+    class Watcher(Observer):
         def on_epoch(self, report: EpochReport, state: object) -> None:
             ends.append(report.epoch)
 

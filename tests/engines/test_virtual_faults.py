@@ -13,7 +13,7 @@ from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, W
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import PeerLost
 from starling.training.faults import Fault, Join, Kill, Pause, Split
-from starling.training.job import ClaimReport, EpochReport, Job, Silence
+from starling.training.job import ClaimReport, EpochReport, Job, Observer
 from starling.training.membership import Membership, MembershipObserver
 from starling.training.stragglers import Stragglers
 from starling.workload import Position, Ticket
@@ -29,7 +29,7 @@ SERVED = tuple(name for name in CHOICES if name.startswith("server"))
 
 
 @dataclass
-class Record(Silence, MembershipObserver):
+class Record(Observer, MembershipObserver):
     """Who computed what since each beginning, as an experiment's folder keeps it."""
 
     begun: list[Position] = field(default_factory=lambda: [Position()])

@@ -17,7 +17,7 @@ from starling.errors import ConfigError
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island
 from starling.training.faults import Kill
-from starling.training.job import EpochReport, Silence, StepReport
+from starling.training.job import EpochReport, Observer, StepReport
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import traffic_of
 from tests.contract.problems import Uneven as UnevenSizes
@@ -27,7 +27,7 @@ from tests.engines.test_islands import Oracle, flat
 CLUSTER = Cluster(compute=ComputeModel(seconds=0.1), link=LinkModel(latency=1e-3, bandwidth=1e6))
 
 
-class Watching(Silence):
+class Watching(Observer):
     """Notes which ticket each learner reports, and the bytes it sent."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.membership import MembershipFeed
 from starling.workload import Ticket
 from tests.contract.cases import sgd
@@ -34,7 +34,7 @@ ENDS = {"sharded": 600, "tensor": 300}
 """The budget of a run that ends, by the kind of its islands."""
 
 
-class Reporter(Silence):
+class Reporter(Observer):
     """Tells the launcher, where there is one, about every step; `dies` once it is far enough."""
 
     def __init__(self, link: Link | None, dies: bool) -> None:

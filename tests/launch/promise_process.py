@@ -19,7 +19,7 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 from tests.contract.cases import sgd
 from tests.contract.problems import Points, TinyRegression
@@ -50,7 +50,7 @@ class Odd(TinyRegression):
         return nn.Sequential(nn.Linear(5, self.width), nn.Linear(self.width, 1)).to(self.dtype)
 
 
-class Counter(Silence):
+class Counter(Observer):
     """Counts its learner's steps; may die when all is done but the farewell."""
 
     def __init__(self, link: Link | None, dies_at_the_end: bool) -> None:

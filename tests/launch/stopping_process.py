@@ -29,7 +29,7 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place, save_requests_of
 from starling.strategies import find_strategy
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Pause, Stragglers
 from tests.contract.cases import adam
 from tests.contract.problems import TinyRegression
@@ -66,7 +66,7 @@ class Run:
         return [sys.executable, "-m", "tests.launch.stopping_process", json.dumps(asdict(self))]
 
 
-class Keeping(Silence):
+class Keeping(Observer):
     """Saves at every barrier and at the end; notes which mini-batches it computed, and how many were done by then."""
 
     def __init__(self, writer: CheckpointWriter, run: Run, rank: int, link: Link | None) -> None:

@@ -19,7 +19,7 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_place
 from starling.strategies import STRATEGIES
-from starling.training.job import ClaimReport, Job, Silence
+from starling.training.job import ClaimReport, Job, Observer
 from starling.training.loading import Loader
 from starling.workload import Ticket
 from tests.contract.cases import sgd
@@ -63,7 +63,7 @@ class ReadyLoader(Loader):
             time.sleep(0.01)
 
 
-class Reporter(Silence):
+class Reporter(Observer):
     """Tells the launcher about every step, and whether a loading process had loaded it."""
 
     def __init__(self, link: Link) -> None:

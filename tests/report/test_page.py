@@ -4,7 +4,9 @@ import base64
 import gzip
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,8 @@ import pytest
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
 
 from starling.reporting import page as figures
-from starling.reporting.evidence import (
-    CurvePoint,
-    Evidence,
-    Happening,
-    ScoredSet,
-    Stretch,
-    Utterance,
-    Validation,
-)
+from starling.reporting.epochs import Stretch
+from starling.reporting.evidence import CurvePoint, Evidence, ScoredSet, Utterance
 from starling.reporting.page import render
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -30,7 +25,18 @@ NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 def stretch(learner: int, place: int, waiting: float = 0.5) -> Stretch:
     """The `place`-th mini-batch of a learner: a second of computing after `waiting` for peers."""
     end = (place + 1) * (1.0 + waiting)
-    return Stretch(learner, end - 1.0 - waiting, end, 2 * place + learner, 1, 4, 100, 2.0, 1.0, 0.0, waiting)
+    return Stretch(learner, end - 1.0 - waiting, end, 2 * place + learner, 1, 4, 100, 200.0, 0.0, 1.0, 0.0, waiting)
+
+
+def events(staleness: Sequence[int] = (6, 0, 2)) -> list[dict[str, Any]]:
+    """What a run told."""
+    epoch = {"step": 8, "epoch": 1, "staleness": list(staleness), "consensus_distance": 0.25}
+    return [
+        {"time": 10.0, "kind": "start", "learners": 2, "strategy": "adpsgd", "command": f"starling train demo {NASTY}"},
+        {"time": 11.0, "kind": "loss", "reason": NASTY},
+        {"time": 12.0, "kind": "epoch", **epoch},
+        {"time": 13.0, "kind": "validation", "set": "dev", "step": 8, "epochs": 1, "wer": 12.5},
+    ]
 
 
 def evidence(**changes: Any) -> Evidence:
@@ -38,27 +44,20 @@ def evidence(**changes: Any) -> Evidence:
     utterance = Utterance("worst", NASTY, 1, 2, ((NASTY, NASTY), ("TWO", "")))
     known = Evidence(
         label="demo",
-        path="exp/demo",
+        path=Path("exp/demo"),
         strategy="adpsgd",
         learners=2,
         is_virtual=False,
         outcome="ended well",
-        settings="name: demo",
-        environment="torch 2.13.0",
-        commands=(f"starling train demo {NASTY}",),
+        events=events(),
         stretches=tuple(stretch(learner, place) for place in range(4) for learner in range(2)),
         curve=(CurvePoint(1.5, 2, 8, 3.0), CurvePoint(6.0, 8, 32, 1.0)),
-        validations=(Validation("dev", 1.0, 8, 12.5),),
-        staleness=(6, 0, 2),
-        distances=((8, 0.25),),
         sets=(
             ScoredSet(
                 "test", 4.0, (3.0, 5.0), 2.0, 100, 1, 1, 2, 50, 4,
                 (utterance,), (("TWO", "", 3), (NASTY, "ONE", 1)), 9,
             ),
         ),
-        happenings=(Happening(1.0, "loss", NASTY),),
-        missing={},
     )  # fmt: skip
     return replace(known, **changes)
 
@@ -98,8 +97,8 @@ def test_the_page_needs_nothing_else() -> None:
 def test_a_page_about_little_says_what_it_lacks() -> None:
     """No figure, no table, a sentence each."""
     bare = evidence(
-        stretches=(), curve=(), validations=(), staleness=(), distances=(), sets=(), happenings=(), commands=(),
-        environment="", missing={"training": "No training loss was recorded.", "events": "No events & so on."},
+        stretches=(), curve=(), events=(), sets=(),
+        missing={"training": "No training loss was recorded.", "events": "No events & so on."},
     )  # fmt: skip
     page = render([bare], "today")
     assert 'class="plot"' not in page
@@ -155,7 +154,7 @@ def test_there_is_no_speed_up_where_nothing_differs_or_clocks_do() -> None:
 
 def test_experiments_are_drawn_over_each_other() -> None:
     """One line each, each with a colour of its own; staleness in per cent."""
-    both = [evidence(), evidence(label="b", staleness=(4,))]
+    both = [evidence(), evidence(label="b", events=events((4,)))]
     for make in (figures.loss_by_time, figures.loss_by_samples, figures.validation, figures.consensus):
         traces = spec(make(both))["data"]
         assert [trace["name"] for trace in traces] == ["demo", "b"]

@@ -40,7 +40,7 @@ class Run:
                 self.waits[name] = replace(wait, seconds=wait.seconds + BEAT)
             for name in self.roster.learners.keys() - self.silent:
                 self.roster.hear(name, Heartbeat(7, self.waits.get(name)))
-            self.lines += self.stalls.look()
+            self.lines += [line for _, line in self.stalls.look()]
         return self.lines[before:]
 
 

@@ -4,6 +4,8 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,7 @@ import starling.experiment.following
 from starling.engines.processes.stalls import Stall, Waits
 from starling.errors import ConfigError, DataError, NonFiniteError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.following import Following, read_record
+from starling.experiment.following import Following, read_record, recorded
 from starling.experiment.learning import HeartbeatSource, beating
 from starling.experiment.running import is_alive, read_status
 from starling.experiment.seen import begin_segment
@@ -49,10 +51,17 @@ def said(console: Console) -> str:
     return console.file.getvalue()
 
 
+@contextmanager
+def followed(recipe: Recipe, folder: ExperimentFolder, screen: Console) -> Generator[Following, None, None]:
+    """As `starling train` follows a run."""
+    with recorded(recipe, folder, screen.print) as events, Following(recipe, folder, screen, events) as following:
+        yield following
+
+
 def test_a_run_that_fails_is_summed_up_and_its_status_says_how(recipe: Recipe, folder: ExperimentFolder) -> None:
     """With the exit code of the error; the error goes its way."""
     screen = console()
-    with pytest.raises(NonFiniteError), Following(recipe, folder, screen) as following:
+    with pytest.raises(NonFiniteError), followed(recipe, folder, screen) as following:
         assert is_alive(read_status(folder.path))
         following.roster.hear(0, Activity("computing batch 1 of epoch 1"))
         raise NonFiniteError("learner 0: the loss is nan\nand more")
@@ -71,20 +80,22 @@ def test_a_stall_that_ends_just_before_the_run_is_reported(
     """Although nobody looks once more while learners train."""
     monkeypatch.setattr(starling.experiment.following, "LOOK_EVERY", 3600.0)
     screen = console()
-    with Following(check_recipe(tree | {"engine": {"explain_seconds": 1}}, "r.yaml"), folder, screen) as following:
+    with followed(check_recipe(tree | {"engine": {"explain_seconds": 1}}, "r.yaml"), folder, screen) as following:
         following.roster.hear(1, Heartbeat(7, Stall("a mean", (0,), True, False, 5.0, 0.1, 1)))
         following._report_stalls()
         following.roster.hear(1, Ended(90))
+        following.end_training()
     assert "learner 1 continues after waiting 5.0 s for learner 0" in said(screen)
     assert [json.loads(line)["kind"] for line in (folder.log / "events.jsonl").read_text().splitlines()][1:] == [
         "stall",
         "stall-over",
+        "end",
     ]
 
 
 def test_a_joiner_that_did_not_join_is_not_waited_for(recipe: Recipe, folder: ExperimentFolder) -> None:
     """It is no loss of the run, and no heartbeat of it is expected; one that never started is not shown."""
-    with Following(recipe, folder, console()) as following:
+    with followed(recipe, folder, console()) as following:
         following.roster.hear(2, Activity("starting"))
         following.roster.lose(2)
         following.roster.lose(3)
@@ -96,7 +107,7 @@ def test_a_joiner_that_did_not_join_is_not_waited_for(recipe: Recipe, folder: Ex
 
 def test_a_status_whose_launcher_has_ended_is_not_alive(recipe: Recipe, folder: ExperimentFolder) -> None:
     """However fresh it is; nor is one that is old, whatever process has that number now."""
-    with Following(recipe, folder, console()):
+    with followed(recipe, folder, console()):
         status = read_status(folder.path)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
@@ -107,10 +118,9 @@ def test_a_status_whose_launcher_has_ended_is_not_alive(recipe: Recipe, folder: 
 
 def test_a_run_ends_when_its_test_sets_are_scored(recipe: Recipe, folder: ExperimentFolder) -> None:
     """Until then its status is written, and an error while scoring is how it ended."""
-    with Following(recipe, folder, console()) as following:
-        pass
-    assert read_status(folder.path).stage == "scoring"
-    with pytest.raises(DataError), following.scoring():
+    with pytest.raises(DataError), followed(recipe, folder, console()) as following:
+        following.end_training()
+        assert read_status(folder.path).stage == "scoring"
         raise DataError("no test set")
     status = read_status(folder.path)
     assert (status.stage, status.exit_code, status.message) == ("ended", 5, "no test set")
@@ -121,8 +131,8 @@ def test_a_status_that_cannot_be_written_is_one_warning(recipe: Recipe, folder: 
     screen = console()
     folder.log.write_text("in the way")
     (folder.status / "in the way").mkdir(parents=True)
-    with Following(recipe, folder, screen) as following, following.scoring():
-        pass
+    with followed(recipe, folder, screen) as following:
+        following.end_training()
     assert said(screen).count("warning: ") == 1
     assert "cannot be used" in said(screen)
 

@@ -19,9 +19,9 @@ import starling
 from starling.cli import app
 from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.report import MAX_EVENTS, PAGE, collect, read_events, report
+from starling.experiment.report import PAGE, collect, read_events, report
 from starling.experiment.simulate import simulate
-from starling.reporting.evidence import Evidence
+from starling.reporting.evidence import MAX_EVENTS, Evidence
 from starling.speech.recipe import check_recipe
 from starling.speech.scoring.error_rates import align_words, error_rates, read_texts
 from starling.speech.scoring.evidence import chosen, encoded
@@ -96,7 +96,7 @@ def test_stretches_and_epochs_tell_the_same(flock: Path, seen_in_flock: Evidence
         own = sum(each.computing for each in stretches if each.learner == int(learner))
         assert own == pytest.approx(told, abs=1e-3)
     assert sum(seen_in_flock.staleness) == seen_in_flock.num_batches
-    assert seen_in_flock.num_examples == 48
+    assert seen_in_flock.whole.examples == 48
     assert seen_in_flock.curve[-1].examples == 48
 
 

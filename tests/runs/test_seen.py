@@ -11,7 +11,8 @@ from starling.checkpoint.reader import latest, load
 from starling.errors import DataError
 from starling.experiment.audit import audit
 from starling.experiment.claim import set_up_and_claim
-from starling.experiment.seen import Seen, begin_segment, read_seen, segments
+from starling.experiment.observers import Seen
+from starling.experiment.seen import begin_segment, read_seen, segments
 from starling.experiment.simulate import simulate
 from starling.speech.recipe import check_recipe, fingerprints
 from starling.speech.store import SpeechSet

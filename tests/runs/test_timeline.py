@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from starling.experiment.seen import EXACT, Timeline, begin_segment, read_timeline, segments
+from starling.experiment.observers import EXACT, Timeline
+from starling.experiment.seen import begin_segment, read_timeline, segments
 from starling.training.job import EpochReport, Spent, StepReport
 from starling.workload import Position, Ticket
 from tests.report.steps import step

@@ -15,7 +15,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, DataError
 from starling.strategies import STRATEGIES
 from starling.training.data import Batch, DataWorkload
-from starling.training.job import ClaimReport, Job, Silence
+from starling.training.job import ClaimReport, Job, Observer
 from starling.workload import Ticket
 
 
@@ -128,7 +128,7 @@ def test_arguments_that_do_not_fit_together_are_refused(given: dict[str, Any], m
         DataWorkload(make_model, loss, **given)
 
 
-class Seen(Silence):
+class Seen(Observer):
     """An observer that counts the examples of every epoch."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from starling.launch.messages import EpochEnd
 from starling.reporting.epochs import Meter, together
 from starling.reporting.events import Event, read_events
 from starling.reporting.lines import share
-from starling.training.job import EpochReport, Job, Silence, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.workload import Ticket, Workload
 
 CURVE_POINTS = 50
@@ -32,7 +32,7 @@ LAST = 0.9
 """The share of the budget after which losses count as the last ones."""
 
 
-class Watcher(Silence):
+class Watcher(Observer):
     """An observer that keeps what a comparison reports of a run."""
 
     def __init__(self) -> None:

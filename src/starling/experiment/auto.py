@@ -39,7 +39,7 @@ from starling.reporting.progress import Say
 from starling.strategies import NoOptions, Strategy
 from starling.strategies.base import all_learners, one_learner
 from starling.timeouts import SET_UP
-from starling.training.job import Job, Silence
+from starling.training.job import Job, Observer
 from starling.training.stragglers import Stragglers
 
 _APART, _TOGETHER, _FIGURES, _CHOICE = "auto/apart", "auto/together", "auto/figures/{}", "auto/choice"
@@ -169,7 +169,7 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
     with torch.random.fork_rng():
         for prefix, measuring in ((_APART, bare), (_TOGETHER, together)):
             own = replace(place, store=PrefixStore(prefix, store))
-            run_learner(measuring, own, device, prefix, Silence(), timeout_seconds=seconds)
+            run_learner(measuring, own, device, prefix, Observer(), timeout_seconds=seconds)
     store.set(_FIGURES.format(place.rank), TypeAdapter(AtHand).dump_json(found).decode())
     if place.rank == 0:
         keys = [_FIGURES.format(rank) for rank in range(place.world)]

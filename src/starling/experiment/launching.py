@@ -30,9 +30,8 @@ MAX_LEARNERS_PER_CORE = 4
 """More learners than this are likely a mistake, and cause a warning."""
 
 
-def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console: Console) -> Following:
-    """Run the learners of `run`, each a process of the task's command, until all have exited; return what has followed
-    them.
+def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console: Console, following: Following) -> None:
+    """Run the learners of `run`, each a process of the task's command, until all have exited.
 
     Their messages are shown and then passed to the task's scoring, by which they may save and end early. Raises the
     error that ended the run; if there is a checkpoint, with a note on how to resume.
@@ -41,7 +40,6 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
     strategy, options = run.between, run.strategy.options
     with (
         task.learner_command(run, folder) as command,
-        Following(run, folder, console) as following,
         Display(title, run.learners, console, following.events) as display,
         task.scoring(run, folder, display.say, display.scored) as scoring,
     ):
@@ -90,7 +88,6 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
         for loss in losses:
             if loss.learner in display.away:
                 display.say(f"{run.name} ended without learner {loss.learner}: {loss.reason}")
-    return following
 
 
 @contextmanager

@@ -16,16 +16,9 @@ from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.processes.stalls import Stall, Waits
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.observers import (
-    Listener,
-    Log,
-    Metered,
-    Saver,
-    Together,
-    save_choice,
-)
+from starling.experiment.observers import Listener, Log, Metered, Record, Saver, Seen, Timeline, Together, save_choice
 from starling.experiment.regrouping import Regrouping, SharedCounts
-from starling.experiment.seen import Record, Seen, Timeline, segments
+from starling.experiment.seen import segments
 from starling.experiment.task import RunT, Task
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
@@ -35,7 +28,7 @@ from starling.reporting.curves import Curves
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
 from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, STOPPED_AFTER, Seconds
-from starling.training.job import Job, Observer, Silence, StepReport
+from starling.training.job import Job, Observer, StepReport
 
 
 def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
@@ -125,7 +118,7 @@ def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:
     return load(run.resume).start(place.rank, place.world, strategy, run.island.size, is_tensor)
 
 
-class HeartbeatSource(Silence):
+class HeartbeatSource(Observer):
     """An observer that counts mini-batches and makes heartbeats.
 
     `write` writes a line to this learner's log. `waits` are the learner's waits; one that lasts longer than

@@ -1,9 +1,9 @@
-"""Observers that pass a learner's reports to its log, its curves, its checkpoints, and the launcher."""
+"""Observers that pass a learner's reports to its log, its curves, its record, its checkpoints, and the launcher."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -12,21 +12,29 @@ from typing import Literal, Self, TextIO
 from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
+from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.seen import Record
+from starling.experiment.seen import TIMES, read_skipped, segments
 from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
 from starling.reporting.curves import Curves
-from starling.reporting.epochs import Meter
+from starling.reporting.epochs import SPENT, Meter, Stretch
+from starling.reporting.events import Warn, once
 from starling.reporting.lines import Advice, epoch_line, progress_line
 from starling.reporting.progress import Display
-from starling.training.job import ClaimReport, EpochReport, Observer, Silence, StepReport
+from starling.training.job import ClaimReport, EpochReport, Observer, Spent, StepReport
 from starling.workload import Position
 
 Listener = Callable[[Snapshot | EpochEnd], None]
 Seconds = float
+EXACT = 1000
+"""Stretches of a learner that hold one mini-batch each, before they grow."""
+_EVEN_OF_MANY = 50
+"""The same where so many learners share a process that fewer would be left for each."""
+_ALL_LEARNERS = 16_000
+"""Exact stretches of all learners of one process."""
 
 
-class Metered(Silence):
+class Metered(Observer):
     """An observer that sends a listener statistics of each epoch, and between them, of each learner, at most one
     snapshot in `every` seconds."""
 
@@ -88,12 +96,171 @@ def show(message: LearnerMessage, display: Display) -> None:
             pass
 
 
+class Record(Observer):
+    """Writes tables into the segment of the present membership."""
+
+    def __init__(self, segment: Path) -> None:
+        self._segment = segment
+        self._files: dict[str, TextIO] = {}
+
+    def continue_in(self, segment: Path) -> None:
+        """Continue the record in another segment."""
+        self.close()
+        self._segment = segment
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _write(self, name: str, columns: Iterable[str], row: Iterable[object]) -> None:
+        """Add a row to a table. It is in the file at once: a kill loses no row."""
+        if name not in self._files:
+            self._files[name] = (self._segment / name).open("w", buffering=1, encoding="utf-8")
+            self._files[name].write("\t".join(columns) + "\n")
+        self._files[name].write("\t".join(map(str, row)) + "\n")
+
+
+class Seen(Record):
+    """Records the utterances of every mini-batch.
+
+    Skipped utterances are listed, and counted over all learners: `count(name, number)` adds to a shared counter and
+    returns the sum. More than `max_skipped` in one epoch raise a DataError.
+    """
+
+    def __init__(
+        self, segment: Path, count: Callable[[str, int], int], max_skipped: int, say: Callable[[str], None]
+    ) -> None:
+        super().__init__(segment)
+        self._count = count
+        self._max_skipped = max_skipped
+        self._say = say
+        self._num_skipped: dict[tuple[int, int], int] = {}
+        self._earlier: dict[int, set[str]] | None = None
+
+    def on_claim(self, report: ClaimReport) -> None:
+        ticket = report.ticket
+        row = (ticket.epoch + 1, ticket.index + 1, ticket.step, *report.ids)
+        self._write(f"learner-{report.rank}.tsv", ("epoch", "batch", "step", "utterances"), row)
+        if report.skipped:
+            self._skip(report)
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        if num_skipped := self._num_skipped.pop((report.rank, report.epoch), 0):
+            listed = self._segment / f"skipped-{report.rank}.tsv"
+            self._say(f"learner {report.rank} skipped {num_skipped} utterances of epoch {report.epoch + 1}: {listed}")
+
+    def continue_in(self, segment: Path) -> None:
+        super().continue_in(segment)
+        self._num_skipped.clear()
+        self._earlier = None
+
+    def _skip(self, report: ClaimReport) -> None:
+        rank, epoch = report.rank, report.ticket.epoch
+        for name, reason in report.skipped:
+            row = (epoch + 1, name, " ".join(reason.split()))
+            self._write(f"skipped-{rank}.tsv", ("epoch", "id", "reason"), row)
+        self._num_skipped[rank, epoch] = self._num_skipped.get((rank, epoch), 0) + len(report.skipped)
+        if (total := self._count(f"skipped/{epoch}", len(report.skipped)) + self._before(epoch)) > self._max_skipped:
+            name, reason = report.skipped[-1]
+            raise DataError(
+                f"learner {rank}: {total} utterances of epoch {epoch + 1} could not be used, the last one {name} "
+                f"({reason}); data.filter.max_skipped allows {self._max_skipped}: see {self._segment}/skipped-*.tsv, "
+                "and prepare the data again"
+            )
+
+    def _before(self, epoch: int) -> int:
+        """How many utterances of an epoch were skipped in earlier segments."""
+        if self._earlier is None:
+            found = segments(self._segment.parent)
+            self._earlier = read_skipped(found[: found.index(self._segment)])
+        return len(self._earlier.get(epoch, ()))
+
+
+@dataclass
+class _Open:
+    """A learner's stretch that has not been written."""
+
+    stretch: Stretch = field(default_factory=Stretch)
+    booked: Mapping[str, Seconds] = field(default_factory=dict)
+    """What is in `stretch`, or was written, of the time spent in the epoch under way."""
+    begun: Seconds | None = None
+    """When the file's first stretch ended."""
+    written: Seconds = 0.0
+    """When the last one ended."""
+    num_written: int = 0
+
+    def book(self, spent: Spent) -> None:
+        """Add what was spent since the last report."""
+        for name, seconds in vars(spent).items():
+            more = max(0.0, seconds - self.booked.get(name, 0.0))
+            setattr(self.stretch, name, getattr(self.stretch, name) + more)
+        self.booked = vars(spent)
+
+
+class Timeline(Record):
+    """Records when each of `world` learners computed and when it waited.
+
+    `clock` gives the time of day, by which learners are brought in line; None on a simulated clock, where all have one.
+    A file that cannot be written costs the record, and nothing else: `warn` is called once.
+    """
+
+    def __init__(
+        self,
+        segment: Path,
+        world: int = 1,
+        clock: Callable[[], float] | None = time.time,
+        warn: Warn = lambda path, error: None,
+    ) -> None:
+        super().__init__(segment)
+        self._clock = clock
+        self._warn = once(warn)
+        self._exact = max(_EVEN_OF_MANY, min(EXACT, _ALL_LEARNERS // world))
+        self._open: dict[int, _Open] = {}
+
+    def on_step(self, report: StepReport) -> None:
+        own = self._open.setdefault(report.rank, _Open())
+        own.book(report.spent)
+        own.stretch.add(report)
+        now = own.stretch.end
+        begun = now if own.begun is None else own.begun
+        if own.num_written < self._exact or now - own.written >= (now - begun) / self._exact:
+            self._end(own)
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        if own := self._open.get(report.rank):
+            own.book(report.spent)
+            own.booked = {}
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        for own in self._open.values():
+            if own.stretch.batches:
+                self._end(own)
+        super().close()
+        self._open = {learner: _Open(booked=own.booked) for learner, own in self._open.items()}
+
+    def _end(self, own: _Open) -> None:
+        """Write a learner's stretch, and begin the next."""
+        each, name = own.stretch, f"times-{own.stretch.learner}.tsv"
+        counts = each.step, each.batches, each.examples, each.frames
+        spent = (f"{getattr(each, kind):.4f}" for kind in SPENT)
+        at = each.end if self._clock is None else self._clock()
+        try:
+            self._write(name, TIMES, (f"{at:.4f}", f"{each.end:.4f}", *counts, f"{each.loss:.6g}", *spent))
+        except OSError as error:
+            self._warn(self._segment / name, error)
+        own.begun = each.end if own.begun is None else own.begun
+        own.written, own.num_written, own.stretch = each.end, own.num_written + 1, Stretch()
+
+
 Keep = Literal["checkpoint", "model", ""]
 """What is saved at the end of an epoch; `""`: nothing."""
 Moment = Literal["epoch", "barrier", "end"]
 
 
-class Saver(Silence):
+class Saver(Observer):
     """An observer that saves in a background thread.
 
     It saves a checkpoint at every checkpoint barrier. At the end of an epoch, `choose` selects what is saved, the same
@@ -118,7 +285,7 @@ class Saver(Silence):
         self._tell = tell
         self._curves = curves
         self._last: Position | None = None
-        self._chosen: list[tuple[Position, Keep, Moment]] = []
+        self._chosen = defaultdict[Position, list[tuple[Keep, Moment]]](list)
         """What is saved at the ends of epochs whose states are not complete yet."""
 
     def __enter__(self) -> Self:
@@ -147,50 +314,45 @@ class Saver(Silence):
         kept = self._choose(report)
         moment: Moment = "end" if report.is_last else "epoch"
         if state.is_complete:
-            self._keep(state, kept, moment)
+            self._save(state, kept, moment)
         else:  # `on_barrier` gets the complete state
-            self._chosen.append((state.position, kept, moment))
+            self._chosen[state.position].append((kept, moment))
 
     def on_barrier(self, state: LearnerState) -> None:
         if state.epochs_ended is None:
-            self._save(state, "barrier")
+            self._save(state, "checkpoint", "barrier")
             return
-        for _, kept, moment in [each for each in self._chosen if each[0] == state.position]:
-            self._keep(state, kept, moment)
-        self._chosen = [each for each in self._chosen if each[0] != state.position]
+        for kept, moment in self._chosen.pop(state.position, ()):
+            self._save(state, kept, moment)
 
-    def _keep(self, state: LearnerState, kept: Keep, moment: Moment) -> None:
-        if kept == "checkpoint":
-            self._save(state, moment)
-        elif kept == "model":
-            shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
-            self._save(replace(state, optimizer={}, shards=shards), None)
-
-    def _save(self, state: LearnerState, moment: Moment | None) -> None:
-        """Save a checkpoint, or if `moment` is None, only a model."""
-        if state.position == self._last:
+    def _save(self, state: LearnerState, kept: Keep, moment: Moment) -> None:
+        if not kept or state.position == self._last:
             return  # several epochs ended at this position
         self._last = state.position
+        is_model = kept == "model"
+        if is_model:
+            shards = tuple(replace(shard, optimizer={}) for shard in state.shards)
+            state = replace(state, optimizer={}, shards=shards)
 
         def completed(checkpoint: Checkpoint) -> None:
             folder, manifest = str(checkpoint.folder), checkpoint.manifest
             distance = manifest.consensus_distance
-            self._tell(ModelSaved(folder) if moment is None else Saved(folder, moment, distance))
+            self._tell(ModelSaved(folder) if is_model else Saved(folder, moment, distance))
             if distance is not None:
                 curves = Curves(self._curves)
                 curves.add("consensus", {"consensus/distance": distance}, manifest.position.num_done)
                 curves.close()
 
-        self._background.save(state, completed, self._model_writer if moment is None else None)
+        self._background.save(state, completed, self._model_writer if is_model else None)
 
 
-class Together(Silence):
+class Together(Observer):
     """Calls several observers in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
         # at each mini-batch, only those that do something
-        silent = (Silence.on_claim, Silence.on_step, Record.on_claim, Record.on_step)
+        silent = (Observer.on_claim, Observer.on_step)
         self._on_claim = [each.on_claim for each in observers if type(each).on_claim not in silent]
         self._on_step = [each.on_step for each in observers if type(each).on_step not in silent]
 

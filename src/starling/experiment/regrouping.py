@@ -9,8 +9,8 @@ from starling.engines.processes.forks import clone_store
 from starling.engines.processes.place import Place
 from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.observers import Saver
-from starling.experiment.seen import Record, begin_segment, segments
+from starling.experiment.observers import Record, Saver
+from starling.experiment.seen import begin_segment, segments
 from starling.training.membership import Membership, MembershipObserver
 from starling.workload import Position
 

@@ -8,12 +8,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeGuard
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder, existing
@@ -23,8 +21,9 @@ from starling.extras import require
 from starling.files import replace_file
 from starling.launch.messages import Status, decode_file
 from starling.recipe.file import Tree, read_recipe
+from starling.reporting.epochs import Stretch, merged
 from starling.reporting.events import Event, read_events
-from starling.reporting.evidence import CurvePoint, Evidence, Happening, ScoredSet, Section, Stretch, Validation
+from starling.reporting.evidence import CurvePoint, Evidence, ScoredSet, Section, is_number, newest
 from starling.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 PAGE = "report.html"
 MAX_POINTS = 100
 """Of one experiment's loss curve: with more, the noise of single mini-batches hides the curve."""
-MAX_EVENTS = 200
-"""Of one experiment's table of events: the first and the last ones."""
 
 
 @dataclass(frozen=True)
@@ -98,55 +95,42 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
     """What an experiment's folder tells. Raises ConfigError for a config.yaml that cannot be read; whatever else is
     missing or damaged is left out, with a sentence."""
     settings = read_recipe(folder.config)
-    events = read_events(folder.log / "events.jsonl")
+    strategy, has_one_model = _strategy(settings), _has_one_model(settings)
+    events, stretches = read_events(folder.log / "events.jsonl"), read_timeline(folder.seen)
     is_virtual = (folder.log / "virtual.log").is_file()
-    stretches = read_timeline(folder.seen)
-    curve = _curve_of(stretches) or _curve_of_tensorboard(folder.tensorboard) or _curve_of_epochs(events)
-    validations = _validations(events)
-    staleness = _staleness(events)
-    has_one_model = _has_one_model(settings)
-    distances = [] if has_one_model else _distances(events)
-    no_curve = "No training loss was recorded."
-    drawn_from = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
-    no_scores = (
-        "Simulations score no valid set while they train." if is_virtual else "No model was scored while it trained."
+    missing: dict[Section, str] = {}
+    found = Evidence(
+        label=label,
+        path=folder.path,
+        strategy=strategy,
+        learners=int(settings["learners"]) if isinstance(settings.get("learners"), int) else 1,
+        is_virtual=is_virtual,
+        outcome=_outcome(folder, events),
+        unit="utterances" if "data" in settings else "examples",
+        events=events,
+        stretches=stretches,
+        curve=_curve_of(stretches) or _curve_of_tensorboard(folder.tensorboard) or _curve_of_epochs(events),
+        sets=_sets(folder, settings, missing),
+        missing=missing,
     )
-    one_model = f"Under {_strategy(settings)}, all learners have the same weights."
-    no_distance = "No consensus distance was recorded, or it was 0."
+    drawn_from = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
+    no_scores = "Simulations score no valid set while they train." if is_virtual else None
+    one_model = f"Under {strategy}, all learners have the same weights." if has_one_model else None
+    distances = [] if has_one_model else [distance for _, distance in found.distances if distance > 0.0]
     parts: Sequence[tuple[Section, bool, str]] = (
-        ("training", bool(curve and stretches), drawn_from if curve else no_curve),
-        ("validation", bool(validations), no_scores),
+        ("training", bool(found.curve and stretches), drawn_from if found.curve else "No training loss was recorded."),
+        ("validation", bool(found.validations), no_scores or "No model was scored while it trained."),
         (
             "timeline",
             bool(stretches),
             "No timeline: the run did not record when its learners computed (seen/*/times-*.tsv).",
         ),
-        ("staleness", sum(staleness) > 0, "No staleness was recorded."),
-        ("consensus", any(distance > 0.0 for _, distance in distances), one_model if has_one_model else no_distance),
+        ("staleness", any(found.staleness), "No staleness was recorded."),
+        ("consensus", bool(distances), one_model or "No consensus distance was recorded, or it was 0."),
         ("events", bool(events), "The run recorded no events (log/events.jsonl)."),
     )
-    missing = {section: sentence for section, is_there, sentence in parts if not is_there}
-    sets = _sets(folder, settings, missing)
-    return Evidence(
-        label=label,
-        path=str(folder.path),
-        strategy=_strategy(settings),
-        learners=int(settings["learners"]) if isinstance(settings.get("learners"), int) else 1,
-        is_virtual=is_virtual,
-        outcome=_outcome(folder, events),
-        settings=_text(folder.config),
-        environment=_text(folder.environment),
-        commands=tuple(dict.fromkeys(str(each["command"]) for each in events if each.get("command"))),
-        unit="utterances" if "data" in settings else "examples",
-        stretches=tuple(stretches),
-        curve=tuple(curve),
-        validations=tuple(validations),
-        staleness=tuple(staleness),
-        distances=tuple(distances),
-        sets=sets,
-        happenings=tuple(_happenings(events, is_virtual)),
-        missing=missing,
-    )
+    missing |= {section: sentence for section, is_there, sentence in parts if not is_there}
+    return found
 
 
 def _read_comparison(path: Path) -> Mapping[str, Any] | None:
@@ -163,14 +147,11 @@ def _rows_of(path: Path, label: str, comparison: Mapping[str, Any]) -> tuple[Evi
     return tuple(
         Evidence(
             label=f"{label}: {row['setting']}{': ' * bool(row['setting'])}{row['arm']}, {row['learners']}",
-            path=str(path),
+            path=path,
             strategy=row["strategy"] or row["arm"],
             learners=row["learners"],
             is_virtual=comparison["compare"]["engine"] == "virtual",
             outcome=str(row["verdict"]),
-            settings=_text(path / "compare.yaml"),
-            environment=_text(path / "env.txt"),
-            commands=(),
             unit="examples",
             curve=tuple(_mean_curve([each for each in comparison["cells"] if row.items() >= _key_of(each).items()])),
         )
@@ -216,13 +197,6 @@ def _has_one_model(settings: Event) -> bool:
     return strategy is not None and strategy.has_one_model
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:
     last = next((each for each in reversed(events) if each["kind"] in ("start", "end")), None)
     if last is not None and last["kind"] == "end":
@@ -237,24 +211,15 @@ def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:
 
 def _curve_of(stretches: Sequence[Stretch]) -> list[CurvePoint]:
     """Means over equally many mini-batches each, over all learners: at least one of each."""
-    total = sum(each.batches for each in stretches)
-    size = max(len({each.learner for each in stretches}), math.ceil(total / MAX_POINTS))
-    points = []
-    num_batches = num_examples = step = 0
-    summed, frames = 0.0, 0
-    first = min((each.begin for each in stretches), default=0.0)
-    last = len(stretches) - 1
-    for place, each in enumerate(stretches):
-        before = num_batches // size
-        num_batches += each.batches
-        num_examples += each.examples
-        step = max(step, each.step + 1)
-        if each.frames and math.isfinite(each.loss):
-            summed, frames = summed + each.loss * each.frames, frames + each.frames
-        if frames and (num_batches // size > before or place == last):
-            points.append(CurvePoint(each.end - first, step, num_examples, summed / frames))
-            summed, frames = 0.0, 0
-    return points
+    whole, before = merged(stretches), accumulate((each.batches for each in stretches), initial=0)
+    size = max(len({each.learner for each in stretches}), math.ceil(whole.batches / MAX_POINTS))
+    parts = [merged(list(part)) for _, part in groupby(stretches, lambda each: next(before) // size)]
+    so_far = accumulate(parts, lambda *both: merged(both))
+    return [
+        CurvePoint(until.end - whole.begin, until.step + 1, until.examples, part.loss)
+        for part, until in zip(parts, so_far, strict=True)
+        if part.frames
+    ]
 
 
 def _curve_of_tensorboard(folder: Path) -> list[CurvePoint]:
@@ -290,87 +255,9 @@ def _curve_of_tensorboard(folder: Path) -> list[CurvePoint]:
 def _curve_of_epochs(events: Sequence[Event]) -> list[CurvePoint]:
     return [
         CurvePoint(None, int(each["step"]), None, float(each["loss"]))
-        for each in _newest(events, "epoch")
-        if _is_number(each.get("loss")) and _is_number(each.get("step"))
+        for each in newest(events, "epoch")
+        if is_number(each.get("loss")) and is_number(each.get("step"))
     ]
-
-
-def _newest(events: Sequence[Event], kind: str) -> list[Event]:
-    """Events of a kind, each step once: a resumed run tells again what it computes again."""
-    by_step = {step: each for each in events if each["kind"] == kind and _is_number(step := each.get("step"))}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _validations(events: Sequence[Event]) -> list[Validation]:
-    """By epochs; inside an epoch, by the share of it that was done."""
-    epochs = {each["step"]: each for each in _newest(events, "epoch")}
-    ends = [(step, float(each["epoch"])) for step, each in epochs.items() if _is_number(each.get("epoch"))]
-    found = []
-    for each in _newest(events, "validation"):
-        if _is_number(each.get("wer")):
-            done: object = each.get("epochs")
-            at = float(done) if _is_number(done) else _interpolated(float(each["step"]), ends)
-            if at is not None:
-                found.append(Validation(str(each.get("set", "")), at, int(each["step"]), float(each["wer"])))
-    return found
-
-
-def _interpolated(step: float, ends: Sequence[tuple[float, float]]) -> float | None:
-    """How many epochs a step is, between the ends of epochs."""
-    steps, epochs = zip((0.0, 0.0), *ends, strict=True)
-    return float(np.interp(step, steps, epochs)) if ends and step <= steps[-1] else None
-
-
-def _staleness(events: Sequence[Event]) -> list[int]:
-    given = [each.get("staleness") for each in _newest(events, "epoch")]
-    counts = [each for each in given if isinstance(each, list) and all(isinstance(count, int) for count in each)]
-    return [sum(each) for each in zip_longest(*counts, fillvalue=0)]
-
-
-def _distances(events: Sequence[Event]) -> list[tuple[int, float]]:
-    """From checkpoints, whose names tell the mini-batches, and from epochs of simulations."""
-    found: dict[int, float] = {}
-    for each in events:
-        step, distance = each.get("step"), each.get("consensus_distance")
-        if each["kind"] == "checkpoint":
-            number = Path(str(each.get("folder", ""))).name.removeprefix("step-").partition("-")[0]
-            step = int(number) if number.isdecimal() else None
-        if each["kind"] in ("checkpoint", "epoch") and _is_number(step) and _is_number(distance):
-            found[int(step)] = float(distance)
-    return sorted(found.items())
-
-
-def _happenings(events: Sequence[Event], is_virtual: bool) -> list[Happening]:
-    """What is not in a figure, in words."""
-    began = next((each["time"] for each in events if _is_number(each.get("time"))), 0.0)
-    told = []
-    for event in events:
-        if text := _told(event):
-            at = float(event["time"]) - began if _is_number(event.get("time")) and not is_virtual else None
-            told.append(Happening(at, str(event["kind"]), text))
-    if len(told) > MAX_EVENTS:
-        left_out = len(told) - MAX_EVENTS
-        half = MAX_EVENTS // 2
-        told[half:-half] = [Happening(None, "…", f"{left_out} events are not shown; all are in log/events.jsonl")]
-    return told
-
-
-def _told(event: Event) -> str:
-    match event["kind"]:
-        case "start":
-            return f"{event.get('learners')} learners, {event.get('strategy')}"
-        case "loss" | "left-out":
-            return str(event.get("reason", ""))
-        case "join":
-            return f"learner {event.get('learner')} joined; {event.get('num_learners')} learners train now"
-        case "checkpoint":
-            return f"{event.get('folder')} ({event.get('moment')})"
-        case "end":
-            return f"{event.get('message', '')} (exit code {event.get('exit_code')})"
-        case "stall" | "stall-over" | "advice" | "message":
-            return str(event.get("text", ""))
-        case _:
-            return ""
 
 
 def _sets(folder: ExperimentFolder, settings: Tree, missing: dict[Section, str]) -> tuple[ScoredSet, ...]:
@@ -398,7 +285,3 @@ def _sets(folder: ExperimentFolder, settings: Tree, missing: dict[Section, str])
     if problems:
         missing["audio"] = " ".join(dict.fromkeys(problems))
     return tuple(sets)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

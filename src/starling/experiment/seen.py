@@ -14,38 +14,24 @@ A stretch is a mini-batch at first. Later it lasts a thousandth of the time sinc
 with the logarithm of that time.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from operator import add, attrgetter
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, TextIO
 
 from pydantic import TypeAdapter, ValidationError
 
 from starling.errors import DataError
-from starling.reporting.epochs import Sums
-from starling.reporting.evidence import Stretch
+from starling.reporting.epochs import Stretch
 from starling.workload import Position, Ticket
 
-if TYPE_CHECKING:
-    from starling.checkpoint.state import LearnerState
-    from starling.training.job import ClaimReport, EpochReport, Spent, StepReport
-
 Seconds = float
-EXACT = 1000
-"""Stretches of a learner that hold one mini-batch each, before they grow."""
-_EVEN_OF_MANY = 50
-"""The same where so many learners share a process that fewer would be left for each."""
-_ALL_LEARNERS = 16_000
-"""Exact stretches of all learners of one process."""
-_COLUMNS = ("time", "seconds", "step", "batches", "examples", "frames", "loss", "computing", "for_data", "for_peers")
+TIMES = ("time", "seconds", "step", "batches", "examples", "frames", "loss", "computing", "for_data", "for_peers")
+"""The columns of `times-*.tsv`."""
 
 
 def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
@@ -81,187 +67,6 @@ def _begin(segment: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-class Record:
-    """An observer that writes tables into the segment of the present membership."""
-
-    saves = False
-
-    def __init__(self, segment: Path) -> None:
-        self._segment = segment
-        self._files: dict[str, TextIO] = {}
-
-    def on_claim(self, report: ClaimReport) -> None: ...
-
-    def on_step(self, report: StepReport) -> None: ...
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
-
-    def on_barrier(self, state: LearnerState) -> None: ...
-
-    def continue_in(self, segment: Path) -> None:
-        """Continue the record in another segment."""
-        self.close()
-        self._segment = segment
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _write(self, name: str, columns: Iterable[str], row: Iterable[object]) -> None:
-        """Add a row to a table. It is in the file at once: a kill loses no row."""
-        if name not in self._files:
-            self._files[name] = (self._segment / name).open("w", buffering=1, encoding="utf-8")
-            self._files[name].write("\t".join(columns) + "\n")
-        self._files[name].write("\t".join(map(str, row)) + "\n")
-
-
-class Seen(Record):
-    """Records the utterances of every mini-batch.
-
-    Skipped utterances are listed, and counted over all learners: `count(name, number)` adds to a shared counter and
-    returns the sum. More than `max_skipped` in one epoch raise a DataError.
-    """
-
-    def __init__(
-        self, segment: Path, count: Callable[[str, int], int], max_skipped: int, say: Callable[[str], None]
-    ) -> None:
-        super().__init__(segment)
-        self._count = count
-        self._max_skipped = max_skipped
-        self._say = say
-        self._num_skipped: dict[tuple[int, int], int] = {}
-        self._earlier: dict[int, set[str]] | None = None
-
-    def on_claim(self, report: ClaimReport) -> None:
-        ticket = report.ticket
-        row = (ticket.epoch + 1, ticket.index + 1, ticket.step, *report.ids)
-        self._write(f"learner-{report.rank}.tsv", ("epoch", "batch", "step", "utterances"), row)
-        if report.skipped:
-            self._skip(report)
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        if num_skipped := self._num_skipped.pop((report.rank, report.epoch), 0):
-            listed = self._segment / f"skipped-{report.rank}.tsv"
-            self._say(f"learner {report.rank} skipped {num_skipped} utterances of epoch {report.epoch + 1}: {listed}")
-
-    def continue_in(self, segment: Path) -> None:
-        super().continue_in(segment)
-        self._num_skipped.clear()
-        self._earlier = None
-
-    def _skip(self, report: ClaimReport) -> None:
-        rank, epoch = report.rank, report.ticket.epoch
-        for name, reason in report.skipped:
-            row = (epoch + 1, name, " ".join(reason.split()))
-            self._write(f"skipped-{rank}.tsv", ("epoch", "id", "reason"), row)
-        self._num_skipped[rank, epoch] = self._num_skipped.get((rank, epoch), 0) + len(report.skipped)
-        if (total := self._count(f"skipped/{epoch}", len(report.skipped)) + self._before(epoch)) > self._max_skipped:
-            name, reason = report.skipped[-1]
-            raise DataError(
-                f"learner {rank}: {total} utterances of epoch {epoch + 1} could not be used, the last one {name} "
-                f"({reason}); data.filter.max_skipped allows {self._max_skipped}: see {self._segment}/skipped-*.tsv, "
-                "and prepare the data again"
-            )
-
-    def _before(self, epoch: int) -> int:
-        """How many utterances of an epoch were skipped in earlier segments."""
-        if self._earlier is None:
-            older = [each for each in segments(self._segment.parent) if _begin(each) < _begin(self._segment)]
-            self._earlier = read_skipped(older)
-        return len(self._earlier.get(epoch, ()))
-
-
-_NOTHING = (0.0, 0.0, 0.0)
-
-
-@dataclass
-class _Open:
-    """A learner's stretch that has not been written."""
-
-    begun: Seconds | None = None
-    """When the file's first stretch ended."""
-    written: Seconds = 0.0
-    """When the last one ended."""
-    num_written: int = 0
-    sums: Sums = field(default_factory=Sums)
-    spent: tuple[Seconds, ...] = _NOTHING
-    """Computing, waiting for data, waiting for peers."""
-    last: StepReport | None = None
-    booked: tuple[Seconds, ...] = _NOTHING
-    """What is in `spent`, or was written, of the epoch under way."""
-
-    def book(self, spent: Spent) -> None:
-        """Add what was spent since the last report."""
-        now = spent.computing, spent.waiting_for_data, spent.waiting_for_peers
-        more = (max(0.0, new - old) for new, old in zip(now, self.booked, strict=True))
-        self.spent = tuple(map(add, self.spent, more))
-        self.booked = now
-
-
-class Timeline(Record):
-    """Records when each of `world` learners computed and when it waited.
-
-    `clock` gives the time of day, by which learners are brought in line; None on a simulated clock, where all have one.
-    A file that cannot be written costs the record, and nothing else: `warn` is called once.
-    """
-
-    def __init__(
-        self,
-        segment: Path,
-        world: int = 1,
-        clock: Callable[[], float] | None = time.time,
-        warn: Callable[[Path, OSError], None] = lambda path, error: None,
-    ) -> None:
-        super().__init__(segment)
-        self._clock = clock
-        self._warn = warn
-        self._exact = max(_EVEN_OF_MANY, min(EXACT, _ALL_LEARNERS // world))
-        self._open: dict[int, _Open] = {}
-        self._has_failed = False
-
-    def on_step(self, report: StepReport) -> None:
-        own = self._open.setdefault(report.rank, _Open())
-        own.book(report.spent)
-        own.sums.add(report)
-        own.last = report
-        now = 60.0 * report.minutes
-        begun = now if own.begun is None else own.begun
-        if own.num_written < self._exact or now - own.written >= (now - begun) / self._exact:
-            self._end(own, report)
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        if own := self._open.get(report.rank):
-            own.book(report.spent)
-            own.booked = _NOTHING
-
-    def close(self) -> None:
-        """Write what is still in memory."""
-        for own in self._open.values():
-            if own.sums.batches and own.last is not None:
-                self._end(own, own.last)
-        super().close()
-        self._open = {learner: _Open(booked=own.booked) for learner, own in self._open.items()}
-
-    def _end(self, own: _Open, last: StepReport) -> None:
-        """Write a learner's stretch, and begin the next."""
-        now, sums, name = 60.0 * last.minutes, own.sums, f"times-{last.rank}.tsv"
-        loss = "nan" if (mean := sums.loss) is None else f"{mean:.6g}"
-        at = f"{now if self._clock is None else self._clock():.4f}"
-        spent = (f"{each:.4f}" for each in own.spent)
-        row = (at, f"{now:.4f}", last.ticket.step, sums.batches, sums.examples, sums.frames, loss, *spent)
-        try:
-            self._write(name, _COLUMNS, row)
-        except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                self._warn(self._segment / name, error)
-        own.begun = now if own.begun is None else own.begun
-        own.written, own.num_written = now, own.num_written + 1
-        own.sums, own.spent = Sums(), _NOTHING
-
-
 @dataclass(frozen=True)
 class SeenBatch:
     """One mini-batch in the record, and the learner that computed it."""
@@ -283,21 +88,15 @@ def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
             f"{folder}: no record of what learners saw; `starling train` and `starling simulate` write one, but older "
             "versions did not"
         )
-    ends = [*(start_of(segment) for segment in found[1:]), end]
-    for segment, until in zip(found, ends, strict=True):
+    return batches_in(found, [*(start_of(segment) for segment in found[1:]), end])
+
+
+def batches_in(found: Sequence[Path], ends: Sequence[Position | None]) -> Iterator[SeenBatch]:
+    """The mini-batches of segments that are in the weights of a checkpoint at the end of each; None: all of them.
+    Raises DataError if the record is damaged."""
+    for segment, end in zip(found, ends, strict=True):
         for path in sorted(segment.glob("learner-*.tsv")):
-            yield from (batch for batch in _read(path) if _is_done(batch.ticket.step, until))
-
-
-def count_lines(path: Path, until: Position | None = None) -> int:
-    """The number of complete lines after the header; with `until`, without those of mini-batches that are not in the
-    weights of a checkpoint there."""
-    return sum(until is None or _is_kept(line, until) for _, line in _lines(path))
-
-
-def _is_kept(line: str, until: Position) -> bool:
-    step = [*line.split("\t", 3), "", ""][2]
-    return step.isdecimal() and _is_done(int(step), until)
+            yield from (batch for batch in _read(path) if end is None or _is_done(batch.ticket.step, end))
 
 
 def _is_done(step: int, until: Position) -> bool:
@@ -383,10 +182,9 @@ def _read_segment(segment: Path) -> Iterator[Stretch]:
             begin = end - computing - for_data - for_peers if before is None else min(before, end)
             before = end
             step, batches, examples, frames = map(int, counts)
-            spent = computing, for_data, for_peers
-            yield Stretch(
-                int(path.stem.removeprefix("times-")), begin, end, step, batches, examples, frames, loss, *spent
-            )
+            summed, spent = loss * frames if frames else 0.0, (computing, for_data, for_peers)
+            learner = int(path.stem.removeprefix("times-"))
+            yield Stretch(learner, begin, end, step, batches, examples, frames, summed, 0.0, *spent)
 
 
 def _read_times(path: Path) -> Iterator[tuple[float, ...]]:
@@ -395,5 +193,5 @@ def _read_times(path: Path) -> Iterator[tuple[float, ...]]:
     for _, line in _lines(path):
         with suppress(ValueError):
             row = tuple(map(float, line.split("\t")))
-            if len(row) == len(_COLUMNS) and all(map(math.isfinite, row[:6] + row[7:])):
+            if len(row) == len(TIMES) and all(map(math.isfinite, row[:6] + row[7:])):
                 yield row

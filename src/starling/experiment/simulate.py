@@ -1,7 +1,5 @@
 """`starling simulate`: trains any number of learners in one process, on a simulated clock."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -15,18 +13,17 @@ from starling.errors import Stopped
 from starling.experiment.auto import kept, settled, simulated_choice
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.following import tell_end, tell_start, unusable
+from starling.experiment.following import recorded, unusable
 from starling.experiment.learning import checkpoint_writer, recording
-from starling.experiment.observers import Together, show
+from starling.experiment.observers import Seen, Timeline, Together, show
 from starling.experiment.regrouping import Regrouping
-from starling.experiment.seen import Seen, Timeline, segments
+from starling.experiment.seen import segments
 from starling.experiment.task import RecipeT, Task
 from starling.launch.process import on_stop_signal, signal_name
-from starling.recipe.run import RunConfig
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
-from starling.training.job import Silence, StepReport
+from starling.training.job import Observer, StepReport
 from starling.training.membership import Membership
 
 
@@ -47,7 +44,7 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
     recipe = settled(task, recipe, folder, None, say, partial(simulated_choice, recipe, recipe.cluster))
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
     folder.log.mkdir(exist_ok=True)
-    with _recorded(recipe, folder, say) as events:
+    with recorded(recipe, folder, say) as events:
         outcome = _train(task, recipe, folder, events, console)
         writer = checkpoint_writer(task, recipe, folder, lambda name: 1, task.model_writer(recipe, folder))
         writer.save_consensus(outcome.states)
@@ -92,26 +89,13 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
     return outcome
 
 
-@contextmanager
-def _recorded(recipe: RunConfig, folder: ExperimentFolder, say: Say) -> Generator[Events, None, None]:
-    """The events of a run, from its start to its end."""
-    events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
-    tell_start(events, recipe)
-    try:
-        yield events
-    except BaseException as error:
-        tell_end(events, error)
-        raise
-    tell_end(events, None)
-
-
 def _described(cluster: Cluster) -> str:
     """All settings of a cluster, as `compute.seconds=0.1, link.latency=5e-05, …`."""
     parts = cluster.model_dump(mode="json").items()
     return ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
 
 
-class _Stop(Silence):
+class _Stop(Observer):
     """An observer that ends a simulation between two steps after a signal."""
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from starling.errors import PeerLost, Stopped
 from starling.experiment.auto import kept, launched_choice, measured_choice, settled
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.following import Following, recorded
 from starling.experiment.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
 from starling.experiment.learning import learn
 from starling.experiment.task import RunT, Task, load_recipe
@@ -52,8 +53,9 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
         folder = set_up_and_claim(task, recipe, say, bars)
     choose = partial(launched_choice, recipe, folder, say)
     recipe = settled(task, recipe, folder, recipe.learners, say, choose)
-    following = run_learners(task, recipe, folder, console)
-    with following.scoring():
+    with recorded(recipe, folder, say) as events, Following(recipe, folder, console, events) as following:
+        run_learners(task, recipe, folder, console, following)
+        following.end_training()
         task.score(recipe, folder, tell, console, may_be_best=True)
     return recipe
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from starling.launch.messages import EpochEnd, Snapshot
 from starling.reporting.lines import duration, mean_staleness, rounds_per_gradient, share
@@ -14,6 +14,9 @@ from starling.reporting.lines import duration, mean_staleness, rounds_per_gradie
 if TYPE_CHECKING:
     from starling.training.job import EpochReport, StepReport
 
+Seconds = float
+SPENT = ("computing", "waiting_for_data", "waiting_for_peers")
+"""The kinds of a learner's time."""
 FAR = 255
 """The index of the last entry of `EpochEnd.staleness`, which counts this and any larger staleness."""
 _MUCH = 5.0
@@ -23,19 +26,28 @@ _EPOCHS_BEHIND = 2
 
 
 @dataclass
-class Sums:
-    """Of several gradients of a learner. A loss that is not finite is excluded, and counted elsewhere."""
+class Stretch:
+    """Consecutive mini-batches of one learner, or of several as if one had computed them. A loss that is not finite is
+    excluded, and counted elsewhere. Times are seconds of training since the beginning of the run."""
 
+    learner: int = -1
+    begin: Seconds = 0.0
+    end: Seconds = 0.0
+    step: int = -1
+    """Of the last mini-batch: its number among those of all learners, from 0."""
     batches: int = 0
     examples: int = 0
     frames: int = 0
     losses: float = 0.0
     """Losses times frames."""
-    audio: float = 0.0
-    """Seconds."""
+    audio: Seconds = 0.0
+    computing: Seconds = 0.0
+    waiting_for_data: Seconds = 0.0
+    waiting_for_peers: Seconds = 0.0
 
     def add(self, report: StepReport) -> None:
-        """Add one gradient."""
+        """Add one gradient, but not what was spent on it."""
+        self.learner, self.step, self.end = report.rank, report.ticket.step, 60.0 * report.minutes
         self.batches += 1
         self.examples += report.num_examples
         self.audio += report.audio_seconds
@@ -44,9 +56,32 @@ class Sums:
             self.losses += report.loss * max(1, report.num_frames)
 
     @property
-    def loss(self) -> float | None:
-        """The mean loss per frame; None without frames."""
-        return self.losses / self.frames if self.frames else None
+    def loss(self) -> float:
+        """The mean loss per frame; NaN without frames."""
+        return self.losses / self.frames if self.frames else math.nan
+
+    @property
+    def seconds(self) -> Seconds:
+        """From its beginning to its end."""
+        return self.end - self.begin
+
+    def share(self, what: Literal["computing", "waiting_for_data", "waiting_for_peers"]) -> float | None:
+        """In per cent of the recorded time."""
+        recorded = self.computing + self.waiting_for_data + self.waiting_for_peers
+        return 100.0 * float(getattr(self, what)) / recorded if recorded > 0.0 else None
+
+
+_OF_STRETCHES = ("batches", "examples", "frames", "losses", "audio", *SPENT)
+
+
+def merged(group: Sequence[Stretch]) -> Stretch:
+    """Stretches as one, from the first beginning to the last end."""
+    if len(group) == 1:
+        return group[0]
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in group) for name in _OF_STRETCHES}
+    begin, end = min((each.begin for each in group), default=0.0), max((each.end for each in group), default=0.0)
+    step = max((each.step for each in group), default=-1)
+    return Stretch(group[-1].learner if group else -1, begin, end, step, **sums)
 
 
 class Meter:
@@ -55,26 +90,23 @@ class Meter:
     def __init__(self, world: int) -> None:
         self._world = world
         self._last: StepReport | None = None
-        self._new, self._epoch = Sums(), Sums()
-        self._since_minutes = 0.0
+        self._new, self._epoch = Stretch(), Stretch()
 
     def add(self, report: StepReport) -> None:
         """Count one gradient."""
         if self._last is None or self._last.ticket.epoch != report.ticket.epoch:
-            self._epoch = Sums()
+            self._epoch = Stretch()
         self._epoch.add(report)
         self._new.add(report)
         if self._last is None:  # the first batch has no known start
-            self._new.audio, self._since_minutes = 0.0, report.minutes
+            self._new.audio, self._new.begin = 0.0, self._new.end
         self._last = report
 
     def take(self) -> Snapshot | None:
         """A snapshot of the gradients since the previous one; None if there was no finite loss."""
         new, last = self._new, self._last
-        loss, running_loss = new.loss, self._epoch.loss
-        if last is None or loss is None or running_loss is None:
+        if last is None or not new.frames:
             return None
-        seconds = 60.0 * (last.minutes - self._since_minutes)
         snapshot = Snapshot(
             learner_id=last.rank,
             world=self._world,
@@ -82,23 +114,23 @@ class Meter:
             batch=last.ticket.index,
             num_batches=last.num_batches,
             step=last.ticket.step,
-            loss=loss,
+            loss=new.loss,
             num_frames=new.frames,
-            running_loss=running_loss,
+            running_loss=self._epoch.loss,
             learning_rate=last.learning_rate,
-            audio_rate=new.audio / seconds if seconds > 0.0 else 0.0,
+            audio_rate=new.audio / new.seconds if new.seconds > 0.0 else 0.0,
             fraction=last.fraction,
             minutes=last.minutes,
             num_examples=new.examples,
             **vars(last.spent),
         )
-        self._new, self._since_minutes = Sums(), last.minutes
+        self._new = Stretch(begin=new.end)
         return snapshot
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:
         """The learner's statistics of an epoch that ended after `step` mini-batches of all learners."""
         averaging, last = report.averaging, self._last
-        own = self._epoch if last is not None and last.ticket.epoch == report.epoch else Sums()
+        own = self._epoch if last is not None and last.ticket.epoch == report.epoch else Stretch()
         return EpochEnd(
             learner_id=report.rank,
             world=self._world,
@@ -114,7 +146,7 @@ class Meter:
             largest_staleness=max(averaging.staleness, default=0),
             consensus_distance=report.consensus_distance,
             num_not_finite=report.num_not_finite,
-            loss=own.loss,
+            loss=own.loss if own.frames else None,
             num_frames=own.frames,
             learning_rate=last.learning_rate if last is not None else None,
         )
@@ -153,10 +185,12 @@ class Score:
         return f"after {self.trained}, {self.set_name}: {self.line}"
 
 
-_SUMMED = (
-    *("num_steps", "seconds", "computing", "waiting_for_data", "waiting_for_peers"),
-    *("num_rounds", "bytes_sent", "num_not_finite", "num_frames"),
+_SUMMED = ("num_steps", "seconds", *SPENT, "num_rounds", "bytes_sent", "num_not_finite", "num_frames")
+_IN_EVENT = (
+    *("num_steps", "seconds", *SPENT, "loss", "num_rounds", "bytes_sent"),
+    *("mean_staleness", "largest_staleness", "num_not_finite"),
 )
+"""What the event of an epoch tells of each learner."""
 
 
 def together(ends: Sequence[EpochEnd]) -> EpochEnd:
@@ -166,7 +200,6 @@ def together(ends: Sequence[EpochEnd]) -> EpochEnd:
     staleness = tuple(sum(counts) for counts in zip_longest(*(each.staleness for each in ends), fillvalue=0))
     summed = sum(each.mean_staleness * sum(each.staleness) for each in ends)
     losses, frames = sum(each.loss * each.num_frames for each in ends if each.loss is not None), sums["num_frames"]
-    means = [summed / sum(staleness)] if any(staleness) else [each.mean_staleness for each in ends]
     return EpochEnd(
         learner_id=-1,
         world=len(ends),
@@ -174,7 +207,7 @@ def together(ends: Sequence[EpochEnd]) -> EpochEnd:
         **sums,
         step=max((each.step for each in ends), default=0),
         staleness=staleness,
-        mean_staleness=max(means, default=0.0),
+        mean_staleness=summed / max(1, sum(staleness)),
         largest_staleness=max((each.largest_staleness for each in ends), default=0),
         consensus_distance=next(
             (each.consensus_distance for each in ends if each.consensus_distance is not None), None
@@ -235,19 +268,7 @@ class EpochSummary:
             "staleness": every.staleness,
             "consensus_distance": every.consensus_distance,
             "learners": {
-                str(each.learner_id): {
-                    "steps": each.num_steps,
-                    "seconds": each.seconds,
-                    "computing": each.computing,
-                    "waiting_for_data": each.waiting_for_data,
-                    "waiting_for_peers": each.waiting_for_peers,
-                    "loss": each.loss,
-                    "rounds": each.num_rounds,
-                    "bytes_sent": each.bytes_sent,
-                    "mean_staleness": each.mean_staleness,
-                    "largest_staleness": each.largest_staleness,
-                    "not_finite": each.num_not_finite,
-                }
+                str(each.learner_id): {name.removeprefix("num_"): getattr(each, name) for name in _IN_EVENT}
                 for each in self.ends
             },
         }

@@ -13,23 +13,31 @@ from typing import Any
 Event = Mapping[str, Any]
 
 
+Warn = Callable[[Path, Exception], None]
+"""Warns that a file cannot be used."""
+
+
+def once(warn: Warn) -> Warn:
+    """`warn`, of which only the first call counts; from any thread."""
+    left = iter([warn])
+    return lambda path, error: next(left, lambda path, error: None)(path, error)
+
+
 class Events:
     """Appends events to a file. If that fails, the event is lost, and the first time `warn` is called.
 
     `write` may be called from any thread; `clock` returns a Unix timestamp.
     """
 
-    def __init__(
-        self, path: Path, warn: Callable[[Path, OSError], None], clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, warn: Warn, clock: Callable[[], float] = time.time) -> None:
         self._path = path
-        self._warn = warn
+        self.warn = once(warn)
+        """Also of other files that a run writes beside this one."""
         self._clock = clock
         self._lock = threading.Lock()
         self._descriptor: int | None = None
         self._is_torn = False
         """Whether the file ends with an incomplete line."""
-        self._has_warned = False
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append an event with the present time."""
@@ -38,9 +46,7 @@ class Events:
             try:
                 self._append(line.encode() + b"\n")
             except OSError as error:
-                if not self._has_warned:
-                    self._has_warned = True
-                    self._warn(self._path, error)
+                self.warn(self._path, error)
 
     def close(self) -> None:
         """Close the file."""

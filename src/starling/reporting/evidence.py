@@ -1,31 +1,25 @@
 """What the folders of experiments tell, as the report page shows it."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Literal, TypeGuard
+
+import numpy as np
+
+from starling.reporting.epochs import Stretch, merged
+from starling.reporting.events import Event
 
 Seconds = float
 Section = Literal["training", "validation", "timeline", "staleness", "consensus", "scores", "audio", "events"]
 """A part of the page that some experiments have no data for."""
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Consecutive mini-batches of one learner. Times are seconds of training since the beginning of the run."""
-
-    learner: int
-    begin: Seconds
-    end: Seconds
-    step: int
-    """Of the last mini-batch: its number among those of all learners, from 0."""
-    batches: int
-    examples: int
-    frames: int
-    loss: float
-    """Mean over the frames; NaN if no loss was finite."""
-    computing: Seconds
-    waiting_for_data: Seconds
-    waiting_for_peers: Seconds
+MAX_EVENTS = 200
+"""Of one experiment's table of events: the first and the last ones."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +37,6 @@ class CurvePoint:
     low: float | None = None
     """With `high`: the lowest and the highest of several runs; None for one run."""
     high: float | None = None
-
-
-@dataclass(frozen=True)
-class Validation:
-    """A score of the valid set while the run trained."""
-
-    set_name: str
-    epochs: float
-    """Epochs so far."""
-    step: int
-    wer: float
-    """Word error rate, in per cent."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +79,7 @@ class ScoredSet:
 
 @dataclass(frozen=True)
 class Happening:
-    """An event of a run."""
+    """An event of a run that is in no figure."""
 
     at: Seconds | None
     """Since the run began; None on a simulated clock."""
@@ -111,54 +93,134 @@ class Evidence:
 
     label: str
     """Names the experiment among those of the page."""
-    path: str
+    path: Path
     strategy: str
     learners: int
     is_virtual: bool
     outcome: str
     """How the run ended, in words."""
-    settings: str
-    """The recipe, as YAML."""
-    environment: str
-    commands: tuple[str, ...]
-    """With which the run was started, as far as it recorded them."""
     unit: str = "utterances"
     """What its mini-batches are made of."""
-    stretches: tuple[Stretch, ...] = ()
-    curve: tuple[CurvePoint, ...] = ()
-    validations: tuple[Validation, ...] = ()
-    staleness: tuple[int, ...] = ()
-    """How many gradients had a staleness of 0, 1, 2, …; the last place counts all beyond it, too."""
-    distances: tuple[tuple[int, float], ...] = ()
-    """Consensus distances, each after how many mini-batches."""
-    sets: tuple[ScoredSet, ...] = ()
-    happenings: tuple[Happening, ...] = ()
-    missing: Mapping[Section, str] = field(default_factory=dict)
+    events: Sequence[Event] = ()
+    stretches: Sequence[Stretch] = ()
+    curve: Sequence[CurvePoint] = ()
+    sets: Sequence[ScoredSet] = ()
+    missing: dict[Section, str] = field(default_factory=dict)
     """Why a part is not there, in a sentence."""
 
     @property
-    def seconds(self) -> Seconds | None:
-        """From the first mini-batch to the last, on the clock of the run."""
-        if not self.stretches:
-            return None
-        return max(each.end for each in self.stretches) - min(each.begin for each in self.stretches)
+    def settings(self) -> str:
+        """The recipe, or the comparison, as YAML."""
+        return _text(self.path / "config.yaml") or _text(self.path / "compare.yaml")
+
+    @property
+    def environment(self) -> str:
+        """Versions and machine."""
+        return _text(self.path / "env.txt")
+
+    @property
+    def commands(self) -> list[str]:
+        """With which the run was started, as far as it recorded them."""
+        return list(dict.fromkeys(str(each["command"]) for each in self.events if each.get("command")))
+
+    @cached_property
+    def whole(self) -> Stretch:
+        """The run of all learners as one stretch."""
+        return merged(self.stretches)
 
     @property
     def num_batches(self) -> int:
         """Of all learners."""
-        return sum(each.batches for each in self.stretches) or max((each.step for each in self.curve), default=0)
-
-    @property
-    def num_examples(self) -> int:
-        """Utterances, or other examples, of all learners, each as often as it was trained on."""
-        return sum(each.examples for each in self.stretches)
+        return self.whole.batches or max((each.step for each in self.curve), default=0)
 
     @property
     def throughput(self) -> float | None:
         """Examples per second of all learners; None where that is not recorded."""
-        return self.num_examples / self.seconds if self.seconds else None
+        return self.whole.examples / seconds if (seconds := self.whole.seconds) else None
 
-    def share(self, what: Literal["computing", "waiting_for_data", "waiting_for_peers"]) -> float | None:
-        """In per cent of the recorded time of all learners."""
-        total = sum(each.computing + each.waiting_for_data + each.waiting_for_peers for each in self.stretches)
-        return 100.0 * sum(getattr(each, what) for each in self.stretches) / total if total > 0.0 else None
+    @property
+    def validations(self) -> list[tuple[float, float]]:
+        """After how many epochs a model had which word error rate on the valid set, in per cent. Inside an epoch, by
+        the share of it that was done."""
+        epochs = {each["step"]: each for each in newest(self.events, "epoch")}
+        ends = [(step, float(each["epoch"])) for step, each in epochs.items() if is_number(each.get("epoch"))]
+        steps, numbers = zip((0.0, 0.0), *ends, strict=True)
+        found = []
+        for each in newest(self.events, "validation"):
+            done: object = each.get("epochs")
+            if not is_number(done):
+                done = float(np.interp(each["step"], steps, numbers)) if ends and each["step"] <= steps[-1] else None
+            if is_number(done) and is_number(each.get("wer")):
+                found.append((float(done), float(each["wer"])))
+        return found
+
+    @property
+    def staleness(self) -> list[int]:
+        """How many gradients had a staleness of 0, 1, 2, …; the last place counts all beyond it, too."""
+        given = [each.get("staleness") for each in newest(self.events, "epoch")]
+        counts = [each for each in given if isinstance(each, list) and all(isinstance(count, int) for count in each)]
+        return [sum(each) for each in zip_longest(*counts, fillvalue=0)]
+
+    @property
+    def distances(self) -> list[tuple[int, float]]:
+        """Consensus distances, each after how many mini-batches: from checkpoints, whose names tell these, and from
+        epochs of simulations."""
+        found: dict[int, float] = {}
+        for each in self.events:
+            step, distance = each.get("step"), each.get("consensus_distance")
+            if each["kind"] == "checkpoint":
+                number = Path(str(each.get("folder", ""))).name.removeprefix("step-").partition("-")[0]
+                step = int(number) if number.isdecimal() else None
+            if each["kind"] in ("checkpoint", "epoch") and is_number(step) and is_number(distance):
+                found[int(step)] = float(distance)
+        return sorted(found.items())
+
+    @property
+    def happenings(self) -> list[Happening]:
+        """What is in no figure, in words."""
+        began = next((each["time"] for each in self.events if is_number(each.get("time"))), 0.0)
+        told = []
+        for event in self.events:
+            if text := _told(event):
+                at = float(event["time"]) - began if is_number(event.get("time")) and not self.is_virtual else None
+                told.append(Happening(at, str(event["kind"]), text))
+        if (left_out := len(told) - MAX_EVENTS) > 0:
+            half = MAX_EVENTS // 2
+            told[half:-half] = [Happening(None, "…", f"{left_out} events are not shown; all are in log/events.jsonl")]
+        return told
+
+
+def newest(events: Sequence[Event], kind: str) -> Iterator[Event]:
+    """Events of a kind, each step once: a resumed run tells again what it computes again."""
+    by_step = {step: each for each in events if each["kind"] == kind and is_number(step := each.get("step"))}
+    return (by_step[step] for step in sorted(by_step))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of an event is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _told(event: Event) -> str:
+    match event["kind"]:
+        case "start":
+            return f"{event.get('learners')} learners, {event.get('strategy')}"
+        case "loss" | "left-out":
+            return str(event.get("reason", ""))
+        case "join":
+            return f"learner {event.get('learner')} joined; {event.get('num_learners')} learners train now"
+        case "checkpoint":
+            return f"{event.get('folder')} ({event.get('moment')})"
+        case "end":
+            return f"{event.get('message', '')} (exit code {event.get('exit_code')})"
+        case "stall" | "stall-over" | "advice" | "message":
+            return str(event.get("text", ""))
+        case _:
+            return ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

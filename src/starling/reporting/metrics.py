@@ -3,7 +3,7 @@
 A scrape reads the roster; learners send nothing for it.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ from starling.launch.roster import LearnerRecord, Roster
 from starling.reporting.epochs import together
 
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+_Sample = tuple[bool, str, str, Mapping[str, object], float | None]
+"""Whether it is a counter, else a gauge; name, description, labels; and the value, if there is one yet."""
 
 
 class Metrics:
@@ -22,96 +24,62 @@ class Metrics:
 
     def collect(self) -> list[Any]:
         """The metric families of a scrape."""
+        from prometheus_client import core
+
+        run = core.InfoMetricFamily("starling_run", "The run.", {"name": self._name, "strategy": self._strategy})
+        text = "The staleness of gradients, up to the last epoch."
+        staleness = core.HistogramMetricFamily("starling_staleness", text, labels=["learner"])
+        found: dict[str, Any] = {}
         with self._roster.lock:
-            return list(self._families())
-
-    def _families(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
-
-        kinds = {_COUNTER: CounterMetricFamily, _GAUGE: GaugeMetricFamily}
-        roster = self._roster
-        records = sorted(roster.learners.values(), key=lambda each: each.learner_id)
-        run = InfoMetricFamily("starling_run", "The run.")
-        run.add_metric([], {"name": self._name, "strategy": self._strategy})
-        yield run
-        fractions = [record.newest.fraction for record in records if record.newest is not None]
-        num_joins = sum(record.num_joins for record in records)
-        for kind, name, text, value in (
-            (_GAUGE, "learners_alive", "Learners that are starting, ready or training.", len(roster.present())),
-            (_GAUGE, "membership", "The number of the newest membership.", roster.membership.generation),
-            (_GAUGE, "progress_ratio", "The spent fraction of the budget.", max(fractions, default=0.0)),
-            (_COUNTER, "deaths", "Learners that were lost.", len(roster.lost)),
-            (_COUNTER, "joins", "Learners that joined after the start, restarted ones included.", num_joins),
-            (_COUNTER, "checkpoints", "Checkpoints that are complete.", roster.num_saved),
-        ):
-            yield kinds[kind](f"starling_{name}", text, float(value))
-        for kind, name, text, value_of in _BY_LEARNER:
-            family = kinds[kind](f"starling_{name}", text, labels=["learner"])
+            records = sorted(self._roster.learners.values(), key=lambda each: each.learner_id)
             for record in records:
-                if (found := value_of(roster, record)) is not None:
-                    family.add_metric([str(record.learner_id)], float(found))
-            yield family
-        text = "Time spent waiting, by what for."
-        waits = CounterMetricFamily("starling_waiting_seconds", text, labels=["learner", "what"])
-        for record in records:
-            waits.add_metric([str(record.learner_id), "data"], record.spent("waiting_for_data"))
-            waits.add_metric([str(record.learner_id), "peers"], record.spent("waiting_for_peers"))
-        yield waits
-        yield _staleness(records)
+                every = together(record.epochs)
+                counts, total = every.staleness, sum(every.staleness)
+                buckets = [(str(float(most)), sum(counts[: most + 1])) for most in STALENESS_BUCKETS]
+                of_all = every.mean_staleness * total
+                staleness.add_metric([str(record.learner_id)], [*buckets, ("+Inf", total)], of_all)
+            samples = [*_of_run(self._roster, records)]
+            samples += [sample for record in records for sample in _of_learner(self._roster, record)]
+        for is_counter, name, text, labels, value in samples:
+            if name not in found:
+                kind = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
+                found[name] = kind(f"starling_{name}", text, labels=list(labels))
+            if value is not None:
+                found[name].add_metric([str(each) for each in labels.values()], float(value))
+        return [run, *found.values(), staleness]
 
 
-def _over_epochs(what: str) -> Callable[[Roster, LearnerRecord], float | None]:
-    return lambda roster, record: getattr(together(record.epochs), what, None)
+def _of_run(roster: Roster, records: Sequence[LearnerRecord]) -> Iterator[_Sample]:
+    spent = max((record.newest.fraction for record in records if record.newest is not None), default=0.0)
+    num_joins = sum(record.num_joins for record in records)
+    yield False, "learners_alive", "Learners that are starting, ready or training.", {}, len(roster.present())
+    yield False, "membership", "The number of the newest membership.", {}, roster.membership.generation
+    yield False, "progress_ratio", "The spent fraction of the budget.", {}, spent
+    yield True, "deaths", "Learners that were lost.", {}, len(roster.lost)
+    yield True, "joins", "Learners that joined after the start, restarted ones included.", {}, num_joins
+    yield True, "checkpoints", "Checkpoints that are complete.", {}, roster.num_saved
 
 
-def _newest(what: str) -> Callable[[Roster, LearnerRecord], float | None]:
-    return lambda roster, record: getattr(record.newest, what, None)
-
-
-def _waited(roster: Roster, record: LearnerRecord) -> float:
-    return roster.clock() - record.attempt.wait_began_at if record.attempt.wait else 0.0
-
-
-_COUNTER, _GAUGE = "counter", "gauge"
-_BY_LEARNER: Sequence[tuple[str, str, str, Callable[[Roster, LearnerRecord], float | None]]] = (
-    (_COUNTER, "steps", "Mini-batches computed.", lambda roster, record: record.num_steps),
-    (_COUNTER, "samples", "Examples computed.", lambda roster, record: record.num_examples),
-    (_COUNTER, "frames", "Frames computed.", lambda roster, record: record.num_frames),
-    (_GAUGE, "loss", "Training loss per frame, of the last report.", _newest("loss")),
-    (_GAUGE, "learning_rate", "The learning rate of the last report.", _newest("learning_rate")),
-    (
-        _GAUGE,
-        "audio_seconds_per_second",
-        "Seconds of audio trained on per second, in the last report.",
-        _newest("audio_rate"),
-    ),
-    (_GAUGE, "silence_seconds", "The time since the last message.", Roster.since_heard),
-    (_GAUGE, "wait_seconds", "How long the present wait has lasted; waits below 1 s count as 0.", _waited),
-    (_COUNTER, "computing_seconds", "Time spent on gradients and steps.", lambda _, record: record.spent("computing")),
-    (_COUNTER, "rounds", "Averaging rounds, up to the last epoch.", _over_epochs("num_rounds")),
-    (_COUNTER, "sent_bytes", "Bytes sent to other learners, up to the last epoch.", _over_epochs("bytes_sent")),
-    (
-        _COUNTER,
-        "gradients_not_finite",
-        "Gradients left out because they were not finite, up to the last epoch.",
-        _over_epochs("num_not_finite"),
-    ),
-)
-"""Kind, name, description and value of each metric that has only the label `learner`."""
-
-
-def _staleness(records: Sequence[LearnerRecord]) -> Any:
-    from prometheus_client.core import HistogramMetricFamily
-
-    text = "The staleness of gradients, up to the last epoch."
-    family = HistogramMetricFamily("starling_staleness", text, labels=["learner"])
-    for record in records:
-        every = together(record.epochs)
-        counts = every.staleness
-        buckets = [(str(float(most)), sum(counts[: most + 1])) for most in STALENESS_BUCKETS]
-        sum_of_all = every.mean_staleness * sum(counts)
-        family.add_metric([str(record.learner_id)], [*buckets, ("+Inf", sum(counts))], sum_of_all)
-    return family
+def _of_learner(roster: Roster, record: LearnerRecord) -> Iterator[_Sample]:
+    own, every, newest, attempt = {"learner": record.learner_id}, together(record.epochs), record.newest, record.attempt
+    waited = roster.clock() - attempt.wait_began_at if attempt.wait else 0.0
+    rate, audio_rate = (newest.learning_rate, newest.audio_rate) if newest is not None else (None, None)
+    yield True, "steps", "Mini-batches computed.", own, record.num_steps
+    yield True, "samples", "Examples computed.", own, record.num_examples
+    yield True, "frames", "Frames computed.", own, record.num_frames
+    yield False, "loss", "Training loss per frame, of the last report.", own, record.loss
+    yield False, "learning_rate", "The learning rate of the last report.", own, rate
+    text = "Seconds of audio trained on per second, in the last report."
+    yield False, "audio_seconds_per_second", text, own, audio_rate
+    yield False, "silence_seconds", "The time since the last message.", own, roster.since_heard(record)
+    yield False, "wait_seconds", "How long the present wait has lasted; waits below 1 s count as 0.", own, waited
+    yield True, "computing_seconds", "Time spent on gradients and steps.", own, record.spent("computing")
+    for what, seconds in (("data", record.spent("waiting_for_data")), ("peers", record.spent("waiting_for_peers"))):
+        yield True, "waiting_seconds", "Time spent waiting, by what for.", {**own, "what": what}, seconds
+    yield True, "rounds", "Averaging rounds, up to the last epoch.", own, every.num_rounds
+    yield True, "sent_bytes", "Bytes sent to other learners, up to the last epoch.", own, every.bytes_sent
+    text = "Gradients left out because they were not finite, up to the last epoch."
+    yield True, "gradients_not_finite", text, own, every.num_not_finite
 
 
 @contextmanager

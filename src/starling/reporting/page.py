@@ -6,7 +6,6 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from itertools import groupby
 from operator import attrgetter
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from starling.reporting.evidence import CurvePoint, Evidence, Seconds, Section, Stretch
+from starling.reporting.epochs import Stretch, merged
+from starling.reporting.evidence import CurvePoint, Evidence, Seconds, Section
 from starling.reporting.lines import duration
 
 _TEMPLATE = Path(__file__).parent / "page.html.jinja"
@@ -117,7 +117,7 @@ def validation(experiments: Sequence[Evidence]) -> go.Figure:
     drawing.figure.update_yaxes(rangemode="tozero")
     for each in experiments:
         scores = each.validations
-        drawing.line(each, [score.epochs for score in scores], [score.wer for score in scores], "lines+markers")
+        drawing.line(each, [epochs for epochs, _ in scores], [wer for _, wer in scores], "lines+markers")
     return drawing.figure
 
 
@@ -156,10 +156,11 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
     learners = sorted({each.learner for each in experiment.stretches})[:MAX_ROWS]
     if not learners:
         return go.Figure()
-    rows = [
-        _merged([each for each in experiment.stretches if each.learner == learner], max(1, num_shown // len(learners)))
-        for learner in learners
-    ]
+    most, rows = max(1, num_shown // len(learners)), []
+    for learner in learners:
+        own = [each for each in experiment.stretches if each.learner == learner]
+        size = math.ceil(len(own) / most)  # neighbours are merged until there are at most `most`
+        rows.append([merged(own[place : place + size]) for place in range(0, len(own), size)])
     height = max(200, 110 + 26 * len(learners))
     drawing = _Drawing(f"{_clock([experiment])}, s", "learner", [experiment], height)
     figure = drawing.figure
@@ -205,13 +206,12 @@ def staleness(experiments: Sequence[Evidence]) -> go.Figure:
     """The share of gradients with each staleness."""
     drawing = _Drawing("staleness: changes of the weights while a gradient was computed", "gradients, %", experiments)
     for each in experiments:
-        total = sum(each.staleness)
-        places = [place for place, count in enumerate(each.staleness) if count]
-        if total:
+        counts = {place: count for place, count in enumerate(each.staleness) if count}
+        if counts:
             drawing.figure.add_bar(
-                x=places,
-                y=[100.0 * each.staleness[place] / total for place in places],
-                customdata=[each.staleness[place] for place in places],
+                x=list(counts),
+                y=[100.0 * count / sum(counts.values()) for count in counts.values()],
+                customdata=list(counts.values()),
                 name=_safe(each.label),
                 marker_color=drawing.colours[each.label],
                 hovertemplate="staleness %{x}: %{y:.3~g} %, %{customdata} gradients",
@@ -225,7 +225,7 @@ def consensus(experiments: Sequence[Evidence]) -> go.Figure:
     drawing = _Drawing("mini-batches of all learners", "consensus distance", experiments)
     drawing.figure.update_yaxes(type="log", exponentformat="power")
     for each in experiments:
-        points = [point for point in each.distances if point[1] > 0.0]
+        points = [point for point in each.distances if point[1] > 0.0 and "consensus" not in each.missing]
         drawing.line(each, [step for step, _ in points], [value for _, value in points], "lines+markers")
     return drawing.figure
 
@@ -304,22 +304,6 @@ class _Drawing:
 
 def _x_of_losses(points: Sequence[CurvePoint], x: Sequence[float]) -> list[list[float]]:
     return [[*x], [*x, *reversed(x)]] if points and points[0].low is not None else [[*x]]
-
-
-def _merged(stretches: Sequence[Stretch], most: int) -> list[Stretch]:
-    """The stretches of one learner, with neighbours merged until there are at most `most`."""
-    size = math.ceil(len(stretches) / most)
-    return [_together(stretches[place : place + size]) for place in range(0, len(stretches), size)]
-
-
-def _together(group: Sequence[Stretch]) -> Stretch:
-    if len(group) == 1:
-        return group[0]
-    names = ("batches", "examples", "frames", *(attribute for attribute, _, _ in KINDS))
-    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in group) for name in names}
-    losses = sum(each.loss * each.frames for each in group if each.frames)
-    loss = losses / sums["frames"] if sums["frames"] else math.nan
-    return replace(group[-1], begin=group[0].begin, loss=loss, **sums)
 
 
 def _spans(

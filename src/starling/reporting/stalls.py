@@ -4,8 +4,10 @@ A learner knows what it waits for, but not which learner is late in a mean over 
 learner that takes part in the mean and is not waiting in it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from starling.engines.processes.stalls import Stall
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
@@ -26,13 +28,19 @@ class _Episode:
 
     cause: tuple[int, ...] | str
     """The learners that are late, or `Stall.what` if they are unknown."""
-    waits: dict[int, int] = field(default_factory=dict)
+    waits: dict[int, int]
     """`Stall.number` of each learner that still waits."""
-    learners: set[int] = field(default_factory=set)
+    learners: set[int]
     """All learners that have waited in this stall."""
-    since: float = 0.0
+    since: float
     again_at: Seconds = 0.0
     """The duration at which the stall is reported again."""
+
+    def unite(self, other: _Episode) -> None:
+        """Add a stall that turned out to have the same cause."""
+        self.waits |= other.waits
+        self.learners |= other.learners
+        self.since, self.again_at = min(self.since, other.since), max(self.again_at, other.again_at)
 
 
 class Stalls:
@@ -49,62 +57,41 @@ class Stalls:
         self.ended: list[str] = []
         """The lines about stalls that have ended."""
 
-    def look(self) -> list[str]:
-        """The lines to print now; call this about once a second."""
-        lines = []
-        waiting = self._roster.waiting()
-        for episode in list(self._episodes):
-            now = {each: waiting[each].number for each in episode.waits if each in waiting}
-            episode.waits = dict(episode.waits.items() & now.items())
-            if not episode.waits:
-                self._episodes.remove(episode)
+    def look(self) -> list[tuple[str, str]]:
+        """The lines to print now, each with the kind of its event; call this about once a second."""
+        told, waiting, now = [], self._roster.waiting(), self._roster.clock()
+        by_cause: dict[tuple[int, ...] | str, _Episode] = {}
+        for episode in [*self._episodes, *self._begun(waiting)]:
+            numbers = {each: waiting[each].number for each in episode.waits if each in waiting}
+            episode.waits = dict(episode.waits.items() & numbers.items())
+            if episode.waits:
+                self._narrow(episode)
+                by_cause.setdefault(episode.cause, episode).unite(episode)
+            else:
                 cause = episode.cause if isinstance(episode.cause, tuple) else ()
-                self.ended.append(resumed_line(sorted(episode.learners), self._roster.clock() - episode.since, cause))
-                lines.append(self.ended[-1])
+                self.ended.append(resumed_line(sorted(episode.learners), now - episode.since, cause))
+                told.append(("stall-over", self.ended[-1]))
+        self._episodes = list(by_cause.values())
         for episode in self._episodes:
-            self._narrow(episode)
-        self._unite()
-        known = {learner_id for episode in self._episodes for learner_id in episode.waits}
-        for learner_id, wait in waiting.items():
-            if learner_id not in known and wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
-                self._join(self._roster.learners[learner_id], wait)
-        for episode in self._episodes:
-            if (lasted := self._roster.clock() - episode.since) >= episode.again_at:
+            if (lasted := now - episode.since) >= episode.again_at:
                 episode.again_at = 2.0 * lasted
-                lines.append(explain(sorted(episode.waits), self._roster, self._log_of))
-        return lines
+                told.append(("stall", explain(sorted(episode.waits), self._roster, self._log_of)))
+        return told
+
+    def _begun(self, waiting: Mapping[int, Stall]) -> Iterator[_Episode]:
+        """The unusual waits that no stall has yet, each as a stall."""
+        known = {(learner, number) for episode in self._episodes for learner, number in episode.waits.items()}
+        for own, wait in waiting.items():
+            if (own, wait.number) not in known and wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
+                causes = [own] if wait.what == DATA else _causes(_late([own], self._roster), self._roster)
+                since = self._roster.learners[own].attempt.wait_began_at
+                yield _Episode(tuple(causes) or wait.what, {own: wait.number}, {own}, since)
 
     def _narrow(self, episode: _Episode) -> None:
         """Remove learners from the cause of a stall that have meanwhile reported that they are waiting themselves."""
-        if isinstance(episode.cause, tuple):
-            causes = _causes(_late(sorted(episode.waits), self._roster), self._roster)
-            if causes and set(causes) < set(episode.cause):
-                episode.cause = tuple(causes)
-
-    def _unite(self) -> None:
-        """Merge stalls that turn out to have the same cause."""
-        by_cause: dict[tuple[int, ...] | str, _Episode] = {}
-        for episode in self._episodes:
-            first = by_cause.setdefault(episode.cause, episode)
-            if first is not episode:
-                first.waits |= episode.waits
-                first.learners |= episode.learners
-                first.since = min(first.since, episode.since)
-                first.again_at = max(first.again_at, episode.again_at)
-        self._episodes = list(by_cause.values())
-
-    def _join(self, record: LearnerRecord, wait: Stall) -> None:
-        """Add a wait to the stall with the same cause, or start a new stall."""
-        own = record.learner_id
-        causes = [own] if wait.what == DATA else _causes(_late([own], self._roster), self._roster)
-        cause = tuple(causes) or wait.what
-        same = [each for each in self._episodes if each.cause == cause]
-        episode = same[0] if same else _Episode(cause, since=record.attempt.wait_began_at)
-        if not same:
-            self._episodes.append(episode)
-        episode.waits[own] = wait.number
-        episode.learners.add(own)
-        episode.since = min(episode.since, record.attempt.wait_began_at)
+        causes = _causes(_late(sorted(episode.waits), self._roster), self._roster)
+        if causes and isinstance(episode.cause, tuple) and set(causes) < set(episode.cause):
+            episode.cause = tuple(causes)
 
 
 def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, field
 from operator import add
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -190,19 +190,8 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Tally:
-    """A learner's counters since its last epoch ended."""
-
-    num_steps: int
-    seconds: float
-    spent: Spent
-    averaging: Averaging
-    num_not_finite: int
-
-
-@dataclass(frozen=True)
 class EpochReport:
-    """One learner's part of an epoch that has ended, or that the end of the budget cut short."""
+    """One learner's part of an epoch that has ended, or that the end of the budget or of a membership cut short."""
 
     rank: int
     epoch: int
@@ -218,12 +207,14 @@ class EpochReport:
     """Whether the run ends with this epoch."""
 
 
-class Observer(Protocol):
-    """Follows a run. Each learner calls it between two mini-batches."""
+class Observer:
+    """Follows a run, and does nothing. Each learner calls it between two mini-batches."""
 
     @property
     def saves(self) -> bool:
-        """Whether it needs the states at checkpoint barriers; otherwise learners make no copies of them."""
+        """Whether it needs the states at checkpoint barriers, as one does that takes them; otherwise learners make no
+        copies of them."""
+        return type(self).on_barrier is not Observer.on_barrier
 
     def on_claim(self, report: ClaimReport) -> None:
         """Called before each gradient. Once its computation has begun, it may be in the weights of others, even if this
@@ -239,20 +230,3 @@ class Observer(Protocol):
     def on_barrier(self, state: LearnerState) -> None:
         """Called after a checkpoint barrier within an epoch, with the state there; of learners that average in the
         background also after an epoch. `state` shares memory with the learner, as in `on_epoch`."""
-
-
-class Silence:
-    """An observer that does nothing."""
-
-    @property
-    def saves(self) -> bool:
-        """An observer that inherits from this one needs states if it takes them."""
-        return type(self).on_barrier is not Silence.on_barrier
-
-    def on_claim(self, report: ClaimReport) -> None: ...
-
-    def on_step(self, report: StepReport) -> None: ...
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None: ...
-
-    def on_barrier(self, state: LearnerState) -> None: ...

@@ -25,7 +25,7 @@ from starling.engines.virtual.membership import VirtualMembership
 from starling.engines.virtual.simulation import Simulation, VirtualLoss
 from starling.errors import ConfigError, PeerLost
 from starling.strategies.islands import NO_ISLANDS
-from starling.training.job import ClaimReport, EpochReport, Job, Observer, Silence, StepReport
+from starling.training.job import ClaimReport, EpochReport, Job, Observer, StepReport
 from starling.training.membership import Membership, MembershipObserver
 from starling.training.stragglers import Delays, Stragglers
 from starling.training.succession import MembershipStart, next_membership, plan_after
@@ -74,7 +74,7 @@ class VirtualEngine:
         computation: Computation | None = None,
     ) -> None:
         job.validate(world)
-        cluster, observer, times, ranks_per_learner = cluster or Cluster(), observer or Silence(), None, 1
+        cluster, observer, times, ranks_per_learner = cluster or Cluster(), observer or Observer(), None, 1
         self._islands = None if job.island == NO_ISLANDS else SimulatedIslands(job, world, cluster, observer)
         if self._islands is not None:
             if start is not None:
@@ -197,7 +197,7 @@ def _computation(job: Job, cluster: Cluster, device: torch.device) -> Computatio
     return BatchedGradients(job, device) if cluster.compute.batched else RealGradients(job, device)
 
 
-class SimulatedIslands(Silence):
+class SimulatedIslands(Observer):
     """What the virtual engine runs in the place of a job with islands: `job`, with `world` learners on `cluster`.
 
     Towards the others an island is one learner: its gradient is the mean of n mini-batches, and the n parts of its

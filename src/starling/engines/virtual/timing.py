@@ -26,7 +26,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, ProtocolError
 from starling.strategies import Strategy
 from starling.strategies.islands import NO_ISLANDS, Island
-from starling.training.job import Averaging, EpochReport, Job, Silence, Spent
+from starling.training.job import Averaging, EpochReport, Job, Observer, Spent
 from starling.training.replica import OptimizerMemory, Replica
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import Traffic
@@ -155,7 +155,7 @@ def _check(world: int, num_bytes: int, island: Island, traffic: Traffic | None) 
         raise ConfigError(f"timing: {world} learners; it needs at least 1")
 
 
-class Totals(Silence):
+class Totals(Observer):
     """An observer that sums up each learner's epochs; `learners` are by rank."""
 
     def __init__(self, world: int) -> None:
