@@ -77,7 +77,11 @@ class _Here:
             "MASTER_PORT": self.port,
             "GLOO_SOCKET_IFNAME": loopback_interface(),
         }
-        return start(self.program, learner_id, joins, self.scratch, place)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = start(self.program, learner_id, joins, self.scratch, place, theirs)
+        process.line.connection = owned(ours)
+        return process
 
     def abandon(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)

@@ -23,8 +23,9 @@ from starling.extras import require
 from starling.launch.door import Door
 from starling.launch.keeper import Errand, Keeper
 from starling.launch.launcher import loopback_store
+from starling.launch.messages import Greeted, encode
 from starling.launch.process import STOP_SIGNALS, LearnerProcess, Program, Site
-from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM
+from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM, UNREACHABLE
 
 Seconds = float
 TOKEN_FILE = "run-token"
@@ -125,10 +126,6 @@ class _Process(LearnerProcess):
         is_heard = not self.has_begun or closed_at > 0.0 or now - self._code_at > NODE_SILENT
         return self._code if is_heard else None
 
-    def connect(self, line: socket.socket, node: str) -> None:
-        """Use the connection that its keeper has made. Called by another thread."""
-        self.node, self.line.connection = node, line
-
     def signal(self, number: int) -> None:
         self._is_killed = self._is_killed or number in (signal.SIGKILL, signal.SIGTERM)
         if self.why_again:
@@ -192,6 +189,9 @@ class _Process(LearnerProcess):
     def _lose(self, how: str = "") -> None:
         where = f"was lost with its actor on node {self.node}" if self.node else "was removed before it had a node"
         self.lost = self.lost or how or where
+        if self.line.connection is not None:
+            with suppress(OSError):
+                self.line.connection.shutdown(socket.SHUT_RDWR)  # a learner that has lost its keeper ends
         self._end(-signal.SIGKILL)
 
     def _end(self, code: int) -> None:
@@ -213,14 +213,14 @@ class _Site:
         more = dict(machines.resources)
         amounts = {"num_cpus": more.pop("CPU", 0.0), "num_gpus": more.pop("GPU", 0.0), "resources": more or None}
         self._keeper = ray.remote(**amounts, max_concurrency=4, max_restarts=0)(Keeper)
-        self._door = Door(listener, program.token, self._admit, self._look_after_waiting)
+        self._door = Door(listener, program.token, UNREACHABLE, self._admit, self._look_after_waiting)
 
     def start(self, learner_id: int, joins: bool) -> LearnerProcess:
         errand = replace(self._errand, learner_id=learner_id, joins=joins, name=secrets.token_hex(8))
         process = _Process(self._program.log(learner_id), errand)
         process.log.touch()
-        self._begin(process)
         self._processes[errand.name] = process
+        self._begin(process)
         return process
 
     def _begin(self, process: _Process) -> None:
@@ -257,8 +257,12 @@ class _Site:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         return strategy(self._groups[ids], placement_group_bundle_index=learner_id - first)
 
-    def _admit(self, name: str, node: str, line: socket.socket) -> None:
-        self._processes[name].connect(line, node)
+    def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
+        """Use the connection that a keeper has made. Called by another thread."""
+        name, node = who
+        connection.sendall(encode(welcome))  # before anything that the launcher tells the learner
+        process = self._processes[name]
+        process.node, process.line.connection = node, connection
 
     def _look_after_waiting(self) -> None:
         """Let new actors start the learners whose actors were lost before they could, and say which wait for room."""
