@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -164,8 +163,7 @@ class Supervisor:
         self.processes: list[LearnerProcess] = []
         """All that were started."""
         self.received: list[int] = []
-        """The signals to this process."""
-        self._received_by_learners: list[int] = []
+        """The stop signals to this process, or to one of its learners."""
         self._site, self._roster, self._changes = site, roster, changes
         self._on_message, self._on_loss, self._is_enough = on_message, on_loss, is_enough
         self._silence_seconds = silence_seconds
@@ -200,8 +198,8 @@ class Supervisor:
         with self._selector:
             while any(record.process.is_running for record in self._counted()):
                 self._read_for(READ)
-                if number := self._signal():
-                    self._stop(number)
+                if self.received:
+                    self._stop(self.received[0])
                 elif self._asked_to_stop is not None or self._is_enough():
                     self._stop(signal.SIGTERM)
                 self._kill_silent()
@@ -216,16 +214,8 @@ class Supervisor:
         if failed:
             raise _cause(failed)
         self._joiners.close()
-        if number := self._signal():
-            raise Stopped(f"stopped by {signal_name(number)}", number, has_saved=True)
-
-    @property
-    def _members(self) -> tuple[int, ...]:
-        return self._roster.membership.members
-
-    def _signal(self) -> int | None:
-        """The first stop signal to the launcher, or else to one of its learners."""
-        return next(chain(self.received, self._received_by_learners), None)
+        if self.received:
+            raise Stopped(f"stopped by {signal_name(self.received[0])}", self.received[0], has_saved=True)
 
     def _stop(self, number: int) -> None:
         """Tell the learners to save and end together; raise `Stopped` if they are not able to, or take too long."""
@@ -242,7 +232,7 @@ class Supervisor:
     def _counted(self) -> list[LearnerRecord]:
         """The learners whose failure is a failure of the run: not those that the others train without, and not
         joiners."""
-        return [each for each in self._roster.learners.values() if not each.is_out and not each.attempt.is_joining]
+        return [each for each in self._roster.learners.values() if not each.is_out and not each.is_joining]
 
     def _handle_exits(self) -> bool:
         """Announce a membership without the learners that have failed, if any; return False if the run cannot survive
@@ -250,7 +240,7 @@ class Supervisor:
         exited = [
             record
             for record in self._roster.learners.values()
-            if (record.attempt.is_joining or not record.is_out) and not record.process.is_running
+            if (record.is_joining or not record.is_out) and not record.process.is_running
         ]
         self._exited = {record.learner_id for record in exited}
         deadline = self._roster.clock() + READ  # learners that still run may send messages without end
@@ -258,7 +248,7 @@ class Supervisor:
             pass
         for record in exited:
             self._read_rest(record)
-        failed = [record for record in exited if record.has_failed and not record.attempt.is_joining]
+        failed = [record for record in exited if record.has_failed and not record.is_joining]
         if self._others_may_follow(failed):
             return True
         if failed and (
@@ -282,7 +272,7 @@ class Supervisor:
 
     def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
         """Announce a membership without these learners; return False if no other has a state to continue from."""
-        before, reasons = self._members, [record.describe_death() for record in failed]
+        before, reasons = self._roster.members, [record.describe_death() for record in failed]
         expected = [record.learner_id for record in self._roster.joining(is_member=True)]
         out = [record.learner_id for record in failed]
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
@@ -326,7 +316,7 @@ class Supervisor:
         entered the newest membership."""
         if self._asked_to_stop is not None or any(record.attempt.generation < 0 for record in self._counted()):
             return
-        here = self._roster.records(self._members)
+        here = self._roster.records(self._roster.members)
         is_ending = any(record.learner_id in self._exited for record in here)
         self._joiners.tend(is_ending)
         if is_ending or any(record.attempt.generation < self._roster.membership.generation for record in here):
@@ -337,7 +327,7 @@ class Supervisor:
 
     def _announce(self, members: tuple[int, ...], reason: str) -> None:
         """Announce a new membership to its members, and to those of the previous one, which may have to leave."""
-        told = self._roster.records({*self._members, *members})
+        told = self._roster.records({*self._roster.members, *members})
         membership = NewMembership(self._roster.membership.generation + 1, members, reason)
         self._all_here = None
         self._roster.announce(membership)
@@ -351,7 +341,7 @@ class Supervisor:
         met = [record for record in self._counted() if record.attempt.generation >= 0]
         for record in (*met, *roster.joining(is_member=False)):
             self._kill_if_silent(record, self._silence_seconds)
-        others = [record for record in roster.records(self._members) if not record.attempt.is_joining]
+        others = [record for record in roster.records(self._roster.members) if not record.is_joining]
         if not all(max(record.attempt.arrived, record.attempt.generation) >= generation for record in others):
             self._all_here = None
         elif self._all_here is None:
@@ -385,13 +375,14 @@ class Supervisor:
     def _register(self) -> None:
         """Read the messages of each learner's newest process, once it is connected."""
         for record in self._roster.learners.values():
-            process, number = record.process, record.process.line.fileno()
-            if process.is_read or number < 0:
+            line = record.process.line
+            if (number := line.fileno()) < 0:
                 continue
-            process.is_read = True
-            if number in self._selector.get_map():  # of a line that was closed before its end was read
-                self._selector.unregister(number)
-            self._selector.register(process.line, selectors.EVENT_READ, (record, process))
+            if (known := self._selector.get_map().get(number)) is not None:
+                if known.fileobj is line:
+                    continue
+                self._selector.unregister(number)  # a line that was closed before its end was read
+            self._selector.register(line, selectors.EVENT_READ, (record, record.process))
 
     def _read(self, timeout: Seconds) -> bool:
         """Handle new messages from learners; return whether any data came."""
@@ -402,8 +393,8 @@ class Supervisor:
 
     def _read_rest(self, record: LearnerRecord) -> None:
         """Handle the last messages of a learner that has exited."""
-        process = record.process
-        while process.is_read and process.line.fileno() >= 0 and self._read_from(record, process):
+        self._register()
+        while record.process.line.fileno() >= 0 and self._read_from(record, record.process):
             pass
 
     def _read_from(self, record: LearnerRecord, process: LearnerProcess) -> bool:
@@ -426,12 +417,14 @@ class Supervisor:
                 f"log: {process.log}"
             )
         for each in messages:
-            message = decode_from_learner(each, record.learner_id)
+            message, was_joining = decode_from_learner(each, record.learner_id), record.is_joining
             if is_newest:
                 self._roster.hear(record.learner_id, message)
             if isinstance(message, Signalled):
-                self._received_by_learners.append(message.signal_number)
+                self.received.append(message.signal_number)
             self._on_message(record.learner_id, message)
+            if was_joining and not record.is_joining:
+                self._joiners.joined(record.learner_id)
         return True
 
 
@@ -447,11 +440,5 @@ def _cause(failed: list[LearnerRecord]) -> StarlingError:
     for record in failed:
         if record.was_killed:
             return PeerLost(f"{record.describe_death()}; its log: {record.process.log}")
-    for record in failed:
-        if record.process.error is None:
-            return StarlingError(
-                f"learner {record.learner_id} exited with code {record.process.exit_code} while "
-                f"{record.attempt.doing}; its log: {record.process.log}"
-            )
-    errors = [record.process.error for record in failed if record.process.error is not None]
-    return next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+    first = min(failed, key=lambda each: (each.process.error is not None, isinstance(each.process.error, PeerLost)))
+    return first.process.error or StarlingError(first.describe_exit())

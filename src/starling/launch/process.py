@@ -61,8 +61,6 @@ class LearnerProcess:
     """Why it could not be started, or by which error it says that it failed."""
     killed_because: str = ""
     """Why the launcher killed it; empty if it did not."""
-    is_read: bool = False
-    """Whether the launcher reads its messages."""
     can_stop: bool = False
     """Whether it is able to save and end together with the others on a stop request."""
 
