@@ -13,8 +13,8 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from subprocess import DEVNULL, Popen, TimeoutExpired
+from typing import TYPE_CHECKING
 
 from starling.engines.processes.run_token import own_token
 from starling.errors import ProtocolError
@@ -22,6 +22,9 @@ from starling.launch.door import Door
 from starling.launch.link import Line
 from starling.launch.messages import Ended, Failed, Greeted, NewMembership, Ready, decode_from_learner
 from starling.timeouts import COORDINATOR_LOOKS
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 Seconds = float
 LINK = "coordinator/link"
@@ -144,6 +147,15 @@ def listen(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), backlog=128)
 
 
+def store_at(listener: socket.socket, address: str) -> "TCPStore":
+    """A store whose connections come in at `listener`, which `address` reaches from this process. Passing a socket is
+    the only way to keep a store off other interfaces."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port, copy = int(listener.getsockname()[1]), os.dup(listener.fileno())
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=copy)
+
+
 _running: list["Popen[bytes]"] = []
 """Coordinators that this process has started."""
 
@@ -185,20 +197,10 @@ def main(store: int, link: int, parent: int) -> None:
     that the parent process holds."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # learners decide when the run ends
         signal.signal(number, signal.SIG_IGN)
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     with socket.socket(fileno=store) as listener, socket.socket(fileno=link) as hearing:
-        held = TCPStore(
-            "127.0.0.1",
-            int(listener.getsockname()[1]),
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-            master_listen_fd=os.dup(store),
-        )
+        held = store_at(listener, "127.0.0.1")
         held.set(LINK, str(hearing.getsockname()[1]))
         Coordinator(hearing, socket.socket(fileno=parent)).serve()
-        del held
 
 
 if __name__ == "__main__":

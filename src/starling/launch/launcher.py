@@ -5,7 +5,6 @@ announces the next membership to them.
 """
 
 import math
-import os
 import selectors
 import shutil
 import signal
@@ -15,11 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from starling.engines.processes import run_token
 from starling.engines.processes.forks import own_connections, owned
 from starling.errors import ConfigError, PeerLost, ProtocolError, StarlingError, Stopped
+from starling.launch.coordinator import listen, store_at
 from starling.launch.joiners import Changes, Joiners
 from starling.launch.messages import LearnerMessage, NewMembership, Signalled, Stop, decode_from_learner
 from starling.launch.process import (
@@ -49,16 +47,10 @@ OnMessage = Callable[[int, LearnerMessage], None]
 @contextmanager
 def loopback_store(address: str = "127.0.0.1") -> Generator[int, None, None]:
     """Run a store that listens on the interface of `address` only, by default the loopback, and yield its port."""
-    with owned(socket.socket()) as listener:
-        listener.bind((address, 0))
-        listener.listen(128)
-        port = int(listener.getsockname()[1])
-        # passing a bound socket is the only way to keep TCPStore off the other interfaces
+    with owned(listen(address, 0)) as listener:
         with own_connections():
-            store = TCPStore(
-                address, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-            )
-        yield port
+            store = store_at(listener, address)
+        yield int(listener.getsockname()[1])
         del store
 
 
