@@ -10,21 +10,24 @@ Files are written under a temporary name and renamed. Any user with write access
 """
 
 import fcntl
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from starling.errors import ProtocolError, StarlingError
 from starling.files import replace_file
 from starling.launch.messages import JoinAnswer, JoinRequest, decode_file, encode_file
 from starling.launch.process import end_loaders
-from starling.launch.roster import LearnerRecord, LearnerState, Roster
+from starling.launch.roster import LearnerRecord, LearnerState, Loss, Roster
 from starling.timeouts import JOINER_FRESH, LOCK, REQUESTS_EVERY
 from starling.training.faults import Join
 
+Seconds = float
 MAX_LEARNERS = 4096
 _LOCK, _REQUEST, _ANSWER = "open", "request-{}.json", "answer-{}.json"
 Succession = Callable[[Sequence[int], Collection[int], Sequence[int]], tuple[int, ...]]
@@ -114,16 +117,22 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
 
 @dataclass(frozen=True)
 class Changes:
-    """How the set of learners may change during a run."""
+    """How the set of learners may change during a run, and what is called when it does."""
 
+    on_loss: Literal["stop", "continue", "replace"] = "stop"
+    """What happens when a learner is killed: the run ends, the others continue, or it is restarted as well."""
+    silence_seconds: Seconds = math.inf
+    """A learner that sends no heartbeat for so long is killed."""
     succession: Succession = any_number
-    replaces: bool = False
-    """Whether a lost learner is restarted."""
     joins: Sequence[Join] = ()
     """Learners that join at a given time."""
     requests: Requests | None = None
     """Requests of other processes for more learners; None if there can be none."""
+    is_enough: Callable[[], bool] = lambda: False
+    """Whether the learners shall save and end before their budget is spent, which is no error."""
     say: Callable[[str], None] = lambda line: None
+    on_lost: Callable[[Loss], None] = lambda loss: None
+    """Called when the others continue without a learner."""
     on_join: Callable[[int, int], None] = lambda learner_id, num_learners: None
     """Called when a learner has joined, with the number of learners that now train."""
     on_left_out: Callable[[int, str], None] = lambda learner_id, reason: None
@@ -133,11 +142,11 @@ class Changes:
 class Joiners:
     """Requested and started joiners, each until it trains or has failed.
 
-    `start` starts a process for a learner that has none running. Requests are granted only if `is_open`.
+    `start` starts a process for a learner that has none running.
     """
 
-    def __init__(self, changes: Changes, roster: Roster, start: Callable[[int], None], is_open: bool) -> None:
-        self._changes, self._roster, self._start, self._is_open = changes, roster, start, is_open
+    def __init__(self, changes: Changes, roster: Roster, start: Callable[[int], None]) -> None:
+        self._changes, self._roster, self._start = changes, roster, start
         self._wanted: list[int] = []
         self._requests: list[Request] = []
         """Those that were granted, until each of their learners trains or has failed."""
@@ -246,7 +255,7 @@ class Joiners:
 
     def _grant(self, request: Request, is_ending: bool) -> str:
         """Request the learners that a request asks for; return why that cannot be, or an empty text."""
-        if is_ending or not self._is_open:
+        if is_ending or self._changes.on_loss == "stop":
             return "the run is ending" if is_ending else "the run was started with on_loss: stop"
         coming = self._coming()
         num_before = len(self._roster.members) + len(coming)

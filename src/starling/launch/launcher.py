@@ -4,7 +4,6 @@ When a learner dies, or is killed because it sent no heartbeat for too long, the
 announces the next membership to them.
 """
 
-import math
 import selectors
 import shutil
 import signal
@@ -94,11 +93,8 @@ def launch(
     world: int,
     log_folder: Path,
     on_message: OnMessage = lambda learner_id, message: None,
-    on_loss: Callable[[Loss], None] | None = None,
-    silence_seconds: Seconds = math.inf,
     changes: Changes = NO_CHANGES,
     roster: Roster | None = None,
-    is_enough: Callable[[], bool] = lambda: False,
     machines: Machines = this_machine,
 ) -> list[Loss]:
     """Run `command` in `world` learner processes until all have exited, and return the losses that the others survived.
@@ -111,11 +107,8 @@ def launch(
         world: The number of learners at the start.
         log_folder: Created if it is missing.
         on_message: Called with each message and the id of its sender.
-        on_loss: If given, the other learners continue when a learner is killed, and this is called with the loss.
-        silence_seconds: A learner that sends no heartbeat for so long is killed.
-        changes: Which learners may join or be restarted; only with `on_loss`.
+        changes: Whether the other learners continue when a learner is killed, and which may join or be restarted.
         roster: Where the learners are recorded; pass one to read it during the run.
-        is_enough: Whether the learners shall save and end before their budget is spent, which is no error.
         machines: Where the learners run.
 
     Raises:
@@ -125,9 +118,9 @@ def launch(
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     roster = roster or Roster(world)
-    program = Program(tuple(command), world, log_folder, run_token.new_token(), on_loss is not None)
+    program = Program(tuple(command), world, log_folder, run_token.new_token(), changes.on_loss != "stop")
     with machines(program) as site:
-        supervisor = Supervisor(site, roster, changes, on_message, on_loss, silence_seconds, is_enough)
+        supervisor = Supervisor(site, roster, changes, on_message)
         with on_stop_signal(supervisor.received.append, supervisor.kill_all):
             try:
                 for learner_id in range(world):
@@ -142,24 +135,13 @@ class Supervisor:
     """Starts learners at `site`, and watches those of the roster until all have exited: reads their messages, decides
     which are lost, and announces memberships. The other arguments are those of `launch`."""
 
-    def __init__(
-        self,
-        site: Site,
-        roster: Roster,
-        changes: Changes,
-        on_message: OnMessage,
-        on_loss: Callable[[Loss], None] | None,
-        silence_seconds: Seconds,
-        is_enough: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, site: Site, roster: Roster, changes: Changes, on_message: OnMessage) -> None:
         self.processes: list[LearnerProcess] = []
         """All that were started."""
         self.received: list[int] = []
         """The stop signals to this process, or to one of its learners."""
-        self._site, self._roster, self._changes = site, roster, changes
-        self._on_message, self._on_loss, self._is_enough = on_message, on_loss, is_enough
-        self._silence_seconds = silence_seconds
-        self._joiners = Joiners(changes, roster, self.start, is_open=on_loss is not None)
+        self._site, self._roster, self._changes, self._on_message = site, roster, changes, on_message
+        self._joiners = Joiners(changes, roster, self.start)
         self._all_here: float | None = None
         """Since when all members of the newest membership, except joiners, have been waiting for the others."""
         self._asked_to_stop: Seconds | None = None
@@ -192,7 +174,7 @@ class Supervisor:
                 self._read_for(READ)
                 if self.received:
                     self._stop(self.received[0])
-                elif self._asked_to_stop is not None or self._is_enough():
+                elif self._asked_to_stop is not None or self._changes.is_enough():
                     self._stop(signal.SIGTERM)
                 self._kill_silent()
                 if not self._handle_exits():
@@ -244,7 +226,7 @@ class Supervisor:
         if self._others_may_follow(failed):
             return True
         if failed and (
-            self._on_loss is None
+            self._changes.on_loss == "stop"
             or not all(record.was_killed for record in failed)
             or any(record.attempt.generation < 0 for record in self._counted())  # not all have entered a membership yet
         ):
@@ -282,8 +264,7 @@ class Supervisor:
         self._announce(members, reason)
         end_loaders([record.process for record in failed])
         for loss in self._roster.lost[num_lost:]:
-            if self._on_loss is not None:
-                self._on_loss(loss)
+            self._changes.on_lost(loss)
         self._joiners.drop_unusable()
         kept = {*members, *never_came, *expected}
         self._replace([each for each in before if each not in kept], failed)
@@ -292,7 +273,7 @@ class Supervisor:
     def _replace(self, gone: list[int], failed: list[LearnerRecord]) -> None:
         """Request restarts of the learners in `gone`, unless a failed one was a joiner that had computed nothing, or
         the run is about to stop."""
-        if not self._changes.replaces or self._asked_to_stop is not None:
+        if self._changes.on_loss != "replace" or self._asked_to_stop is not None:
             return
         idle = [record for record in failed if record.attempt.is_joiner and not record.attempt.has_computed]
         for record in idle:
@@ -332,15 +313,15 @@ class Supervisor:
         # a learner that has not entered a membership yet loads libraries, which may delay its heartbeats
         met = [record for record in self._counted() if record.attempt.generation >= 0]
         for record in (*met, *roster.joining(is_member=False)):
-            self._kill_if_silent(record, self._silence_seconds)
+            self._kill_if_silent(record, self._changes.silence_seconds)
         others = [record for record in roster.records(self._roster.members) if not record.is_joining]
         if not all(max(record.attempt.arrived, record.attempt.generation) >= generation for record in others):
             self._all_here = None
         elif self._all_here is None:
             self._all_here = roster.clock()
         for record in roster.joining(is_member=True):
-            self._kill_if_silent(record, min(JOINER_SILENT, self._silence_seconds))
-            patience = ENTRY if record.attempt.arrived < generation else max(ENTRY, self._silence_seconds)
+            self._kill_if_silent(record, min(JOINER_SILENT, self._changes.silence_seconds))
+            patience = ENTRY if record.attempt.arrived < generation else max(ENTRY, self._changes.silence_seconds)
             if self._all_here is not None and roster.clock() - self._all_here > patience and record.process.is_running:
                 record.kill(f"did not meet the others within {patience:g} s")
 
