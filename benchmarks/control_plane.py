@@ -37,6 +37,7 @@ from starling.engines.processes.rounds import StoreBoard
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.tickets import DoneNotes, Draws
 from starling.experiment.observers import show
+from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.link import Link
 from starling.launch.messages import (
@@ -324,10 +325,8 @@ def supervise(world: int, folder: Path, is_profiled: bool = False, has_flood: bo
             world,
             folder,
             on_message,
-            supervisor.on_loss,
-            TIMEOUT,
-            roster=supervisor.roster,
-            is_enough=supervisor.is_over,
+            Changes("continue", TIMEOUT, is_enough=supervisor.is_over, on_lost=supervisor.on_loss),
+            supervisor.roster,
         )
         profile.disable()
     if is_profiled:

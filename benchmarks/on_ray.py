@@ -17,6 +17,7 @@ from benchmarks.starting import launched
 from benchmarks.surviving import Killing, Moments, Seconds
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import choose_device
+from starling.launch.joiners import Changes
 from starling.launch.launcher import launch, this_machine
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
@@ -88,7 +89,7 @@ def _pauses(
 
     killing = Killing(WORLD, KILLED_AT, kill_one)
     command = [sys.executable, "-m", "benchmarks.on_ray", strategy]
-    losses = launch(command, WORLD, folder, killing.on_message, lambda loss: None, roster=roster, machines=machines)
+    losses = launch(command, WORLD, folder, killing.on_message, Changes("continue"), roster, machines)
     lost = {loss.learner for loss in losses}
     if len(lost) != num_lost:
         raise RuntimeError(f"{len(lost)} learners were lost, not {num_lost}")

@@ -16,6 +16,7 @@ from benchmarks.measuring import Bar
 from benchmarks.training import job_for
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import choose_device
+from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, Entered, LearnerMessage, values_of
@@ -45,7 +46,7 @@ def _measure(folder: Path, strategy: str) -> Bar:
 def _pauses(folder: Path, strategy: str, number: int) -> list[Seconds]:
     killing = Killing(WORLD, KILLED_AT, lambda pids: os.kill(pids[VICTIM], signal.SIGKILL))
     command = [sys.executable, "-m", "benchmarks.surviving", str(folder), strategy]
-    launch(command, WORLD, folder / f"log-{strategy}-{number}", killing.on_message, lambda loss: None)
+    launch(command, WORLD, folder / f"log-{strategy}-{number}", killing.on_message, Changes("continue"))
     return killing.pauses({VICTIM})
 
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import starling
 from starling.engines.loop.run import Past, plan
 from starling.errors import ConfigError, FinishedApart
+from starling.launch.coordinator import listen
 from tests.engines.drop_in_process import flat
 from tests.engines.surviving_process import loss_of, make_model
 from tests.warm_start import WarmPopen
@@ -39,12 +40,12 @@ class Loops:
         self.folder, self._case, self._world = folder, case, world
         self.processes: dict[int, WarmPopen] = {}
         self._all: list[WarmPopen] = []
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
-        if is_warm:  # otherwise learner 0 starts it, and loads torch
-            self.coordinator = self._popen(-1, ["starling.launch.coordinator", "127.0.0.1", str(self.port), "60"])
-            self._await_port()
+        self.held, theirs = socket.socketpair()
+        with theirs, listen("127.0.0.1", 0) as store, listen("127.0.0.1", 0) as link:
+            self.port = int(store.getsockname()[1])
+            if is_warm:  # otherwise learner 0 starts it, and loads torch
+                files = [each.fileno() for each in (store, link, theirs)]
+                self.coordinator = self._popen(-1, ["starling.launch.coordinator", *map(str, files)], files)
 
     def start(self, rank: int, *more: str) -> WarmPopen:
         """Start the process with a RANK."""
@@ -52,7 +53,7 @@ class Loops:
         self.processes[rank] = process
         return process
 
-    def _popen(self, rank: int, arguments: list[str]) -> WarmPopen:
+    def _popen(self, rank: int, arguments: list[str], files: Sequence[int] = ()) -> WarmPopen:
         place = {
             "RANK": str(rank),
             "WORLD_SIZE": str(self._world),
@@ -60,18 +61,11 @@ class Loops:
             "MASTER_PORT": str(self.port),
         }
         with (self.folder / f"learner-{rank}.log").open("ab") as log:
-            process = WarmPopen([sys.executable, "-m", *arguments], env={**os.environ, **place}, stdout=log)
+            process = WarmPopen(
+                [sys.executable, "-m", *arguments], env={**os.environ, **place}, stdout=log, pass_fds=files
+            )
         self._all.append(process)
         return process
-
-    def _await_port(self) -> None:
-        deadline = time.monotonic() + WITHIN
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.02)
-        raise TimeoutError(self.said(-1))
 
     def said(self, rank: int) -> str:
         return (self.folder / f"learner-{rank}.log").read_text(encoding="utf-8")
@@ -108,6 +102,7 @@ def loops(case: dict[str, Any], world: int, folder: Path, is_warm: bool = True) 
         for rank in range(world):
             started.start(rank)
         yield started
+        started.held.close()
         if is_warm:
             assert started.coordinator.wait(WITHIN) == 0
         assert_nothing_is_left(started.port)

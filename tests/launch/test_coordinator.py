@@ -32,10 +32,12 @@ class FullListener(socket.socket):
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of a coordinator that ends with its last learner."""
     monkeypatch.setenv(VARIABLE, TOKEN)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=Coordinator(listener, None, 20.0).serve, daemon=True)
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, theirs:
+        thread = threading.Thread(target=Coordinator(listener, theirs).serve, daemon=True)
         thread.start()
         yield int(listener.getsockname()[1])
+        ours.close()
         thread.join(30.0)
         assert not thread.is_alive()
 
@@ -45,11 +47,11 @@ class Line:
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10.0)
-        self.challenge = read_line(self.socket)
+        self.challenge = read_line(self.socket).decode()
 
     def greet(self, rank: int, world: int) -> Hello:
-        said = proof(TOKEN, "learner", self.challenge, str(rank), str(world), "own")
-        hello = Hello(rank, world, 20.0, "own", said)
+        who = (str(rank), str(world), "20.0")
+        hello = Hello(who, "own", proof(TOKEN, "guest", self.challenge, "own", *who))
         self.socket.sendall(encode(hello))
         return hello
 
@@ -57,6 +59,10 @@ class Line:
         answer = decode_from_launcher(_line_of(self.socket))
         assert isinstance(answer, Greeted | NewMembership)
         return answer
+
+
+def welcome(rank: int, world: int) -> Greeted:
+    return Greeted(proof=proof(TOKEN, "host", "own", str(rank), str(world), "20.0"))
 
 
 def _line_of(line: socket.socket) -> bytes:
@@ -73,18 +79,20 @@ def test_a_joiner_that_no_learner_is_left_to_continue_with_hears_so_at_once(come
     """Whether it comes before the run's end or after it; it would wait for its whole time-out."""
     member = Line(port)
     member.greet(0, 1)
-    assert member.hear() == Greeted(proof=proof(TOKEN, "coordinator", "own", "0"))
+    assert member.hear() == welcome(0, 1)
     member.socket.sendall(encode(Ready()))
     assert isinstance(member.hear(), NewMembership)
     joiner = Line(port)
     if comes == "before":
         joiner.greet(1, 1)
-        assert joiner.hear() == Greeted(proof=proof(TOKEN, "coordinator", "own", "1"))
+        assert joiner.hear() == welcome(1, 1)
         member.socket.sendall(encode(Ended(0)))
     else:
+        other = Line(port)
+        other.greet(2, 1)
+        assert other.hear() == welcome(2, 1)
         member.socket.sendall(encode(Ended(0)))
-        assert joiner.hear() == Greeted(OVER)  # its connection was open; now all that the member has said was heard
-        joiner = Line(port)
+        assert other.hear() == Greeted(OVER)  # now all that the member has said was heard
         joiner.greet(1, 1)
     assert joiner.hear() == Greeted(OVER)
     member.socket.close()
@@ -94,11 +102,11 @@ def test_what_a_learner_has_said_lets_no_other_process_in(port: int) -> None:
     """A recorded greeting is over a random number of another connection."""
     member = Line(port)
     recorded = member.greet(0, 1)
-    assert member.hear() == Greeted(proof=proof(TOKEN, "coordinator", "own", "0"))
+    assert member.hear() == welcome(0, 1)
     stranger = Line(port)
     stranger.socket.sendall(encode(recorded))
     answer = stranger.hear()
-    assert isinstance(answer, Greeted) and "learner 0 does not belong to this run" in answer.refused
+    assert isinstance(answer, Greeted) and "it does not belong to this run" in answer.refused
     assert TOKEN not in json.dumps(answer.refused)
     member.socket.close()
 
@@ -108,8 +116,10 @@ def test_a_coordinator_that_can_open_no_more_files_does_not_spin() -> None:
     with FullListener(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        with socket.create_connection(listener.getsockname()):
+        ours, theirs = socket.socketpair()
+        with socket.create_connection(listener.getsockname()), theirs:
             begin = time.process_time()
-            Coordinator(listener, None, 1.0).serve()
+            threading.Timer(1.0, ours.close).start()
+            Coordinator(listener, theirs).serve()
             assert time.process_time() - begin < 0.5
             assert 1 <= listener.num_tries <= 20

@@ -61,15 +61,17 @@ class Run:
         with taking_requests(self.requests) as requests:
             changes = Changes(
                 succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
-                replaces=replaces,
+                on_loss="replace" if replaces else "continue",
+                silence_seconds=60.0,
                 joins=joins,
                 requests=requests,
                 say=self.said.append,
+                on_lost=self.on_loss,
                 on_join=self.on_join,
                 on_left_out=lambda learner, reason: self.left_out.append(reason),
             )
             command = [sys.executable, "-m", "tests.launch.joining_process", self.mode, str(self.hurry)]
-            losses = launch(command, self.world, self.folder, self.on_message, self.on_loss, 60.0, changes)
+            losses = launch(command, self.world, self.folder, self.on_message, changes)
         assert losses == self.losses
         assert self.hurry.exists()
         assert not list(own_learners())

@@ -14,9 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from starling.errors import ProtocolError
 from starling.launch import keeper
 from starling.launch.door import Door, knock
 from starling.launch.keeper import Errand, Keeper
+from starling.launch.messages import Greeted, encode
 from starling.launch.process import Program
 from starling.timeouts import NODE_SILENT, UNREACHABLE
 
@@ -29,13 +31,23 @@ def door(token: str = TOKEN) -> Iterator[tuple[int, list[tuple[str, str, socket.
     """A launcher's door: its port, and the connections that it has let in."""
     admitted: list[tuple[str, str, socket.socket]] = []
     with socket.create_server((LOOPBACK, 0)) as listener:
-        opened = Door(listener, token, lambda name, node, line: admitted.append((name, node, line)))
+
+        def admit(who: tuple[str, ...], line: socket.socket, welcome: Greeted) -> None:
+            name, node = who
+            line.sendall(encode(welcome))
+            admitted.append((name, node, line))
+
+        opened = Door(listener, token, UNREACHABLE, admit)
         try:
             yield listener.getsockname()[1], admitted
         finally:
             opened.close()
             for _, _, line in admitted:
                 line.close()
+
+
+def come_in(port: int, token: str = TOKEN) -> socket.socket:
+    return knock(LOOPBACK, port, token, UNREACHABLE, "first", "node-7")
 
 
 def errand(folder: Path, port: int) -> Errand:
@@ -45,9 +57,9 @@ def errand(folder: Path, port: int) -> Errand:
 
 CUT_CABLE = """
 import socket, subprocess, time
-from tests.launch.test_keeper import LOOPBACK, TOKEN, door, knock
+from tests.launch.test_keeper import come_in, door
 with door() as (port, admitted):
-    line = knock(LOOPBACK, port, TOKEN, "first", "node-7")
+    line = come_in(port)
     while not admitted: time.sleep(0.01)
     subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
     began = time.monotonic()
@@ -88,13 +100,13 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_is_let_in_with_the_run_s_token_only() -> None:
     """And a node does not talk to a launcher that does not know the token, for that may be anything."""
     with door() as (port, admitted):
-        knock(LOOPBACK, port, TOKEN, "first", "node-7").close()
+        come_in(port).close()
         deadline = time.monotonic() + 60.0
         while not admitted and time.monotonic() < deadline:
             time.sleep(0.01)
         assert [(name, node) for name, node, _ in admitted] == [("first", "node-7")]
-        with pytest.raises(OSError, match=r"closed the connection|reset"):
-            knock(LOOPBACK, port, "another secret", "first", "node-7")
+        with pytest.raises(ProtocolError, match="does not belong to this run: its run token is another one"):
+            come_in(port, "another secret")
         assert len(admitted) == 1
 
 
@@ -112,7 +124,7 @@ def test_the_token_of_a_run_is_not_in_what_is_sent() -> None:
 
         between = threading.Thread(target=pass_on)
         between.start()
-        knock(LOOPBACK, listener.getsockname()[1], TOKEN, "first", "node-7").close()
+        come_in(listener.getsockname()[1]).close()
         between.join(5.0)
     assert b"node-7" in heard
     assert TOKEN.encode() not in heard

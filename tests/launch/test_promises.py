@@ -20,9 +20,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.place import Place
 from starling.errors import PeerLost, ProtocolError
-from starling.launch.launcher import Loss, launch
+from starling.launch.joiners import Changes
+from starling.launch.launcher import launch
 from starling.launch.messages import LearnerMessage, values_of
 from starling.launch.rendezvous import find_place
+from starling.launch.roster import Loss
 from tests.launch.promise_process import NUM_STEPS
 from tests.warm_start import Learners, own_learner, own_learners, start_learners
 
@@ -93,8 +95,9 @@ def test_a_learner_killed_while_starting_is_a_clear_end(is_borne: bool, tmp_path
     killer.start()
     begin = time.monotonic()
     losses: list[Loss] = []
+    changes = Changes("continue" if is_borne else "stop", on_lost=losses.append)
     with pytest.raises(PeerLost, match=r"learner 1 was killed by SIGKILL while starting; its log: .*learner-1.log"):
-        launch(command("adpsgd", "unequal"), 3, tmp_path, on_loss=losses.append if is_borne else None)
+        launch(command("adpsgd", "unequal"), 3, tmp_path, changes=changes)
     killer.join()
     assert fired.is_set()
     assert time.monotonic() - begin < FENCE
@@ -113,7 +116,7 @@ def test_a_learner_killed_after_its_last_step_is_a_clear_end(strategy: str, tmp_
         if "dies" in told or "num_done" in told:
             said[rank] = told
 
-    losses = launch(command(strategy, "dies-at-the-end"), 3, tmp_path, on_message, lambda loss: None)
+    losses = launch(command(strategy, "dies-at-the-end"), 3, tmp_path, on_message, Changes("continue"))
     assert said[2] == {"dies": True}
     assert [loss.learner for loss in losses] == [2]
     assert {rank: message["num_done"] >= NUM_STEPS for rank, message in said.items() if rank != 2} == {0: True, 1: True}
@@ -133,7 +136,7 @@ def test_a_learner_killed_after_saying_goodbye_ends_the_run_clearly(tmp_path: Pa
 
     begin = time.monotonic()
     try:
-        losses = launch(command("adpsgd", "dies-after-the-end"), 3, tmp_path, on_message, lambda loss: None)
+        losses = launch(command("adpsgd", "dies-after-the-end"), 3, tmp_path, on_message, Changes("continue"))
         assert [loss.learner for loss in losses] == [2]
     except PeerLost as error:
         assert "learner 2 was killed by SIGKILL" in str(error)
@@ -181,7 +184,7 @@ def test_a_learner_paused_for_too_long_is_dead_before_the_others_continue(tmp_pa
         there.append(psutil.pid_exists(stopped[0]))
 
     ends = [sys.executable, "-m", "tests.launch.learner_process", "adpsgd/ends"]
-    losses = launch(ends, 3, tmp_path, on_message, on_loss, silence_seconds=4.0)
+    losses = launch(ends, 3, tmp_path, on_message, Changes("continue", 4.0, on_lost=on_loss))
     assert [loss.learner for loss in losses] == [1]
     assert there == [False]
 

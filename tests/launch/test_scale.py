@@ -22,7 +22,8 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.tickets import noted
 from starling.errors import ProtocolError
 from starling.launch import launcher
-from starling.launch.launcher import NO_CHANGES, Supervisor
+from starling.launch.joiners import Changes
+from starling.launch.launcher import Supervisor
 from starling.launch.link import Line
 from starling.launch.messages import (
     Heartbeat,
@@ -162,7 +163,7 @@ class Watched:
             ours, theirs = socket.socketpair()
             self.stubs.append(Stub(Path(f"learner-{learner_id}.log"), Line(ours), theirs=theirs))
             self.roster.start(learner_id, self.stubs[-1])
-        self.supervisor = Supervisor(NoSite(), self.roster, NO_CHANGES, on_message, lambda loss: None, float("inf"))
+        self.supervisor = Supervisor(NoSite(), self.roster, Changes("continue"), on_message)
 
     def say(self, learner_id: int, content: bytes) -> None:
         theirs = self.stubs[learner_id].theirs

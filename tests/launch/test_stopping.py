@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 from starling.checkpoint.reader import checkpoints_in, load
 from starling.errors import Stopped
 from starling.launch import launcher
-from starling.launch.launcher import Loss, launch
+from starling.launch.joiners import Changes
+from starling.launch.launcher import launch
 from starling.launch.messages import CanStop, LearnerMessage, values_of
+from starling.launch.roster import Loss
 from tests.launch.stopping_process import Run
 from tests.warm_start import own_learner, own_learners, run_learners, start_learners
 
@@ -202,7 +204,7 @@ def test_learners_that_have_learnt_enough_save_and_end_without_an_error(tmp_path
     """Before their budget is spent; everything that was computed is in the newest checkpoint."""
     run = run_for(tmp_path, "run", strategy="adpsgd")
     when = When(lambda: None, 2)
-    assert launch(run.command(), 2, tmp_path, when, is_enough=lambda: when.is_done) == []
+    assert launch(run.command(), 2, tmp_path, when, Changes(is_enough=lambda: when.is_done)) == []
     assert_seen_once([run], 2)
     assert 0 < noted(run, 2)[0]["num_done"] == load(newest(run)).manifest.position.num_done
     assert not list(own_learners())
@@ -238,13 +240,14 @@ def test_survivors_of_a_learner_that_dies_while_a_barrier_is_wanted_save_and_end
     """The checkpoint barrier requested in one membership is agreed on in the next, by the learners that are left."""
     run = run_for(tmp_path, "run", strategy=strategy, minutes=0.002)
     losses: list[Loss] = []
+    changes = Changes("continue", on_lost=losses.append)
 
     def harm() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         own_learner(2).kill()
 
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM$"):
-        launch(run.command(), 3, tmp_path, when := When(harm, 3), losses.append)
+        launch(run.command(), 3, tmp_path, when := When(harm, 3), changes)
     assert when.is_done
     assert [loss.learner for loss in losses] == [2]
     ends = noted(run, 2)

@@ -1,5 +1,6 @@
 """When a learner is killed, or is silent for too long, the others continue without it to the end of the budget."""
 
+import math
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from starling.errors import PeerLost
+from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.messages import Entered, LearnerMessage, values_of
 from starling.launch.roster import Loss
@@ -44,11 +46,19 @@ class Harm:
             os.kill(own_learner(self.victim).pid, self.number)
 
 
-def survive(mode: str, world: int, victim: int, folder: Path, **how: Any) -> tuple[Harm, list[Loss]]:
+def survive(
+    mode: str,
+    world: int,
+    victim: int,
+    folder: Path,
+    number: int = signal.SIGKILL,
+    seconds: float = math.inf,
+) -> tuple[Harm, list[Loss]]:
     """A run that survives the loss of a learner; what was said, and which learners were lost."""
-    harm = Harm(victim, world, how.pop("number", signal.SIGKILL))
+    harm = Harm(victim, world, number)
     told: list[Loss] = []
-    losses = launch(command(mode), world, folder, harm, told.append, **how)
+    changes = Changes("continue", seconds, on_lost=told.append)
+    losses = launch(command(mode), world, folder, harm, changes)
     assert harm.is_done
     assert losses == told
     assert not list(own_learners())
@@ -136,7 +146,7 @@ def test_a_run_cannot_continue_without_its_server(tmp_path: Path) -> None:
 @pytest.mark.wide
 def test_a_learner_without_heartbeats_is_ended_and_the_others_continue(tmp_path: Path) -> None:
     """As if it had been killed; so it can do no harm when it wakes up."""
-    harm, losses = survive("delay-by-one/ends", 3, 1, tmp_path, number=signal.SIGSTOP, silence_seconds=4.0)
+    harm, losses = survive("delay-by-one/ends", 3, 1, tmp_path, number=signal.SIGSTOP, seconds=4.0)
     assert [loss.learner for loss in losses] == [1]
     assert "sent no heartbeat for" in losses[0].reason
     assert harm.said.keys() == {0, 2}
@@ -153,5 +163,5 @@ def test_a_learner_that_stands_still_for_a_moment_is_waited_for(tmp_path: Path) 
             harm.number = signal.SIGCONT
             own_learner(1).send_signal(signal.SIGCONT)
 
-    assert launch(command("allreduce/ends"), 2, tmp_path, wake, lambda loss: None, silence_seconds=60.0) == []
+    assert launch(command("allreduce/ends"), 2, tmp_path, wake, Changes("continue", 60.0)) == []
     assert {rank: said["num_done"] for rank, said in harm.said.items()} == dict.fromkeys((0, 1), NUM_MINI_BATCHES)

@@ -26,6 +26,7 @@ from starling.experiment.launching import machines_of
 from starling.experiment.packing import JobConfig, packed_command
 from starling.experiment.task import RunT, Task
 from starling.files import replace_file
+from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.predict.at_hand import Allowance, AtHand, Measuring
 from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
@@ -123,8 +124,8 @@ def launched_choice(run: RunConfig, folder: ExperimentFolder, say: Say, job: Job
     say(f"strategy auto: {run.learners} learners measure {where}")
     with packed_command(job, _settings(run), folder) as command:
         found = Path(command[-1]).with_name("choice.json")
-        seconds, machines = run.engine.timeout_seconds, machines_of(run, say)
-        launch([*command, str(found)], run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
+        changes, machines = Changes(silence_seconds=run.engine.timeout_seconds), machines_of(run, say)
+        launch([*command, str(found)], run.learners, folder.log / "auto", changes=changes, machines=machines)
         return Choice.model_validate_json(found.read_text(encoding="utf-8"))
 
 

@@ -50,7 +50,7 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
             show(message, display)
             scoring.hear(message)
 
-        def on_loss(loss: Loss) -> None:
+        def on_lost(loss: Loss) -> None:
             display.lost(loss.learner, loss.reason)
             display.train_with(roster.membership.members)
 
@@ -65,19 +65,19 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
                     run.learners,
                     folder.log,
                     hear,
-                    None if run.on_loss == "stop" else on_loss,
-                    run.engine.timeout_seconds,
                     Changes(
+                        on_loss=run.on_loss,
+                        silence_seconds=run.engine.timeout_seconds,
                         succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
-                        replaces=run.on_loss == "replace",
                         joins=[fault for fault in run.faults if isinstance(fault, Join)],
                         requests=requests,
+                        is_enough=scoring.is_enough,
                         say=display.say,
+                        on_lost=on_lost,
                         on_join=on_join,
                         on_left_out=display.left_out,
                     ),
                     roster,
-                    scoring.is_enough,
                     machines_of(run, display.say),
                 )
         except StarlingError as error:

@@ -1,41 +1,46 @@
-"""How a launcher and the nodes of a cluster connect: over TCP, and only if both know the run's token.
+"""How a launcher, or the coordinator of joined loops, and those that belong to its run connect: over TCP, and only if
+both know the run's token.
 
 Each side proves that over challenges of both (see `run_token`). Afterwards the connection carries a learner's messages.
 """
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from starling.engines.processes.forks import owned
-from starling.engines.processes.run_token import is_proof, new_challenge, proof
-from starling.launch.coordinator import FULL, keep_alive
-from starling.timeouts import DOOR, FULL_PAUSE, TERMINATION, UNREACHABLE
+from starling.engines.processes.run_token import VARIABLE, is_proof, new_challenge, proof
+from starling.errors import ProtocolError
+from starling.launch.messages import Greeted, Hello, decode_from_launcher, decode_from_learner, encode
+from starling.timeouts import DOOR, FULL_PAUSE, TERMINATION
 
-_LONGEST_HELLO = 1024
+Seconds = float
+Admit = Callable[[tuple[str, ...], socket.socket, Greeted], None]
+_LONGEST_LINE = 1024
 _LOOK_EVERY = 0.5
 
 
 class Door:
-    """Lets nodes in that know the run's token, each in a thread of its own, so that a stranger delays none of them.
+    """Lets those in that know the run's token, each in a thread of its own, so that a stranger delays none of them.
 
-    `admit` is called with the name that a node gave, its own name, and the connection; it raises KeyError for a name
-    that it does not know. `look_after` is called twice a second.
+    `admit` is called in that thread with who comes, the connection, and the welcome that it sends first. It raises
+    `ProtocolError` to refuse, `KeyError` or `ValueError` for what no honest process says. `look_after` is called twice
+    a second. If the machine of one that was let in does not answer for `unreachable` seconds, its connection fails.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         token: str,
-        admit: Callable[[str, str, socket.socket], None],
+        unreachable: Seconds,
+        admit: Admit,
         look_after: Callable[[], None] = lambda: None,
     ) -> None:
         self._listener = listener
-        self._token = token
-        self._admit = admit
-        self._look_after = look_after
+        self._token, self._unreachable = token, unreachable
+        self._admit, self._look_after = admit, look_after
         self._is_closed = False
         self._thread = threading.Thread(target=self._open, name="starling-door", daemon=True)
         self._thread.start()
@@ -43,6 +48,8 @@ class Door:
     def close(self) -> None:
         """Accept no more connections."""
         self._is_closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
         self._thread.join(TERMINATION)
 
     def _open(self) -> None:
@@ -53,10 +60,8 @@ class Door:
                 line, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError as error:
-                if error.errno not in FULL:
-                    return
-                time.sleep(FULL_PAUSE)
+            except OSError:  # mostly: no more files can be opened. The connection stays in the queue, without a pause
+                time.sleep(0.0 if self._is_closed else FULL_PAUSE)  # this would be tried for ever
                 continue
             threading.Thread(target=self._answer, args=[line], daemon=True).start()
 
@@ -65,47 +70,64 @@ class Door:
             line.settimeout(DOOR)
             challenge = new_challenge()
             line.sendall(challenge.encode() + b"\n")
-            hello = {key: str(value) for key, value in dict(json.loads(read_line(line))).items()}
-            name, node, theirs = hello["name"], hello["node"], hello["challenge"]
-            if not is_proof(hello["proof"], self._token, "node", challenge, name, node, theirs):
-                raise ConnectionRefusedError
-            line.sendall(proof(self._token, "launcher", challenge, name, theirs).encode() + b"\n")
-            line.settimeout(None)
-            keep_alive(line, 1, 1, int(UNREACHABLE) - 1)
-            self._admit(name, node, owned(line))
-        except (OSError, ValueError, KeyError, TypeError):
+            hello = decode_from_learner(read_line(line), -1)
+            if not isinstance(hello, Hello) or not is_proof(
+                hello.proof, self._token, "guest", challenge, hello.challenge, *hello.who
+            ):
+                raise ProtocolError(
+                    f"it does not belong to this run: its run token is another one; set {VARIABLE} to the same value "
+                    "for all learners of a run, or for none of them"
+                )
+            _settle(line, self._unreachable)
+            self._admit(hello.who, line, Greeted(proof=proof(self._token, "host", hello.challenge, *hello.who)))
+        except ProtocolError as error:
+            with suppress(OSError):
+                line.sendall(encode(Greeted(str(error))))
+            line.close()
+        except (OSError, KeyError, ValueError):
             line.close()
 
 
-def knock(address: str, port: int, token: str, name: str, node: str) -> socket.socket:
-    """Connect to the launcher's door as `node`, for the learner that was started as `name`."""
+def knock(address: str, port: int, token: str, unreachable: Seconds, *who: str) -> socket.socket:
+    """Connect to a door as `who`. `unreachable` is as for the door.
+
+    Raises `OSError` if there is none, `ProtocolError` if it refuses, or does not know the token.
+    """
     line = socket.create_connection((address, port), timeout=DOOR)
     try:
-        challenge, own = read_line(line), new_challenge()
-        hello = {"name": name, "node": node, "challenge": own}
-        hello["proof"] = proof(token, "node", challenge, name, node, own)
-        line.sendall(json.dumps(hello).encode() + b"\n")
-        if not is_proof(read_line(line), token, "launcher", challenge, name, own):
-            raise ConnectionRefusedError("what listens there is not the launcher of this run")
-        line.settimeout(None)
-        keep_alive(line, 1, 1, int(UNREACHABLE) - 1)
-        owned(line)
+        challenge, own = read_line(line).decode(errors="replace"), new_challenge()
+        line.sendall(encode(Hello(who, own, proof(token, "guest", challenge, own, *who))))
+        answer = decode_from_launcher(read_line(line))
+        if not isinstance(answer, Greeted):
+            raise ProtocolError("it did not answer")
+        if answer.refused or not is_proof(answer.proof, token, "host", own, *who):
+            raise ProtocolError(answer.refused or "what listens there does not know the run token")
+        return _settle(line, unreachable)
     except BaseException:
         line.close()
         raise
-    return line
 
 
-def read_line(line: socket.socket) -> str:
+def _settle(line: socket.socket, unreachable: Seconds) -> socket.socket:
+    """Let a connection last, until the other machine has not answered for `unreachable` seconds. The kernel of a
+    machine answers even while its processes are stopped or busy."""
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": unreachable - 1}
+    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * unreachable}).items():
+        if hasattr(socket, name):  # not on every system
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
+    return owned(line)
+
+
+def read_line(line: socket.socket) -> bytes:
     """A short line, read byte by byte, so that nothing after it is taken."""
-    content = bytearray()
+    content = b""
     while not content.endswith(b"\n"):
-        if not (byte := line.recv(1)):
+        content += (byte := line.recv(1))
+        if not byte:
             raise ConnectionRefusedError("the other side closed the connection")
-        content += byte
-        if len(content) > _LONGEST_HELLO:
+        if len(content) > _LONGEST_LINE:
             raise ConnectionRefusedError("the other side does not speak this protocol")
-    try:
-        return content[:-1].decode()
-    except UnicodeDecodeError:
-        raise ConnectionRefusedError("the other side does not speak this protocol") from None
+    return content[:-1]

@@ -16,26 +16,16 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from starling.engines.processes import run_token
 from starling.engines.processes.backend import check_files
 from starling.engines.processes.forks import clone_store
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
+from starling.engines.processes.run_token import own_token
 from starling.errors import PeerLost, ProtocolError
-from starling.launch.coordinator import LINK, OVER, PATIENCE, await_coordinator, keep_alive, started_coordinator
-from starling.launch.door import read_line
+from starling.launch.coordinator import LINK, OVER, PATIENCE, await_coordinator, started_coordinator
+from starling.launch.door import knock
 from starling.launch.link import Link
-from starling.launch.messages import (
-    Ended,
-    Failed,
-    Greeted,
-    Hello,
-    LauncherMessage,
-    NewMembership,
-    Ready,
-    decode_from_launcher,
-    encode,
-)
+from starling.launch.messages import Ended, Failed, Greeted, LauncherMessage, NewMembership, Ready
 from starling.launch.rendezvous import AGENT, LOOPBACK, USUAL_SECONDS, check_store, find_place, place_of_environment
 from starling.training.membership import Membership, MembershipFeed
 
@@ -43,7 +33,7 @@ _LOG = logging.getLogger("starling")
 _PUBLISHED = "coordinator/port"
 _RETRY_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
-"""How long a coordinator may take to answer a connection, whose loop does nothing else."""
+"""How long the coordinator's store may take to answer."""
 _REAP_SECONDS = 0.2
 
 
@@ -173,24 +163,12 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
             f"learner {rank}: what listens at {address}:{port} is not the coordinator of a run "
             f"({str(error).splitlines()[0]}); choose another MASTER_PORT"
         ) from error
-    token, own = run_token.own_token(), run_token.new_challenge()
     try:
-        line = socket.create_connection((address, link), timeout=_ANSWER_SECONDS)
-        said = run_token.proof(token, "learner", read_line(line), str(rank), str(world), own)
-        line.sendall(encode(Hello(rank, world, seconds, own, said)))
-        answer = decode_from_launcher(read_line(line).encode())  # what follows belongs to `CoordinatorLink`
+        return store, knock(address, link, own_token(), PATIENCE, str(rank), str(world), str(seconds))
     except OSError as error:
         check_files(rank)
         raise _NotThere(error.strerror or str(error)) from error
-    if not isinstance(answer, Greeted):
-        answer = Greeted("it did not answer")
-    refused = answer.refused
-    if refused == OVER:
-        raise _NotThere(OVER)
-    if not refused and not run_token.is_proof(answer.proof, token, "coordinator", own, str(rank)):
-        refused = "what listens there does not know the run token"
-    if refused:
-        raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {refused}")
-    keep_alive(line, *PATIENCE)
-    line.settimeout(None)
-    return store, line
+    except ProtocolError as error:
+        if str(error) == OVER:
+            raise _NotThere(OVER) from None
+        raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {error}") from error

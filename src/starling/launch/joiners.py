@@ -10,21 +10,24 @@ Files are written under a temporary name and renamed. Any user with write access
 """
 
 import fcntl
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from starling.errors import ProtocolError, StarlingError
 from starling.files import replace_file
 from starling.launch.messages import JoinAnswer, JoinRequest, decode_file, encode_file
 from starling.launch.process import end_loaders
-from starling.launch.roster import LearnerRecord, LearnerState, Roster
+from starling.launch.roster import LearnerRecord, LearnerState, Loss, Roster
 from starling.timeouts import JOINER_FRESH, LOCK, REQUESTS_EVERY
 from starling.training.faults import Join
 
+Seconds = float
 MAX_LEARNERS = 4096
 _LOCK, _REQUEST, _ANSWER = "open", "request-{}.json", "answer-{}.json"
 Succession = Callable[[Sequence[int], Collection[int], Sequence[int]], tuple[int, ...]]
@@ -46,14 +49,14 @@ class Request:
     """How many to add; 0, which is refused, if it could not be read."""
     path: Path
     """The file of its answer."""
-    open: list[int] = field(default_factory=list)
-    """The learners that have neither joined nor failed yet."""
-    joined: list[int] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    outcomes: dict[int, str | None] = field(default_factory=dict)
+    """By learner, once it was granted: why it has failed, empty for one that has joined, None for one that has done
+    neither yet."""
 
     def settle(self, num_members: int) -> None:
         """Answer with what became of its learners."""
-        self.answer(JoinAnswer("", tuple(sorted(self.joined)), tuple(self.failed), num_members))
+        joined = tuple(learner_id for learner_id, failure in self.outcomes.items() if failure == "")
+        self.answer(JoinAnswer("", joined, tuple(filter(None, self.outcomes.values())), num_members))
 
     def answer(self, answer: JoinAnswer) -> None:
         """Write the answer."""
@@ -114,16 +117,22 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
 
 @dataclass(frozen=True)
 class Changes:
-    """How the set of learners may change during a run."""
+    """How the set of learners may change during a run, and what is called when it does."""
 
+    on_loss: Literal["stop", "continue", "replace"] = "stop"
+    """What happens when a learner is killed: the run ends, the others continue, or it is restarted as well."""
+    silence_seconds: Seconds = math.inf
+    """A learner that sends no heartbeat for so long is killed."""
     succession: Succession = any_number
-    replaces: bool = False
-    """Whether a lost learner is restarted."""
     joins: Sequence[Join] = ()
     """Learners that join at a given time."""
     requests: Requests | None = None
     """Requests of other processes for more learners; None if there can be none."""
+    is_enough: Callable[[], bool] = lambda: False
+    """Whether the learners shall save and end before their budget is spent, which is no error."""
     say: Callable[[str], None] = lambda line: None
+    on_lost: Callable[[Loss], None] = lambda loss: None
+    """Called when the others continue without a learner."""
     on_join: Callable[[int, int], None] = lambda learner_id, num_learners: None
     """Called when a learner has joined, with the number of learners that now train."""
     on_left_out: Callable[[int, str], None] = lambda learner_id, reason: None
@@ -133,20 +142,16 @@ class Changes:
 class Joiners:
     """Requested and started joiners, each until it trains or has failed.
 
-    `start` starts a process for a learner that has none running. Requests are granted only if `is_open`.
+    `start` starts a process for a learner that has none running.
     """
 
-    def __init__(self, changes: Changes, roster: Roster, start: Callable[[int], None], is_open: bool) -> None:
-        self._changes, self._roster, self._start, self._is_open = changes, roster, start, is_open
+    def __init__(self, changes: Changes, roster: Roster, start: Callable[[int], None]) -> None:
+        self._changes, self._roster, self._start = changes, roster, start
         self._wanted: list[int] = []
         self._requests: list[Request] = []
         """Those that were granted, until each of their learners trains or has failed."""
         self._timed = sorted(changes.joins, key=lambda join: join.at_seconds)
         self._begin: float | None = None
-
-    @property
-    def _members(self) -> tuple[int, ...]:
-        return self._roster.membership.members
 
     def want(self, learner_ids: Iterable[int]) -> None:
         """Request these learners: `tend` starts each once its previous process, if any, has exited."""
@@ -191,24 +196,24 @@ class Joiners:
         ]
         for number in range(len(ready), 0, -1):
             try:
-                return ready[:number], self._changes.succession(self._members, (), ready[:number])
+                return ready[:number], self._changes.succession(self._roster.members, (), ready[:number])
             except StarlingError:
                 continue
         return [], ()
 
+    def joined(self, learner_id: int) -> None:
+        """Note that a joiner has started training."""
+        self._changes.on_join(learner_id, len(self._roster.members))
+        self._note(learner_id, "")
+
     def settle(self, exited: Collection[int]) -> list[int]:
-        """Note the joiners that have started training or have `exited`; return the ids of members among the latter."""
-        failed, is_one_missing = [], False
-        for record in (*self._roster.joining(is_member=True), *self._roster.joining(is_member=False)):
-            if record.attempt.generation >= 0:
-                record.attempt.is_joining = False
-                self._changes.on_join(record.learner_id, len(self._members))
-                self._note(record.learner_id, "")
-            elif record.learner_id in exited:
-                self._leave_out(record, record.describe_exit())
-                failed += [record.learner_id] if record.learner_id in self._members else []
-                is_one_missing = True
-        if is_one_missing and not failed:
+        """Note the joiners that have `exited`; return the ids of members among them."""
+        joining = (*self._roster.joining(is_member=True), *self._roster.joining(is_member=False))
+        gone = [record for record in joining if record.learner_id in exited]
+        for record in gone:
+            self._leave_out(record, record.describe_exit())
+        failed = [record.learner_id for record in gone if record.rank is not None]
+        if gone and not failed:
             self.drop_unusable()
         return failed
 
@@ -217,7 +222,7 @@ class Joiners:
         learners that have not been started."""
         waiting = self._roster.joining(is_member=False)
         try:
-            self._changes.succession(self._members, (), [*(each.learner_id for each in waiting), *self._wanted])
+            self._changes.succession(self._roster.members, (), [*(each.learner_id for each in waiting), *self._wanted])
         except StarlingError as error:
             for record in waiting:
                 record.kill()
@@ -228,20 +233,18 @@ class Joiners:
 
     def close(self) -> None:
         """Answer the requests that are still open when the run ends."""
-        for request in self._requests:
-            for learner_id in request.open:
-                request.failed.append(f"learner {learner_id}: the run ended before it joined")
-            request.settle(len(self._members))
+        for request in list(self._requests):
+            for learner_id in request.outcomes:
+                self._note(learner_id, f"learner {learner_id}: the run ended before it joined")
 
     def _leave_out(self, record: LearnerRecord, reason: str) -> None:
-        record.attempt.is_joining = False
         self._roster.lose(record.learner_id)
         end_loaders([record.process])
         self._changes.on_left_out(record.learner_id, reason)
         self._note(record.learner_id, reason)
 
     def _join_on_purpose(self, learner_id: int) -> None:
-        if learner_id in {*self._members, *self._coming()}:
+        if learner_id in {*self._roster.members, *self._coming()}:
             self._changes.say(f"faults: learner {learner_id} does not join, because it is already running or starting")
         else:
             self.want([learner_id])
@@ -252,18 +255,18 @@ class Joiners:
 
     def _grant(self, request: Request, is_ending: bool) -> str:
         """Request the learners that a request asks for; return why that cannot be, or an empty text."""
-        if is_ending or not self._is_open:
+        if is_ending or self._changes.on_loss == "stop":
             return "the run is ending" if is_ending else "the run was started with on_loss: stop"
         coming = self._coming()
-        num_before = len(self._members) + len(coming)
+        num_before = len(self._roster.members) + len(coming)
         if not 1 <= request.learners <= MAX_LEARNERS - num_before:
             return f"the number of learners must be in [1, {MAX_LEARNERS - num_before}], got {request.learners}"
-        learner_ids = self._free(request.learners, {*self._members, *coming})
+        learner_ids = self._free(request.learners, {*self._roster.members, *coming})
         try:
-            self._changes.succession(self._members, (), [*coming, *learner_ids])
+            self._changes.succession(self._roster.members, (), [*coming, *learner_ids])
         except StarlingError as error:
             return f"cannot add {request.learners} to the run's {num_before} learners: {error}"
-        request.open = learner_ids
+        request.outcomes = dict.fromkeys(learner_ids)
         self._requests.append(request)
         self.want(learner_ids)
         return ""
@@ -277,15 +280,12 @@ class Joiners:
 
     def _note(self, learner_id: int, failure: str) -> None:
         """Note in its request that a learner trains or, with the reason, has failed."""
-        for request in [each for each in self._requests if learner_id in each.open]:
-            request.open.remove(learner_id)
-            if failure:
-                request.failed.append(failure)
-            else:
-                request.joined.append(learner_id)
-            if not request.open:
-                self._requests.remove(request)
-                request.settle(len(self._members))
+        for request in list(self._requests):
+            if request.outcomes.get(learner_id, "") is None:
+                request.outcomes[learner_id] = failure
+                if None not in request.outcomes.values():
+                    self._requests.remove(request)
+                    request.settle(len(self._roster.members))
 
 
 def launcher_id(folder: Path) -> bytes | None:

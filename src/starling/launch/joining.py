@@ -75,20 +75,19 @@ def join(
     checked = _checked(chosen, options)
     _check(joined, chosen, checked, timeout_seconds, most_not_finite, on_loss)
     coordination: CoordinatorLink | None = None
-    if not is_learner():
-        place = Place(0, 1, 0, 1, HashStore())
-    elif dist.is_initialized():
+    if is_learner() and dist.is_initialized():
         raise ConfigError(
             "torch.distributed already has a process group: remove your call of init_process_group, because "
             "starling.join calls it (torch.distributed can be used afterwards), or close the learner that joined before"
         )
-    elif on_loss == "continue":
+    if is_learner() and on_loss == "continue":
         chosen.validate(checked, number_of_learners())
         coordination = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
         place = coordination.place
         _surviving[:] = [place]
     else:
-        place = _new_place(timeout_seconds)
+        place = shared_place(timeout_seconds)  # the number of earlier calls is the same on all learners
+        place = replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store))
         _surviving.clear()
     chosen.validate(checked, place.world)
     is_in_step = chosen.sync_groups(checked, place.world).size == place.world
@@ -184,7 +183,9 @@ def steps_together(strategy: str, options: dict[str, Any]) -> bool:
 
 def shared_place(timeout_seconds: float = CONNECT) -> Place:
     """This process's place, with the store that all calls of `join` share: a process connects to it once, because
-    learner 0 may own it."""
+    learner 0 may own it. One learner alone has a store of its own."""
+    if not is_learner():
+        return Place(0, 1, 0, 1, HashStore())
     if not _places:
         _places.append(find_place(timeout_seconds))
     return _places[0]
@@ -197,22 +198,13 @@ def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
     _surviving[:] = [_prepared[0].place]
 
 
-def surviving_place() -> Place | None:
-    """This process's place in the newest run if that survives losses, with its coordinator's store."""
-    return _surviving[0] if _surviving else None
+def newest_place() -> Place:
+    """This process's place in the newest run, with its coordinator's store if that survives losses."""
+    return _surviving[0] if _surviving else shared_place()
 
 
 def _host_store() -> Store | None:
     return _places[0].store if _places else None
-
-
-def _new_place(timeout_seconds: float) -> Place:
-    """This process's place, with a store prefix for this call of `join`.
-
-    The prefix is the number of earlier calls, which is the same on all learners.
-    """
-    place = shared_place(timeout_seconds)
-    return replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store))
 
 
 _NUM_CALLS: Iterator[int] = count()
@@ -226,19 +218,16 @@ def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:
     try:
         return strategy.options.model_validate(options)
     except ValidationError as error:
-        problems = [
-            _problem(strategy, ".".join(str(part) for part in detail["loc"]), detail["type"], detail["msg"])
-            for detail in error.errors(include_url=False, include_context=False, include_input=False)
-        ]
+        known, problems = list(strategy.options.model_fields), list[str]()
+        for detail in error.errors(include_url=False, include_context=False, include_input=False):
+            name, said = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
+            if detail["type"] == "extra_forbidden":
+                all_known = ", ".join(known) or "none"
+                said = f"unknown option {name!r}; {did_you_mean(name, known)}its options: {all_known}"
+            else:
+                said = f"{name}: {said}"
+            problems.append(f"{strategy.name}: {said}")
         raise ConfigError("\n".join(problems)) from error
-
-
-def _problem(strategy: Strategy, name: str, kind: str, message: str) -> str:
-    if kind != "extra_forbidden":
-        return f"{strategy.name}: {name}: {message.removeprefix('Value error, ')}"
-    known = list(strategy.options.model_fields)
-    options = ", ".join(known) or "none"
-    return f"{strategy.name}: unknown option {name!r}; {did_you_mean(name, known)}its options: {options}"
 
 
 def check_loop(model: nn.Module, optimizer: Optimizer) -> None:

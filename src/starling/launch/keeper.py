@@ -1,13 +1,13 @@
 """A Ray actor that runs one learner's process on a node of the cluster.
 
 The learner is an ordinary child process, started as on the launcher's machine, and not code inside the actor: it has
-its own signals, threads, log and exit code, and a crash of its libraries is an exit code, too. The actor passes the
-bytes between the learner's socket and a TCP connection to the launcher, and closes each when the other one closes. A
-lost launcher or a lost actor thus ends the learner, as a lost launcher does on one machine.
+its own signals, threads, log and exit code, and a crash of its libraries is an exit code, too. The actor connects to
+the launcher over TCP, and the learner inherits that connection. A lost launcher thus ends the learner, as it does on
+one machine; so does a lost actor, because the launcher then hangs up.
 """
 
 import fcntl
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -22,9 +22,9 @@ from pathlib import Path
 from starling.engines.processes.place import NODE_CPUS
 from starling.errors import ProtocolError
 from starling.launch.door import knock
-from starling.launch.link import OWN_DEVICE
+from starling.launch.link import ORPHANED, OWN_DEVICE
 from starling.launch.process import LocalProcess, Program, end_loaders, loopback_interface, scratch_folder, start
-from starling.timeouts import READ, TERMINATION
+from starling.timeouts import READ, TERMINATION, UNREACHABLE
 
 _ADDRESS_OF = 0x8915
 """Linux's SIOCGIFADDR."""
@@ -77,8 +77,8 @@ class Keeper:
                 "share, under the same paths; set exp to such a folder, and start there"
             )
         try:
-            line = knock(errand.address, errand.door, token, errand.name, node)
-        except OSError as error:
+            line = knock(errand.address, errand.door, token, UNREACHABLE, errand.name, node)
+        except (OSError, ProtocolError) as error:
             return 7, (
                 f"node {node} cannot reach the launcher at {errand.address}:{errand.door} ({error}): the nodes of the "
                 "cluster must be able to connect to the driver's machine"
@@ -98,12 +98,18 @@ class Keeper:
         with line:
             self._scratch = scratch_folder()
             with self._lock:
-                process = start(program, errand.learner_id, errand.joins, self._scratch, place, errand.folder)
+                process = start(program, errand.learner_id, errand.joins, self._scratch, place, line, errand.folder)
                 self._process = process
                 for number in self._signals:
                     process.signal(number)
-            if not _relay(process, line):
-                _end_without_launcher(process)
+            hung_up = select.poll()
+            hung_up.register(line, select.POLLRDHUP)
+            while process.is_running and not hung_up.poll(1000.0 * READ):
+                pass
+            if process.is_running or process.exit_code == ORPHANED:  # the launcher cannot be reached
+                process.signal(signal.SIGCONT)
+                if not process.wait(TERMINATION):  # a learner notices, too, unless it is stuck
+                    process.kill()
                 self.clear()
                 return None, ""
         return process.exit_code or 0, ""
@@ -132,49 +138,6 @@ def _this_node() -> tuple[str, str, float]:
     node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
     address = str(node["NodeManagerAddress"])
     return f"{address} ({node_id[:8]})", address, float(node["Resources"].get("CPU", 0.0))
-
-
-def _relay(process: LocalProcess, line: socket.socket) -> bool:
-    """Pass on messages until the learner has exited; False if the launcher has gone, or cannot be reached."""
-    own = process.line.connection
-    if own is None:
-        return False
-    with selectors.DefaultSelector() as selector:
-        selector.register(line, selectors.EVENT_READ, own)
-        selector.register(own, selectors.EVENT_READ, line)
-        while process.is_running:
-            for key, _ in selector.select(READ):
-                source, target = (line, own) if key.data is own else (own, line)
-                if not _pass_on(source, target):
-                    if source is line:
-                        return False
-                    selector.unregister(own)
-    own.setblocking(False)
-    with suppress(BlockingIOError):
-        while _pass_on(own, line):  # its last messages
-            pass
-    return True
-
-
-def _pass_on(source: socket.socket, target: socket.socket) -> bool:
-    """Pass on what has arrived; False once the source is closed."""
-    try:
-        received = source.recv(65536)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return False
-    with suppress(OSError):  # the target's own end-of-file says so
-        target.sendall(received)
-    return bool(received)
-
-
-def _end_without_launcher(process: LocalProcess) -> None:
-    """End a learner whose launcher cannot be reached: it notices that its socket is closed, unless it is stuck."""
-    process.line.close()
-    process.signal(signal.SIGCONT)
-    if not process.wait(TERMINATION):
-        process.kill()
 
 
 def interface_of(address: str) -> str:

@@ -4,8 +4,6 @@ When a learner dies, or is killed because it sent no heartbeat for too long, the
 announces the next membership to them.
 """
 
-import math
-import os
 import selectors
 import shutil
 import signal
@@ -13,14 +11,12 @@ import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.engines.processes import run_token
 from starling.engines.processes.forks import own_connections, owned
 from starling.errors import ConfigError, PeerLost, ProtocolError, StarlingError, Stopped
+from starling.launch.coordinator import listen, store_at
 from starling.launch.joiners import Changes, Joiners
 from starling.launch.messages import LearnerMessage, NewMembership, Signalled, Stop, decode_from_learner
 from starling.launch.process import (
@@ -50,16 +46,10 @@ OnMessage = Callable[[int, LearnerMessage], None]
 @contextmanager
 def loopback_store(address: str = "127.0.0.1") -> Generator[int, None, None]:
     """Run a store that listens on the interface of `address` only, by default the loopback, and yield its port."""
-    with owned(socket.socket()) as listener:
-        listener.bind((address, 0))
-        listener.listen(128)
-        port = int(listener.getsockname()[1])
-        # passing a bound socket is the only way to keep TCPStore off the other interfaces
+    with owned(listen(address, 0)) as listener:
         with own_connections():
-            store = TCPStore(
-                address, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-            )
-        yield port
+            store = store_at(listener, address)
+        yield int(listener.getsockname()[1])
         del store
 
 
@@ -77,7 +67,11 @@ class _Here:
             "MASTER_PORT": self.port,
             "GLOO_SOCKET_IFNAME": loopback_interface(),
         }
-        return start(self.program, learner_id, joins, self.scratch, place)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = start(self.program, learner_id, joins, self.scratch, place, theirs)
+        process.line.connection = owned(ours)
+        return process
 
     def abandon(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -99,11 +93,8 @@ def launch(
     world: int,
     log_folder: Path,
     on_message: OnMessage = lambda learner_id, message: None,
-    on_loss: Callable[[Loss], None] | None = None,
-    silence_seconds: Seconds = math.inf,
     changes: Changes = NO_CHANGES,
     roster: Roster | None = None,
-    is_enough: Callable[[], bool] = lambda: False,
     machines: Machines = this_machine,
 ) -> list[Loss]:
     """Run `command` in `world` learner processes until all have exited, and return the losses that the others survived.
@@ -116,11 +107,8 @@ def launch(
         world: The number of learners at the start.
         log_folder: Created if it is missing.
         on_message: Called with each message and the id of its sender.
-        on_loss: If given, the other learners continue when a learner is killed, and this is called with the loss.
-        silence_seconds: A learner that sends no heartbeat for so long is killed.
-        changes: Which learners may join or be restarted; only with `on_loss`.
+        changes: Whether the other learners continue when a learner is killed, and which may join or be restarted.
         roster: Where the learners are recorded; pass one to read it during the run.
-        is_enough: Whether the learners shall save and end before their budget is spent, which is no error.
         machines: Where the learners run.
 
     Raises:
@@ -130,9 +118,9 @@ def launch(
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     roster = roster or Roster(world)
-    program = Program(tuple(command), world, log_folder, run_token.new_token(), on_loss is not None)
+    program = Program(tuple(command), world, log_folder, run_token.new_token(), changes.on_loss != "stop")
     with machines(program) as site:
-        supervisor = Supervisor(site, roster, changes, on_message, on_loss, silence_seconds, is_enough)
+        supervisor = Supervisor(site, roster, changes, on_message)
         with on_stop_signal(supervisor.received.append, supervisor.kill_all):
             try:
                 for learner_id in range(world):
@@ -147,25 +135,13 @@ class Supervisor:
     """Starts learners at `site`, and watches those of the roster until all have exited: reads their messages, decides
     which are lost, and announces memberships. The other arguments are those of `launch`."""
 
-    def __init__(
-        self,
-        site: Site,
-        roster: Roster,
-        changes: Changes,
-        on_message: OnMessage,
-        on_loss: Callable[[Loss], None] | None,
-        silence_seconds: Seconds,
-        is_enough: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, site: Site, roster: Roster, changes: Changes, on_message: OnMessage) -> None:
         self.processes: list[LearnerProcess] = []
         """All that were started."""
         self.received: list[int] = []
-        """The signals to this process."""
-        self._received_by_learners: list[int] = []
-        self._site, self._roster, self._changes = site, roster, changes
-        self._on_message, self._on_loss, self._is_enough = on_message, on_loss, is_enough
-        self._silence_seconds = silence_seconds
-        self._joiners = Joiners(changes, roster, self.start, is_open=on_loss is not None)
+        """The stop signals to this process, or to one of its learners."""
+        self._site, self._roster, self._changes, self._on_message = site, roster, changes, on_message
+        self._joiners = Joiners(changes, roster, self.start)
         self._all_here: float | None = None
         """Since when all members of the newest membership, except joiners, have been waiting for the others."""
         self._asked_to_stop: Seconds | None = None
@@ -196,9 +172,9 @@ class Supervisor:
         with self._selector:
             while any(record.process.is_running for record in self._counted()):
                 self._read_for(READ)
-                if number := self._signal():
-                    self._stop(number)
-                elif self._asked_to_stop is not None or self._is_enough():
+                if self.received:
+                    self._stop(self.received[0])
+                elif self._asked_to_stop is not None or self._changes.is_enough():
                     self._stop(signal.SIGTERM)
                 self._kill_silent()
                 if not self._handle_exits():
@@ -212,16 +188,8 @@ class Supervisor:
         if failed:
             raise _cause(failed)
         self._joiners.close()
-        if number := self._signal():
-            raise Stopped(f"stopped by {signal_name(number)}", number, has_saved=True)
-
-    @property
-    def _members(self) -> tuple[int, ...]:
-        return self._roster.membership.members
-
-    def _signal(self) -> int | None:
-        """The first stop signal to the launcher, or else to one of its learners."""
-        return next(chain(self.received, self._received_by_learners), None)
+        if self.received:
+            raise Stopped(f"stopped by {signal_name(self.received[0])}", self.received[0], has_saved=True)
 
     def _stop(self, number: int) -> None:
         """Tell the learners to save and end together; raise `Stopped` if they are not able to, or take too long."""
@@ -238,7 +206,7 @@ class Supervisor:
     def _counted(self) -> list[LearnerRecord]:
         """The learners whose failure is a failure of the run: not those that the others train without, and not
         joiners."""
-        return [each for each in self._roster.learners.values() if not each.is_out and not each.attempt.is_joining]
+        return [each for each in self._roster.learners.values() if not each.is_out and not each.is_joining]
 
     def _handle_exits(self) -> bool:
         """Announce a membership without the learners that have failed, if any; return False if the run cannot survive
@@ -246,7 +214,7 @@ class Supervisor:
         exited = [
             record
             for record in self._roster.learners.values()
-            if (record.attempt.is_joining or not record.is_out) and not record.process.is_running
+            if (record.is_joining or not record.is_out) and not record.process.is_running
         ]
         self._exited = {record.learner_id for record in exited}
         deadline = self._roster.clock() + READ  # learners that still run may send messages without end
@@ -254,11 +222,11 @@ class Supervisor:
             pass
         for record in exited:
             self._read_rest(record)
-        failed = [record for record in exited if record.has_failed and not record.attempt.is_joining]
+        failed = [record for record in exited if record.has_failed and not record.is_joining]
         if self._others_may_follow(failed):
             return True
         if failed and (
-            self._on_loss is None
+            self._changes.on_loss == "stop"
             or not all(record.was_killed for record in failed)
             or any(record.attempt.generation < 0 for record in self._counted())  # not all have entered a membership yet
         ):
@@ -278,7 +246,7 @@ class Supervisor:
 
     def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
         """Announce a membership without these learners; return False if no other has a state to continue from."""
-        before, reasons = self._members, [record.describe_death() for record in failed]
+        before, reasons = self._roster.members, [record.describe_death() for record in failed]
         expected = [record.learner_id for record in self._roster.joining(is_member=True)]
         out = [record.learner_id for record in failed]
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
@@ -296,8 +264,7 @@ class Supervisor:
         self._announce(members, reason)
         end_loaders([record.process for record in failed])
         for loss in self._roster.lost[num_lost:]:
-            if self._on_loss is not None:
-                self._on_loss(loss)
+            self._changes.on_lost(loss)
         self._joiners.drop_unusable()
         kept = {*members, *never_came, *expected}
         self._replace([each for each in before if each not in kept], failed)
@@ -306,7 +273,7 @@ class Supervisor:
     def _replace(self, gone: list[int], failed: list[LearnerRecord]) -> None:
         """Request restarts of the learners in `gone`, unless a failed one was a joiner that had computed nothing, or
         the run is about to stop."""
-        if not self._changes.replaces or self._asked_to_stop is not None:
+        if self._changes.on_loss != "replace" or self._asked_to_stop is not None:
             return
         idle = [record for record in failed if record.attempt.is_joiner and not record.attempt.has_computed]
         for record in idle:
@@ -322,7 +289,7 @@ class Supervisor:
         entered the newest membership."""
         if self._asked_to_stop is not None or any(record.attempt.generation < 0 for record in self._counted()):
             return
-        here = self._roster.records(self._members)
+        here = self._roster.records(self._roster.members)
         is_ending = any(record.learner_id in self._exited for record in here)
         self._joiners.tend(is_ending)
         if is_ending or any(record.attempt.generation < self._roster.membership.generation for record in here):
@@ -333,7 +300,7 @@ class Supervisor:
 
     def _announce(self, members: tuple[int, ...], reason: str) -> None:
         """Announce a new membership to its members, and to those of the previous one, which may have to leave."""
-        told = self._roster.records({*self._members, *members})
+        told = self._roster.records({*self._roster.members, *members})
         membership = NewMembership(self._roster.membership.generation + 1, members, reason)
         self._all_here = None
         self._roster.announce(membership)
@@ -346,15 +313,15 @@ class Supervisor:
         # a learner that has not entered a membership yet loads libraries, which may delay its heartbeats
         met = [record for record in self._counted() if record.attempt.generation >= 0]
         for record in (*met, *roster.joining(is_member=False)):
-            self._kill_if_silent(record, self._silence_seconds)
-        others = [record for record in roster.records(self._members) if not record.attempt.is_joining]
+            self._kill_if_silent(record, self._changes.silence_seconds)
+        others = [record for record in roster.records(self._roster.members) if not record.is_joining]
         if not all(max(record.attempt.arrived, record.attempt.generation) >= generation for record in others):
             self._all_here = None
         elif self._all_here is None:
             self._all_here = roster.clock()
         for record in roster.joining(is_member=True):
-            self._kill_if_silent(record, min(JOINER_SILENT, self._silence_seconds))
-            patience = ENTRY if record.attempt.arrived < generation else max(ENTRY, self._silence_seconds)
+            self._kill_if_silent(record, min(JOINER_SILENT, self._changes.silence_seconds))
+            patience = ENTRY if record.attempt.arrived < generation else max(ENTRY, self._changes.silence_seconds)
             if self._all_here is not None and roster.clock() - self._all_here > patience and record.process.is_running:
                 record.kill(f"did not meet the others within {patience:g} s")
 
@@ -381,13 +348,14 @@ class Supervisor:
     def _register(self) -> None:
         """Read the messages of each learner's newest process, once it is connected."""
         for record in self._roster.learners.values():
-            process, number = record.process, record.process.line.fileno()
-            if process.is_read or number < 0:
+            line = record.process.line
+            if (number := line.fileno()) < 0:
                 continue
-            process.is_read = True
-            if number in self._selector.get_map():  # of a line that was closed before its end was read
-                self._selector.unregister(number)
-            self._selector.register(process.line, selectors.EVENT_READ, (record, process))
+            if (known := self._selector.get_map().get(number)) is not None:
+                if known.fileobj is line:
+                    continue
+                self._selector.unregister(number)  # a line that was closed before its end was read
+            self._selector.register(line, selectors.EVENT_READ, (record, record.process))
 
     def _read(self, timeout: Seconds) -> bool:
         """Handle new messages from learners; return whether any data came."""
@@ -398,8 +366,8 @@ class Supervisor:
 
     def _read_rest(self, record: LearnerRecord) -> None:
         """Handle the last messages of a learner that has exited."""
-        process = record.process
-        while process.is_read and process.line.fileno() >= 0 and self._read_from(record, process):
+        self._register()
+        while record.process.line.fileno() >= 0 and self._read_from(record, record.process):
             pass
 
     def _read_from(self, record: LearnerRecord, process: LearnerProcess) -> bool:
@@ -422,12 +390,14 @@ class Supervisor:
                 f"log: {process.log}"
             )
         for each in messages:
-            message = decode_from_learner(each, record.learner_id)
+            message, was_joining = decode_from_learner(each, record.learner_id), record.is_joining
             if is_newest:
                 self._roster.hear(record.learner_id, message)
             if isinstance(message, Signalled):
-                self._received_by_learners.append(message.signal_number)
+                self.received.append(message.signal_number)
             self._on_message(record.learner_id, message)
+            if was_joining and not record.is_joining:
+                self._joiners.joined(record.learner_id)
         return True
 
 
@@ -443,11 +413,5 @@ def _cause(failed: list[LearnerRecord]) -> StarlingError:
     for record in failed:
         if record.was_killed:
             return PeerLost(f"{record.describe_death()}; its log: {record.process.log}")
-    for record in failed:
-        if record.process.error is None:
-            return StarlingError(
-                f"learner {record.learner_id} exited with code {record.process.exit_code} while "
-                f"{record.attempt.doing}; its log: {record.process.log}"
-            )
-    errors = [record.process.error for record in failed if record.process.error is not None]
-    return next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+    first = min(failed, key=lambda each: (each.process.error is not None, isinstance(each.process.error, PeerLost)))
+    return first.process.error or StarlingError(first.describe_exit())

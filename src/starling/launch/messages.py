@@ -67,17 +67,14 @@ class Ready(LearnerMessage, kind="ready"):
 
 @dataclass(frozen=True)
 class Hello(LearnerMessage, kind="hello"):
-    """The first message of a joined loop to its coordinator."""
+    """The first message over a connection of its own, to the launcher or the coordinator."""
 
-    learner_id: int
-    world: int
-    """The number of learners with which the run starts."""
-    timeout_seconds: Seconds
-    """The silence after which it is lost."""
+    who: tuple[str, ...]
+    """Who comes, and what the other side must know of it."""
     challenge: str
-    """A random number, over which the coordinator proves that it knows the run token."""
+    """A random number, over which the other side proves that it knows the run token."""
     proof: str
-    """Shows, over the coordinator's random number, that this learner knows the run token."""
+    """Shows, over the other side's random number, that the sender knows the run token."""
 
 
 @dataclass(frozen=True)
@@ -246,12 +243,12 @@ class Stop(LauncherMessage, kind="stop"):
 
 @dataclass(frozen=True)
 class Greeted(LauncherMessage, kind="greeted"):
-    """A coordinator's answer to `Hello`."""
+    """The answer to `Hello`."""
 
     refused: str = ""
-    """Why the loop may not take part; empty: it may."""
+    """Why the sender may not take part; empty: it may."""
     proof: str = ""
-    """Shows that the coordinator knows the run token."""
+    """Shows that the other side knows the run token."""
 
 
 # Between `starling join` and a launcher

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,9 @@ from starling.extras import require
 from starling.launch.door import Door
 from starling.launch.keeper import Errand, Keeper
 from starling.launch.launcher import loopback_store
+from starling.launch.messages import Greeted, encode
 from starling.launch.process import STOP_SIGNALS, LearnerProcess, Program, Site
-from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM
+from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM, UNREACHABLE
 
 Seconds = float
 TOKEN_FILE = "run-token"
@@ -74,7 +75,7 @@ class RayMachines:
                     store=store,
                     resources=dict(self.resources),
                 )
-                site = _Site(self, ray, program, errand, listener)
+                site = _Site(self, ray, program.token, errand, listener)
                 try:
                     yield site
                 finally:
@@ -96,10 +97,8 @@ class _Process(LearnerProcess):
         self.started_at = time.monotonic()
         self.num_said = 0
         """How often the run has said that it waits for room in the cluster."""
-        self._code: int | None = None
-        self._code_at = 0.0
-        self._has_ended = threading.Event()
-        self._lock = threading.Lock()
+        self._ended: Future[tuple[int, float]] = Future()
+        """Its exit code, and when that was known."""
         self.clearing: Any = None
         """Ray's reference to the removal of what the learner left."""
 
@@ -117,17 +116,13 @@ class _Process(LearnerProcess):
     @property
     def exit_code(self) -> int | None:
         now, closed_at = time.monotonic(), self.line.closed_at
-        if self._code is None and closed_at and now - closed_at > NODE_SILENT:
+        if not self._ended.done():
+            if not closed_at or now - closed_at < NODE_SILENT:
+                return None
             self._lose()
-        if self._code is None:
-            return None
+        code, at = self._ended.result()
         # its last messages come before the end of the connection
-        is_heard = not self.has_begun or closed_at > 0.0 or now - self._code_at > NODE_SILENT
-        return self._code if is_heard else None
-
-    def connect(self, line: socket.socket, node: str) -> None:
-        """Use the connection that its keeper has made. Called by another thread."""
-        self.node, self.line.connection = node, line
+        return None if self.has_begun and not closed_at and now - at < NODE_SILENT else code
 
     def signal(self, number: int) -> None:
         self._is_killed = self._is_killed or number in (signal.SIGKILL, signal.SIGTERM)
@@ -139,7 +134,7 @@ class _Process(LearnerProcess):
             self._actor.signal.remote(number)
 
     def wait(self, seconds: Seconds) -> bool:
-        return self._has_ended.wait(seconds)
+        return bool(wait([self._ended], seconds).done)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -192,35 +187,34 @@ class _Process(LearnerProcess):
     def _lose(self, how: str = "") -> None:
         where = f"was lost with its actor on node {self.node}" if self.node else "was removed before it had a node"
         self.lost = self.lost or how or where
+        if self.line.connection is not None:
+            with suppress(OSError):
+                self.line.connection.shutdown(socket.SHUT_RDWR)  # a learner that has lost its keeper ends
         self._end(-signal.SIGKILL)
 
     def _end(self, code: int) -> None:
-        with self._lock:
-            if self._code is None:
-                self._code_at, self._code = time.monotonic(), code
-        self._has_ended.set()
+        with suppress(InvalidStateError):  # it is known already
+            self._ended.set_result((code, time.monotonic()))
 
 
 class _Site:
     """One run on a cluster."""
 
-    def __init__(
-        self, machines: RayMachines, ray: Any, program: Program, errand: Errand, listener: socket.socket
-    ) -> None:
-        self._machines, self._ray, self._program, self._errand = machines, ray, program, errand
+    def __init__(self, machines: RayMachines, ray: Any, token: str, errand: Errand, listener: socket.socket) -> None:
+        self._machines, self._ray, self._errand = machines, ray, errand
         self._processes: dict[str, _Process] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         more = dict(machines.resources)
         amounts = {"num_cpus": more.pop("CPU", 0.0), "num_gpus": more.pop("GPU", 0.0), "resources": more or None}
         self._keeper = ray.remote(**amounts, max_concurrency=4, max_restarts=0)(Keeper)
-        self._door = Door(listener, program.token, self._admit, self._look_after_waiting)
+        self._door = Door(listener, token, UNREACHABLE, self._admit, self._look_after_waiting)
 
     def start(self, learner_id: int, joins: bool) -> LearnerProcess:
         errand = replace(self._errand, learner_id=learner_id, joins=joins, name=secrets.token_hex(8))
-        process = _Process(self._program.log(learner_id), errand)
+        process = _Process(self._errand.program.log(learner_id), errand)
         process.log.touch()
-        self._begin(process)
         self._processes[errand.name] = process
+        self._begin(process)
         return process
 
     def _begin(self, process: _Process) -> None:
@@ -243,22 +237,24 @@ class _Site:
 
     def _place(self, learner_id: int) -> Any:
         """Ray's scheduling strategy for a learner."""
-        starts_with_run = learner_id < self._program.world
-        size = self._machines.per_node if starts_with_run else self._machines.super_learner
-        begin = 0 if starts_with_run else self._program.world
+        world, machines = self._errand.program.world, self._machines
+        size, begin = (machines.per_node, 0) if learner_id < world else (machines.super_learner, world)
         if size == 1:
             return "SPREAD"
         first = begin + (learner_id - begin) // size * size
-        last = min(first + size, self._program.world) if starts_with_run else first + size
-        ids = tuple(range(first, last))
+        ids = tuple(range(first, first + size if begin else min(first + size, world)))
         if ids not in self._groups:
             bundles = [dict(self._machines.resources) for _ in ids]
             self._groups[ids] = self._ray.util.placement_group(bundles, strategy="STRICT_PACK")
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         return strategy(self._groups[ids], placement_group_bundle_index=learner_id - first)
 
-    def _admit(self, name: str, node: str, line: socket.socket) -> None:
-        self._processes[name].connect(line, node)
+    def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
+        """Use the connection that a keeper has made. Called by another thread."""
+        name, node = who
+        connection.sendall(encode(welcome))  # before anything that the launcher tells the learner
+        process = self._processes[name]
+        process.node, process.line.connection = node, connection
 
     def _look_after_waiting(self) -> None:
         """Let new actors start the learners whose actors were lost before they could, and say which wait for room."""

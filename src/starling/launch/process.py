@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Protocol
 
 from starling.engines.processes import run_token
-from starling.engines.processes.forks import owned
 from starling.errors import StarlingError
 from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED, Line
 from starling.timeouts import LOADERS, TERMINATION
@@ -62,8 +61,6 @@ class LearnerProcess:
     """Why it could not be started, or by which error it says that it failed."""
     killed_because: str = ""
     """Why the launcher killed it; empty if it did not."""
-    is_read: bool = False
-    """Whether the launcher reads its messages."""
     can_stop: bool = False
     """Whether it is able to save and end together with the others on a stop request."""
 
@@ -153,6 +150,7 @@ def start(
     joins: bool,
     scratch: Path,
     place: Mapping[str, object],
+    line: socket.socket,
     folder: Path | None = None,
 ) -> LocalProcess:
     """Start a learner on this machine.
@@ -163,34 +161,34 @@ def start(
         joins: Whether it joins a running experiment.
         scratch: The folder for its temporary files.
         place: Environment variables that say where it runs, and where its store is.
+        line: Its end of the connection to the launcher, which it inherits.
         folder: Its current folder; None: this process's.
     """
-    ours, theirs = socket.socketpair()
     log = program.log(learner_id)
     environment = {
         "RANK": learner_id,
         "WORLD_SIZE": program.world,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # tells torch that the launcher, not learner 0, owns the store
         **place,
-        VARIABLE: theirs.fileno(),
+        VARIABLE: line.fileno(),
         SCRATCH: scratch,
         run_token.VARIABLE: program.token,
         "TMPDIR": scratch,
         WATCHED: int(program.is_watched),
         JOINS: int(joins),
     }
-    with log.open("ab") as output, theirs:
+    with log.open("ab") as output:
         popen = Popen(
             list(program.command),
             env={**os.environ, **{name: str(value) for name, value in environment.items()}},
             stdin=DEVNULL,
             stdout=output,
             stderr=STDOUT,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[line.fileno()],
             start_new_session=True,  # so that a signal to the group also reaches its loading processes
             cwd=folder,
         )
-    return LocalProcess(log, Line(owned(ours)), popen=popen)
+    return LocalProcess(log, popen=popen)
 
 
 def scratch_folder() -> Path:

@@ -68,8 +68,6 @@ class Attempt:
     doing_since: float
     is_joiner: bool = False
     """Whether it was started as a joiner."""
-    is_joining: bool = False
-    """Whether that has neither trained nor failed since."""
     num_before: int = 0
     """Mini-batches that earlier processes of the learner have computed."""
     generation: int = -1
@@ -160,6 +158,11 @@ class LearnerRecord:
         return self.state in _OUT
 
     @property
+    def is_joining(self) -> bool:
+        """Whether its process was started as a joiner, and has neither trained nor failed since."""
+        return self.attempt.is_joiner and self.attempt.generation < 0 and self.state is not LearnerState.LOST
+
+    @property
     def is_present(self) -> bool:
         """Whether it is starting, ready or training."""
         return self.state not in (*_OUT, LearnerState.ENDED)
@@ -184,8 +187,10 @@ class LearnerRecord:
         code = self.process.exit_code
         if code == 0:
             return f"learner {self.learner_id} exited: its sync group lost a member"
-        how = self.process.error or f"it exited with code {code} while {self.attempt.doing}"
-        return f"learner {self.learner_id}: {how}; its log: {self.process.log}"
+        how = (
+            f": {self.process.error}" if self.process.error else f" exited with code {code} while {self.attempt.doing}"
+        )
+        return f"learner {self.learner_id}{how}; its log: {self.process.log}"
 
 
 @dataclass(frozen=True)
@@ -228,6 +233,11 @@ class Roster:
         self.announce(NewMembership(0, tuple(range(self.world))))
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The members of the newest membership, in rank order."""
+        return self.membership.members
+
+    @property
     def generation(self) -> int:
         """The generation of the newest membership that a learner has entered; -1 before the first."""
         return max((each.attempt.generation for each in self.learners.values()), default=-1)
@@ -238,7 +248,7 @@ class Roster:
             record = self.learners.setdefault(learner_id, self._record(learner_id))
             now = self.clock()
             record.process, record.state = process or LearnerProcess(), LearnerState.STARTING
-            record.attempt = Attempt(now, now, is_joiner, is_joiner, record.num_steps)
+            record.attempt = Attempt(now, now, is_joiner, record.num_steps)
             return record
 
     def announce(self, membership: NewMembership) -> None:
@@ -312,9 +322,7 @@ class Roster:
     def joining(self, is_member: bool) -> list[LearnerRecord]:
         """The joiners under way, in the order in which they were started: those for which the other members wait, or
         those that are not members yet."""
-        found = [
-            each for each in self.learners.values() if each.attempt.is_joining and (each.rank is not None) is is_member
-        ]
+        found = [each for each in self.learners.values() if each.is_joining and (each.rank is not None) is is_member]
         return sorted(found, key=lambda each: each.attempt.started_at)
 
     def waiting(self) -> dict[int, Stall]:

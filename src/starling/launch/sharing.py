@@ -7,15 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils.data import Sampler
 
 from starling.chance import derive_seed
-from starling.engines.processes.place import Place
 from starling.errors import ConfigError
-from starling.launch.joining import shared_place, surviving_place
-from starling.launch.rendezvous import is_learner
+from starling.launch.joining import newest_place
 
 T = TypeVar("T")
 _NUM_SAMPLERS = itertools.count()
@@ -130,7 +127,7 @@ class _Shared(Sampler[T], Generic[T]):
         if claim_size < 1:
             raise ConfigError(f"claim_size: must be at least 1, got {claim_size}")
         self._whole, self._claim_size, self._identity = remaining, claim_size, identity
-        self._number = next(_NUM_SAMPLERS)
+        self._number, self._find_place = next(_NUM_SAMPLERS), newest_place
         self._epoch = self._num_passes = 0
         self._remaining = remaining
         self._has_ended = False
@@ -183,9 +180,6 @@ class _Shared(Sampler[T], Generic[T]):
         self._num_passes += 1
         yield from claims
         self._has_ended = True
-
-    def _find_place(self) -> Place:
-        return (surviving_place() or shared_place()) if is_learner() else Place(0, 1, 0, 1, HashStore())
 
     def _claims(self) -> Claims:
         """The claims of the present pass, or of the first one before it begins."""
