@@ -63,15 +63,7 @@ class Manifest(Config):
 
     def with_digest(self) -> "Manifest":
         """A copy whose `digest` is set."""
-        return self.model_copy(update={"digest": self._digest()})
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether `digest` is that of the other fields."""
-        return self.digest == self._digest()
-
-    def _digest(self) -> str:
-        return digest(self.model_dump(mode="json", exclude={"digest"}))
+        return self.model_copy(update={"digest": digest(self.model_dump(mode="json", exclude={"digest"}))})
 
 
 _NAME = re.compile(r"step-(\d+)(?:\+(\d+))?")
@@ -124,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
         raise CheckpointError(f"{path} is not a manifest ({problem}); use another checkpoint") from error
-    if not manifest.is_intact:
+    if manifest != manifest.with_digest():
         raise CheckpointError(f"{path} is damaged: its content does not match its digest; use another checkpoint")
     return manifest
 

@@ -11,6 +11,7 @@ from starling.checkpoint.files import read_json, read_tensors
 from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, read_manifest, sort_key, verify
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError
+from starling.strategies.islands import NO_ISLANDS, Island
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,10 +65,9 @@ class Checkpoint:
         ]
         return parts[0] if shard is None else shard.cut.whole(parts)
 
-    def start(self, rank: int, world: int, strategy: str, island: int = 1, is_tensor: bool = False) -> LearnerState:
+    def start(self, rank: int, world: int, strategy: str, island: Island = NO_ISLANDS) -> LearnerState:
         """The state from which learner `rank` of `world` resumes under a `strategy`, as `Strategy.described` has it,
-        with islands of `island` ranks, which divide the model by rows or, if `is_tensor`, by its plan of tensor
-        parallelism.
+        with islands like `island`.
 
         If nothing of this has changed, each learner resumes from its own state. Otherwise (`what_changed`) all resume
         from the consensus weights, without the strategy's state, and with the optimizer state of former learner 0, or
@@ -76,7 +76,7 @@ class Checkpoint:
         strategy the state includes all saved model shards, so that any learner can keep any of them. In all cases it
         has the longest training time of all learners. Raises CheckpointError if the checkpoint has no learner states.
         """
-        before, changed = self.manifest.learners, self.what_changed(world, strategy, island, is_tensor)
+        before, changed = self.manifest.learners, self.what_changed(world, strategy, island)
         if before == 0:
             return self.learner(rank)
         first = self.learner(0)
@@ -88,7 +88,7 @@ class Checkpoint:
             )
         if not changed and size > 1:
             return replace(self.learner(rank), minutes=minutes)
-        is_whole = size > 1 or island > 1
+        is_whole = size > 1 or island.size > 1
         former, optimizer = self.learner(rank % (size if is_whole else before)), first.optimizer
         if shard is not None:
             optimizers = [self.learner(member).optimizer for member in range(size)]
@@ -111,7 +111,7 @@ class Checkpoint:
             shard_of_island=None,
         )
 
-    def what_changed(self, world: int, strategy: str, island: int = 1, is_tensor: bool = False) -> str:
+    def what_changed(self, world: int, strategy: str, island: Island = NO_ISLANDS) -> str:
         """Why learners cannot each resume from their own state, as the end of a sentence; empty: they can."""
         if self.manifest.learners == 0:
             return ""
@@ -121,7 +121,7 @@ class Checkpoint:
         if world != self.manifest.learners:
             return f"{self.manifest.learners} learners saved it, and this run has {world}"
         cut = None if first.shard_of_island is None else first.shard_of_island.cut
-        if (island, is_tensor) != (1 if cut is None else cut.size, cut is not None and bool(cut.dims)):
+        if (island.size, island.tensor > 1) != (1 if cut is None else cut.size, cut is not None and bool(cut.dims)):
             return "this run has other islands"
         return ""
 

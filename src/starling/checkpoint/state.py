@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -96,16 +96,8 @@ class LearnerState:
 
     def copy(self) -> LearnerState:
         """A deep copy in CPU memory, which later training does not change."""
-        shards = (replace(shard, weights=own(shard.weights), optimizer=own(shard.optimizer)) for shard in self.shards)
-        return replace(
-            self,
-            weights=own(self.weights),
-            buffers=own(self.buffers),
-            optimizer=own(self.optimizer),
-            strategy=own(self.strategy),
-            shards=tuple(shards),
-            under_shards=own(self.under_shards),
-        )
+        copied: LearnerState = own(self)
+        return copied
 
     def with_strategy_of(self, other: LearnerState) -> LearnerState:
         """This state with the common part of another learner's strategy state."""
@@ -195,11 +187,13 @@ def buffers_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def own(value: Any) -> Any:
-    """A copy of nested dictionaries, lists and tuples, with every tensor copied to new CPU memory."""
+    """A copy of nested states, dictionaries, lists and tuples, with every tensor copied to new CPU memory."""
     from torch import Tensor
 
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
+    if isinstance(value, LearnerState | ShardState):
+        return replace(value, **{each.name: own(getattr(value, each.name)) for each in fields(value)})
     if isinstance(value, dict):
         return {key: own(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

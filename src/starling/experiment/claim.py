@@ -178,9 +178,8 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
 
 def _fresh_strategy(run: RunConfig, checkpoint: Path) -> str:
     """The line that a resumed run begins from the consensus, and why; empty if each learner has its own state."""
-    island = run.island
     saved = Checkpoint(checkpoint, read_manifest(checkpoint))  # it has been verified
-    changed = saved.what_changed(run.learners, run.strategy.described, island.size, island.tensor > 1)
+    changed = saved.what_changed(run.learners, run.strategy.described, run.island)
     if not changed:
         return ""
     return (

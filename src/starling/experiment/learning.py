@@ -114,8 +114,7 @@ def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:
     """The state from which this learner resumes; None: it begins, or joins a running experiment."""
     if not run.resume or joins():
         return None
-    strategy, is_tensor = job.strategy.described(job.options), run.island.tensor > 1
-    return load(run.resume).start(place.rank, place.world, strategy, run.island.size, is_tensor)
+    return load(run.resume).start(place.rank, place.world, job.strategy.described(job.options), run.island)
 
 
 class HeartbeatSource(Observer):

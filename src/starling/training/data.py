@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -76,35 +76,36 @@ class DataWorkload(Workload[Batch]):
         seed: int = 0,
     ) -> None:
         self._make_model, self._loss, self._collate = make_model, loss, collate
-        self._data, self._batch_size, self._shuffle, self._seed = data, batch_size, shuffle, seed
-        self._is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-        self._is_map_style = self._is_map_style and not isinstance(data, IterableDataset)
+        self._data: Any = data
+        self._batch_size, self._shuffle, self._seed = batch_size or 0, shuffle, seed
+        has_length = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        self._is_map_style = has_length and not isinstance(data, IterableDataset)
         self._is_iterable = not self._is_map_style and hasattr(data, "__iter__")
-        self._check(num_batches)
-        if self._is_map_style:
-            num_batches = math.ceil(len(cast(Sequence[Any], data)) / cast(int, batch_size))
-        self._num_batches = cast(int, num_batches)
+        self._num_batches = self._checked(batch_size, num_batches)
         self._order: tuple[int, Tensor] | None = None  # of the newest epoch
         self._reading: tuple[int, int, Iterator[Any]] | None = None  # epoch, the next mini-batch, examples from there
 
-    def _check(self, num_batches: int | None) -> None:
-        has_size = self._batch_size is not None
-        if not (self._is_map_style or self._is_iterable or callable(self._data)):
+    def _checked(self, batch_size: int | None, num_batches: int | None) -> int:
+        """The number of mini-batches in an epoch, if the arguments are consistent."""
+        is_dataset = self._is_map_style or self._is_iterable
+        if not (is_dataset or callable(self._data)):
             raise ConfigError(
                 f"data: a {type(self._data).__name__} is not a dataset, an iterable or a function of a ticket"
             )
-        if has_size != (self._is_map_style or self._is_iterable):
-            what = "a dataset needs batch_size" if not has_size else "a function of a ticket makes whole mini-batches"
+        if (batch_size is not None) != is_dataset:
+            what = "a dataset needs batch_size" if is_dataset else "a function of a ticket makes whole mini-batches"
             raise ConfigError(f"batch_size: {what}")
-        if has_size and cast(int, self._batch_size) < 1:
-            raise ConfigError(f"batch_size: {self._batch_size} is not at least 1")
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size: {batch_size} is not at least 1")
         if self._is_map_style:
             if num_batches is not None:
                 raise ConfigError("num_batches: for a map-style dataset it follows from its length; leave it out")
-            if len(cast(Sequence[Any], self._data)) == 0:
+            if len(self._data) == 0:
                 raise DataError("data: the dataset is empty")
-        elif num_batches is None or num_batches < 1:
+            return math.ceil(len(self._data) / self._batch_size)
+        if num_batches is None or num_batches < 1:
             raise ConfigError(f"num_batches: {num_batches}; give the number of mini-batches in an epoch, at least 1")
+        return num_batches
 
     def with_seed(self, seed: int) -> Self:
         """The same with another first model and order."""
@@ -122,11 +123,12 @@ class DataWorkload(Workload[Batch]):
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
         if self._is_map_style:
-            data, places = cast(Sequence[Any], self._data), self._places(ticket)
-            return [Batch(self._collate([data[place] for place in places]), len(places), tuple(map(str, places)))]
+            places = self._places(ticket)
+            content = self._collate([self._data[place] for place in places])
+            return [Batch(content, len(places), tuple(map(str, places)))]
         if self._is_iterable:
             return [self._of_iterable(ticket)]
-        content = cast(MakeBatch, self._data)(ticket)
+        content = self._data(ticket)
         return [Batch(content, _num_examples(content))]
 
     def loss(self, model: nn.Module, examples: Batch) -> Tensor:
@@ -139,7 +141,7 @@ class DataWorkload(Workload[Batch]):
 
     def _places(self, ticket: Ticket) -> list[int]:
         """The indices of a mini-batch's examples in a map-style dataset."""
-        size, length = cast(int, self._batch_size), len(cast(Sequence[Any], self._data))
+        size, length = self._batch_size, len(self._data)
         first = ticket.index * size
         if not self._shuffle:
             return list(range(first, min(first + size, length)))
@@ -150,12 +152,12 @@ class DataWorkload(Workload[Batch]):
 
     def _of_iterable(self, ticket: Ticket) -> Batch:
         """Read forward to a ticket's mini-batch, starting again if it is behind the current position."""
-        size = cast(int, self._batch_size)
+        size = self._batch_size
         epoch, following, examples = self._reading or (-1, 0, iter(()))
         if epoch != ticket.epoch or following > ticket.index:
             if hasattr(self._data, "set_epoch"):
                 self._data.set_epoch(ticket.epoch)
-            following, examples = 0, iter(cast(Iterable[Any], self._data))
+            following, examples = 0, iter(self._data)
         skipped = size * (ticket.index - following)
         next(islice(examples, skipped, skipped), None)
         found = list(islice(examples, size))

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +175,8 @@ class HeldShard(Shard):
                     self.optimizer.step()
                 for portion, fork in self._forks.items():
                     if step_metadata[1] < portion:
-                        fork.step_as(self.optimizer, gradient)
+                        with _gradients(fork.parts, gradient):
+                            fork.optimizer.step_as(self.optimizer)
                 self._counts[self._place] += 1
 
         return self._owner.host.start_on_memory(self.weights.nbytes, STEP_PASSES, do)
@@ -197,31 +198,25 @@ class HeldShard(Shard):
         if not isinstance(self.optimizer, Forkable):
             return
         with self._lock:
-            parameters = self._owner.host.replica.parameters
-            self._forks[portion] = _Fork(self.optimizer, self.weights, parameters, self._piece)
+            weights = self.weights.clone()
+            parts = list(_parts(self._owner.host.replica.parameters, self._piece, weights).values())
+            self._forks[portion] = _Fork(weights, parts, self.optimizer.fork(parts))
 
     def end_fork(self, portion: int) -> ShardState | None:
         """The copy of that barrier, which makes no more steps; None: the shard cannot fork."""
-        if not isinstance(self.optimizer, Forkable):
-            return None
         with self._lock:
-            fork = self._forks.pop(portion)
+            if (fork := self._forks.pop(portion, None)) is None:
+                return None
             fork.optimizer.catch_up(self.optimizer)
         return ShardState(self._piece.start, self._piece.stop, fork.weights, fork.optimizer.state_dict())
 
 
-class _Fork:
+class _Fork(NamedTuple):
     """A copy of a shard that makes some of its steps."""
 
-    def __init__(self, optimizer: Any, weights: Tensor, parameters: Sequence[nn.Parameter], piece: slice) -> None:
-        self.weights = weights.clone()
-        self._parts = list(_parts(parameters, piece, self.weights).values())
-        self.optimizer = optimizer.fork(self._parts)
-
-    def step_as(self, optimizer: Any, gradient: Tensor) -> None:
-        """Make the step that the shard has made."""
-        with _gradients(self._parts, gradient):
-            self.optimizer.step_as(optimizer)
+    weights: Tensor
+    parts: list[nn.Parameter]
+    optimizer: Any
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import unwrap
-from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
@@ -53,8 +52,7 @@ class BatchedGradients(RealGradients):
         names = {id(parameter): name for name, parameter in self._loss.named_parameters()}
         self._parameters = self._model.parameters
         self._names = [names[id(parameter)] for parameter in self._parameters]
-        stops = list(accumulate(each.numel() for each in self._parameters))
-        self._places = [slice(stop - each.numel(), stop) for stop, each in zip(stops, self._parameters, strict=True)]
+        self._sizes = [each.numel() for each in self._parameters]
         self._most = max(1, MOST_STACKED_BYTES // max(1, sum(each.nbytes for each in self._parameters)))
         self._begun: dict[int, _Begun] = {}  # by the learner's identity, in the order in which they began
         self.most_together = 0
@@ -122,8 +120,8 @@ class BatchedGradients(RealGradients):
     def _compute_together(self, group: Sequence[_Begun]) -> None:
         stacked = torch.stack([each.at.detach() for each in group])
         leaves = [
-            stacked[:, place].view(len(group), *parameter.shape).requires_grad_()
-            for place, parameter in zip(self._places, self._parameters, strict=True)
+            part.view(len(group), *parameter.shape).requires_grad_()
+            for part, parameter in zip(stacked.split_with_sizes(self._sizes, 1), self._parameters, strict=True)
         ]
         found = [_tensors(each.examples) for each in group]
         inputs = {name: torch.stack([each[name] for each in found]) for name in found[0]}

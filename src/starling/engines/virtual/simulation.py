@@ -83,10 +83,6 @@ class Simulation:
         self.event_hash = hashlib.sha256()
         self._times = times or partial(ComputeTimes, cluster.compute, job.seed)
         self._cut_off: dict[int, float] = {}  # by name, until when
-        self._by_event: dict[int, list[Fault]] = {}
-        for fault in job.faults:
-            if not isinstance(fault, NotFinite | Join) and fault.at_event is not None:
-                self._by_event.setdefault(fault.at_event, []).append(fault)
 
     @property
     def now(self) -> float:
@@ -97,8 +93,9 @@ class Simulation:
         """Add an event of a learner to the hash, and inject the faults that are placed at it."""
         self.num_events += 1
         self.event_hash.update(struct.pack("<dq", self.environment.now, name) + kind.encode() + b"\0" + detail)
-        for fault in self._by_event.get(self.num_events, ()):
-            self.inject(fault)
+        for fault in self.job.faults:
+            if getattr(fault, "at_event", None) == self.num_events:
+                self.inject(fault)
 
     def schedule_faults(self) -> None:
         """Schedule the faults that are placed by seconds."""
