@@ -151,21 +151,25 @@ class MemoryLinks:
 
     def snapshot_memory(self, like: Tensor) -> Tensor | None:
         """Memory of the shape and dtype of `like` that can be sent without a copy; None if no slot is free."""
-        found = self._allocate(like.nbytes)
-        return None if found is None else found[1].view(like.dtype).view(like.shape)
+        if not 0 < like.nbytes <= self._arena.num_bytes:
+            return None
+        with self._lock:
+            is_reading = self._arena.is_reading
+            slot = next((each for each in range(NUM_SLOTS) if not is_reading[each].any()), None)
+            if slot is None:
+                return None
+            is_reading[slot, self.rank] = 1
+        return self._arena.slot(slot, like.nbytes, self.rank).view(like.dtype).view(like.shape)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> bool:
         """Send a tensor in host memory. False if no slot is free: then the backend must send it."""
-        slot = self._arena.slot_of(tensor)
-        if slot is None or not tensor.is_contiguous():
-            if (found := self._allocate(tensor.nbytes)) is None:
-                self.tell(peer, Note(MESSAGE, BACKEND, tag, tensor.nbytes))
-                return False
-            slot, memory = found
-            memory.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
-        self._arena.is_reading[slot, peer] = 1
-        self.tell(peer, Note(MESSAGE, slot, tag, tensor.nbytes))
-        return True
+        slot = self._arena.slot_of(tensor) if tensor.is_contiguous() else None
+        if slot is None and (lent := self.snapshot_memory(tensor)) is not None:
+            slot = self._arena.slot_of(lent.copy_(tensor.detach()))
+        if slot is not None:
+            self._arena.is_reading[slot, peer] = 1
+        self.tell(peer, Note(MESSAGE, BACKEND if slot is None else slot, tag, tensor.nbytes))
+        return slot is not None
 
     def receive(self, peer: int, tag: int, timeout_seconds: float | None) -> Tensor | None:
         """The message of `peer` under `tag`, as bytes that must not be changed; None: the backend sends it. Raises
@@ -289,18 +293,6 @@ class MemoryLinks:
             self._lines[peer] = _Line(connection, _Arena(files[0], world, num_bytes), files[1])
         finally:
             os.close(files[0])
-
-    def _allocate(self, num_bytes: int) -> tuple[int, Tensor] | None:
-        """A free slot and its memory, which this learner holds until it is no longer referenced."""
-        if not 0 < num_bytes <= self._arena.num_bytes:
-            return None
-        with self._lock:
-            is_reading = self._arena.is_reading
-            slot = next((each for each in range(NUM_SLOTS) if not is_reading[each].any()), None)
-            if slot is None:
-                return None
-            is_reading[slot, self.rank] = 1
-        return slot, self._arena.slot(slot, num_bytes, self.rank)
 
     def _read(self, peer: int, line: _Line, end: float | None) -> Note:
         if not self._await(line.connection, end):
