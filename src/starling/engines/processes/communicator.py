@@ -390,16 +390,15 @@ class ConnectedLearner(ReplicaLearner):
         """Make no more gradients: wait until all rounds have ended; other learners may still be computing."""
         self.warn_of_few_rounds()
         self.rounds.finish()
-        if self._background is not None:
-            self.join_background()
-            self.release.check()
+        self.join_background()
         self.end_threads()
 
     def join_background(self) -> None:
-        """Wait until the background, if there is one, has ended."""
+        """Wait until the background, if there is one, has ended. Raises its error."""
         if self._background is not None:
             with self._waits.waiting(OWN_ROUNDS):
                 self._background.join()
+            self.release.check()
 
     def end_threads(self) -> None:
         """End the threads. None of them may still be waiting."""

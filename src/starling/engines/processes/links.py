@@ -18,7 +18,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -66,7 +65,7 @@ class _Line:
         self.bell = bell
         self.ready = threading.Condition()
         self.is_being_read = False
-        self.notes: dict[tuple[int, int], deque[Note]] = defaultdict(deque)
+        self.notes: list[Note] = []
 
 
 class _Arena:
@@ -190,16 +189,14 @@ class MemoryLinks:
 
     def hear(self, peer: int, kind: int, tag: int, timeout_seconds: float | None) -> Note:
         """Wait for a note from `peer`; with None as time-out, as long as it lives. Raises `ConnectionFailed`."""
-        line, key = self._lines[peer], (kind, tag)
+        line = self._lines[peer]
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             with line.ready:
-                if key in line.notes:
-                    notes = line.notes[key]
-                    note = notes.popleft()
-                    if not notes:
-                        del line.notes[key]
-                    return note
+                for note in line.notes:
+                    if (note.kind, note.tag) == (kind, tag):
+                        line.notes.remove(note)  # the first that is the same
+                        return note
                 if line.is_being_read:
                     line.ready.wait(LOOK_AROUND_SECONDS)
                     if end is not None and time.monotonic() > end:
@@ -209,7 +206,7 @@ class MemoryLinks:
             try:
                 received = self._read(peer, line, end)
                 with line.ready:
-                    line.notes[received.kind, received.tag].append(received)
+                    line.notes.append(received)
             finally:
                 with line.ready:
                     line.is_being_read = False
