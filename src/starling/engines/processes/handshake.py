@@ -166,7 +166,9 @@ class Peers:
 
     def gather_all(self, word: str, own: object, what: str) -> list[Any]:
         """What all learners pass as `own`, by rank; it travels as JSON."""
-        found: list[Any] = json.loads(self.gather(word, json.dumps(own), _in_one_list, what))
+        found: list[Any] = json.loads(
+            self.gather(word, json.dumps(own), lambda all_texts: f"[{b','.join(all_texts).decode()}]", what)
+        )
         return found
 
     def shake_hands(self, mine: Handshake) -> None:
@@ -177,7 +179,8 @@ class Peers:
         another learner believes it only if its own challenge is among them.
         """
         rank, own = self.rank, new_challenge()
-        challenges = self._exchange(_CHALLENGE, own, _in_lines).decode(errors="replace")
+        in_lines = self._exchange(_CHALLENGE, own, lambda said: b"\n".join(said).decode(errors="replace"))
+        challenges = in_lines.decode(errors="replace")
         lines = challenges.split("\n")
         for other, each in enumerate(lines):
             if len(each) != len(own):
@@ -266,15 +269,6 @@ class Peers:
                 if len(silent) < 2 or moments_left == 0:
                     return " and ".join(silent)
         return " and ".join(_absent(store, "noticed", others)) or "a connection to a peer"
-
-
-def _in_one_list(texts: list[bytes]) -> str:
-    """Texts in JSON as one list."""
-    return f"[{','.join(text.decode() for text in texts)}]"
-
-
-def _in_lines(challenges: list[bytes]) -> str:
-    return "\n".join(each.decode(errors="replace") for each in challenges)
 
 
 def _different(challenges: str, handshakes: list[bytes]) -> str:
