@@ -314,7 +314,6 @@ class LoopLearner(ConnectedLearner):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
             self.join_background()
-            self.release.check()
             agreed = None
             if listener is not None:
                 self._meet_all(listener, "settled", lambda: self._wait_for_all(listener.settled), int(is_final_wanted))

@@ -65,7 +65,7 @@ class SharedMean:
 
     def __init__(self, links: MemoryLinks, sync_group: range, lane: int) -> None:
         self._links, self._sync_group, self._lane = links, sync_group, lane
-        self._own = links.rank - sync_group.start
+        self._own, self._others = links.rank - sync_group.start, [each for each in sync_group if each != links.rank]
         self._places = {(each, number): links.place(each, lane, number) for each in sync_group for number in range(2)}
         self._num_begun = 0
         self._under_way: ProcessHandle[Tensor] | None = None
@@ -123,12 +123,10 @@ class SharedMean:
 
     def _tell_all(self, tag: int) -> None:
         """Tell the other learners of the sync group that this one has reached the point `tag`."""
-        for peer in self._sync_group:
-            if peer != self._links.rank:
-                self._links.tell(peer, Note(1 + self._lane, 0, tag, 0))
+        for peer in self._others:
+            self._links.tell(peer, Note(1 + self._lane, 0, tag, 0))
 
     def _await_all(self, tag: int) -> None:
         """Wait until the other learners of the sync group have reached the point `tag`."""
-        for peer in self._sync_group:
-            if peer != self._links.rank:
-                self._links.hear(peer, 1 + self._lane, tag, self._links.timeout_seconds)
+        for peer in self._others:
+            self._links.hear(peer, 1 + self._lane, tag, self._links.timeout_seconds)

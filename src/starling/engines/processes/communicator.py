@@ -96,8 +96,7 @@ class ConnectedLearner(ReplicaLearner):
         self.rank, self.world, self.seed = place.rank, place.world, seed
         self.peers = peers.but(look_around=self.release.check)
         """The learners of the membership, for waits that end when this learner fails."""
-        self._sync_groups, self.replica = sync_groups, replica
-        self.sync_group = sync_groups.of(place.rank)
+        self.replica, self.sync_group = replica, sync_groups.of(place.rank)
         self._group_processes = [place.process(rank) for rank in self.sync_group]
         self._device, self._by_nccl = replica.weights.device, by_nccl
         self.statistics, self._waits = statistics, peers.waits
@@ -112,10 +111,14 @@ class ConnectedLearner(ReplicaLearner):
             links = self._links = MemoryLinks(in_row, replica.weights.nbytes if self._device.type == "cpu" else 0)
         is_linked = links.join(range(self.world))
         self.rounds = Rounds(LinkBoard(links) if is_linked else StoreBoard(place.store, self.rank, self.world))
-        self.reduces_in_backward = place.num_rows == 1 and not self._shares_memory()
+        groups = [
+            range(first, first + sync_groups.size) for first in range(0, sync_groups.num_workers, sync_groups.size)
+        ]
+        shares_memory = sync_groups.size > 1 and all(links.join(each) for each in groups)  # the same on all learners
+        self.reduces_in_backward = place.num_rows == 1 and not shares_memory
         """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
         takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard."""
-        self._lanes = self._make_lane(0, ""), self._make_lane(1, "-behind")
+        self._lanes = [self._make_lane(number, shares_memory and len(self.sync_group) > 1) for number in range(2)]
         is_whole = len(self.sync_group) == self.world and place.num_rows == 1
         self._reducing_group = self._lanes[0].device_group
         if not by_nccl and self.reduces_in_backward and not is_whole:
@@ -387,16 +390,15 @@ class ConnectedLearner(ReplicaLearner):
         """Make no more gradients: wait until all rounds have ended; other learners may still be computing."""
         self.warn_of_few_rounds()
         self.rounds.finish()
-        if self._background is not None:
-            self.join_background()
-            self.release.check()
+        self.join_background()
         self.end_threads()
 
     def join_background(self) -> None:
-        """Wait until the background, if there is one, has ended."""
+        """Wait until the background, if there is one, has ended. Raises its error."""
         if self._background is not None:
             with self._waits.waiting(OWN_ROUNDS):
                 self._background.join()
+            self.release.check()
 
     def end_threads(self) -> None:
         """End the threads. None of them may still be waiting."""
@@ -452,23 +454,17 @@ class ConnectedLearner(ReplicaLearner):
         if not self.is_behind:
             self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
-    def _shares_memory(self) -> bool:
-        """Whether each sync group is on one machine. The result is the same on all learners."""
-        groups = self._sync_groups
-        ranges = [range(first, first + groups.size) for first in range(0, groups.num_workers, groups.size)]
-        return groups.size > 1 and all(self._links.join(each) for each in ranges)
-
-    def _make_lane(self, number: int, suffix: str) -> _Lane:
+    def _make_lane(self, number: int, shares_memory: bool) -> _Lane:
         means: OrderedMean | SharedMean
-        if self._shares_memory() and self.rank < self._sync_groups.num_workers:
+        if shares_memory:
             means = SharedMean(self._links, self.sync_group, number)
         else:
-            means = OrderedMean(self._new_group("gloo"), len(self.sync_group), self.workers[f"starling-mean{suffix}"])
+            means = OrderedMean(self._new_group("gloo"), len(self.sync_group), self.workers[f"starling-mean-{number}"])
         device_group = self._new_group(membership_group.BACKEND) if self._by_nccl else None
         if device_group is not None:
             with communicating():
                 membership_group.connect(device_group, self._device)
-        waiter, firsts = self.workers[f"starling-waiter{suffix}"], FirstOf(self.workers, f"starling-first{suffix}")
+        waiter, firsts = self.workers[f"starling-waiter-{number}"], FirstOf(self.workers, f"starling-first-{number}")
         return _Lane(means, device_group, waiter, firsts)
 
     def _new_group(self, backend: str) -> ProcessGroup | None:

@@ -121,20 +121,19 @@ class Peers:
         keys: Sequence[str],
         what: str = "waiting for the other learners",
         writers: Sequence[int] = (),
-        written: Sequence[str] | None = None,
-        num_waiting: int = 1,
+        written: Sequence[str] = (),
     ) -> None:
         """Wait until other learners have set all `keys`; `DistStoreError` after the time-out.
 
-        The wait is recorded as `what`; `writers` are the ranks waited for, and `written` the key that each of them sets
-        (None: these are the `keys`). The more learners wait for the same keys (`num_waiting`), the less often each of
-        them looks.
+        The wait is recorded as `what`; `writers` are the ranks waited for, each of which sets one of the `keys`. If it
+        sets one of those in `written` instead, from which one learner makes what all wait for, the more of them wait,
+        the less often each of them looks.
         """
-        store, written = self.store, keys if written is None else written
+        store, told = self.store, written or keys
         if store.check(list(keys)):
             return
         begin = now = time.monotonic()
-        least = max(LOOK_AROUND_SECONDS, num_waiting / LOOKS_OF_ALL_PER_SECOND)
+        least = max(LOOK_AROUND_SECONDS, len(written) / LOOKS_OF_ALL_PER_SECOND)
         pause = max(LOOK_WHO_SECONDS, len(writers) / LOOKS_PER_SECOND)
         asked = begin + LOOK_WHO_SECONDS
         with self.waits.waiting(what, writers) as wait:
@@ -146,7 +145,7 @@ class Peers:
                 time.sleep(min(longest, 0.1 * (now - begin) + 0.0005))
                 now = time.monotonic()
                 if writers and now > asked:
-                    absent = [rank for rank, key in zip(writers, written, strict=True) if not store.check([key])]
+                    absent = [rank for rank, key in zip(writers, told, strict=True) if not store.check([key])]
                     wait.whom, asked = tuple(absent), now + pause
 
     def gather(self, word: str, own: str, combine: Callable[[list[bytes]], str], what: str) -> bytes:
@@ -162,12 +161,14 @@ class Peers:
             self.await_keys(keys, what, ranks)
             self.store.set(result, combine(self.store.multi_get(keys)))
         else:
-            self.await_keys([result], what, ranks, keys, self.world)
+            self.await_keys([result], what, ranks, keys)
         return self.store.get(result)
 
     def gather_all(self, word: str, own: object, what: str) -> list[Any]:
         """What all learners pass as `own`, by rank; it travels as JSON."""
-        found: list[Any] = json.loads(self.gather(word, json.dumps(own), _in_one_list, what))
+        found: list[Any] = json.loads(
+            self.gather(word, json.dumps(own), lambda all_texts: f"[{b','.join(all_texts).decode()}]", what)
+        )
         return found
 
     def shake_hands(self, mine: Handshake) -> None:
@@ -178,7 +179,8 @@ class Peers:
         another learner believes it only if its own challenge is among them.
         """
         rank, own = self.rank, new_challenge()
-        challenges = self._exchange(_CHALLENGE, own, _in_lines).decode(errors="replace")
+        in_lines = self._exchange(_CHALLENGE, own, lambda said: b"\n".join(said).decode(errors="replace"))
+        challenges = in_lines.decode(errors="replace")
         lines = challenges.split("\n")
         for other, each in enumerate(lines):
             if len(each) != len(own):
@@ -267,15 +269,6 @@ class Peers:
                 if len(silent) < 2 or moments_left == 0:
                     return " and ".join(silent)
         return " and ".join(_absent(store, "noticed", others)) or "a connection to a peer"
-
-
-def _in_one_list(texts: list[bytes]) -> str:
-    """Texts in JSON as one list."""
-    return f"[{','.join(text.decode() for text in texts)}]"
-
-
-def _in_lines(challenges: list[bytes]) -> str:
-    return "\n".join(each.decode(errors="replace") for each in challenges)
 
 
 def _different(challenges: str, handshakes: list[bytes]) -> str:

@@ -18,7 +18,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -66,7 +65,7 @@ class _Line:
         self.bell = bell
         self.ready = threading.Condition()
         self.is_being_read = False
-        self.notes: dict[tuple[int, int], deque[Note]] = defaultdict(deque)
+        self.notes: list[Note] = []
 
 
 class _Arena:
@@ -151,21 +150,25 @@ class MemoryLinks:
 
     def snapshot_memory(self, like: Tensor) -> Tensor | None:
         """Memory of the shape and dtype of `like` that can be sent without a copy; None if no slot is free."""
-        found = self._allocate(like.nbytes)
-        return None if found is None else found[1].view(like.dtype).view(like.shape)
+        if not 0 < like.nbytes <= self._arena.num_bytes:
+            return None
+        with self._lock:
+            is_reading = self._arena.is_reading
+            slot = next((each for each in range(NUM_SLOTS) if not is_reading[each].any()), None)
+            if slot is None:
+                return None
+            is_reading[slot, self.rank] = 1
+        return self._arena.slot(slot, like.nbytes, self.rank).view(like.dtype).view(like.shape)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> bool:
         """Send a tensor in host memory. False if no slot is free: then the backend must send it."""
-        slot = self._arena.slot_of(tensor)
-        if slot is None or not tensor.is_contiguous():
-            if (found := self._allocate(tensor.nbytes)) is None:
-                self.tell(peer, Note(MESSAGE, BACKEND, tag, tensor.nbytes))
-                return False
-            slot, memory = found
-            memory.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
-        self._arena.is_reading[slot, peer] = 1
-        self.tell(peer, Note(MESSAGE, slot, tag, tensor.nbytes))
-        return True
+        slot = self._arena.slot_of(tensor) if tensor.is_contiguous() else None
+        if slot is None and (lent := self.snapshot_memory(tensor)) is not None:
+            slot = self._arena.slot_of(lent.copy_(tensor.detach()))
+        if slot is not None:
+            self._arena.is_reading[slot, peer] = 1
+        self.tell(peer, Note(MESSAGE, BACKEND if slot is None else slot, tag, tensor.nbytes))
+        return slot is not None
 
     def receive(self, peer: int, tag: int, timeout_seconds: float | None) -> Tensor | None:
         """The message of `peer` under `tag`, as bytes that must not be changed; None: the backend sends it. Raises
@@ -186,16 +189,14 @@ class MemoryLinks:
 
     def hear(self, peer: int, kind: int, tag: int, timeout_seconds: float | None) -> Note:
         """Wait for a note from `peer`; with None as time-out, as long as it lives. Raises `ConnectionFailed`."""
-        line, key = self._lines[peer], (kind, tag)
+        line = self._lines[peer]
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             with line.ready:
-                if key in line.notes:
-                    notes = line.notes[key]
-                    note = notes.popleft()
-                    if not notes:
-                        del line.notes[key]
-                    return note
+                for note in line.notes:
+                    if (note.kind, note.tag) == (kind, tag):
+                        line.notes.remove(note)  # the first that is the same
+                        return note
                 if line.is_being_read:
                     line.ready.wait(LOOK_AROUND_SECONDS)
                     if end is not None and time.monotonic() > end:
@@ -205,7 +206,7 @@ class MemoryLinks:
             try:
                 received = self._read(peer, line, end)
                 with line.ready:
-                    line.notes[received.kind, received.tag].append(received)
+                    line.notes.append(received)
             finally:
                 with line.ready:
                     line.is_being_read = False
@@ -289,18 +290,6 @@ class MemoryLinks:
             self._lines[peer] = _Line(connection, _Arena(files[0], world, num_bytes), files[1])
         finally:
             os.close(files[0])
-
-    def _allocate(self, num_bytes: int) -> tuple[int, Tensor] | None:
-        """A free slot and its memory, which this learner holds until it is no longer referenced."""
-        if not 0 < num_bytes <= self._arena.num_bytes:
-            return None
-        with self._lock:
-            is_reading = self._arena.is_reading
-            slot = next((each for each in range(NUM_SLOTS) if not is_reading[each].any()), None)
-            if slot is None:
-                return None
-            is_reading[slot, self.rank] = 1
-        return slot, self._arena.slot(slot, num_bytes, self.rank)
 
     def _read(self, peer: int, line: _Line, end: float | None) -> Note:
         if not self._await(line.connection, end):

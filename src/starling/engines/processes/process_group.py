@@ -13,6 +13,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Collection, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -93,7 +94,8 @@ def process_group(peers: Peers, device: torch.device) -> Generator[Connections, 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if by_nccl and peers.feed.is_watched:
-        outlive_lost_peers()
+        for name, value in SETTINGS.items():  # the user's own settings win
+            os.environ.setdefault(name, value)
     connections = Connections()
     store = clone_store(place.store)  # its connection can be cut while it waits
     try:
@@ -123,12 +125,6 @@ def process_group(peers: Peers, device: torch.device) -> Generator[Connections, 
         dist.destroy_process_group()
 
 
-def outlive_lost_peers() -> None:
-    """Keep this process alive when a peer is lost. Affects groups created later; the user's own settings win."""
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-
-
 def connect(group: ProcessGroup, device: torch.device) -> None:
     """Create the communicator of `group` now instead of in its first collective.
 
@@ -144,18 +140,14 @@ def abort(done: Collection[str] = ()) -> set[str]:
     May be called by any thread. Groups of other backends are not aborted: torch's `abort` does not end their waits.
     """
     found = {
-        str(group.group_name): backend for group in list(_world.pg_names) if (backend := _on_nccl(group)) is not None
+        name: backend
+        for group in list(_world.pg_names)
+        if (name := str(group.group_name)) not in done and (backend := _on_nccl(group)) is not None
     }
-    aborting = [
-        threading.Thread(target=_abort, args=(name, backend), name="starling-abort")
-        for name, backend in found.items()
-        if name not in done
-    ]
-    for thread in aborting:  # in parallel: an abort frees memory, which waits for the kernels of all communicators
-        thread.start()
-    for thread in aborting:
-        thread.join()
-    return set(found) - set(done)
+    # in parallel: an abort frees memory, which waits for the kernels of all communicators
+    with ThreadPoolExecutor(max(1, len(found)), "starling-abort") as pool:
+        list(pool.map(_abort, found, found.values()))
+    return set(found)
 
 
 def _on_nccl(group: ProcessGroup) -> Backend | None:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -148,14 +147,13 @@ class Release:
 class ProcessHandle(Handle[T]):
     """Work under way in this process. The first call of `result()` waits for it; later calls return the same result.
 
-    `finish` waits by `wait_long`, if given: in another thread than the strategy's, and without a time-out.
+    `finish_in` waits by `wait_long`, if given: in another thread than the strategy's, and without a time-out.
     """
 
     def __init__(self, wait: Callable[[], T], wait_long: Callable[[], T] | None = None) -> None:
         self._wait = wait
         self._wait_long = wait_long or wait
         self._results: list[T] = []
-        self._error: BaseException | None = None
 
     def __await__(self) -> Generator[Handle[Any], None, T]:
         """Wait here: the thread that runs the strategy has nothing else to do."""
@@ -166,16 +164,13 @@ class ProcessHandle(Handle[T]):
     def is_finished(self) -> bool:
         return bool(self._results)
 
-    def finish(self) -> None:
-        """Wait without a time-out. An error is raised by `result`."""
-        try:
-            self._results.append(self._wait_long())
-        except BaseException as error:
-            self._error = error
+    def finish_in(self, worker: Worker) -> "Future[T]":
+        """Wait in a thread, without a time-out; `result` then waits for that."""
+        finished = worker.submit(self._wait_long)
+        self._wait = finished.result
+        return finished
 
     def result(self) -> T:
-        if self._error is not None:
-            raise self._error
         if not self._results:
             self._results.append(self._wait())
         return self._results[0]
@@ -209,8 +204,8 @@ class FirstOf:
     """Determines which of several handles finishes first; one thread per key waits for its handle."""
 
     def __init__(self, workers: Workers, name: str) -> None:
-        self._watched: dict[int, ProcessHandle[Any]] = {}
-        self._finished: SimpleQueue[tuple[int, ProcessHandle[Any]]] = SimpleQueue()
+        self._watched: dict[int, tuple[ProcessHandle[Any], Future[Any]]] = {}
+        self._finished: SimpleQueue[Future[Any]] = SimpleQueue()
         self._workers, self._name = workers, name
 
     def of(self, handles: Mapping[int, ProcessHandle[Any]], look_around: Callable[[], None]) -> int:
@@ -219,18 +214,15 @@ class FirstOf:
         While waiting, `look_around` is called repeatedly and may raise.
         """
         for key, handle in handles.items():
-            if self._watched.get(key) is not handle:
-                self._watched[key] = handle
-                self._workers[f"{self._name}-{key}"].submit(partial(self._watch, key, handle))
+            if key not in self._watched or self._watched[key][0] is not handle:
+                self._watched[key] = handle, handle.finish_in(self._workers[f"{self._name}-{key}"])
+                self._watched[key][1].add_done_callback(self._finished.put)
         while True:
             try:
-                key, handle = self._finished.get(timeout=LOOK_AROUND_SECONDS)
+                finished = self._finished.get(timeout=LOOK_AROUND_SECONDS)
             except Empty:
                 look_around()
                 continue
-            if handles.get(key) is handle:
-                return key
-
-    def _watch(self, key: int, handle: ProcessHandle[Any]) -> None:
-        handle.finish()
-        self._finished.put((key, handle))
+            for key in handles:
+                if self._watched[key][1] is finished:
+                    return key
