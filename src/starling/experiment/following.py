@@ -74,9 +74,7 @@ class Following:
         self.roster = Roster(run.learners)
         self.events = events
         self.on_look: Callable[[], None] = lambda: None
-        self._stalls = Stalls(
-            self.roster, lambda learner: f"{folder.log}/learner-{learner}.log", run.engine.explain_seconds
-        )
+        self._stalls = Stalls(self.roster, folder.log, run.engine.explain_seconds)
         self._began = time.time()
         self._first_segment = segments(folder.seen)[-1].name
         self._stage: Literal["training", "scoring", "ended"] = "training"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,7 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
         unit="utterances" if "data" in settings else "examples",
         events=events,
         stretches=stretches,
-        curve=_curve_of(stretches) or _curve_of_tensorboard(folder.tensorboard) or _curve_of_epochs(events),
+        curve=_curve_of(stretches or _read_tensorboard(folder.tensorboard)) or _curve_of_epochs(events),
         sets=_sets(folder, settings, missing),
         missing=missing,
     )
@@ -209,47 +210,33 @@ def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:
     return "no end on record: it still runs, or was killed" if last is not None else "not on record"
 
 
-def _curve_of(stretches: Sequence[Stretch]) -> list[CurvePoint]:
+def _curve_of(found: Iterable[Stretch]) -> list[CurvePoint]:
     """Means over equally many mini-batches each, over all learners: at least one of each."""
+    stretches = sorted(found, key=attrgetter("end"))
     whole, before = merged(stretches), accumulate((each.batches for each in stretches), initial=0)
     size = max(len({each.learner for each in stretches}), math.ceil(whole.batches / MAX_POINTS))
     parts = [merged(list(part)) for _, part in groupby(stretches, lambda each: next(before) // size)]
     so_far = accumulate(parts, lambda *both: merged(both))
     return [
-        CurvePoint(until.end - whole.begin, until.step + 1, until.examples, part.loss)
+        CurvePoint(until.end - whole.begin, until.step + 1, until.examples or None, part.loss)
         for part, until in zip(parts, so_far, strict=True)
         if part.frames
     ]
 
 
-def _curve_of_tensorboard(folder: Path) -> list[CurvePoint]:
-    """Those of all learners together; nothing without TensorBoard."""
-    learners = sorted(folder.glob("learner-*"))
-    if not learners:
-        return []
+def _read_tensorboard(folder: Path) -> Iterator[Stretch]:
+    """The points of learners' loss curves, each as if it were a stretch of one frame; nothing without TensorBoard."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ModuleNotFoundError:
-        return []
-    found = []
-    for learner in learners:
+        return
+    for place, learner in enumerate(sorted(folder.glob("learner-*"))):
         with suppress(Exception):  # of a damaged file TensorBoard may raise anything
             read = EventAccumulator(str(learner), {SCALARS: MAX_POINTS}).Reload()
-            if "train/loss" in read.Tags()["scalars"]:
-                found += [each for each in read.Scalars("train/loss") if math.isfinite(each.value)]
-    found.sort(key=lambda each: each.step)
-    began = min((each.wall_time for each in found), default=0.0)
-    size = max(1, math.ceil(len(found) / MAX_POINTS))
-    parts = [found[place : place + size] for place in range(0, len(found), size)]
-    return [
-        CurvePoint(
-            max(each.wall_time for each in part) - began,
-            part[-1].step + 1,
-            None,
-            sum(each.value for each in part) / len(part),
-        )
-        for part in parts
-    ]
+            for each in read.Scalars("train/loss"):
+                if math.isfinite(each.value):
+                    at = each.wall_time
+                    yield Stretch(place, at, at, each.step, batches=1, frames=1, losses=each.value)
 
 
 def _curve_of_epochs(events: Sequence[Event]) -> list[CurvePoint]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
@@ -296,18 +296,14 @@ class EpochCollector:
         if end.epoch > self._told:
             self._pending.setdefault(end.epoch, {})[end.learner_id] = end
 
-    def complete(self, members: Collection[int]) -> list[EpochSummary]:
-        """Remove and return the epochs that are complete, given the members of the present membership."""
-        all_at = min((self._newest.get(each, -1) for each in members), default=-1)
-        due = max(all_at, max(self._newest.values(), default=-1) - _EPOCHS_BEHIND)
-        return [self._take(epoch, members) for epoch in sorted(self._pending) if epoch <= due]
-
-    def rest(self) -> list[EpochSummary]:
-        """Remove and return the incomplete epochs, at the end of the run."""
-        return [self._take(epoch) for epoch in sorted(self._pending)]
-
-    def _take(self, epoch: int, members: Collection[int] = ()) -> EpochSummary:
-        self._told = max(self._told, epoch)
-        ends = self._pending.pop(epoch)
-        missing = tuple(sorted(each for each in members if self._newest.get(each, -1) < epoch))
-        return EpochSummary(epoch, tuple(ends[learner_id] for learner_id in sorted(ends)), missing)
+    def complete(self, members: Collection[int] | None) -> Iterator[EpochSummary]:
+        """Remove and yield the epochs that are complete, given the members of the present membership; None: the run is
+        over, and all are."""
+        all_at = min((self._newest.get(each, -1) for each in members or ()), default=-1)
+        newest = max(self._newest.values(), default=-1)
+        due = newest if members is None else max(all_at, newest - _EPOCHS_BEHIND)
+        for epoch in sorted(each for each in self._pending if each <= due):
+            self._told = max(self._told, epoch)
+            ends = self._pending.pop(epoch)
+            missing = tuple(sorted(each for each in members or () if self._newest.get(each, -1) < epoch))
+            yield EpochSummary(epoch, tuple(ends[learner_id] for learner_id in sorted(ends)), missing)

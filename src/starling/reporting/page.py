@@ -92,7 +92,7 @@ def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure:
     for each in shown:
         points = [point for point in each.curve if point.seconds is not None]
         drawing.losses(each, points, [(point.seconds or 0.0) / divisor for point in points])
-    return drawing.figure
+    return drawing
 
 
 def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure:
@@ -108,17 +108,16 @@ def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure:
         drawing.buttons(
             {label: [{"x": own}, {"xaxis.title.text": f"{label} of all learners"}] for label, own in x.items()}
         )
-    return drawing.figure
+    return drawing
 
 
 def validation(experiments: Sequence[Evidence]) -> go.Figure:
     """Word error rate on the valid set, epoch by epoch."""
     drawing = _Drawing("epochs", "WER on the valid set, %", experiments)
-    drawing.figure.update_yaxes(rangemode="tozero")
+    drawing.update_yaxes(rangemode="tozero")
     for each in experiments:
-        scores = each.validations
-        drawing.line(each, [epochs for epochs, _ in scores], [wer for _, wer in scores], "lines+markers")
-    return drawing.figure
+        drawing.line(each, each.validations, "lines+markers")
+    return drawing
 
 
 def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
@@ -131,7 +130,7 @@ def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
         return go.Figure()
     base = mean(each.throughput or 0.0 for each in shown if each.learners == fewest) / fewest
     unit = f"{_unit_of_examples(shown)} per second, relative to {fewest} learner{'s' * (fewest > 1)}"
-    figure = _Drawing("learners", unit, experiments).figure
+    figure = _Drawing("learners", unit, experiments)
     for place, (strategy, group) in enumerate(groupby(shown, attrgetter("strategy"))):
         points = list(group)
         figure.add_scatter(
@@ -162,8 +161,7 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
         size = math.ceil(len(own) / most)  # neighbours are merged until there are at most `most`
         rows.append([merged(own[place : place + size]) for place in range(0, len(own), size)])
     height = max(200, 110 + 26 * len(learners))
-    drawing = _Drawing(f"{_clock([experiment])}, s", "learner", [experiment], height)
-    figure = drawing.figure
+    figure = _Drawing(f"{_clock([experiment])}, s", "learner", [experiment], height)
     for attribute, words, colour in KINDS:
         x, y, custom = _spans(rows, attribute)
         if len(x):
@@ -198,7 +196,7 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
             "middle": [middle - width / 2, middle + width / 2],
             "end": [end - width, end],
         }
-        drawing.buttons({label: [{"xaxis.range": window}] for label, window in views.items()}, "relayout")
+        figure.buttons({label: [{"xaxis.range": window}] for label, window in views.items()}, "relayout")
     return figure
 
 
@@ -208,65 +206,65 @@ def staleness(experiments: Sequence[Evidence]) -> go.Figure:
     for each in experiments:
         counts = {place: count for place, count in enumerate(each.staleness) if count}
         if counts:
-            drawing.figure.add_bar(
+            drawing.add_bar(
                 x=list(counts),
                 y=[100.0 * count / sum(counts.values()) for count in counts.values()],
                 customdata=list(counts.values()),
                 name=_safe(each.label),
-                marker_color=drawing.colours[each.label],
+                marker_color=drawing._colours[each.label],
                 hovertemplate="staleness %{x}: %{y:.3~g} %, %{customdata} gradients",
             )
-    drawing.figure.update_layout(barmode="group", hovermode="closest")
-    return drawing.figure
+    drawing.update_layout(barmode="group", hovermode="closest")
+    return drawing
 
 
 def consensus(experiments: Sequence[Evidence]) -> go.Figure:
     """How far the learners' weights were from their mean."""
     drawing = _Drawing("mini-batches of all learners", "consensus distance", experiments)
-    drawing.figure.update_yaxes(type="log", exponentformat="power")
+    drawing.update_yaxes(type="log", exponentformat="power")
     for each in experiments:
-        points = [point for point in each.distances if point[1] > 0.0 and "consensus" not in each.missing]
-        drawing.line(each, [step for step, _ in points], [value for _, value in points], "lines+markers")
-    return drawing.figure
+        if "consensus" not in each.missing:
+            drawing.line(each, [point for point in each.distances if point[1] > 0.0], "lines+markers")
+    return drawing
 
 
-class _Drawing:
+class _Drawing(go.Figure):  # type: ignore[misc]
     """A figure in which each experiment of the page has its own colour."""
 
     def __init__(self, x_title: str, y_title: str, experiments: Sequence[Evidence], height: int = _HEIGHT) -> None:
-        self.colours = {each.label: COLOURS[place % len(COLOURS)] for place, each in enumerate(experiments)}
-        self.figure = go.Figure()
-        self.figure.update_layout(
+        super().__init__()
+        self._colours = {each.label: COLOURS[place % len(COLOURS)] for place, each in enumerate(experiments)}
+        self.update_layout(
             template=None,
             height=height,
             margin={"l": 58, "r": 12, "t": 36, "b": 46},
             hovermode="x unified",
             legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
             showlegend=True,
+            xaxis={"title": {"text": x_title}, "zeroline": False},
+            yaxis={"title": {"text": y_title}, "zeroline": False},
         )
-        self.figure.update_xaxes(title={"text": x_title}, zeroline=False)
-        self.figure.update_yaxes(title={"text": y_title}, zeroline=False)
 
-    def line(self, experiment: Evidence, x: Sequence[float], y: Sequence[float], mode: str = "lines") -> None:
+    def line(self, experiment: Evidence, points: Sequence[tuple[float, float]], mode: str = "lines") -> None:
         """Draw an experiment's line, if it has points."""
-        if x:
-            self.figure.add_scatter(
-                x=list(x),
-                y=list(y),
+        if points:
+            self.add_scatter(
+                x=[x for x, _ in points],
+                y=[y for _, y in points],
                 mode=mode,
                 name=_safe(experiment.label),
                 legendgroup=_safe(experiment.label),
-                line={"color": self.colours[experiment.label], "width": 1.8},
+                line={"color": self._colours[experiment.label], "width": 1.8},
                 hovertemplate="%{y:.4~g}",
             )
 
     def losses(self, experiment: Evidence, points: Sequence[CurvePoint], x: Sequence[float]) -> list[list[float]]:
         """Draw a line, and the area between the lowest and the highest of several runs; gives the x values of both."""
-        self.line(experiment, x, [point.loss for point in points])
+        self.line(experiment, list(zip(x, (point.loss for point in points), strict=True)))
         every = _x_of_losses(points, x)
         for area in every[1:]:
-            colour = self.colours[experiment.label]
-            self.figure.add_scatter(
+            colour = self._colours[experiment.label]
+            self.add_scatter(
                 x=area,
                 y=[*(point.high for point in points), *(point.low for point in reversed(points))],
                 mode="none",
@@ -280,8 +278,8 @@ class _Drawing:
 
     def buttons(self, arguments: Mapping[str, Sequence[Any]], method: str = "update") -> None:
         """Add buttons, each a label with the arguments of plotly's method."""
-        height = self.figure.layout.height
-        self.figure.update_layout(
+        height = self.layout.height
+        self.update_layout(
             updatemenus=[
                 {
                     "type": "buttons",

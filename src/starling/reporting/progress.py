@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from starling.launch.messages import EpochEnd, Saved, Snapshot
-from starling.reporting.epochs import EpochCollector, EpochSummary, Score
+from starling.reporting.epochs import EpochCollector, Score
 from starling.reporting.events import Events
 from starling.reporting.lines import Advice, duration, share, time_left
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
@@ -43,6 +43,7 @@ class Display:
         self._title = title
         self._members: Collection[int] = range(world)
         self._console = console
+        self._print = say_on(console)
         self._events = events
         self._clock = clock
         self._lock = threading.RLock()
@@ -61,9 +62,7 @@ class Display:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            self._live = Live(
-                self._table(), console=self._console, refresh_per_second=1.0 / DRAW_EVERY, transient=False
-            )
+            self._live = Live(self._table(), console=self._console, refresh_per_second=1.0 / DRAW_EVERY)
             self._live.start()
         return self
 
@@ -71,8 +70,7 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self._lock:
-            for summary in self._epochs.rest():
-                self._tell_epoch(summary, None)
+            self._tell_epochs(is_over=True)
             self._tell_score()
             if self._live is not None:
                 self._live.update(self._table(ended=kind is None))
@@ -152,17 +150,14 @@ class Display:
         """Print a line above the table."""
         self._tell(line, "message", text=line)
 
-    def _tell_epochs(self) -> None:
-        for summary in self._epochs.complete(self._members):
-            self._tell_epoch(summary, self._score)
+    def _tell_epochs(self, is_over: bool = False) -> None:
+        for summary in self._epochs.complete(None if is_over else self._members):
+            self._tell(summary.line(self._score), "epoch", **summary.fields())
             self._score = None
-
-    def _tell_epoch(self, summary: EpochSummary, score: Score | None) -> None:
-        self._tell(summary.line(score), "epoch", **summary.fields())
-        self._has_told()
-        for end in sorted(summary.ends, key=lambda each: share(each, "computing")):
-            if line := self._advice.line(end):
-                self._tell(line, "advice", text=line)
+            self._has_told()
+            for end in sorted(summary.ends, key=lambda each: share(each, "computing")):
+                if line := self._advice.line(end):
+                    self._tell(line, "advice", text=line)
 
     def _tell_score(self) -> None:
         if self._score is not None:
@@ -180,9 +175,6 @@ class Display:
     def _write(self, kind: str, **fields: object) -> None:
         if self._events is not None:
             self._events.write(kind, **fields)
-
-    def _print(self, line: str) -> None:
-        say_on(self._console)(line)
 
     def _progress_line(self) -> str:
         newest = self._newest()
