@@ -36,7 +36,6 @@ from starling.engines.processes.member import agree_on_plan, write_first_plan
 from starling.engines.processes.rounds import StoreBoard
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.tickets import DoneNotes, Draws
-from starling.experiment.observers import show
 from starling.launch.launcher import launch
 from starling.launch.link import Link
 from starling.launch.messages import (
@@ -314,7 +313,7 @@ def supervise(world: int, folder: Path, is_profiled: bool = False, has_flood: bo
     ):
 
         def on_message(learner_id: int, message: LearnerMessage) -> None:
-            show(message, display)
+            display.hear(message)
             supervisor.hear(learner_id, message)
 
         if is_profiled:

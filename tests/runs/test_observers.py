@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, PeerLost
-from starling.experiment.observers import Keep, Log, Metered, Saver, show
+from starling.experiment.observers import Keep, Log, Metered, Saver
 from starling.launch.messages import (
     EpochEnd,
     LearnerMessage,
@@ -45,7 +45,7 @@ def shown(message: LearnerMessage) -> str:
     """What the launcher prints of a message."""
     text = io.StringIO()
     with Display("demo", 2, Console(file=text, force_terminal=False, width=200)) as display:
-        show(decode_from_learner(encode(message), 0), display)
+        display.hear(decode_from_learner(encode(message), 0))
     return text.getvalue()
 
 
@@ -78,7 +78,7 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
     console = Console(file=there, force_terminal=False, width=200)
     with Display("demo", 2, console) as display:
         for line in sent:
-            show(decode_from_learner(line, 0), display)
+            display.hear(decode_from_learner(line, 0))
     assert there.getvalue() == (
         "epoch 1 ended after 5.0 s: loss 1.0000, lr 0.5, computing 94 %, waiting 2 % for data, 4 % for peers, "
         "staleness 1.5 (at most 2), 1.50 rounds per gradient\n"

@@ -15,12 +15,11 @@ from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import TIMES, read_skipped, segments
-from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
+from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Saved, Snapshot
 from starling.reporting.curves import Curves
 from starling.reporting.epochs import SPENT, Meter, Stretch
 from starling.reporting.events import Warn, once
 from starling.reporting.lines import Advice, epoch_line, progress_line
-from starling.reporting.progress import Display
 from starling.training.job import ClaimReport, EpochReport, Observer, Spent, StepReport
 from starling.workload import Position
 
@@ -79,21 +78,6 @@ class Log:
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
-
-
-def show(message: LearnerMessage, display: Display) -> None:
-    """Show a learner's message, if it is of a kind that is displayed."""
-    match message:
-        case Snapshot():
-            display.progress(message)
-        case EpochEnd():
-            display.epoch(message)
-        case Said():
-            display.say(message.line)
-        case Saved():
-            display.saved(message)
-        case _:
-            pass
 
 
 class Record(Observer):
@@ -187,8 +171,6 @@ class _Open:
     """What is in `stretch`, or was written, of the time spent in the epoch under way."""
     begun: Seconds | None = None
     """When the file's first stretch ended."""
-    written: Seconds = 0.0
-    """When the last one ended."""
     num_written: int = 0
 
     def book(self, spent: Spent) -> None:
@@ -223,9 +205,9 @@ class Timeline(Record):
         own = self._open.setdefault(report.rank, _Open())
         own.book(report.spent)
         own.stretch.add(report)
-        now = own.stretch.end
-        begun = now if own.begun is None else own.begun
-        if own.num_written < self._exact or now - own.written >= (now - begun) / self._exact:
+        if own.begun is None:
+            own.begun = own.stretch.end
+        if own.num_written < self._exact or own.stretch.seconds >= (own.stretch.end - own.begun) / self._exact:
             self._end(own)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
@@ -251,8 +233,7 @@ class Timeline(Record):
             self._write(name, TIMES, (f"{at:.4f}", f"{each.end:.4f}", *counts, f"{each.loss:.6g}", *spent))
         except OSError as error:
             self._warn(self._segment / name, error)
-        own.begun = each.end if own.begun is None else own.begun
-        own.written, own.num_written, own.stretch = each.end, own.num_written + 1, Stretch()
+        own.num_written, own.stretch = own.num_written + 1, Stretch(begin=each.end)
 
 
 Keep = Literal["checkpoint", "model", ""]
@@ -352,9 +333,8 @@ class Together(Observer):
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
         # at each mini-batch, only those that do something
-        silent = (Observer.on_claim, Observer.on_step)
-        self._on_claim = [each.on_claim for each in observers if type(each).on_claim not in silent]
-        self._on_step = [each.on_step for each in observers if type(each).on_step not in silent]
+        self._on_claim = [each.on_claim for each in observers if type(each).on_claim is not Observer.on_claim]
+        self._on_step = [each.on_step for each in observers if type(each).on_step is not Observer.on_step]
 
     @property
     def saves(self) -> bool:

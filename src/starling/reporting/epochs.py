@@ -221,7 +221,6 @@ def together(ends: Sequence[EpochEnd]) -> EpochEnd:
 class EpochSummary:
     """The combined statistics of an epoch."""
 
-    epoch: int
     ends: tuple[EpochEnd, ...]
     """The statistics of each learner, in order of `learner_id`."""
     missing: tuple[int, ...] = ()
@@ -230,7 +229,7 @@ class EpochSummary:
     def line(self, score: Score | None = None) -> str:
         """The line to print, with `score` if it is new."""
         every, workers = together(self.ends), together(self._computing)
-        begin = f"epoch {self.epoch + 1} ended after {duration(max(each.seconds for each in self.ends))}"
+        begin = f"epoch {every.epoch + 1} ended after {duration(max(each.seconds for each in self.ends))}"
         if self.missing:
             begin += f" (without learner {', '.join(map(str, self.missing))})"
         parts = [f"loss {every.loss:.4f}"] if every.loss is not None else []
@@ -259,7 +258,7 @@ class EpochSummary:
         """The fields of the event."""
         every = together(self.ends)
         return {
-            "epoch": self.epoch + 1,
+            "epoch": every.epoch + 1,
             "step": every.step,
             "steps_in_epoch": every.num_steps,
             "seconds": max(each.seconds for each in self.ends),
@@ -306,4 +305,4 @@ class EpochCollector:
             self._told = max(self._told, epoch)
             ends = self._pending.pop(epoch)
             missing = tuple(sorted(each for each in members or () if self._newest.get(each, -1) < epoch))
-            yield EpochSummary(epoch, tuple(ends[learner_id] for learner_id in sorted(ends)), missing)
+            yield EpochSummary(tuple(ends[learner_id] for learner_id in sorted(ends)), missing)

@@ -21,7 +21,7 @@ from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from starling.reporting.epochs import Stretch, merged
-from starling.reporting.evidence import CurvePoint, Evidence, Seconds, Section
+from starling.reporting.evidence import CurvePoint, Evidence, Seconds
 from starling.reporting.lines import duration
 
 _TEMPLATE = Path(__file__).parent / "page.html.jinja"
@@ -69,18 +69,13 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
         figures=set(figures),
         timelines=[(name, each) for place, each in enumerate(experiments) if (name := f"timeline-{place}") in figures],
         max_rows=MAX_ROWS,
-        missing=lambda section: _missing(experiments, section),
+        missing=lambda part: [(each.label, each.missing[part]) for each in experiments if part in each.missing],
         scored=[(each, scored) for each in experiments for scored in each.sets],
         specs=Markup(specs.replace("<", "\\u003c").replace("&", "\\u0026")),
         plotly=Markup(base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()),
         made=made,
         version=version("starling-asr"),
     )
-
-
-def _missing(experiments: Sequence[Evidence], section: Section) -> list[tuple[str, str]]:
-    """Label and sentence of the experiments that lack a part of the page."""
-    return [(each.label, each.missing[section]) for each in experiments if section in each.missing]
 
 
 def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from starling.launch.messages import EpochEnd, Saved, Snapshot
+from starling.launch.messages import EpochEnd, LearnerMessage, Said, Saved, Snapshot
 from starling.reporting.epochs import EpochCollector, Score
 from starling.reporting.events import Events
 from starling.reporting.lines import Advice, duration, share, time_left
@@ -77,23 +77,33 @@ class Display:
                 self._live.stop()
                 self._live = None
 
-    def progress(self, snapshot: Snapshot) -> None:
-        """Show a learner's progress."""
+    def hear(self, message: LearnerMessage) -> None:
+        """Show a learner's message, if it is of a kind that is displayed: progress, the statistics of an epoch, which
+        is printed once it is complete, a line, or a checkpoint. At most one checkpoint is printed between two lines
+        about all learners, and always the final one."""
         with self._lock:
-            self._snapshots[snapshot.learner_id] = snapshot
-            if self._live is not None:
-                if self._clock() - self._drawn_at >= DRAW_EVERY:  # a table takes a millisecond, and all learners report
-                    self._drawn_at = self._clock()
-                    self._live.update(self._table())
-            elif self._clock() - self._told_at >= SCREEN_EVERY:
-                self._print(self._progress_line())
-                self._has_told()
-
-    def epoch(self, end: EpochEnd) -> None:
-        """Add a learner's statistics of an epoch, and print the epochs that are now complete."""
-        with self._lock:
-            self._epochs.add(end)
-            self._tell_epochs()
+            match message:
+                case Snapshot():
+                    self._snapshots[message.learner_id] = message
+                    if self._live is not None:
+                        if self._clock() - self._drawn_at >= DRAW_EVERY:  # a table takes a millisecond
+                            self._drawn_at = self._clock()
+                            self._live.update(self._table())
+                    elif self._clock() - self._told_at >= SCREEN_EVERY:
+                        self._print(self._progress_line())
+                        self._has_told()
+                case EpochEnd():
+                    self._epochs.add(message)
+                    self._tell_epochs()
+                case Said():
+                    self.say(message.line)
+                case Saved():
+                    folder, moment, distance = message.folder, message.moment, message.consensus_distance
+                    self._write("checkpoint", folder=folder, moment=moment, consensus_distance=distance)
+                    if not self._has_told_saved or moment == "end":
+                        self._has_told_saved = True
+                        apart = f", consensus distance {distance:.3g}" if distance is not None else ""
+                        self._print(f"saved {folder}{apart}")
 
     def train_with(self, members: Collection[int]) -> None:
         """Set the members of the new membership."""
@@ -119,19 +129,6 @@ class Display:
         """Report a joiner that was started but did not join."""
         line = f"{reason}; it had not joined, and the others continue without it"
         self._tell(line, "left-out", learner=learner_id, reason=reason)
-
-    def saved(self, message: Saved) -> None:
-        """Report a completed checkpoint. At most one is printed between two lines about all learners, and always the
-        final one."""
-        with self._lock:
-            distance = message.consensus_distance
-            self._write("checkpoint", folder=message.folder, moment=message.moment, consensus_distance=distance)
-            if self._has_told_saved and message.moment != "end":
-                return
-            self._has_told_saved = True
-            self._print(
-                f"saved {message.folder}{f', consensus distance {distance:.3g}' if distance is not None else ''}"
-            )
 
     def scored(self, score: Score) -> None:
         """Report a score on the validation set. The next epoch line includes it; if none follows within `SCORE_WAIT`,
