@@ -65,7 +65,7 @@ def test_an_epoch_is_one_line_for_all_learners() -> None:
     first, advised = screen.lines
     assert first == (
         "epoch 1 ended after 10.0 s: loss 3.2500, lr 0.02, computing 87 % (learner 1: 71 %), waiting 13 % for data, "
-        "0 % for peers, staleness 2.0 (at most 3), 1.00 rounds per gradient"
+        "0 % for peers, 1.00 rounds per gradient, staleness 2.0 (at most 3)"
     )
     assert advised == "learner 1 waits for data 29 % of its time: raise batches.num_workers if cores are idle"
 

@@ -81,7 +81,7 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
             display.hear(decode_from_learner(line, 0))
     assert there.getvalue() == (
         "epoch 1 ended after 5.0 s: loss 1.0000, lr 0.5, computing 94 %, waiting 2 % for data, 4 % for peers, "
-        "staleness 1.5 (at most 2), 1.50 rounds per gradient\n"
+        "1.50 rounds per gradient, staleness 1.5 (at most 2)\n"
     )
     assert "1.50 rounds per gradient, staleness 1.5 (at most 2), 3.0 MB sent" in here.getvalue().splitlines()[-1]
 

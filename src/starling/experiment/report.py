@@ -96,7 +96,7 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
     """What an experiment's folder tells. Raises ConfigError for a config.yaml that cannot be read; whatever else is
     missing or damaged is left out, with a sentence."""
     settings = read_recipe(folder.config)
-    strategy, has_one_model = _strategy(settings), _has_one_model(settings)
+    strategy, has_one_model = _strategy(settings)
     events, stretches = read_events(folder.log / "events.jsonl"), read_timeline(folder.seen)
     is_virtual = (folder.log / "virtual.log").is_file()
     missing: dict[Section, str] = {}
@@ -183,19 +183,14 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
 
 
-def _strategy(settings: Event) -> str:
-    strategy = settings.get("strategy", "?")
-    if not isinstance(strategy, dict):
-        return str(strategy)
-    options = ", ".join(f"{key}={value}" for key, value in strategy.items() if key != "name")
-    return f"{strategy.get('name', '?')}{f' ({options})' if options else ''}"
-
-
-def _has_one_model(settings: Event) -> bool:
-    """Whether the strategy is one of Starling's that keep the weights of all learners the same."""
-    given = settings.get("strategy")
-    strategy = STRATEGIES.get(str(given.get("name") if isinstance(given, dict) else given))
-    return strategy is not None and strategy.has_one_model
+def _strategy(settings: Tree) -> tuple[str, bool]:
+    """The strategy with its options, and whether it is one of Starling's that keep the weights of all learners the
+    same."""
+    given = settings.get("strategy", "?")
+    options = dict(given) if isinstance(given, dict) else {"name": given}
+    name = str(options.pop("name", "?"))
+    told = ", ".join(f"{key}={value}" for key, value in options.items())
+    return f"{name} ({told})" if told else name, name in STRATEGIES and STRATEGIES[name].has_one_model
 
 
 def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 from starling.launch.messages import EpochEnd, Snapshot
-from starling.reporting.lines import duration, mean_staleness, rounds_per_gradient, share
+from starling.reporting.lines import agreement, duration, mean_staleness, share
 
 if TYPE_CHECKING:
     from starling.training.job import EpochReport, StepReport
@@ -129,7 +129,7 @@ class Meter:
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:
         """The learner's statistics of an epoch that ended after `step` mini-batches of all learners."""
-        averaging, last = report.averaging, self._last
+        averaging, staleness, last = report.averaging, report.averaging.staleness, self._last
         own = self._epoch if last is not None and last.ticket.epoch == report.epoch else Stretch()
         return EpochEnd(
             learner_id=report.rank,
@@ -141,9 +141,9 @@ class Meter:
             step=step,
             num_rounds=averaging.rounds,
             bytes_sent=averaging.bytes_sent,
-            staleness=_counts(averaging.staleness),
-            mean_staleness=mean_staleness(averaging.staleness),
-            largest_staleness=max(averaging.staleness, default=0),
+            staleness=_counts(staleness),
+            mean_staleness=mean_staleness(staleness),
+            largest_staleness=max(staleness, default=0),
             consensus_distance=report.consensus_distance,
             num_not_finite=report.num_not_finite,
             loss=own.loss if own.frames else None,
@@ -243,13 +243,8 @@ class EpochSummary:
             f"computing {computing:.0f} %{named}",
             f"waiting {share(workers, 'waiting_for_data'):.0f} % for data",
             f"{share(workers, 'waiting_for_peers'):.0f} % for peers",
+            *agreement(every),
         ]
-        if every.num_rounds or every.largest_staleness:
-            parts.append(f"staleness {every.mean_staleness:.1f} (at most {every.largest_staleness})")
-        if every.num_rounds and every.num_steps:
-            parts.append(f"{rounds_per_gradient(every):.2f} rounds per gradient")
-        if every.num_not_finite:
-            parts.append(f"{every.num_not_finite} gradients not finite and left out")
         if score is not None:
             parts.append(f"{score.set_name} WER {score.wer:.2f} % after {score.trained}")
         return f"{begin}: {', '.join(parts)}"

@@ -100,8 +100,7 @@ def explain(waiters: Sequence[int], roster: Roster, logs: Path) -> str:
     starved = sorted(waiter for waiter, wait in waits.items() if wait.what == DATA)
     waiters = starved or sorted(waits)
     longest = max((waits[waiter] for waiter in waiters), key=lambda each: each.seconds)
-    verb = "has" if len(waiters) == 1 else "have"
-    line = f"{_names(waiters)} {verb} waited {duration(longest.seconds)} in {longest.what}{_beside(longest)}"
+    line = _waited(waiters, longest)
     if starved:
         others = sorted(waits.keys() - set(starved))
         for_it = f"; {_names(others)} {'waits' if len(others) == 1 else 'wait'} for that" if others else ""
@@ -113,19 +112,16 @@ def explain(waiters: Sequence[int], roster: Roster, logs: Path) -> str:
             f"{_logs(waiters, logs)}"
         )
     causes = _causes(late, roster)
-    whom = "" if longest.what.endswith(_names(late)) else f" for {_names(late)}"
     waits_itself = "which waits" if len(late) == 1 else "which wait"
     chain = f", {waits_itself} for {_names(causes)}" if set(causes) != set(late) else ""
     told = "; ".join(f"{_state(roster.learners[each], roster)}; its log: {_logs([each], logs)}" for each in causes[:3])
     more = f"; and {len(causes) - 3} more" if len(causes) > 3 else ""
-    return f"{line}{whom}{chain}: {told}{more}"
+    return f"{_waited(waiters, longest, late)}{chain}: {told}{more}"
 
 
 def own_line(learner_id: int, wait: Stall) -> str:
     """A line about a wait for the learner's own log."""
-    line = f"learner {learner_id} has waited {duration(wait.seconds)} in {wait.what}{_beside(wait)}"
-    if wait.whom and not wait.what.endswith(_names(wait.whom)):
-        line += f" for {_names(wait.whom)}"
+    line = _waited([learner_id], wait, wait.whom)
     if wait.whom:
         line += ": see its log" if len(wait.whom) == 1 else " or some of them: see their logs"
     return line
@@ -138,10 +134,13 @@ def resumed_line(waiters: Sequence[int], seconds: Seconds, cause: Sequence[int] 
     return f"{_names(waiters)} {verb} after waiting {duration(seconds)}{whom}"
 
 
-def _beside(wait: Stall) -> str:
+def _waited(waiters: Sequence[int], wait: Stall, whom: Sequence[int] = ()) -> str:
+    """How long learners have waited, in what, and, where the wait itself does not say that, for whom."""
     usual = f"one every {wait.usual:.2g} s until then" if wait.usual else ""
-    behind = "behind its training" if wait.is_behind else ""
-    return f" ({'; '.join(filter(None, (usual, behind)))})" if usual or behind else ""
+    beside = "; ".join(filter(None, (usual, "behind its training" if wait.is_behind else "")))
+    verb = "has" if len(waiters) == 1 else "have"
+    line = f"{_names(waiters)} {verb} waited {duration(wait.seconds)} in {wait.what}{f' ({beside})' if beside else ''}"
+    return f"{line} for {_names(whom)}" if whom and not wait.what.endswith(_names(whom)) else line
 
 
 def _late(waiters: Sequence[int], roster: Roster) -> list[int]:
