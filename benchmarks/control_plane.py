@@ -52,6 +52,7 @@ from starling.launch.messages import (
 )
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.roster import Roster
+from starling.reporting.events import Events
 from starling.reporting.progress import Display
 from starling.timeouts import SEND_EVERY
 from starling.training.membership import Membership, MembershipChanged
@@ -309,7 +310,9 @@ def supervise(world: int, folder: Path, is_profiled: bool = False, has_flood: bo
     with (
         patch("starling.launch.process.Popen", forks),
         (folder / "screen").open("w") as screen,
-        Display("control plane", world, Console(file=screen)) as display,
+        Display(
+            "control plane", world, Console(file=screen), Events(Path(os.devnull), lambda path, error: None)
+        ) as display,
     ):
 
         def on_message(learner_id: int, message: LearnerMessage) -> None:

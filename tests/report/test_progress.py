@@ -27,10 +27,13 @@ def snapshot(rank: int, number: int, world: int) -> Snapshot:
     return result
 
 
+NOWHERE = Events(Path(os.devnull), lambda path, error: None)
+
+
 class Screen:
     """A display whose clock stands until it is moved."""
 
-    def __init__(self, world: int, terminal: bool = False, events: Events | None = None) -> None:
+    def __init__(self, world: int, terminal: bool = False, events: Events = NOWHERE) -> None:
         self.now = 0.0
         self.text = io.StringIO()
         console = Console(file=self.text, force_terminal=terminal, width=120)
@@ -225,7 +228,7 @@ def test_the_table_of_a_run_that_was_cut_short_says_how_far_it_came() -> None:
     """The share done and the time left, as they are shown all the time."""
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=120)
-    with pytest.raises(PeerLost), Display("demo", 3, console) as display:
+    with pytest.raises(PeerLost), Display("demo", 3, console, NOWHERE) as display:
         display.hear(snapshot(1, 5, 3))
         raise PeerLost("learner 2 was killed")
     assert "demo: 25 %, 1 min 30 s left" in text.getvalue()

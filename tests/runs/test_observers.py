@@ -29,6 +29,7 @@ from starling.training.job import Averaging, EpochReport, Spent
 from starling.workload import Ticket
 from tests.checkpoint.test_checkpoints import state, write_model, writer
 from tests.report.steps import step
+from tests.report.test_progress import NOWHERE
 
 
 class Kept:
@@ -44,7 +45,7 @@ class Kept:
 def shown(message: LearnerMessage) -> str:
     """What the launcher prints of a message."""
     text = io.StringIO()
-    with Display("demo", 2, Console(file=text, force_terminal=False, width=200)) as display:
+    with Display("demo", 2, Console(file=text, force_terminal=False, width=200), NOWHERE) as display:
         display.hear(decode_from_learner(encode(message), 0))
     return text.getvalue()
 
@@ -76,7 +77,7 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
             report = EpochReport(rank, 0, 4, 5.0, Spent(4.7, 0.1, 0.2), averaging)
             observer.on_epoch(report, state(rank, 2, Ticket(1, 0, 10)))
     console = Console(file=there, force_terminal=False, width=200)
-    with Display("demo", 2, console) as display:
+    with Display("demo", 2, console, NOWHERE) as display:
         for line in sent:
             display.hear(decode_from_learner(line, 0))
     assert there.getvalue() == (

@@ -15,7 +15,7 @@ from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import latest
 from starling.errors import DataError
 from starling.experiment.folder import existing
-from starling.experiment.seen import SeenBatch, read_seen, read_skipped, segments, start_of_record
+from starling.experiment.seen import SeenBatch, read_seen, read_skipped, segments, start_of
 from starling.experiment.task import MiniBatches, task_of
 from starling.recipe.file import read_recipe
 from starling.workload import Position
@@ -86,8 +86,9 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     folder = existing(experiment)
     task = task_of(tree := read_recipe(folder.config))
     recipe = task.check_resolved(tree, str(folder.config))
-    plan, skipped = task.mini_batches(recipe, folder), read_skipped(segments(folder.seen))
-    begin, end = start_of_record(folder.seen), read_manifest(latest(experiment)).position
+    plan, record = task.mini_batches(recipe, folder), segments(folder.seen)
+    skipped, begin = read_skipped(record), start_of(record[0]) if record else Position()
+    end = read_manifest(latest(experiment)).position
     found: dict[int, EpochAudit] = {}
     for batch in read_seen(folder.seen, end):
         number = batch.ticket.epoch

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from rich.console import Console, Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from starling.errors import DataError, StarlingError
@@ -213,9 +213,8 @@ def read_record(seen: Path, first_segment: str) -> Counts:
 
 
 def _table(roster: Roster, counts: Counts) -> Table:
-    table = Table()
-    for heading in ("learner", "batches", "share", "computing", "waiting for data", "for peers", "outcome"):
-        table.add_column(heading, justify="left" if heading == "outcome" else "right")
+    numbered = ("learner", "batches", "share", "computing", "waiting for data", "for peers")
+    table = Table(*(Column(heading, justify="right") for heading in numbered), "outcome")
     learners = sorted(roster.learners.items())
     numbers = counts.num_computed or {learner_id: learner.num_steps for learner_id, learner in learners}
     total = sum(numbers.values())

@@ -69,14 +69,10 @@ class Log:
 
     def __call__(self, message: Snapshot | EpochEnd) -> None:
         if isinstance(message, Snapshot):
-            self._write(progress_line(message))
-            return
-        self._write(epoch_line(message))
-        if line := self._advice.line(message):
-            self._write(line)
-
-    def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
+            lines: list[str | None] = [progress_line(message)]
+        else:
+            lines = [epoch_line(message), self._advice.line(message)]
+        self._stream.writelines(f"{line}\n" for line in lines if line is not None)
         self._stream.flush()
 
 

@@ -221,11 +221,11 @@ def _curve_of(found: Iterable[Stretch]) -> list[CurvePoint]:
 
 def _read_tensorboard(folder: Path) -> Iterator[Stretch]:
     """The points of learners' loss curves, each as if it were a stretch of one frame; nothing without TensorBoard."""
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-    except ModuleNotFoundError:
-        return
     for place, learner in enumerate(sorted(folder.glob("learner-*"))):
+        try:
+            from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+        except ModuleNotFoundError:
+            return
         with suppress(Exception):  # of a damaged file TensorBoard may raise anything
             read = EventAccumulator(str(learner), {SCALARS: MAX_POINTS}).Reload()
             for each in read.Scalars("train/loss"):

@@ -186,6 +186,7 @@ class Score:
 
 
 _SUMMED = ("num_steps", "seconds", *SPENT, "num_rounds", "bytes_sent", "num_not_finite", "num_frames")
+_GREATEST = ("epoch", "step", "largest_staleness")
 _IN_EVENT = (
     *("num_steps", "seconds", *SPENT, "loss", "num_rounds", "bytes_sent"),
     *("mean_staleness", "largest_staleness", "num_not_finite"),
@@ -197,18 +198,17 @@ def together(ends: Sequence[EpochEnd]) -> EpochEnd:
     """The statistics of several learners or epochs as if they were those of one. Times are sums, too; the learning rate
     is the smallest one and thus the newest, as schedules decay."""
     sums: dict[str, Any] = {name: sum(getattr(each, name) for each in ends) for name in _SUMMED}
+    last: dict[str, Any] = {name: max((getattr(each, name) for each in ends), default=0) for name in _GREATEST}
     staleness = tuple(sum(counts) for counts in zip_longest(*(each.staleness for each in ends), fillvalue=0))
     summed = sum(each.mean_staleness * sum(each.staleness) for each in ends)
     losses, frames = sum(each.loss * each.num_frames for each in ends if each.loss is not None), sums["num_frames"]
     return EpochEnd(
         learner_id=-1,
         world=len(ends),
-        epoch=max((each.epoch for each in ends), default=0),
         **sums,
-        step=max((each.step for each in ends), default=0),
+        **last,
         staleness=staleness,
         mean_staleness=summed / max(1, sum(staleness)),
-        largest_staleness=max((each.largest_staleness for each in ends), default=0),
         consensus_distance=next(
             (each.consensus_distance for each in ends if each.consensus_distance is not None), None
         ),

@@ -20,26 +20,21 @@ from numpy.typing import NDArray
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from starling.reporting.epochs import Stretch, merged
+from starling.reporting.epochs import SPENT, Stretch, merged
 from starling.reporting.evidence import CurvePoint, Evidence, Seconds
 from starling.reporting.lines import duration
 
 _TEMPLATE = Path(__file__).parent / "page.html.jinja"
 COLOURS = ("#3b82c4", "#e07b39", "#3a9d5d", "#b05cc6", "#c9a227", "#d1495b", "#5aa9a5", "#8d6e63")
 """Of experiments; readable on white and on black."""
-KINDS = (
-    ("computing", "computing", "#3a9d5d"),
-    ("waiting_for_data", "waiting for data", "#e0a539"),
-    ("waiting_for_peers", "waiting for peers", "#d1495b"),
-)
-"""The kinds of a learner's time: each with an attribute of `Stretch`, its name on the page, and its colour."""
+COLOURS_OF_TIME = ("#3a9d5d", "#e0a539", "#d1495b")
+"""Of the kinds of a learner's time."""
 MAX_STRETCHES = 3000
 """In all timelines of a page together; each adds about 100 bytes to the page."""
 MAX_ROWS = 64
 """Learners in one timeline."""
 _WINDOW = 20
 """The timeline's buttons zoom to the duration of the first learner's first `_WINDOW` + 1 stretches."""
-_HEIGHT = 340
 
 
 def render(experiments: Sequence[Evidence], made: str) -> str:
@@ -119,10 +114,9 @@ def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
     """Throughput relative to the experiments with the fewest learners, beside the ideal line. Empty where all have the
     same number of learners, or some clocks are real and others simulated."""
     shown = sorted((each for each in experiments if each.throughput), key=attrgetter("strategy", "learners"))
-    fewest = min((each.learners for each in shown), default=0)
-    most = max((each.learners for each in shown), default=0)
-    if fewest == most or len({each.is_virtual for each in shown}) > 1:
+    if len({each.learners for each in shown}) < 2 or len({each.is_virtual for each in shown}) > 1:
         return go.Figure()
+    fewest, most = min(each.learners for each in shown), max(each.learners for each in shown)
     base = mean(each.throughput or 0.0 for each in shown if each.learners == fewest) / fewest
     unit = f"{_unit_of_examples(shown)} per second, relative to {fewest} learner{'s' * (fewest > 1)}"
     figure = _Drawing("learners", unit, experiments)
@@ -157,8 +151,9 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
         rows.append([merged(own[place : place + size]) for place in range(0, len(own), size)])
     height = max(200, 110 + 26 * len(learners))
     figure = _Drawing(f"{_clock([experiment])}, s", "learner", [experiment], height)
-    for attribute, words, colour in KINDS:
-        x, y, custom = _spans(rows, attribute)
+    for kind, colour in zip(SPENT, COLOURS_OF_TIME, strict=True):
+        words = kind.replace("_", " ")
+        x, y, custom = _spans(rows, kind)
         if len(x):
             figure.add_scatter(
                 x=x,
@@ -226,7 +221,7 @@ def consensus(experiments: Sequence[Evidence]) -> go.Figure:
 class _Drawing(go.Figure):  # type: ignore[misc]
     """A figure in which each experiment of the page has its own colour."""
 
-    def __init__(self, x_title: str, y_title: str, experiments: Sequence[Evidence], height: int = _HEIGHT) -> None:
+    def __init__(self, x_title: str, y_title: str, experiments: Sequence[Evidence], height: int = 340) -> None:
         super().__init__()
         self._colours = {each.label: COLOURS[place % len(COLOURS)] for place, each in enumerate(experiments)}
         self.update_layout(

@@ -31,12 +31,7 @@ class Display:
     """
 
     def __init__(
-        self,
-        title: str,
-        world: int,
-        console: Console,
-        events: Events | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, title: str, world: int, console: Console, events: Events, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.away: set[int] = set()
         """Learners that were lost and have not joined again."""
@@ -99,7 +94,7 @@ class Display:
                     self.say(message.line)
                 case Saved():
                     folder, moment, distance = message.folder, message.moment, message.consensus_distance
-                    self._write("checkpoint", folder=folder, moment=moment, consensus_distance=distance)
+                    self._events.write("checkpoint", folder=folder, moment=moment, consensus_distance=distance)
                     if not self._has_told_saved or moment == "end":
                         self._has_told_saved = True
                         apart = f", consensus distance {distance:.3g}" if distance is not None else ""
@@ -134,7 +129,7 @@ class Display:
         """Report a score on the validation set. The next epoch line includes it; if none follows within `SCORE_WAIT`,
         it is printed on a separate line."""
         with self._lock:
-            self._write("validation", set=score.set_name, wer=score.wer, epochs=score.epochs, step=score.steps)
+            self._events.write("validation", set=score.set_name, wer=score.wer, epochs=score.epochs, step=score.steps)
             self._score, self._score_at = score, self._clock()
 
     def tick(self) -> None:
@@ -166,17 +161,11 @@ class Display:
 
     def _tell(self, line: str, kind: str, **fields: object) -> None:
         """Write an event, and print it as a line."""
-        self._write(kind, **fields)
+        self._events.write(kind, **fields)
         self._print(line)
 
-    def _write(self, kind: str, **fields: object) -> None:
-        if self._events is not None:
-            self._events.write(kind, **fields)
-
     def _progress_line(self) -> str:
-        newest = self._newest()
-        if newest is None:
-            return self._title
+        newest = max(self._snapshots.values(), key=lambda each: each.fraction)
         frames = sum(each.num_frames for each in self._snapshots.values())
         loss = sum(each.loss * each.num_frames for each in self._snapshots.values()) / max(1, frames)
         return (
@@ -185,15 +174,12 @@ class Display:
             f"{f', {left} left' if (left := time_left(newest)) else ''}"
         )
 
-    def _newest(self) -> Snapshot | None:
-        return max(self._snapshots.values(), key=lambda each: each.fraction, default=None)
-
     def _speed(self) -> str:
         total = sum(each.audio_rate for each in self._snapshots.values())
         return f", {total:.0f} s of audio per s" if total > 0.0 else ""
 
     def _table(self, ended: bool = False) -> Table:
-        newest = self._newest()
+        newest = max(self._snapshots.values(), key=lambda each: each.fraction, default=None)
         if newest is None:
             done = "starting"
         elif ended:
@@ -205,10 +191,10 @@ class Display:
             table.add_column(name, justify="right")
         known = sorted({*self._members, *self._snapshots, *self.away})
         for learner_id in known[:MAX_ROWS]:
-            otherwise = "lost" if learner_id in self.away else "starting"
-            table.add_row(str(learner_id), *_cells(self._snapshots.get(learner_id), otherwise))
+            snapshot, otherwise = self._snapshots.get(learner_id), "lost" if learner_id in self.away else "starting"
+            table.add_row(str(learner_id), *([otherwise] if snapshot is None else _cells(snapshot)))
         if len(known) > MAX_ROWS:
-            table.add_row("…", f"{len(known)} learners", *[""] * 5)
+            table.add_row("…", f"{len(known)} learners")
         return table
 
 
@@ -217,9 +203,7 @@ def say_on(console: Console) -> Say:
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(snapshot: Snapshot | None, otherwise: str) -> list[str]:
-    if snapshot is None:
-        return [otherwise, *[""] * 5]
+def _cells(snapshot: Snapshot) -> list[str]:
     return [
         str(snapshot.epoch + 1),
         f"{snapshot.batch + 1}/{snapshot.num_batches}",

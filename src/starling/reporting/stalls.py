@@ -65,7 +65,9 @@ class Stalls:
             numbers = {each: waiting[each].number for each in episode.waits if each in waiting}
             episode.waits = dict(episode.waits.items() & numbers.items())
             if episode.waits:
-                self._narrow(episode)
+                causes = _causes(_late(sorted(episode.waits), self._roster), self._roster)
+                if causes and isinstance(episode.cause, tuple) and set(causes) < set(episode.cause):
+                    episode.cause = tuple(causes)  # the others have meanwhile reported that they are waiting themselves
                 by_cause.setdefault(episode.cause, episode).unite(episode)
             else:
                 cause = episode.cause if isinstance(episode.cause, tuple) else ()
@@ -86,12 +88,6 @@ class Stalls:
                 causes = [own] if wait.what == DATA else _causes(_late([own], self._roster), self._roster)
                 since = self._roster.learners[own].attempt.wait_began_at
                 yield _Episode(tuple(causes) or wait.what, {own: wait.number}, {own}, since)
-
-    def _narrow(self, episode: _Episode) -> None:
-        """Remove learners from the cause of a stall that have meanwhile reported that they are waiting themselves."""
-        causes = _causes(_late(sorted(episode.waits), self._roster), self._roster)
-        if causes and isinstance(episode.cause, tuple) and set(causes) < set(episode.cause):
-            episode.cause = tuple(causes)
 
 
 def explain(waiters: Sequence[int], roster: Roster, logs: Path) -> str:
