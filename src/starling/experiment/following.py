@@ -247,7 +247,5 @@ def _lines(roster: Roster, counts: Counts, waits: Sequence[str], experiment: Pat
 
 
 def _became(learner: LearnerRecord) -> str:
-    if learner.state in (LearnerState.LOST, LearnerState.LEFT):
-        return str(learner.state.value)
-    joined = "joined, " if learner.num_joins else ""
-    return f"{joined}{'ended' if learner.state is LearnerState.ENDED else 'was ended'}"
+    how = str(learner.state.value) if learner.is_out or learner.state is LearnerState.ENDED else "was ended"
+    return f"joined, {how}" if learner.num_joins and not learner.is_out else how

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
@@ -117,7 +117,6 @@ class Seen(Record):
         self._max_skipped = max_skipped
         self._say = say
         self._num_skipped: dict[tuple[int, int], int] = {}
-        self._earlier: dict[int, set[str]] | None = None
 
     def on_claim(self, report: ClaimReport) -> None:
         ticket = report.ticket
@@ -134,7 +133,7 @@ class Seen(Record):
     def continue_in(self, segment: Path) -> None:
         super().continue_in(segment)
         self._num_skipped.clear()
-        self._earlier = None
+        vars(self).pop("_earlier", None)  # what is earlier has changed
 
     def _skip(self, report: ClaimReport) -> None:
         rank, epoch = report.rank, report.ticket.epoch
@@ -142,7 +141,8 @@ class Seen(Record):
             row = (epoch + 1, name, " ".join(reason.split()))
             self._write(f"skipped-{rank}.tsv", ("epoch", "id", "reason"), row)
         self._num_skipped[rank, epoch] = self._num_skipped.get((rank, epoch), 0) + len(report.skipped)
-        if (total := self._count(f"skipped/{epoch}", len(report.skipped)) + self._before(epoch)) > self._max_skipped:
+        total = self._count(f"skipped/{epoch}", len(report.skipped)) + len(self._earlier.get(epoch, ()))
+        if total > self._max_skipped:
             name, reason = report.skipped[-1]
             raise DataError(
                 f"learner {rank}: {total} utterances of epoch {epoch + 1} could not be used, the last one {name} "
@@ -150,12 +150,11 @@ class Seen(Record):
                 "and prepare the data again"
             )
 
-    def _before(self, epoch: int) -> int:
-        """How many utterances of an epoch were skipped in earlier segments."""
-        if self._earlier is None:
-            found = segments(self._segment.parent)
-            self._earlier = read_skipped(found[: found.index(self._segment)])
-        return len(self._earlier.get(epoch, ()))
+    @cached_property
+    def _earlier(self) -> Mapping[int, set[str]]:
+        """The utterances of each epoch that were skipped in earlier segments."""
+        found = segments(self._segment.parent)
+        return read_skipped(found[: found.index(self._segment)])
 
 
 @dataclass

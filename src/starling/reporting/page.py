@@ -75,13 +75,12 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
 
 def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure:
     """Training loss against the time of training."""
-    shown = [each for each in experiments if any(point.seconds is not None for point in each.curve)]
+    shown = [each for each in experiments if each.curve and each.curve[0].seconds is not None]
     longest = max((point.seconds or 0.0 for each in shown for point in each.curve), default=0.0)
     divisor, unit = _unit(longest)
     drawing = _Drawing(f"{_clock(shown)}, {unit}", "training loss", experiments)
     for each in shown:
-        points = [point for point in each.curve if point.seconds is not None]
-        drawing.losses(each, points, [(point.seconds or 0.0) / divisor for point in points])
+        drawing.losses(each, each.curve, [(point.seconds or 0.0) / divisor for point in each.curve])
     return drawing
 
 

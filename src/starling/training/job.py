@@ -189,8 +189,19 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """A learner's counters since its last epoch ended."""
+
+    num_steps: int
+    seconds: float
+    spent: Spent
+    averaging: Averaging
+    num_not_finite: int
+
+
+@dataclass(frozen=True)
 class EpochReport:
-    """One learner's part of an epoch that has ended, or that the end of the budget or of a membership cut short."""
+    """One learner's part of an epoch that has ended, or that the end of the budget cut short."""
 
     rank: int
     epoch: int
