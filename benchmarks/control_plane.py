@@ -36,7 +36,6 @@ from starling.engines.processes.member import agree_on_plan, write_first_plan
 from starling.engines.processes.rounds import StoreBoard
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.tickets import DoneNotes, Draws
-from starling.experiment.observers import show
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.link import Link
@@ -54,6 +53,7 @@ from starling.launch.messages import (
 )
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.roster import Roster
+from starling.reporting.events import Events
 from starling.reporting.progress import Display
 from starling.timeouts import SEND_EVERY
 from starling.training.membership import Membership, MembershipChanged
@@ -311,11 +311,13 @@ def supervise(world: int, folder: Path, is_profiled: bool = False, has_flood: bo
     with (
         patch("starling.launch.process.Popen", forks),
         (folder / "screen").open("w") as screen,
-        Display("control plane", world, Console(file=screen)) as display,
+        Display(
+            "control plane", world, Console(file=screen), Events(Path(os.devnull), lambda path, error: None)
+        ) as display,
     ):
 
         def on_message(learner_id: int, message: LearnerMessage) -> None:
-            show(message, display)
+            display.hear(message)
             supervisor.hear(learner_id, message)
 
         if is_profiled:

@@ -27,10 +27,13 @@ def snapshot(rank: int, number: int, world: int) -> Snapshot:
     return result
 
 
+NOWHERE = Events(Path(os.devnull), lambda path, error: None)
+
+
 class Screen:
     """A display whose clock stands until it is moved."""
 
-    def __init__(self, world: int, terminal: bool = False, events: Events | None = None) -> None:
+    def __init__(self, world: int, terminal: bool = False, events: Events = NOWHERE) -> None:
         self.now = 0.0
         self.text = io.StringIO()
         console = Console(file=self.text, force_terminal=terminal, width=120)
@@ -58,16 +61,14 @@ def test_an_epoch_is_one_line_for_all_learners() -> None:
     """Once the last of them has reported it; loss by frames, and the one that waits most is named."""
     screen = Screen(3)
     with screen.display as display:
-        display.epoch(end(0, loss=1.0, num_frames=100, learning_rate=0.02))
-        display.epoch(end(2, loss=4.0, num_frames=300, learning_rate=0.02))
+        display.hear(end(0, loss=1.0, num_frames=100, learning_rate=0.02))
+        display.hear(end(2, loss=4.0, num_frames=300, learning_rate=0.02))
         assert screen.lines == []
-        display.epoch(
-            end(1, computing=7.1, num_rounds=15, mean_staleness=2.0, largest_staleness=3, staleness=(0, 0, 5))
-        )
+        display.hear(end(1, computing=7.1, num_rounds=15, mean_staleness=2.0, largest_staleness=3, staleness=(0, 0, 5)))
     first, advised = screen.lines
     assert first == (
         "epoch 1 ended after 10.0 s: loss 3.2500, lr 0.02, computing 87 % (learner 1: 71 %), waiting 13 % for data, "
-        "0 % for peers, staleness 2.0 (at most 3), 1.00 rounds per gradient"
+        "0 % for peers, 1.00 rounds per gradient, staleness 2.0 (at most 3)"
     )
     assert advised == "learner 1 waits for data 29 % of its time: raise batches.num_workers if cores are idle"
 
@@ -76,15 +77,15 @@ def test_neither_a_lost_learner_nor_a_very_slow_one_is_waited_for() -> None:
     """A joiner that has reported nothing yet is waited for, until the others are two epochs ahead."""
     screen = Screen(2)
     with screen.display as display:
-        display.epoch(end(0))
+        display.hear(end(0))
         display.train_with((0,))
         assert [line.partition(":")[0] for line in screen.lines] == ["epoch 1 ended after 10.0 s"]
         display.train_with((0, 5))
-        display.epoch(end(0, 1))
-        display.epoch(end(0, 2))
+        display.hear(end(0, 1))
+        display.hear(end(0, 2))
         assert len(screen.lines) == 1
-        display.epoch(end(0, 3))
-        display.epoch(end(5, 1))
+        display.hear(end(0, 3))
+        display.hear(end(5, 1))
         assert [line.partition(":")[0] for line in screen.lines[1:]] == [
             "epoch 2 ended after 10.0 s (without learner 5)"
         ]
@@ -97,7 +98,7 @@ def test_advice_is_given_once_in_a_run() -> None:
     with screen.display as display:
         for epoch in range(5):
             for learner in range(2):
-                display.epoch(end(learner, epoch, computing=5.0))
+                display.hear(end(learner, epoch, computing=5.0))
     assert len(screen.lines) == 6
     assert sum("num_workers" in line for line in screen.lines) == 1
 
@@ -107,11 +108,11 @@ def test_saved_checkpoints_are_told_no_more_often_than_epochs() -> None:
     screen = Screen(1)
     with screen.display as display:
         for number in range(4):
-            display.saved(Saved(f"step-{number}", "barrier"))
-        display.epoch(end(0))
-        display.saved(Saved("step-4", "epoch", 0.0123456))
-        display.saved(Saved("step-5", "barrier"))
-        display.saved(Saved("step-6", "end"))
+            display.hear(Saved(f"step-{number}", "barrier"))
+        display.hear(end(0))
+        display.hear(Saved("step-4", "epoch", 0.0123456))
+        display.hear(Saved("step-5", "barrier"))
+        display.hear(Saved("step-6", "end"))
     lines = [line for line in screen.lines if line.startswith("saved")]
     assert lines == ["saved step-0", "saved step-4, consensus distance 0.0123", "saved step-6"]
 
@@ -121,11 +122,11 @@ def test_a_score_is_part_of_the_next_epoch_line_or_a_line_of_its_own() -> None:
     score = Score("dev", 12.5, 1, 10, "%WER 12.50 [ 1 / 8 ]")
     screen = Screen(1)
     with screen.display as display:
-        display.epoch(end(0))
+        display.hear(end(0))
         display.scored(score)
         display.tick()
         assert len(screen.lines) == 1
-        display.epoch(end(0, 1))
+        display.hear(end(0, 1))
         assert screen.lines[1].endswith(", dev WER 12.50 % after epoch 1")
         display.scored(score)
         screen.now += 6.0
@@ -141,8 +142,8 @@ def test_without_a_terminal_there_is_a_line_a_minute_in_a_long_epoch() -> None:
     with screen.display as display:
         for number in range(1, 5):
             screen.now += 25.0
-            display.progress(snapshot(0, number, 2))
-            display.progress(snapshot(1, number, 2))
+            display.hear(snapshot(0, number, 2))
+            display.hear(snapshot(1, number, 2))
     assert screen.lines == ["epoch 1, batch 4/10: loss 1.0000, lr 0.5, 15 % done, 1 min 42 s left"]
 
 
@@ -153,10 +154,10 @@ def test_what_the_screen_shows_is_in_the_events_too(tmp_path: Path) -> None:
     screen = Screen(2, events=events)
     with screen.display as display:
         display.say("learners 0, 1 continue after 12 mini-batches")
-        display.epoch(end(0, loss=float("nan"), num_frames=1))
-        display.epoch(end(1))
-        display.saved(Saved("step-1", "barrier"))
-        display.saved(Saved("step-2", "barrier"))
+        display.hear(end(0, loss=float("nan"), num_frames=1))
+        display.hear(end(1))
+        display.hear(Saved("step-1", "barrier"))
+        display.hear(Saved("step-2", "barrier"))
         display.lost(1, "learner 1 was killed by SIGKILL while computing")
         display.joined(2, 2)
         display.left_out(3, "learner 3: no memory")
@@ -211,7 +212,7 @@ def test_an_event_after_a_full_disk_is_a_line_of_its_own(tmp_path: Path, monkeyp
 
 def test_on_a_terminal_there_is_a_row_for_each_learner() -> None:
     """With the title."""
-    text = shown(3, True, lambda display: display.progress(snapshot(1, 5, 3)))
+    text = shown(3, True, lambda display: display.hear(snapshot(1, 5, 3)))
     assert "demo: " in text
     assert "6/10" in text
     assert text.count("starting") >= 2
@@ -219,7 +220,7 @@ def test_on_a_terminal_there_is_a_row_for_each_learner() -> None:
 
 def test_the_table_of_a_finished_run_says_so() -> None:
     """It stays on the screen; a share below 100 % would look like a run that was cut short."""
-    text = shown(3, True, lambda display: display.progress(snapshot(1, 5, 3)))
+    text = shown(3, True, lambda display: display.hear(snapshot(1, 5, 3)))
     assert "demo: ended after 30.0 s" in text
 
 
@@ -227,8 +228,8 @@ def test_the_table_of_a_run_that_was_cut_short_says_how_far_it_came() -> None:
     """The share done and the time left, as they are shown all the time."""
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=120)
-    with pytest.raises(PeerLost), Display("demo", 3, console) as display:
-        display.progress(snapshot(1, 5, 3))
+    with pytest.raises(PeerLost), Display("demo", 3, console, NOWHERE) as display:
+        display.hear(snapshot(1, 5, 3))
         raise PeerLost("learner 2 was killed")
     assert "demo: 25 %, 1 min 30 s left" in text.getvalue()
     assert "ended" not in text.getvalue()
@@ -239,8 +240,8 @@ def test_many_learners_do_not_fill_the_screen() -> None:
 
     def act(display: Display) -> None:
         for rank in range(64):
-            display.progress(snapshot(rank, 3, 64))
-            display.epoch(end(rank))
+            display.hear(snapshot(rank, 3, 64))
+            display.hear(end(rank))
 
     lines = shown(64, False, act).splitlines()
     assert len(lines) == 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from starling.engines.processes.stalls import Stall
 from starling.launch.messages import Activity, Entered, Heartbeat
@@ -17,7 +18,7 @@ class Run:
     def __init__(self, world: int, long_seconds: float = 10.0) -> None:
         self.now = 1000.0
         self.roster = Roster(world, clock=lambda: self.now)
-        self.stalls = Stalls(self.roster, "log/learner-{}.log".format, long_seconds)
+        self.stalls = Stalls(self.roster, Path("log"), long_seconds)
         self.waits: dict[int, Stall] = {}
         self.silent: set[int] = set()
         self.lines: list[str] = []

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, PeerLost
-from starling.experiment.observers import Keep, Log, Metered, Saver, show
+from starling.experiment.observers import Keep, Log, Metered, Saver
 from starling.launch.messages import (
     EpochEnd,
     LearnerMessage,
@@ -29,6 +29,7 @@ from starling.training.job import Averaging, EpochReport, Spent
 from starling.workload import Ticket
 from tests.checkpoint.test_checkpoints import state, write_model, writer
 from tests.report.steps import step
+from tests.report.test_progress import NOWHERE
 
 
 class Kept:
@@ -44,8 +45,8 @@ class Kept:
 def shown(message: LearnerMessage) -> str:
     """What the launcher prints of a message."""
     text = io.StringIO()
-    with Display("demo", 2, Console(file=text, force_terminal=False, width=200)) as display:
-        show(decode_from_learner(encode(message), 0), display)
+    with Display("demo", 2, Console(file=text, force_terminal=False, width=200), NOWHERE) as display:
+        display.hear(decode_from_learner(encode(message), 0))
     return text.getvalue()
 
 
@@ -76,12 +77,12 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
             report = EpochReport(rank, 0, 4, 5.0, Spent(4.7, 0.1, 0.2), averaging)
             observer.on_epoch(report, state(rank, 2, Ticket(1, 0, 10)))
     console = Console(file=there, force_terminal=False, width=200)
-    with Display("demo", 2, console) as display:
+    with Display("demo", 2, console, NOWHERE) as display:
         for line in sent:
-            show(decode_from_learner(line, 0), display)
+            display.hear(decode_from_learner(line, 0))
     assert there.getvalue() == (
         "epoch 1 ended after 5.0 s: loss 1.0000, lr 0.5, computing 94 %, waiting 2 % for data, 4 % for peers, "
-        "staleness 1.5 (at most 2), 1.50 rounds per gradient\n"
+        "1.50 rounds per gradient, staleness 1.5 (at most 2)\n"
     )
     assert "1.50 rounds per gradient, staleness 1.5 (at most 2), 3.0 MB sent" in here.getvalue().splitlines()[-1]
 

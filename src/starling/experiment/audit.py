@@ -15,7 +15,7 @@ from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import latest
 from starling.errors import DataError
 from starling.experiment.folder import existing
-from starling.experiment.seen import SeenBatch, read_seen, read_skipped, segments, start_of_record
+from starling.experiment.seen import SeenBatch, read_seen, read_skipped, segments, start_of
 from starling.experiment.task import MiniBatches, task_of
 from starling.recipe.file import read_recipe
 from starling.workload import Position
@@ -44,11 +44,6 @@ class EpochAudit:
     """Planned examples that could not be used."""
     mismatched: list[int] = field(default_factory=list)
     """Mini-batches whose examples are not those of the plan."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every mini-batch was computed."""
-        return len(self.batches) == self.num_batches
 
     def add(self, batch: SeenBatch) -> None:
         """Count a mini-batch."""
@@ -86,8 +81,9 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
     folder = existing(experiment)
     task = task_of(tree := read_recipe(folder.config))
     recipe = task.check_resolved(tree, str(folder.config))
-    plan, skipped = task.mini_batches(recipe, folder), read_skipped(segments(folder.seen))
-    begin, end = start_of_record(folder.seen), read_manifest(latest(experiment)).position
+    plan, record = task.mini_batches(recipe, folder), segments(folder.seen)
+    skipped, begin = read_skipped(record), start_of(record[0]) if record else Position()
+    end = read_manifest(latest(experiment)).position
     found: dict[int, EpochAudit] = {}
     for batch in read_seen(folder.seen, end):
         number = batch.ticket.epoch
@@ -154,7 +150,7 @@ def _expected(plan: MiniBatches, epochs: list[EpochAudit]) -> str:
     """How often examples were seen, compared with how often they should have been."""
     if plan.num_parts > 1:
         return f"learners drew {plan.examples} at random from their parts"
-    complete = [each for each in epochs if each.is_complete]
+    complete = [each for each in epochs if len(each.batches) == each.num_batches]
     times: Counter[str] = Counter()
     for each in complete:
         times.update(each.examples)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from rich.console import Console, Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from starling.errors import DataError, StarlingError
@@ -74,9 +74,7 @@ class Following:
         self.roster = Roster(run.learners)
         self.events = events
         self.on_look: Callable[[], None] = lambda: None
-        self._stalls = Stalls(
-            self.roster, lambda learner: f"{folder.log}/learner-{learner}.log", run.engine.explain_seconds
-        )
+        self._stalls = Stalls(self.roster, folder.log, run.engine.explain_seconds)
         self._began = time.time()
         self._first_segment = segments(folder.seen)[-1].name
         self._stage: Literal["training", "scoring", "ended"] = "training"
@@ -215,9 +213,8 @@ def read_record(seen: Path, first_segment: str) -> Counts:
 
 
 def _table(roster: Roster, counts: Counts) -> Table:
-    table = Table()
-    for heading in ("learner", "batches", "share", "computing", "waiting for data", "for peers", "outcome"):
-        table.add_column(heading, justify="left" if heading == "outcome" else "right")
+    numbered = ("learner", "batches", "share", "computing", "waiting for data", "for peers")
+    table = Table(*(Column(heading, justify="right") for heading in numbered), "outcome")
     learners = sorted(roster.learners.items())
     numbers = counts.num_computed or {learner_id: learner.num_steps for learner_id, learner in learners}
     total = sum(numbers.values())
@@ -250,7 +247,5 @@ def _lines(roster: Roster, counts: Counts, waits: Sequence[str], experiment: Pat
 
 
 def _became(learner: LearnerRecord) -> str:
-    if learner.state in (LearnerState.LOST, LearnerState.LEFT):
-        return str(learner.state.value)
-    joined = "joined, " if learner.num_joins else ""
-    return f"{joined}{'ended' if learner.state is LearnerState.ENDED else 'was ended'}"
+    how = str(learner.state.value) if learner.is_out or learner.state is LearnerState.ENDED else "was ended"
+    return f"joined, {how}" if learner.num_joins and not learner.is_out else how

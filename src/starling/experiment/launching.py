@@ -11,7 +11,6 @@ from starling.checkpoint.reader import checkpoints_in
 from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following
-from starling.experiment.observers import show
 from starling.experiment.task import RunT, Task
 from starling.extras import require
 from starling.launch.joiners import Changes, launcher_id, taking_requests
@@ -47,7 +46,7 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
         roster = following.roster
 
         def hear(learner_id: int, message: LearnerMessage) -> None:
-            show(message, display)
+            display.hear(message)
             scoring.hear(message)
 
         def on_lost(loss: Loss) -> None:

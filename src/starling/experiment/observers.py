@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
@@ -15,12 +15,11 @@ from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import TIMES, read_skipped, segments
-from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Said, Saved, Snapshot
+from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Saved, Snapshot
 from starling.reporting.curves import Curves
 from starling.reporting.epochs import SPENT, Meter, Stretch
 from starling.reporting.events import Warn, once
 from starling.reporting.lines import Advice, epoch_line, progress_line
-from starling.reporting.progress import Display
 from starling.training.job import ClaimReport, EpochReport, Observer, Spent, StepReport
 from starling.workload import Position
 
@@ -70,30 +69,11 @@ class Log:
 
     def __call__(self, message: Snapshot | EpochEnd) -> None:
         if isinstance(message, Snapshot):
-            self._write(progress_line(message))
-            return
-        self._write(epoch_line(message))
-        if line := self._advice.line(message):
-            self._write(line)
-
-    def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
+            lines: list[str | None] = [progress_line(message)]
+        else:
+            lines = [epoch_line(message), self._advice.line(message)]
+        self._stream.writelines(f"{line}\n" for line in lines if line is not None)
         self._stream.flush()
-
-
-def show(message: LearnerMessage, display: Display) -> None:
-    """Show a learner's message, if it is of a kind that is displayed."""
-    match message:
-        case Snapshot():
-            display.progress(message)
-        case EpochEnd():
-            display.epoch(message)
-        case Said():
-            display.say(message.line)
-        case Saved():
-            display.saved(message)
-        case _:
-            pass
 
 
 class Record(Observer):
@@ -137,7 +117,6 @@ class Seen(Record):
         self._max_skipped = max_skipped
         self._say = say
         self._num_skipped: dict[tuple[int, int], int] = {}
-        self._earlier: dict[int, set[str]] | None = None
 
     def on_claim(self, report: ClaimReport) -> None:
         ticket = report.ticket
@@ -154,7 +133,7 @@ class Seen(Record):
     def continue_in(self, segment: Path) -> None:
         super().continue_in(segment)
         self._num_skipped.clear()
-        self._earlier = None
+        vars(self).pop("_earlier", None)  # what is earlier has changed
 
     def _skip(self, report: ClaimReport) -> None:
         rank, epoch = report.rank, report.ticket.epoch
@@ -162,7 +141,8 @@ class Seen(Record):
             row = (epoch + 1, name, " ".join(reason.split()))
             self._write(f"skipped-{rank}.tsv", ("epoch", "id", "reason"), row)
         self._num_skipped[rank, epoch] = self._num_skipped.get((rank, epoch), 0) + len(report.skipped)
-        if (total := self._count(f"skipped/{epoch}", len(report.skipped)) + self._before(epoch)) > self._max_skipped:
+        total = self._count(f"skipped/{epoch}", len(report.skipped)) + len(self._earlier.get(epoch, ()))
+        if total > self._max_skipped:
             name, reason = report.skipped[-1]
             raise DataError(
                 f"learner {rank}: {total} utterances of epoch {epoch + 1} could not be used, the last one {name} "
@@ -170,12 +150,11 @@ class Seen(Record):
                 "and prepare the data again"
             )
 
-    def _before(self, epoch: int) -> int:
-        """How many utterances of an epoch were skipped in earlier segments."""
-        if self._earlier is None:
-            found = segments(self._segment.parent)
-            self._earlier = read_skipped(found[: found.index(self._segment)])
-        return len(self._earlier.get(epoch, ()))
+    @cached_property
+    def _earlier(self) -> Mapping[int, set[str]]:
+        """The utterances of each epoch that were skipped in earlier segments."""
+        found = segments(self._segment.parent)
+        return read_skipped(found[: found.index(self._segment)])
 
 
 @dataclass
@@ -187,8 +166,6 @@ class _Open:
     """What is in `stretch`, or was written, of the time spent in the epoch under way."""
     begun: Seconds | None = None
     """When the file's first stretch ended."""
-    written: Seconds = 0.0
-    """When the last one ended."""
     num_written: int = 0
 
     def book(self, spent: Spent) -> None:
@@ -223,9 +200,9 @@ class Timeline(Record):
         own = self._open.setdefault(report.rank, _Open())
         own.book(report.spent)
         own.stretch.add(report)
-        now = own.stretch.end
-        begun = now if own.begun is None else own.begun
-        if own.num_written < self._exact or now - own.written >= (now - begun) / self._exact:
+        if own.begun is None:
+            own.begun = own.stretch.end
+        if own.num_written < self._exact or own.stretch.seconds >= (own.stretch.end - own.begun) / self._exact:
             self._end(own)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
@@ -251,8 +228,7 @@ class Timeline(Record):
             self._write(name, TIMES, (f"{at:.4f}", f"{each.end:.4f}", *counts, f"{each.loss:.6g}", *spent))
         except OSError as error:
             self._warn(self._segment / name, error)
-        own.begun = each.end if own.begun is None else own.begun
-        own.written, own.num_written, own.stretch = each.end, own.num_written + 1, Stretch()
+        own.num_written, own.stretch = own.num_written + 1, Stretch(begin=each.end)
 
 
 Keep = Literal["checkpoint", "model", ""]
@@ -352,9 +328,8 @@ class Together(Observer):
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
         # at each mini-batch, only those that do something
-        silent = (Observer.on_claim, Observer.on_step)
-        self._on_claim = [each.on_claim for each in observers if type(each).on_claim not in silent]
-        self._on_step = [each.on_step for each in observers if type(each).on_step not in silent]
+        self._on_claim = [each.on_claim for each in observers if type(each).on_claim is not Observer.on_claim]
+        self._on_step = [each.on_step for each in observers if type(each).on_step is not Observer.on_step]
 
     @property
     def saves(self) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,7 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
     """What an experiment's folder tells. Raises ConfigError for a config.yaml that cannot be read; whatever else is
     missing or damaged is left out, with a sentence."""
     settings = read_recipe(folder.config)
-    strategy, has_one_model = _strategy(settings), _has_one_model(settings)
+    strategy, has_one_model = _strategy(settings)
     events, stretches = read_events(folder.log / "events.jsonl"), read_timeline(folder.seen)
     is_virtual = (folder.log / "virtual.log").is_file()
     missing: dict[Section, str] = {}
@@ -109,7 +110,7 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
         unit="utterances" if "data" in settings else "examples",
         events=events,
         stretches=stretches,
-        curve=_curve_of(stretches) or _curve_of_tensorboard(folder.tensorboard) or _curve_of_epochs(events),
+        curve=_curve_of(stretches or _read_tensorboard(folder.tensorboard)) or _curve_of_epochs(events),
         sets=_sets(folder, settings, missing),
         missing=missing,
     )
@@ -182,19 +183,14 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
 
 
-def _strategy(settings: Event) -> str:
-    strategy = settings.get("strategy", "?")
-    if not isinstance(strategy, dict):
-        return str(strategy)
-    options = ", ".join(f"{key}={value}" for key, value in strategy.items() if key != "name")
-    return f"{strategy.get('name', '?')}{f' ({options})' if options else ''}"
-
-
-def _has_one_model(settings: Event) -> bool:
-    """Whether the strategy is one of Starling's that keep the weights of all learners the same."""
-    given = settings.get("strategy")
-    strategy = STRATEGIES.get(str(given.get("name") if isinstance(given, dict) else given))
-    return strategy is not None and strategy.has_one_model
+def _strategy(settings: Tree) -> tuple[str, bool]:
+    """The strategy with its options, and whether it is one of Starling's that keep the weights of all learners the
+    same."""
+    given = settings.get("strategy", "?")
+    options = dict(given) if isinstance(given, dict) else {"name": given}
+    name = str(options.pop("name", "?"))
+    told = ", ".join(f"{key}={value}" for key, value in options.items())
+    return f"{name} ({told})" if told else name, name in STRATEGIES and STRATEGIES[name].has_one_model
 
 
 def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:
@@ -209,47 +205,33 @@ def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:
     return "no end on record: it still runs, or was killed" if last is not None else "not on record"
 
 
-def _curve_of(stretches: Sequence[Stretch]) -> list[CurvePoint]:
+def _curve_of(found: Iterable[Stretch]) -> list[CurvePoint]:
     """Means over equally many mini-batches each, over all learners: at least one of each."""
+    stretches = sorted(found, key=attrgetter("end"))
     whole, before = merged(stretches), accumulate((each.batches for each in stretches), initial=0)
     size = max(len({each.learner for each in stretches}), math.ceil(whole.batches / MAX_POINTS))
     parts = [merged(list(part)) for _, part in groupby(stretches, lambda each: next(before) // size)]
     so_far = accumulate(parts, lambda *both: merged(both))
     return [
-        CurvePoint(until.end - whole.begin, until.step + 1, until.examples, part.loss)
+        CurvePoint(until.end - whole.begin, until.step + 1, until.examples or None, part.loss)
         for part, until in zip(parts, so_far, strict=True)
         if part.frames
     ]
 
 
-def _curve_of_tensorboard(folder: Path) -> list[CurvePoint]:
-    """Those of all learners together; nothing without TensorBoard."""
-    learners = sorted(folder.glob("learner-*"))
-    if not learners:
-        return []
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-    except ModuleNotFoundError:
-        return []
-    found = []
-    for learner in learners:
+def _read_tensorboard(folder: Path) -> Iterator[Stretch]:
+    """The points of learners' loss curves, each as if it were a stretch of one frame; nothing without TensorBoard."""
+    for place, learner in enumerate(sorted(folder.glob("learner-*"))):
+        try:
+            from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+        except ModuleNotFoundError:
+            return
         with suppress(Exception):  # of a damaged file TensorBoard may raise anything
             read = EventAccumulator(str(learner), {SCALARS: MAX_POINTS}).Reload()
-            if "train/loss" in read.Tags()["scalars"]:
-                found += [each for each in read.Scalars("train/loss") if math.isfinite(each.value)]
-    found.sort(key=lambda each: each.step)
-    began = min((each.wall_time for each in found), default=0.0)
-    size = max(1, math.ceil(len(found) / MAX_POINTS))
-    parts = [found[place : place + size] for place in range(0, len(found), size)]
-    return [
-        CurvePoint(
-            max(each.wall_time for each in part) - began,
-            part[-1].step + 1,
-            None,
-            sum(each.value for each in part) / len(part),
-        )
-        for part in parts
-    ]
+            for each in read.Scalars("train/loss"):
+                if math.isfinite(each.value):
+                    at = each.wall_time
+                    yield Stretch(place, at, at, each.step, batches=1, frames=1, losses=each.value)
 
 
 def _curve_of_epochs(events: Sequence[Event]) -> list[CurvePoint]:

@@ -115,11 +115,6 @@ def read_skipped(found: Iterable[Path]) -> dict[int, set[str]]:
     return skipped
 
 
-def start_of_record(folder: Path) -> Position:
-    """The position at which the record starts."""
-    return start_of(segments(folder)[0]) if segments(folder) else Position()
-
-
 def ends_of(found: Sequence[Path]) -> list[Position | None]:
     """The positions at which these segments, in order, were ended by the next one; None of the last one, and where that
     is damaged."""

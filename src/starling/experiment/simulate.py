@@ -15,7 +15,7 @@ from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import recorded, unusable
 from starling.experiment.learning import checkpoint_writer, recording
-from starling.experiment.observers import Seen, Timeline, Together, show
+from starling.experiment.observers import Seen, Timeline, Together
 from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import segments
 from starling.experiment.task import RecipeT, Task
@@ -73,8 +73,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
             display.train_with(membership.members)
             display.say(f"{membership.reason}; {line}")
 
-        show_all = partial(show, display=display)
-        with recording(folder, records, learners, log, show_all) as observers, on_stop_signal(stop.ask):
+        with recording(folder, records, learners, log, display.hear) as observers, on_stop_signal(stop.ask):
             outcome = VirtualEngine(
                 job,
                 learners,

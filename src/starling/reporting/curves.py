@@ -1,6 +1,6 @@
 """Writes curves for TensorBoard, in one folder per learner."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +44,19 @@ class Curves:
             "averaging/mean_staleness": message.mean_staleness,
         }
         self.add(name, values, message.epoch + 1)
-        if any(message.staleness) and (writer := self._writer(name)) is not None:
-            _add_staleness(writer, message.staleness, message.epoch + 1)
+        if any(counts := message.staleness) and (writer := self._writer(name)) is not None:
+            present = [value for value, count in enumerate(counts) if count]
+            writer.add_histogram_raw(
+                "averaging/staleness",
+                min=present[0] - 0.5,
+                max=present[-1] + 0.5,
+                num=sum(counts),
+                sum=sum(value * count for value, count in enumerate(counts)),
+                sum_squares=sum(value * value * count for value, count in enumerate(counts)),
+                bucket_limits=[value + 0.5 for value in range(len(counts))],  # each of width 1, around an integer
+                bucket_counts=list(counts),
+                global_step=message.epoch + 1,
+            )
         if message.consensus_distance is not None:
             self.add(name, {"consensus/distance": message.consensus_distance}, message.step)
 
@@ -68,19 +79,3 @@ class Curves:
                 return None
             self._writers[name] = tensorboard.SummaryWriter(str(self._folder / name))
         return self._writers[name]
-
-
-def _add_staleness(writer: "SummaryWriter", counts: Sequence[int], epoch: int) -> None:
-    """Add a histogram with a bucket of width 1 around each integer."""
-    present = [value for value, count in enumerate(counts) if count]
-    writer.add_histogram_raw(
-        "averaging/staleness",
-        min=present[0] - 0.5,
-        max=present[-1] + 0.5,
-        num=sum(counts),
-        sum=sum(value * count for value, count in enumerate(counts)),
-        sum_squares=sum(value * value * count for value, count in enumerate(counts)),
-        bucket_limits=[value + 0.5 for value in range(len(counts))],
-        bucket_counts=list(counts),
-        global_step=epoch,
-    )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 from starling.launch.messages import EpochEnd, Snapshot
-from starling.reporting.lines import duration, mean_staleness, rounds_per_gradient, share
+from starling.reporting.lines import agreement, duration, mean_staleness, share
 
 if TYPE_CHECKING:
     from starling.training.job import EpochReport, StepReport
@@ -129,7 +129,7 @@ class Meter:
 
     def end_epoch(self, report: EpochReport, step: int) -> EpochEnd:
         """The learner's statistics of an epoch that ended after `step` mini-batches of all learners."""
-        averaging, last = report.averaging, self._last
+        averaging, staleness, last = report.averaging, report.averaging.staleness, self._last
         own = self._epoch if last is not None and last.ticket.epoch == report.epoch else Stretch()
         return EpochEnd(
             learner_id=report.rank,
@@ -141,9 +141,9 @@ class Meter:
             step=step,
             num_rounds=averaging.rounds,
             bytes_sent=averaging.bytes_sent,
-            staleness=_counts(averaging.staleness),
-            mean_staleness=mean_staleness(averaging.staleness),
-            largest_staleness=max(averaging.staleness, default=0),
+            staleness=_counts(staleness),
+            mean_staleness=mean_staleness(staleness),
+            largest_staleness=max(staleness, default=0),
             consensus_distance=report.consensus_distance,
             num_not_finite=report.num_not_finite,
             loss=own.loss if own.frames else None,
@@ -186,6 +186,7 @@ class Score:
 
 
 _SUMMED = ("num_steps", "seconds", *SPENT, "num_rounds", "bytes_sent", "num_not_finite", "num_frames")
+_GREATEST = ("epoch", "step", "largest_staleness")
 _IN_EVENT = (
     *("num_steps", "seconds", *SPENT, "loss", "num_rounds", "bytes_sent"),
     *("mean_staleness", "largest_staleness", "num_not_finite"),
@@ -197,18 +198,17 @@ def together(ends: Sequence[EpochEnd]) -> EpochEnd:
     """The statistics of several learners or epochs as if they were those of one. Times are sums, too; the learning rate
     is the smallest one and thus the newest, as schedules decay."""
     sums: dict[str, Any] = {name: sum(getattr(each, name) for each in ends) for name in _SUMMED}
+    last: dict[str, Any] = {name: max((getattr(each, name) for each in ends), default=0) for name in _GREATEST}
     staleness = tuple(sum(counts) for counts in zip_longest(*(each.staleness for each in ends), fillvalue=0))
     summed = sum(each.mean_staleness * sum(each.staleness) for each in ends)
     losses, frames = sum(each.loss * each.num_frames for each in ends if each.loss is not None), sums["num_frames"]
     return EpochEnd(
         learner_id=-1,
         world=len(ends),
-        epoch=max((each.epoch for each in ends), default=0),
         **sums,
-        step=max((each.step for each in ends), default=0),
+        **last,
         staleness=staleness,
         mean_staleness=summed / max(1, sum(staleness)),
-        largest_staleness=max((each.largest_staleness for each in ends), default=0),
         consensus_distance=next(
             (each.consensus_distance for each in ends if each.consensus_distance is not None), None
         ),
@@ -221,7 +221,6 @@ def together(ends: Sequence[EpochEnd]) -> EpochEnd:
 class EpochSummary:
     """The combined statistics of an epoch."""
 
-    epoch: int
     ends: tuple[EpochEnd, ...]
     """The statistics of each learner, in order of `learner_id`."""
     missing: tuple[int, ...] = ()
@@ -230,7 +229,7 @@ class EpochSummary:
     def line(self, score: Score | None = None) -> str:
         """The line to print, with `score` if it is new."""
         every, workers = together(self.ends), together(self._computing)
-        begin = f"epoch {self.epoch + 1} ended after {duration(max(each.seconds for each in self.ends))}"
+        begin = f"epoch {every.epoch + 1} ended after {duration(max(each.seconds for each in self.ends))}"
         if self.missing:
             begin += f" (without learner {', '.join(map(str, self.missing))})"
         parts = [f"loss {every.loss:.4f}"] if every.loss is not None else []
@@ -244,13 +243,8 @@ class EpochSummary:
             f"computing {computing:.0f} %{named}",
             f"waiting {share(workers, 'waiting_for_data'):.0f} % for data",
             f"{share(workers, 'waiting_for_peers'):.0f} % for peers",
+            *agreement(every),
         ]
-        if every.num_rounds or every.largest_staleness:
-            parts.append(f"staleness {every.mean_staleness:.1f} (at most {every.largest_staleness})")
-        if every.num_rounds and every.num_steps:
-            parts.append(f"{rounds_per_gradient(every):.2f} rounds per gradient")
-        if every.num_not_finite:
-            parts.append(f"{every.num_not_finite} gradients not finite and left out")
         if score is not None:
             parts.append(f"{score.set_name} WER {score.wer:.2f} % after {score.trained}")
         return f"{begin}: {', '.join(parts)}"
@@ -259,7 +253,7 @@ class EpochSummary:
         """The fields of the event."""
         every = together(self.ends)
         return {
-            "epoch": self.epoch + 1,
+            "epoch": every.epoch + 1,
             "step": every.step,
             "steps_in_epoch": every.num_steps,
             "seconds": max(each.seconds for each in self.ends),
@@ -296,18 +290,14 @@ class EpochCollector:
         if end.epoch > self._told:
             self._pending.setdefault(end.epoch, {})[end.learner_id] = end
 
-    def complete(self, members: Collection[int]) -> list[EpochSummary]:
-        """Remove and return the epochs that are complete, given the members of the present membership."""
-        all_at = min((self._newest.get(each, -1) for each in members), default=-1)
-        due = max(all_at, max(self._newest.values(), default=-1) - _EPOCHS_BEHIND)
-        return [self._take(epoch, members) for epoch in sorted(self._pending) if epoch <= due]
-
-    def rest(self) -> list[EpochSummary]:
-        """Remove and return the incomplete epochs, at the end of the run."""
-        return [self._take(epoch) for epoch in sorted(self._pending)]
-
-    def _take(self, epoch: int, members: Collection[int] = ()) -> EpochSummary:
-        self._told = max(self._told, epoch)
-        ends = self._pending.pop(epoch)
-        missing = tuple(sorted(each for each in members if self._newest.get(each, -1) < epoch))
-        return EpochSummary(epoch, tuple(ends[learner_id] for learner_id in sorted(ends)), missing)
+    def complete(self, members: Collection[int] | None) -> Iterator[EpochSummary]:
+        """Remove and yield the epochs that are complete, given the members of the present membership; None: the run is
+        over, and all are."""
+        all_at = min((self._newest.get(each, -1) for each in members or ()), default=-1)
+        newest = max(self._newest.values(), default=-1)
+        due = newest if members is None else max(all_at, newest - _EPOCHS_BEHIND)
+        for epoch in sorted(each for each in self._pending if each <= due):
+            self._told = max(self._told, epoch)
+            ends = self._pending.pop(epoch)
+            missing = tuple(sorted(each for each in members or () if self._newest.get(each, -1) < epoch))
+            yield EpochSummary(tuple(ends[learner_id] for learner_id in sorted(ends)), missing)

@@ -1,7 +1,6 @@
 """The events of a run as `log/events.jsonl`, one JSON object per line; `docs/events.md` lists the kinds."""
 
 import json
-import math
 import os
 import threading
 import time
@@ -9,6 +8,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 Event = Mapping[str, Any]
 
@@ -40,8 +41,9 @@ class Events:
         """Whether the file ends with an incomplete line."""
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append an event with the present time."""
-        line = json.dumps(_plain({"time": round(self._clock(), 3), "kind": kind, **fields}), ensure_ascii=False)
+        """Append an event with the present time; in place of what is not finite, null."""
+        event = {"time": round(self._clock(), 3), "kind": kind, **fields}
+        line = json.dumps(to_jsonable_python(event, inf_nan_mode="null"), ensure_ascii=False)
         with self._lock:
             try:
                 self._append(line.encode() + b"\n")
@@ -64,15 +66,6 @@ class Events:
             written = os.write(self._descriptor, left)
             left = left[written:]
             self._is_torn = bool(left)
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value in which NaN and infinities are replaced by None."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_events(path: Path) -> list[Event]:

@@ -205,16 +205,14 @@ def _told(event: Event) -> str:
     match event["kind"]:
         case "start":
             return f"{event.get('learners')} learners, {event.get('strategy')}"
-        case "loss" | "left-out":
-            return str(event.get("reason", ""))
         case "join":
             return f"learner {event.get('learner')} joined; {event.get('num_learners')} learners train now"
         case "checkpoint":
             return f"{event.get('folder')} ({event.get('moment')})"
         case "end":
             return f"{event.get('message', '')} (exit code {event.get('exit_code')})"
-        case "stall" | "stall-over" | "advice" | "message":
-            return str(event.get("text", ""))
+        case "loss" | "left-out" | "stall" | "stall-over" | "advice" | "message":
+            return str(event.get("reason", event.get("text", "")))
         case _:
             return ""
 

@@ -1,6 +1,6 @@
 """Log lines, in which epochs and batches are counted from 1."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from starling.launch.messages import EpochEnd, Snapshot
 
@@ -28,15 +28,27 @@ def epoch_line(end: EpochEnd) -> str:
     """A learner's statistics of an epoch: steps, time, the shares of computing and waiting, and those of asynchronous
     averaging."""
     steps = "step" if end.num_steps == 1 else "steps"
-    line = (
-        f"({end.learner_id}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} {steps} in "
-        f"{duration(end.seconds)}, {share(end, 'computing'):.1f} % computing, "
-        f"{share(end, 'waiting_for_data'):.1f} % waiting for data, "
-        f"{share(end, 'waiting_for_peers'):.1f} % waiting for peers{_averaging(end)}"
-    )
+    begin = f"({end.learner_id}/{end.world}) epoch {end.epoch + 1} ended: {end.num_steps} {steps}"
+    parts = [
+        f"{begin} in {duration(end.seconds)}",
+        f"{share(end, 'computing'):.1f} % computing",
+        f"{share(end, 'waiting_for_data'):.1f} % waiting for data",
+        f"{share(end, 'waiting_for_peers'):.1f} % waiting for peers",
+        *agreement(end),
+    ]
+    if end.num_rounds or end.largest_staleness:
+        parts.append(f"{end.bytes_sent / 1e6:,.1f} MB sent")
+    return ", ".join(parts)
+
+
+def agreement(end: EpochEnd) -> Iterator[str]:
+    """Averaging rounds and staleness, unless the strategy is synchronous, and gradients that were left out."""
+    if end.num_rounds and end.num_steps:
+        yield f"{rounds_per_gradient(end):.2f} rounds per gradient"
+    if end.num_rounds or end.largest_staleness:
+        yield f"staleness {end.mean_staleness:.1f} (at most {end.largest_staleness})"
     if end.num_not_finite:
-        line += f", {end.num_not_finite} gradients not finite and left out"
-    return line
+        yield f"{end.num_not_finite} gradients not finite and left out"
 
 
 class Advice:
@@ -54,15 +66,6 @@ class Advice:
             return None
         self._given.add(what)
         return f"learner {end.learner_id} waits for {what} {part:.0f} % of its time: {_ADVICE[what]}"
-
-
-def _averaging(end: EpochEnd) -> str:
-    """Averaging rounds, staleness and traffic; empty for a synchronous strategy."""
-    if end.num_rounds == 0 and end.largest_staleness == 0:
-        return ""
-    rounds = f", {rounds_per_gradient(end):.2f} rounds per gradient" if end.num_rounds else ""
-    staleness = f"staleness {end.mean_staleness:.1f} (at most {end.largest_staleness})"
-    return f"{rounds}, {staleness}, {end.bytes_sent / 1e6:,.1f} MB sent"
 
 
 def share(end: EpochEnd, what: str) -> float:

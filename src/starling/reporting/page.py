@@ -20,26 +20,21 @@ from numpy.typing import NDArray
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from starling.reporting.epochs import Stretch, merged
-from starling.reporting.evidence import CurvePoint, Evidence, Seconds, Section
+from starling.reporting.epochs import SPENT, Stretch, merged
+from starling.reporting.evidence import CurvePoint, Evidence, Seconds
 from starling.reporting.lines import duration
 
 _TEMPLATE = Path(__file__).parent / "page.html.jinja"
 COLOURS = ("#3b82c4", "#e07b39", "#3a9d5d", "#b05cc6", "#c9a227", "#d1495b", "#5aa9a5", "#8d6e63")
 """Of experiments; readable on white and on black."""
-KINDS = (
-    ("computing", "computing", "#3a9d5d"),
-    ("waiting_for_data", "waiting for data", "#e0a539"),
-    ("waiting_for_peers", "waiting for peers", "#d1495b"),
-)
-"""The kinds of a learner's time: each with an attribute of `Stretch`, its name on the page, and its colour."""
+COLOURS_OF_TIME = ("#3a9d5d", "#e0a539", "#d1495b")
+"""Of the kinds of a learner's time."""
 MAX_STRETCHES = 3000
 """In all timelines of a page together; each adds about 100 bytes to the page."""
 MAX_ROWS = 64
 """Learners in one timeline."""
 _WINDOW = 20
 """The timeline's buttons zoom to the duration of the first learner's first `_WINDOW` + 1 stretches."""
-_HEIGHT = 340
 
 
 def render(experiments: Sequence[Evidence], made: str) -> str:
@@ -69,7 +64,7 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
         figures=set(figures),
         timelines=[(name, each) for place, each in enumerate(experiments) if (name := f"timeline-{place}") in figures],
         max_rows=MAX_ROWS,
-        missing=lambda section: _missing(experiments, section),
+        missing=lambda part: [(each.label, each.missing[part]) for each in experiments if part in each.missing],
         scored=[(each, scored) for each in experiments for scored in each.sets],
         specs=Markup(specs.replace("<", "\\u003c").replace("&", "\\u0026")),
         plotly=Markup(base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()),
@@ -78,21 +73,15 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
     )
 
 
-def _missing(experiments: Sequence[Evidence], section: Section) -> list[tuple[str, str]]:
-    """Label and sentence of the experiments that lack a part of the page."""
-    return [(each.label, each.missing[section]) for each in experiments if section in each.missing]
-
-
 def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure:
     """Training loss against the time of training."""
-    shown = [each for each in experiments if any(point.seconds is not None for point in each.curve)]
+    shown = [each for each in experiments if each.curve and each.curve[0].seconds is not None]
     longest = max((point.seconds or 0.0 for each in shown for point in each.curve), default=0.0)
     divisor, unit = _unit(longest)
     drawing = _Drawing(f"{_clock(shown)}, {unit}", "training loss", experiments)
     for each in shown:
-        points = [point for point in each.curve if point.seconds is not None]
-        drawing.losses(each, points, [(point.seconds or 0.0) / divisor for point in points])
-    return drawing.figure
+        drawing.losses(each, each.curve, [(point.seconds or 0.0) / divisor for point in each.curve])
+    return drawing
 
 
 def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure:
@@ -108,30 +97,28 @@ def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure:
         drawing.buttons(
             {label: [{"x": own}, {"xaxis.title.text": f"{label} of all learners"}] for label, own in x.items()}
         )
-    return drawing.figure
+    return drawing
 
 
 def validation(experiments: Sequence[Evidence]) -> go.Figure:
     """Word error rate on the valid set, epoch by epoch."""
     drawing = _Drawing("epochs", "WER on the valid set, %", experiments)
-    drawing.figure.update_yaxes(rangemode="tozero")
+    drawing.update_yaxes(rangemode="tozero")
     for each in experiments:
-        scores = each.validations
-        drawing.line(each, [epochs for epochs, _ in scores], [wer for _, wer in scores], "lines+markers")
-    return drawing.figure
+        drawing.line(each, each.validations, "lines+markers")
+    return drawing
 
 
 def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
     """Throughput relative to the experiments with the fewest learners, beside the ideal line. Empty where all have the
     same number of learners, or some clocks are real and others simulated."""
     shown = sorted((each for each in experiments if each.throughput), key=attrgetter("strategy", "learners"))
-    fewest = min((each.learners for each in shown), default=0)
-    most = max((each.learners for each in shown), default=0)
-    if fewest == most or len({each.is_virtual for each in shown}) > 1:
+    if len({each.learners for each in shown}) < 2 or len({each.is_virtual for each in shown}) > 1:
         return go.Figure()
+    fewest, most = min(each.learners for each in shown), max(each.learners for each in shown)
     base = mean(each.throughput or 0.0 for each in shown if each.learners == fewest) / fewest
     unit = f"{_unit_of_examples(shown)} per second, relative to {fewest} learner{'s' * (fewest > 1)}"
-    figure = _Drawing("learners", unit, experiments).figure
+    figure = _Drawing("learners", unit, experiments)
     for place, (strategy, group) in enumerate(groupby(shown, attrgetter("strategy"))):
         points = list(group)
         figure.add_scatter(
@@ -162,10 +149,10 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
         size = math.ceil(len(own) / most)  # neighbours are merged until there are at most `most`
         rows.append([merged(own[place : place + size]) for place in range(0, len(own), size)])
     height = max(200, 110 + 26 * len(learners))
-    drawing = _Drawing(f"{_clock([experiment])}, s", "learner", [experiment], height)
-    figure = drawing.figure
-    for attribute, words, colour in KINDS:
-        x, y, custom = _spans(rows, attribute)
+    figure = _Drawing(f"{_clock([experiment])}, s", "learner", [experiment], height)
+    for kind, colour in zip(SPENT, COLOURS_OF_TIME, strict=True):
+        words = kind.replace("_", " ")
+        x, y, custom = _spans(rows, kind)
         if len(x):
             figure.add_scatter(
                 x=x,
@@ -198,7 +185,7 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
             "middle": [middle - width / 2, middle + width / 2],
             "end": [end - width, end],
         }
-        drawing.buttons({label: [{"xaxis.range": window}] for label, window in views.items()}, "relayout")
+        figure.buttons({label: [{"xaxis.range": window}] for label, window in views.items()}, "relayout")
     return figure
 
 
@@ -208,65 +195,65 @@ def staleness(experiments: Sequence[Evidence]) -> go.Figure:
     for each in experiments:
         counts = {place: count for place, count in enumerate(each.staleness) if count}
         if counts:
-            drawing.figure.add_bar(
+            drawing.add_bar(
                 x=list(counts),
                 y=[100.0 * count / sum(counts.values()) for count in counts.values()],
                 customdata=list(counts.values()),
                 name=_safe(each.label),
-                marker_color=drawing.colours[each.label],
+                marker_color=drawing._colours[each.label],
                 hovertemplate="staleness %{x}: %{y:.3~g} %, %{customdata} gradients",
             )
-    drawing.figure.update_layout(barmode="group", hovermode="closest")
-    return drawing.figure
+    drawing.update_layout(barmode="group", hovermode="closest")
+    return drawing
 
 
 def consensus(experiments: Sequence[Evidence]) -> go.Figure:
     """How far the learners' weights were from their mean."""
     drawing = _Drawing("mini-batches of all learners", "consensus distance", experiments)
-    drawing.figure.update_yaxes(type="log", exponentformat="power")
+    drawing.update_yaxes(type="log", exponentformat="power")
     for each in experiments:
-        points = [point for point in each.distances if point[1] > 0.0 and "consensus" not in each.missing]
-        drawing.line(each, [step for step, _ in points], [value for _, value in points], "lines+markers")
-    return drawing.figure
+        if "consensus" not in each.missing:
+            drawing.line(each, [point for point in each.distances if point[1] > 0.0], "lines+markers")
+    return drawing
 
 
-class _Drawing:
+class _Drawing(go.Figure):  # type: ignore[misc]
     """A figure in which each experiment of the page has its own colour."""
 
-    def __init__(self, x_title: str, y_title: str, experiments: Sequence[Evidence], height: int = _HEIGHT) -> None:
-        self.colours = {each.label: COLOURS[place % len(COLOURS)] for place, each in enumerate(experiments)}
-        self.figure = go.Figure()
-        self.figure.update_layout(
+    def __init__(self, x_title: str, y_title: str, experiments: Sequence[Evidence], height: int = 340) -> None:
+        super().__init__()
+        self._colours = {each.label: COLOURS[place % len(COLOURS)] for place, each in enumerate(experiments)}
+        self.update_layout(
             template=None,
             height=height,
             margin={"l": 58, "r": 12, "t": 36, "b": 46},
             hovermode="x unified",
             legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
             showlegend=True,
+            xaxis={"title": {"text": x_title}, "zeroline": False},
+            yaxis={"title": {"text": y_title}, "zeroline": False},
         )
-        self.figure.update_xaxes(title={"text": x_title}, zeroline=False)
-        self.figure.update_yaxes(title={"text": y_title}, zeroline=False)
 
-    def line(self, experiment: Evidence, x: Sequence[float], y: Sequence[float], mode: str = "lines") -> None:
+    def line(self, experiment: Evidence, points: Sequence[tuple[float, float]], mode: str = "lines") -> None:
         """Draw an experiment's line, if it has points."""
-        if x:
-            self.figure.add_scatter(
-                x=list(x),
-                y=list(y),
+        if points:
+            self.add_scatter(
+                x=[x for x, _ in points],
+                y=[y for _, y in points],
                 mode=mode,
                 name=_safe(experiment.label),
                 legendgroup=_safe(experiment.label),
-                line={"color": self.colours[experiment.label], "width": 1.8},
+                line={"color": self._colours[experiment.label], "width": 1.8},
                 hovertemplate="%{y:.4~g}",
             )
 
     def losses(self, experiment: Evidence, points: Sequence[CurvePoint], x: Sequence[float]) -> list[list[float]]:
         """Draw a line, and the area between the lowest and the highest of several runs; gives the x values of both."""
-        self.line(experiment, x, [point.loss for point in points])
+        self.line(experiment, list(zip(x, (point.loss for point in points), strict=True)))
         every = _x_of_losses(points, x)
         for area in every[1:]:
-            colour = self.colours[experiment.label]
-            self.figure.add_scatter(
+            colour = self._colours[experiment.label]
+            self.add_scatter(
                 x=area,
                 y=[*(point.high for point in points), *(point.low for point in reversed(points))],
                 mode="none",
@@ -280,8 +267,8 @@ class _Drawing:
 
     def buttons(self, arguments: Mapping[str, Sequence[Any]], method: str = "update") -> None:
         """Add buttons, each a label with the arguments of plotly's method."""
-        height = self.figure.layout.height
-        self.figure.update_layout(
+        height = self.layout.height
+        self.update_layout(
             updatemenus=[
                 {
                     "type": "buttons",

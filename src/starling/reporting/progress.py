@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from starling.launch.messages import EpochEnd, Saved, Snapshot
-from starling.reporting.epochs import EpochCollector, EpochSummary, Score
+from starling.launch.messages import EpochEnd, LearnerMessage, Said, Saved, Snapshot
+from starling.reporting.epochs import EpochCollector, Score
 from starling.reporting.events import Events
 from starling.reporting.lines import Advice, duration, share, time_left
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
@@ -31,18 +31,14 @@ class Display:
     """
 
     def __init__(
-        self,
-        title: str,
-        world: int,
-        console: Console,
-        events: Events | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, title: str, world: int, console: Console, events: Events, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.away: set[int] = set()
         """Learners that were lost and have not joined again."""
         self._title = title
         self._members: Collection[int] = range(world)
         self._console = console
+        self._print = say_on(console)
         self._events = events
         self._clock = clock
         self._lock = threading.RLock()
@@ -61,9 +57,7 @@ class Display:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            self._live = Live(
-                self._table(), console=self._console, refresh_per_second=1.0 / DRAW_EVERY, transient=False
-            )
+            self._live = Live(self._table(), console=self._console, refresh_per_second=1.0 / DRAW_EVERY)
             self._live.start()
         return self
 
@@ -71,31 +65,40 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self._lock:
-            for summary in self._epochs.rest():
-                self._tell_epoch(summary, None)
+            self._tell_epochs(is_over=True)
             self._tell_score()
             if self._live is not None:
                 self._live.update(self._table(ended=kind is None))
                 self._live.stop()
                 self._live = None
 
-    def progress(self, snapshot: Snapshot) -> None:
-        """Show a learner's progress."""
+    def hear(self, message: LearnerMessage) -> None:
+        """Show a learner's message, if it is of a kind that is displayed: progress, the statistics of an epoch, which
+        is printed once it is complete, a line, or a checkpoint. At most one checkpoint is printed between two lines
+        about all learners, and always the final one."""
         with self._lock:
-            self._snapshots[snapshot.learner_id] = snapshot
-            if self._live is not None:
-                if self._clock() - self._drawn_at >= DRAW_EVERY:  # a table takes a millisecond, and all learners report
-                    self._drawn_at = self._clock()
-                    self._live.update(self._table())
-            elif self._clock() - self._told_at >= SCREEN_EVERY:
-                self._print(self._progress_line())
-                self._has_told()
-
-    def epoch(self, end: EpochEnd) -> None:
-        """Add a learner's statistics of an epoch, and print the epochs that are now complete."""
-        with self._lock:
-            self._epochs.add(end)
-            self._tell_epochs()
+            match message:
+                case Snapshot():
+                    self._snapshots[message.learner_id] = message
+                    if self._live is not None:
+                        if self._clock() - self._drawn_at >= DRAW_EVERY:  # a table takes a millisecond
+                            self._drawn_at = self._clock()
+                            self._live.update(self._table())
+                    elif self._clock() - self._told_at >= SCREEN_EVERY:
+                        self._print(self._progress_line())
+                        self._has_told()
+                case EpochEnd():
+                    self._epochs.add(message)
+                    self._tell_epochs()
+                case Said():
+                    self.say(message.line)
+                case Saved():
+                    folder, moment, distance = message.folder, message.moment, message.consensus_distance
+                    self._events.write("checkpoint", folder=folder, moment=moment, consensus_distance=distance)
+                    if not self._has_told_saved or moment == "end":
+                        self._has_told_saved = True
+                        apart = f", consensus distance {distance:.3g}" if distance is not None else ""
+                        self._print(f"saved {folder}{apart}")
 
     def train_with(self, members: Collection[int]) -> None:
         """Set the members of the new membership."""
@@ -122,24 +125,11 @@ class Display:
         line = f"{reason}; it had not joined, and the others continue without it"
         self._tell(line, "left-out", learner=learner_id, reason=reason)
 
-    def saved(self, message: Saved) -> None:
-        """Report a completed checkpoint. At most one is printed between two lines about all learners, and always the
-        final one."""
-        with self._lock:
-            distance = message.consensus_distance
-            self._write("checkpoint", folder=message.folder, moment=message.moment, consensus_distance=distance)
-            if self._has_told_saved and message.moment != "end":
-                return
-            self._has_told_saved = True
-            self._print(
-                f"saved {message.folder}{f', consensus distance {distance:.3g}' if distance is not None else ''}"
-            )
-
     def scored(self, score: Score) -> None:
         """Report a score on the validation set. The next epoch line includes it; if none follows within `SCORE_WAIT`,
         it is printed on a separate line."""
         with self._lock:
-            self._write("validation", set=score.set_name, wer=score.wer, epochs=score.epochs, step=score.steps)
+            self._events.write("validation", set=score.set_name, wer=score.wer, epochs=score.epochs, step=score.steps)
             self._score, self._score_at = score, self._clock()
 
     def tick(self) -> None:
@@ -152,17 +142,14 @@ class Display:
         """Print a line above the table."""
         self._tell(line, "message", text=line)
 
-    def _tell_epochs(self) -> None:
-        for summary in self._epochs.complete(self._members):
-            self._tell_epoch(summary, self._score)
+    def _tell_epochs(self, is_over: bool = False) -> None:
+        for summary in self._epochs.complete(None if is_over else self._members):
+            self._tell(summary.line(self._score), "epoch", **summary.fields())
             self._score = None
-
-    def _tell_epoch(self, summary: EpochSummary, score: Score | None) -> None:
-        self._tell(summary.line(score), "epoch", **summary.fields())
-        self._has_told()
-        for end in sorted(summary.ends, key=lambda each: share(each, "computing")):
-            if line := self._advice.line(end):
-                self._tell(line, "advice", text=line)
+            self._has_told()
+            for end in sorted(summary.ends, key=lambda each: share(each, "computing")):
+                if line := self._advice.line(end):
+                    self._tell(line, "advice", text=line)
 
     def _tell_score(self) -> None:
         if self._score is not None:
@@ -174,20 +161,11 @@ class Display:
 
     def _tell(self, line: str, kind: str, **fields: object) -> None:
         """Write an event, and print it as a line."""
-        self._write(kind, **fields)
+        self._events.write(kind, **fields)
         self._print(line)
 
-    def _write(self, kind: str, **fields: object) -> None:
-        if self._events is not None:
-            self._events.write(kind, **fields)
-
-    def _print(self, line: str) -> None:
-        say_on(self._console)(line)
-
     def _progress_line(self) -> str:
-        newest = self._newest()
-        if newest is None:
-            return self._title
+        newest = max(self._snapshots.values(), key=lambda each: each.fraction)
         frames = sum(each.num_frames for each in self._snapshots.values())
         loss = sum(each.loss * each.num_frames for each in self._snapshots.values()) / max(1, frames)
         return (
@@ -196,15 +174,12 @@ class Display:
             f"{f', {left} left' if (left := time_left(newest)) else ''}"
         )
 
-    def _newest(self) -> Snapshot | None:
-        return max(self._snapshots.values(), key=lambda each: each.fraction, default=None)
-
     def _speed(self) -> str:
         total = sum(each.audio_rate for each in self._snapshots.values())
         return f", {total:.0f} s of audio per s" if total > 0.0 else ""
 
     def _table(self, ended: bool = False) -> Table:
-        newest = self._newest()
+        newest = max(self._snapshots.values(), key=lambda each: each.fraction, default=None)
         if newest is None:
             done = "starting"
         elif ended:
@@ -216,10 +191,10 @@ class Display:
             table.add_column(name, justify="right")
         known = sorted({*self._members, *self._snapshots, *self.away})
         for learner_id in known[:MAX_ROWS]:
-            otherwise = "lost" if learner_id in self.away else "starting"
-            table.add_row(str(learner_id), *_cells(self._snapshots.get(learner_id), otherwise))
+            snapshot, otherwise = self._snapshots.get(learner_id), "lost" if learner_id in self.away else "starting"
+            table.add_row(str(learner_id), *([otherwise] if snapshot is None else _cells(snapshot)))
         if len(known) > MAX_ROWS:
-            table.add_row("…", f"{len(known)} learners", *[""] * 5)
+            table.add_row("…", f"{len(known)} learners")
         return table
 
 
@@ -228,9 +203,7 @@ def say_on(console: Console) -> Say:
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(snapshot: Snapshot | None, otherwise: str) -> list[str]:
-    if snapshot is None:
-        return [otherwise, *[""] * 5]
+def _cells(snapshot: Snapshot) -> list[str]:
     return [
         str(snapshot.epoch + 1),
         f"{snapshot.batch + 1}/{snapshot.num_batches}",

@@ -6,8 +6,9 @@ learner that takes part in the mean and is not waiting in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from starling.engines.processes.stalls import Stall
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
@@ -18,8 +19,6 @@ TIMES_AS_LONG = 10.0
 """A wait is unusual if it takes so many times the usual time between two such waits."""
 DATA = "data"
 """`Stall.what` of a wait for the learner's own mini-batch."""
-LogOf = Callable[[int], str]
-"""Returns the path of a learner's log, by its id."""
 
 
 @dataclass
@@ -46,12 +45,13 @@ class _Episode:
 class Stalls:
     """Reports stalls, that is, unusual waits: one line for each, another whenever it has doubled, and one when it ends.
 
-    A wait is unusual if it is longer than `long_seconds` and than `TIMES_AS_LONG` times the usual time.
+    A wait is unusual if it is longer than `long_seconds` and than `TIMES_AS_LONG` times the usual time. Lines name the
+    logs of learners in the folder `logs`.
     """
 
-    def __init__(self, roster: Roster, log_of: LogOf, long_seconds: Seconds) -> None:
+    def __init__(self, roster: Roster, logs: Path, long_seconds: Seconds) -> None:
         self._roster = roster
-        self._log_of = log_of
+        self._logs = logs
         self._long_seconds = long_seconds
         self._episodes: list[_Episode] = []
         self.ended: list[str] = []
@@ -65,7 +65,9 @@ class Stalls:
             numbers = {each: waiting[each].number for each in episode.waits if each in waiting}
             episode.waits = dict(episode.waits.items() & numbers.items())
             if episode.waits:
-                self._narrow(episode)
+                causes = _causes(_late(sorted(episode.waits), self._roster), self._roster)
+                if causes and isinstance(episode.cause, tuple) and set(causes) < set(episode.cause):
+                    episode.cause = tuple(causes)  # the others have meanwhile reported that they are waiting themselves
                 by_cause.setdefault(episode.cause, episode).unite(episode)
             else:
                 cause = episode.cause if isinstance(episode.cause, tuple) else ()
@@ -75,7 +77,7 @@ class Stalls:
         for episode in self._episodes:
             if (lasted := now - episode.since) >= episode.again_at:
                 episode.again_at = 2.0 * lasted
-                told.append(("stall", explain(sorted(episode.waits), self._roster, self._log_of)))
+                told.append(("stall", explain(sorted(episode.waits), self._roster, self._logs)))
         return told
 
     def _begun(self, waiting: Mapping[int, Stall]) -> Iterator[_Episode]:
@@ -87,45 +89,35 @@ class Stalls:
                 since = self._roster.learners[own].attempt.wait_began_at
                 yield _Episode(tuple(causes) or wait.what, {own: wait.number}, {own}, since)
 
-    def _narrow(self, episode: _Episode) -> None:
-        """Remove learners from the cause of a stall that have meanwhile reported that they are waiting themselves."""
-        causes = _causes(_late(sorted(episode.waits), self._roster), self._roster)
-        if causes and isinstance(episode.cause, tuple) and set(causes) < set(episode.cause):
-            episode.cause = tuple(causes)
 
-
-def explain(waiters: Sequence[int], roster: Roster, log_of: LogOf) -> str:
+def explain(waiters: Sequence[int], roster: Roster, logs: Path) -> str:
     """A line that says why these learners are stalled. Learners that no longer wait are ignored."""
     waits = {waiter: wait for waiter in waiters if (wait := roster.learners[waiter].attempt.wait)}
     starved = sorted(waiter for waiter, wait in waits.items() if wait.what == DATA)
     waiters = starved or sorted(waits)
     longest = max((waits[waiter] for waiter in waiters), key=lambda each: each.seconds)
-    verb = "has" if len(waiters) == 1 else "have"
-    line = f"{_names(waiters)} {verb} waited {duration(longest.seconds)} in {longest.what}{_beside(longest)}"
+    line = _waited(waiters, longest)
     if starved:
         others = sorted(waits.keys() - set(starved))
         for_it = f"; {_names(others)} {'waits' if len(others) == 1 else 'wait'} for that" if others else ""
-        return f"{line}{for_it}; see {_logs(waiters, log_of)}"
+        return f"{line}{for_it}; see {_logs(waiters, logs)}"
     late = _late(waiters, roster)
     if not late:
         return (
             f"{line}: all learners that take part wait in it, so the connection between them is stuck; "
-            f"{_logs(waiters, log_of)}"
+            f"{_logs(waiters, logs)}"
         )
     causes = _causes(late, roster)
-    whom = "" if longest.what.endswith(_names(late)) else f" for {_names(late)}"
     waits_itself = "which waits" if len(late) == 1 else "which wait"
     chain = f", {waits_itself} for {_names(causes)}" if set(causes) != set(late) else ""
-    told = "; ".join(f"{_state(roster.learners[each], roster)}; its log: {log_of(each)}" for each in causes[:3])
+    told = "; ".join(f"{_state(roster.learners[each], roster)}; its log: {_logs([each], logs)}" for each in causes[:3])
     more = f"; and {len(causes) - 3} more" if len(causes) > 3 else ""
-    return f"{line}{whom}{chain}: {told}{more}"
+    return f"{_waited(waiters, longest, late)}{chain}: {told}{more}"
 
 
 def own_line(learner_id: int, wait: Stall) -> str:
     """A line about a wait for the learner's own log."""
-    line = f"learner {learner_id} has waited {duration(wait.seconds)} in {wait.what}{_beside(wait)}"
-    if wait.whom and not wait.what.endswith(_names(wait.whom)):
-        line += f" for {_names(wait.whom)}"
+    line = _waited([learner_id], wait, wait.whom)
     if wait.whom:
         line += ": see its log" if len(wait.whom) == 1 else " or some of them: see their logs"
     return line
@@ -138,10 +130,13 @@ def resumed_line(waiters: Sequence[int], seconds: Seconds, cause: Sequence[int] 
     return f"{_names(waiters)} {verb} after waiting {duration(seconds)}{whom}"
 
 
-def _beside(wait: Stall) -> str:
+def _waited(waiters: Sequence[int], wait: Stall, whom: Sequence[int] = ()) -> str:
+    """How long learners have waited, in what, and, where the wait itself does not say that, for whom."""
     usual = f"one every {wait.usual:.2g} s until then" if wait.usual else ""
-    behind = "behind its training" if wait.is_behind else ""
-    return f" ({'; '.join(filter(None, (usual, behind)))})" if usual or behind else ""
+    beside = "; ".join(filter(None, (usual, "behind its training" if wait.is_behind else "")))
+    verb = "has" if len(waiters) == 1 else "have"
+    line = f"{_names(waiters)} {verb} waited {duration(wait.seconds)} in {wait.what}{f' ({beside})' if beside else ''}"
+    return f"{line} for {_names(whom)}" if whom and not wait.what.endswith(_names(whom)) else line
 
 
 def _late(waiters: Sequence[int], roster: Roster) -> list[int]:
@@ -206,5 +201,5 @@ def _names(learners: Sequence[int]) -> str:
     return f"learners {', '.join(map(str, learners[:-1]))} and {learners[-1]}"
 
 
-def _logs(learners: Iterable[int], log_of: LogOf) -> str:
-    return ", ".join(log_of(each) for each in list(learners)[:3])
+def _logs(learners: Sequence[int], logs: Path) -> str:
+    return ", ".join(f"{logs}/learner-{each}.log" for each in learners[:3])

@@ -20,7 +20,16 @@ from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
 from starling.training.gradient import Computed, GradientTask, compute_gradient
-from starling.training.job import Averaging, ClaimReport, EpochReport, Job, Observer, Spent, StepReport
+from starling.training.job import (
+    Averaging,
+    ClaimReport,
+    EpochReport,
+    Job,
+    Observer,
+    Spent,
+    StepReport,
+    Tally,
+)
 from starling.training.loading import Loaded
 from starling.training.replica import ReplicaLearner
 from starling.training.shards import ShardHost, Shards
@@ -124,10 +133,10 @@ class Course:
         self._spent_when_over = Spent()
         if start is not None:
             self._restore(start)
-        if (before := life.interrupted) is not None:  # continue counting from that of the previous membership
-            self._epoch_steps, self._num_not_finite = before.num_steps, before.num_not_finite
-            self._epoch_begin = host.now() - before.seconds
-            host.statistics.spent, host.statistics.averaging = before.spent, before.averaging
+        if (tally := life.tally) is not None:  # continue counting from that of the previous membership
+            self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
+            self._epoch_begin = host.now() - tally.seconds
+            host.statistics.spent, host.statistics.averaging = tally.spent, tally.averaging
 
     @property
     def _minutes(self) -> float:
@@ -260,10 +269,12 @@ class Course:
 
     def leave(self, membership: int) -> None:
         """Membership number `membership` has ended: save in the learner's `Life` what it needs in the next one."""
-        life = self._life
+        life, statistics = self._life, self._statistics
         life.past = Past(membership, self.num_done, self._minutes)
         life.state = self.state(Position()).copy()
-        life.interrupted = self._part_of(self.barriers.epoch, self._host.now(), self._statistics.spent)
+        with statistics.lock:
+            seconds = self._host.now() - self._epoch_begin
+            life.tally = Tally(self._epoch_steps, seconds, statistics.spent, statistics.averaging, self._num_not_finite)
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
         """Report the end of the run, and return the final state. Of the `num_portions` that all learners claimed, all
@@ -352,22 +363,23 @@ class Course:
         if self._over_at is not None:
             now, spent = self._over_at, self._spent_when_over
             self._spent_when_over = Spent()
-        report = self._part_of(epoch, now, spent)
-        distance = self._host.consensus_distance()
-        report = replace(report, consensus_distance=distance, is_last=is_last)
+        with statistics.lock:
+            averaging, statistics.averaging = statistics.averaging, Averaging()
+        report = EpochReport(
+            rank=self._life.name,
+            epoch=epoch,
+            num_steps=self._epoch_steps,
+            seconds=now - self._epoch_begin,
+            spent=spent,
+            averaging=averaging,
+            consensus_distance=self._host.consensus_distance(),
+            num_not_finite=self._num_not_finite,
+            is_last=is_last,
+        )
         self._num_not_finite = 0
         self._observer.on_epoch(report, state)
         statistics.spent = Spent()
         self._epoch_steps, self._epoch_begin = 0, now
-
-    def _part_of(self, epoch: int, now: float, spent: Spent) -> EpochReport:
-        """This learner's part of an epoch, which ends now; its averaging is counted from 0 again."""
-        with self._statistics.lock:
-            averaging, self._statistics.averaging = self._statistics.averaging, Averaging()
-        seconds, num_not_finite = now - self._epoch_begin, self._num_not_finite
-        return EpochReport(
-            self._life.name, epoch, self._epoch_steps, seconds, spent, averaging, num_not_finite=num_not_finite
-        )
 
     def gradient_task(self) -> tuple[GradientTask, list[Sequence[Examples]]]:
         """What the gradient of the claimed mini-batches depends on, and these; injected faults are carried out."""

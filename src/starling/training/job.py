@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import astuple, dataclass, field
 from operator import add
 from typing import Any
@@ -126,9 +126,8 @@ class ClaimReport:
     """Name and reason of each example that could not be used, if the mini-batch has an attribute `skipped`."""
 
     @staticmethod
-    def of(rank: int, ticket: Ticket, batch: Iterable[Examples]) -> "ClaimReport":
+    def of(rank: int, ticket: Ticket, batch: Collection[Examples]) -> "ClaimReport":
         """The report of a mini-batch in micro-batches."""
-        batch = list(batch)
         return ClaimReport(
             rank,
             ticket,
@@ -190,8 +189,19 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """A learner's counters since its last epoch ended."""
+
+    num_steps: int
+    seconds: float
+    spent: Spent
+    averaging: Averaging
+    num_not_finite: int
+
+
+@dataclass(frozen=True)
 class EpochReport:
-    """One learner's part of an epoch that has ended, or that the end of the budget or of a membership cut short."""
+    """One learner's part of an epoch that has ended, or that the end of the budget cut short."""
 
     rank: int
     epoch: int
