@@ -118,7 +118,8 @@ class Coordinator:
         for learner_id, line in self._lines.items():
             if learner_id not in self._membership.members and line.connection is not None:
                 line.tell(Greeted(OVER))
-                line.connection.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):  # it has left itself
+                    line.connection.shutdown(socket.SHUT_RDWR)
 
     def _announce(self) -> None:
         """Announce the next membership if learners were lost or are ready to join."""

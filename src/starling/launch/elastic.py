@@ -27,13 +27,12 @@ from starling.launch.door import knock
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Failed, Greeted, LauncherMessage, NewMembership, Ready
 from starling.launch.rendezvous import AGENT, LOOPBACK, USUAL_SECONDS, check_store, find_place, place_of_environment
+from starling.timeouts import DOOR
 from starling.training.membership import Membership, MembershipFeed
 
 _LOG = logging.getLogger("starling")
 _PUBLISHED = "coordinator/port"
 _RETRY_SECONDS = 0.05
-_ANSWER_SECONDS = 5.0
-"""How long the coordinator's store may take to answer."""
 _REAP_SECONDS = 0.2
 
 
@@ -155,7 +154,7 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
         raise _NotThere(error.strerror or str(error)) from error
     try:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-        store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+        store.set_timeout(timedelta(seconds=DOOR))
         link = int(store.get(LINK))
         store.set_timeout(timedelta(seconds=seconds))
     except (DistError, RuntimeError) as error:

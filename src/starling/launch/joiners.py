@@ -35,12 +35,6 @@ Succession = Callable[[Sequence[int], Collection[int], Sequence[int]], tuple[int
 learners and the ids of joiners; see `Strategy.successors`."""
 
 
-def any_number(members: Sequence[int], lost: Collection[int], joining: Sequence[int]) -> tuple[int, ...]:
-    """The succession of a strategy that works with any number of learners."""
-    gone = set(lost)
-    return (*(learner for learner in members if learner not in gone), *joining)
-
-
 @dataclass(eq=False)
 class Request:
     """A request at the launcher's end, from its arrival to its answer."""
@@ -52,11 +46,6 @@ class Request:
     outcomes: dict[int, str | None] = field(default_factory=dict)
     """By learner, once it was granted: why it has failed, empty for one that has joined, None for one that has done
     neither yet."""
-
-    def settle(self, num_members: int) -> None:
-        """Answer with what became of its learners."""
-        joined = tuple(learner_id for learner_id, failure in self.outcomes.items() if failure == "")
-        self.answer(JoinAnswer("", joined, tuple(filter(None, self.outcomes.values())), num_members))
 
     def answer(self, answer: JoinAnswer) -> None:
         """Write the answer."""
@@ -123,7 +112,7 @@ class Changes:
     """What happens when a learner is killed: the run ends, the others continue, or it is restarted as well."""
     silence_seconds: Seconds = math.inf
     """A learner that sends no heartbeat for so long is killed."""
-    succession: Succession = any_number
+    succession: Succession = lambda members, lost, joining: (*(each for each in members if each not in lost), *joining)
     joins: Sequence[Join] = ()
     """Learners that join at a given time."""
     requests: Requests | None = None
@@ -166,7 +155,11 @@ class Joiners:
         now = self._roster.clock()
         self._begin = now if self._begin is None else self._begin
         while self._timed and now - self._begin >= self._timed[0].at_seconds:
-            self._join_on_purpose(self._timed.pop(0).join)
+            if (learner_id := self._timed.pop(0).join) in {*self._roster.members, *self._coming()}:
+                already = "because it is already running or starting"
+                self._changes.say(f"faults: learner {learner_id} does not join, {already}")
+            else:
+                self.want([learner_id])
         for request in self._changes.requests.take() if self._changes.requests else ():
             if problem := self._grant(request, is_ending):
                 self._changes.say(f"a request for learners was refused: {problem}")
@@ -243,12 +236,6 @@ class Joiners:
         self._changes.on_left_out(record.learner_id, reason)
         self._note(record.learner_id, reason)
 
-    def _join_on_purpose(self, learner_id: int) -> None:
-        if learner_id in {*self._roster.members, *self._coming()}:
-            self._changes.say(f"faults: learner {learner_id} does not join, because it is already running or starting")
-        else:
-            self.want([learner_id])
-
     def _coming(self) -> list[int]:
         """The joiners that are not members yet, started or not."""
         return [*(each.learner_id for each in self._roster.joining(is_member=False)), *self._wanted]
@@ -285,7 +272,9 @@ class Joiners:
                 request.outcomes[learner_id] = failure
                 if None not in request.outcomes.values():
                     self._requests.remove(request)
-                    request.settle(len(self._roster.members))
+                    joined = tuple(each for each, why in request.outcomes.items() if not why)
+                    failed = tuple(filter(None, request.outcomes.values()))
+                    request.answer(JoinAnswer("", joined, failed, len(self._roster.members)))
 
 
 def launcher_id(folder: Path) -> bytes | None:
