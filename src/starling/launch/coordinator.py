@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from starling.engines.processes.run_token import own_token
 from starling.errors import ProtocolError
-from starling.launch.door import Door
+from starling.launch.door import letting_in
 from starling.launch.link import Line
 from starling.launch.messages import Ended, Failed, Greeted, NewMembership, Ready, decode_from_learner
 from starling.timeouts import COORDINATOR_LOOKS
@@ -59,13 +59,11 @@ class Coordinator:
 
     def serve(self) -> None:
         """Serve until no learner is left."""
-        door = Door(self._listener, own_token(), PATIENCE, self._admit)
-        with self._changed:
+        with letting_in(self._listener, own_token(), PATIENCE, self._admit), self._changed:
             while self._lines or not select.select([self._parent], [], [], 0.0)[0]:
                 if self._changed.wait(COORDINATOR_LOOKS):
                     self._changed.wait(_TOGETHER)
                 self._announce()
-        door.close()
 
     def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
         """Hear a learner until it leaves. `who` is its id, the number of learners with which its run starts, and the

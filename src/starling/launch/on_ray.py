@@ -20,7 +20,7 @@ from typing import Any
 
 from starling.errors import ConfigError, StarlingError
 from starling.extras import require
-from starling.launch.door import Door
+from starling.launch.door import letting_in
 from starling.launch.keeper import Errand, Keeper
 from starling.launch.launcher import loopback_store
 from starling.launch.messages import Greeted, encode
@@ -75,9 +75,10 @@ class RayMachines:
                     store=store,
                     resources=dict(self.resources),
                 )
-                site = _Site(self, ray, program.token, errand, listener)
+                site = _Site(self, ray, errand)
                 try:
-                    yield site
+                    with letting_in(listener, program.token, UNREACHABLE, site.admit, site.look_after_waiting):
+                        yield site
                 finally:
                     site.close()
 
@@ -200,14 +201,13 @@ class _Process(LearnerProcess):
 class _Site:
     """One run on a cluster."""
 
-    def __init__(self, machines: RayMachines, ray: Any, token: str, errand: Errand, listener: socket.socket) -> None:
+    def __init__(self, machines: RayMachines, ray: Any, errand: Errand) -> None:
         self._machines, self._ray, self._errand = machines, ray, errand
         self._processes: dict[str, _Process] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         more = dict(machines.resources)
         amounts = {"num_cpus": more.pop("CPU", 0.0), "num_gpus": more.pop("GPU", 0.0), "resources": more or None}
         self._keeper = ray.remote(**amounts, max_concurrency=4, max_restarts=0)(Keeper)
-        self._door = Door(listener, token, UNREACHABLE, self._admit, self._look_after_waiting)
 
     def start(self, learner_id: int, joins: bool) -> LearnerProcess:
         errand = replace(self._errand, learner_id=learner_id, joins=joins, name=secrets.token_hex(8))
@@ -226,7 +226,6 @@ class _Site:
 
     def close(self) -> None:
         """Wait until the keepers have cleared up, and give everything back to the cluster."""
-        self._door.close()
         clearing = [each.clearing for each in self._processes.values() if each.clearing is not None]
         if clearing:
             self._ray.wait(clearing, num_returns=len(clearing), timeout=LOADERS + DOOR)
@@ -249,14 +248,14 @@ class _Site:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         return strategy(self._groups[ids], placement_group_bundle_index=learner_id - first)
 
-    def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
+    def admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
         """Use the connection that a keeper has made. Called by another thread."""
         name, node = who
         connection.sendall(encode(welcome))  # before anything that the launcher tells the learner
         process = self._processes[name]
         process.node, process.line.connection = node, connection
 
-    def _look_after_waiting(self) -> None:
+    def look_after_waiting(self) -> None:
         """Let new actors start the learners whose actors were lost before they could, and say which wait for room."""
         due = []
         for process in list(self._processes.values()):
