@@ -122,12 +122,11 @@ class Coordinator:
     def _announce(self) -> None:
         """Announce the next membership if learners were lost or are ready to join."""
         before = self._membership
-        living = [each for each in before.members if each not in self._lost]
-        joined = sorted(self._ready.difference(living))
-        if before.generation < 0:
-            if self._world == 0 or not self._ready.issuperset(range(self._world)):
-                return
-            living, joined = list(range(self._world)), []
+        is_first = before.generation < 0
+        if is_first and not self._ready.issuperset(range(self._world)):
+            return
+        living = [each for each in (range(self._world) if is_first else before.members) if each not in self._lost]
+        joined = [] if is_first else sorted(self._ready.difference(living))
         members = (*living, *joined)
         if self._is_over or members == before.members or not members:
             return

@@ -117,7 +117,9 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorLink:
         while True:
             connections = Connections()
             try:
-                where = port if agent_store is None else _published(agent_store)
+                if agent_store is not None and not agent_store.check([_PUBLISHED]):
+                    raise _NotThere("learner 0 has not started it")
+                where = port if agent_store is None else int(agent_store.get(_PUBLISHED))
                 store, line = _connect(own.rank, own.world, address, where, seconds)
                 return CoordinatorLink(replace(own, store=store), line, connections, seconds)
             except _NotThere as reason:
@@ -138,12 +140,6 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorLink:
                     what = "learner %d waits for the coordinator at %s:%d, which learner 0 starts (%s); %g s at most"
                     _LOG.warning(what, own.rank, address, port, reason, seconds)
                 time.sleep(_RETRY_SECONDS)
-
-
-def _published(agent_store: Store) -> int:
-    if not agent_store.check([_PUBLISHED]):
-        raise _NotThere("learner 0 has not started it")
-    return int(agent_store.get(_PUBLISHED))
 
 
 def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> tuple[Store, socket.socket]:

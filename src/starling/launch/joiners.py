@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,9 @@ _LOCK, _REQUEST, _ANSWER = "open", "request-{}.json", "answer-{}.json"
 Succession = Callable[[Sequence[int], Collection[int], Sequence[int]], tuple[int, ...]]
 """Computes the members of the next membership, in rank order, from the members of the current one, the ids of lost
 learners and the ids of joiners; see `Strategy.successors`."""
+
+
+Requests = Callable[[], Iterable["Request"]]
 
 
 @dataclass(eq=False)
@@ -53,29 +57,18 @@ class Request:
             replace_file(self.path, encode_file(answer))
 
 
-class Requests:
-    """The launcher's end, in a folder that it has locked."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._next_look = 0.0
-
-    def take(self) -> list[Request]:
-        """Remove and return the new requests. Looks only every `REQUESTS_EVERY` seconds."""
-        if time.monotonic() < self._next_look:
-            return []
-        self._next_look = time.monotonic() + REQUESTS_EVERY
-        found = []
-        for path in sorted(self._folder.glob(_REQUEST.format("*"))):
-            answer = self._folder / _ANSWER.format(path.stem.removeprefix("request-"))
-            with suppress(OSError):
-                content = path.read_bytes()
-                path.unlink()
-                try:
-                    found.append(Request(decode_file(JoinRequest, content).learners, answer))
-                except ProtocolError:
-                    found.append(Request(0, answer))
-        return found
+def _take(folder: Path) -> Generator[Request, None, None]:
+    """Remove and return the new requests in a folder that this launcher has locked."""
+    for path in sorted(folder.glob(_REQUEST.format("*"))):
+        answer = folder / _ANSWER.format(path.stem.removeprefix("request-"))
+        with suppress(OSError):
+            content = path.read_bytes()
+            path.unlink()
+            try:
+                learners = decode_file(JoinRequest, content).learners
+            except ProtocolError:
+                learners = 0
+            yield Request(learners, answer)
 
 
 @contextmanager
@@ -101,7 +94,7 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
             lock.truncate(0)
             lock.write(secrets.token_hex(8).encode())
             lock.flush()
-        yield Requests(folder)
+        yield partial(_take, folder)
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,7 @@ class Changes:
     joins: Sequence[Join] = ()
     """Learners that join at a given time."""
     requests: Requests | None = None
-    """Requests of other processes for more learners; None if there can be none."""
+    """Takes the new requests of other processes for more learners; None if there can be none."""
     is_enough: Callable[[], bool] = lambda: False
     """Whether the learners shall save and end before their budget is spent, which is no error."""
     say: Callable[[str], None] = lambda line: None
@@ -141,6 +134,7 @@ class Joiners:
         """Those that were granted, until each of their learners trains or has failed."""
         self._timed = sorted(changes.joins, key=lambda join: join.at_seconds)
         self._begin: float | None = None
+        self._next_look = 0.0
 
     def want(self, learner_ids: Iterable[int]) -> None:
         """Request these learners: `tend` starts each once its previous process, if any, has exited."""
@@ -160,16 +154,17 @@ class Joiners:
                 self._changes.say(f"faults: learner {learner_id} does not join, {already}")
             else:
                 self.want([learner_id])
-        for request in self._changes.requests.take() if self._changes.requests else ():
-            if problem := self._grant(request, is_ending):
-                self._changes.say(f"a request for learners was refused: {problem}")
-                request.answer(JoinAnswer(refused=problem))
+        if self._changes.requests is not None and now >= self._next_look:
+            self._next_look = now + REQUESTS_EVERY
+            for request in self._changes.requests():
+                if problem := self._grant(request, is_ending):
+                    self._changes.say(f"a request for learners was refused: {problem}")
+                    request.answer(JoinAnswer(refused=problem))
         if is_ending:
             return
         running = {each.learner_id for each in self._roster.learners.values() if each.process.is_running}
-        due = [each for each in self._wanted if each not in running]
-        self._wanted = [each for each in self._wanted if each in running]
-        for learner_id in due:
+        for learner_id in [each for each in self._wanted if each not in running]:
+            self._wanted.remove(learner_id)
             try:
                 self._start(learner_id)
             except OSError as error:  # for example out of memory; the run continues without this joiner
@@ -201,8 +196,7 @@ class Joiners:
 
     def settle(self, exited: Collection[int]) -> list[int]:
         """Note the joiners that have `exited`; return the ids of members among them."""
-        joining = (*self._roster.joining(is_member=True), *self._roster.joining(is_member=False))
-        gone = [record for record in joining if record.learner_id in exited]
+        gone = [each for each in self._roster.learners.values() if each.is_joining and each.learner_id in exited]
         for record in gone:
             self._leave_out(record, record.describe_exit())
         failed = [record.learner_id for record in gone if record.rank is not None]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,12 @@ class RayMachines:
                     store=store,
                     resources=dict(self.resources),
                 )
-                site = _Site(self, ray, errand)
+                nodes = _Nodes(self, ray, errand)
                 try:
-                    with letting_in(listener, program.token, UNREACHABLE, site.admit, site.look_after_waiting):
-                        yield site
+                    with letting_in(listener, program.token, UNREACHABLE, nodes.admit, nodes.look_after_waiting):
+                        yield Site(nodes.start, partial(errand.token_file.unlink, missing_ok=True))
                 finally:
-                    site.close()
+                    nodes.close()
 
 
 class _Process(LearnerProcess):
@@ -198,8 +199,8 @@ class _Process(LearnerProcess):
             self._ended.set_result((code, time.monotonic()))
 
 
-class _Site:
-    """One run on a cluster."""
+class _Nodes:
+    """The processes of one run on a cluster."""
 
     def __init__(self, machines: RayMachines, ray: Any, errand: Errand) -> None:
         self._machines, self._ray, self._errand = machines, ray, errand
@@ -220,9 +221,6 @@ class _Site:
     def _begin(self, process: _Process) -> None:
         place = self._place(process.errand.learner_id)
         process.give_place(self._keeper.options(scheduling_strategy=place).remote())
-
-    def abandon(self) -> None:
-        self._errand.token_file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Wait until the keepers have cleared up, and give everything back to the cluster."""
@@ -298,8 +296,9 @@ def connected(
         raise ConfigError(
             f"launch.address: {address} is Ray Client's; run on a machine of the cluster, with its address HOST:PORT"
         )
-    if "ray" not in sys.modules and (address == "auto" or _host(address).startswith("127.")):
-        _keep_loopback(address)
+    known = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    if "ray" not in sys.modules:
+        _keep_loopback(known)
     import ray
     import ray.util.scheduling_strategies
 
@@ -310,7 +309,7 @@ def connected(
         "start one with `ray start --head` here and `ray start --address=HOST:PORT` on the other machines, or set "
         f"launch.address; {otherwise}"
     )
-    _check_answers(address, what, advice)
+    _check_answers(known, what, advice)
     with _own_signals():
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -327,11 +326,10 @@ def connected(
 
 def _keep_loopback(address: str) -> None:
     """Prevent Ray from replacing a cluster's loopback address by this machine's outward one."""
-    found = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-    if not found:
+    if not address:
         with suppress(OSError):
-            found = Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip()
-    if _host(found).startswith("127."):
+            address = Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip()
+    if _host(address).startswith("127."):
         os.environ.setdefault(_LOOPBACK_SWITCH, "0")
 
 
@@ -341,8 +339,6 @@ def _host(address: str) -> str:
 
 def _check_answers(address: str, what: str, advice: str) -> None:
     """Raise ConfigError if nothing listens at the address: Ray would try for minutes, and then end this process."""
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
