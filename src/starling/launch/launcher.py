@@ -238,7 +238,7 @@ class Supervisor:
 
     def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
         """Announce a membership without these learners; return False if no other has a state to continue from."""
-        before, reasons = self._roster.members, [record.describe_death() for record in failed]
+        before, reasons = self._roster.members, [record.describe_exit() for record in failed]
         out = [record.learner_id for record in failed]
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
         if not any(
@@ -256,9 +256,10 @@ class Supervisor:
         end_loaders([record.process for record in failed])
         for loss in self._roster.lost[num_lost:]:
             self._changes.on_lost(loss)
+        gone = [self._roster.learners[each] for each in before if each not in (*members, *never_came)]
+        wanted = [record.learner_id for record in gone if not record.is_joining]  # before some of these are dropped
         self._joiners.drop_unusable()
-        records = [self._roster.learners[each] for each in before if each not in (*members, *never_came)]
-        self._replace([each.learner_id for each in records if not each.is_joining], failed)
+        self._replace(wanted, failed)
         return True
 
     def _replace(self, gone: list[int], failed: list[LearnerRecord]) -> None:
@@ -403,6 +404,6 @@ def _cause(failed: list[LearnerRecord]) -> StarlingError:
     of a peer, else any."""
     for record in failed:
         if record.was_killed:
-            return PeerLost(f"{record.describe_death()}; its log: {record.process.log}")
+            return PeerLost(f"{record.describe_exit()}; its log: {record.process.log}")
     first = min(failed, key=lambda each: (each.process.error is not None, isinstance(each.process.error, PeerLost)))
     return first.process.error or StarlingError(first.describe_exit())
