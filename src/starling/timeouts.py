@@ -45,7 +45,7 @@ READ: Seconds = 0.05
 # Joined loops that outlive losses
 
 COORDINATOR_LOOKS: Seconds = 0.5
-"""How often a coordinator looks for silent learners. Closed connections are noticed at once."""
+"""How often a coordinator that has no learners looks whether learner 0 still wants it."""
 FULL_PAUSE: Seconds = 0.1
 """How long a process that can open no more files waits before it accepts a connection again."""
 CAUSE: Seconds = 5.0

@@ -312,8 +312,8 @@ def test_who_asks_for_nothing_sensible_is_not_believed(tmp_path: Path) -> None:
         assert others is None
         for number, content in enumerate((b"[]", b"{", b'{"learners": true}', b'{"learners": 2}')):
             (tmp_path / f"request-{number}.json").write_bytes(content)
-        assert [request.learners for request in requests.take()] == [0, 0, 0, 2]
-        assert requests.take() == []
+        assert [request.learners for request in requests()] == [0, 0, 0, 2]
+        assert list(requests()) == []
 
 
 def test_who_takes_requests_is_told_from_the_launcher_before(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from starling.errors import ProtocolError
 from starling.launch import keeper
-from starling.launch.door import Door, knock
+from starling.launch.door import knock, letting_in
 from starling.launch.keeper import Errand, Keeper
 from starling.launch.messages import Greeted, encode
 from starling.launch.process import Program
@@ -37,13 +37,10 @@ def door(token: str = TOKEN) -> Iterator[tuple[int, list[tuple[str, str, socket.
             line.sendall(encode(welcome))
             admitted.append((name, node, line))
 
-        opened = Door(listener, token, UNREACHABLE, admit)
-        try:
+        with letting_in(listener, token, UNREACHABLE, admit):
             yield listener.getsockname()[1], admitted
-        finally:
-            opened.close()
-            for _, _, line in admitted:
-                line.close()
+        for _, _, line in admitted:
+            line.close()
 
 
 def come_in(port: int, token: str = TOKEN) -> socket.socket:

@@ -145,13 +145,8 @@ class Stub(LearnerProcess):
         return self.code
 
 
-class NoSite(Site):
-    """Where no learner joins."""
-
-    def start(self, learner_id: int, joins: bool) -> LearnerProcess:
-        pytest.fail("no learner joins")
-
-    def abandon(self) -> None: ...
+def start_none(learner_id: int, joins: bool) -> LearnerProcess:
+    pytest.fail("no learner joins")
 
 
 class Watched:
@@ -163,7 +158,7 @@ class Watched:
             ours, theirs = socket.socketpair()
             self.stubs.append(Stub(Path(f"learner-{learner_id}.log"), Line(ours), theirs=theirs))
             self.roster.start(learner_id, self.stubs[-1])
-        self.supervisor = Supervisor(NoSite(), self.roster, Changes("continue"), on_message)
+        self.supervisor = Supervisor(Site(start_none, lambda: None), self.roster, Changes("continue"), on_message)
 
     def say(self, learner_id: int, content: bytes) -> None:
         theirs = self.stubs[learner_id].theirs

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from starling.engines.processes.run_token import own_token
 from starling.errors import ProtocolError
-from starling.launch.door import Door
+from starling.launch.door import letting_in
 from starling.launch.link import Line
 from starling.launch.messages import Ended, Failed, Greeted, NewMembership, Ready, decode_from_learner
 from starling.timeouts import COORDINATOR_LOOKS
@@ -59,13 +59,11 @@ class Coordinator:
 
     def serve(self) -> None:
         """Serve until no learner is left."""
-        door = Door(self._listener, own_token(), PATIENCE, self._admit)
-        with self._changed:
+        with letting_in(self._listener, own_token(), PATIENCE, self._admit), self._changed:
             while self._lines or not select.select([self._parent], [], [], 0.0)[0]:
                 if self._changed.wait(COORDINATOR_LOOKS):
                     self._changed.wait(_TOGETHER)
                 self._announce()
-        door.close()
 
     def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
         """Hear a learner until it leaves. `who` is its id, the number of learners with which its run starts, and the
@@ -118,17 +116,17 @@ class Coordinator:
         for learner_id, line in self._lines.items():
             if learner_id not in self._membership.members and line.connection is not None:
                 line.tell(Greeted(OVER))
-                line.connection.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):  # it has left itself
+                    line.connection.shutdown(socket.SHUT_RDWR)
 
     def _announce(self) -> None:
         """Announce the next membership if learners were lost or are ready to join."""
         before = self._membership
-        living = [each for each in before.members if each not in self._lost]
-        joined = sorted(self._ready.difference(living))
-        if before.generation < 0:
-            if self._world == 0 or not self._ready.issuperset(range(self._world)):
-                return
-            living, joined = list(range(self._world)), []
+        is_first = before.generation < 0
+        if is_first and not self._ready.issuperset(range(self._world)):
+            return
+        living = [each for each in (range(self._world) if is_first else before.members) if each not in self._lost]
+        joined = [] if is_first else sorted(self._ready.difference(living))
         members = (*living, *joined)
         if self._is_over or members == before.members or not members:
             return

@@ -6,9 +6,8 @@ Each side proves that over challenges of both (see `run_token`). Afterwards the 
 
 import socket
 import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 
 from starling.engines.processes.forks import owned
 from starling.engines.processes.run_token import VARIABLE, is_proof, new_challenge, proof
@@ -22,70 +21,68 @@ _LONGEST_LINE = 1024
 _LOOK_EVERY = 0.5
 
 
-class Door:
-    """Lets those in that know the run's token, each in a thread of its own, so that a stranger delays none of them.
+@contextmanager
+def letting_in(
+    listener: socket.socket,
+    token: str,
+    unreachable: Seconds,
+    admit: Admit,
+    look_after: Callable[[], None] = lambda: None,
+) -> Generator[None, None, None]:
+    """Within this context, let those in that know the run's token, each in a thread of its own, so that a stranger
+    delays none of them.
 
     `admit` is called in that thread with who comes, the connection, and the welcome that it sends first. It raises
     `ProtocolError` to refuse, `KeyError` or `ValueError` for what no honest process says. `look_after` is called twice
     a second. If the machine of one that was let in does not answer for `unreachable` seconds, its connection fails.
     """
+    is_closed = threading.Event()
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: str,
-        unreachable: Seconds,
-        admit: Admit,
-        look_after: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._listener = listener
-        self._token, self._unreachable = token, unreachable
-        self._admit, self._look_after = admit, look_after
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._open, name="starling-door", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Accept no more connections."""
-        self._is_closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
-        self._thread.join(TERMINATION)
-
-    def _open(self) -> None:
-        self._listener.settimeout(_LOOK_EVERY)
-        while not self._is_closed:
-            self._look_after()
+    def accept() -> None:
+        listener.settimeout(_LOOK_EVERY)
+        while not is_closed.is_set():
+            look_after()
             try:
-                line, _ = self._listener.accept()
+                line, _ = listener.accept()
             except TimeoutError:
                 continue
-            except OSError:  # mostly: no more files can be opened. The connection stays in the queue, without a pause
-                time.sleep(0.0 if self._is_closed else FULL_PAUSE)  # this would be tried for ever
+            except OSError:  # mostly: no more files can be opened. The connection stays in the queue
+                is_closed.wait(FULL_PAUSE)
                 continue
-            threading.Thread(target=self._answer, args=[line], daemon=True).start()
+            threading.Thread(target=_answer, args=[line, token, unreachable, admit], daemon=True).start()
 
-    def _answer(self, line: socket.socket) -> None:
-        try:
-            line.settimeout(DOOR)
-            challenge = new_challenge()
-            line.sendall(challenge.encode() + b"\n")
-            hello = decode_from_learner(read_line(line), -1)
-            if not isinstance(hello, Hello) or not is_proof(
-                hello.proof, self._token, "guest", challenge, hello.challenge, *hello.who
-            ):
-                raise ProtocolError(
-                    f"it does not belong to this run: its run token is another one; set {VARIABLE} to the same value "
-                    "for all learners of a run, or for none of them"
-                )
-            _settle(line, self._unreachable)
-            self._admit(hello.who, line, Greeted(proof=proof(self._token, "host", hello.challenge, *hello.who)))
-        except ProtocolError as error:
-            with suppress(OSError):
-                line.sendall(encode(Greeted(str(error))))
-            line.close()
-        except (OSError, KeyError, ValueError):
-            line.close()
+    thread = threading.Thread(target=accept, name="starling-door", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_closed.set()
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
+        thread.join(TERMINATION)
+
+
+def _answer(line: socket.socket, token: str, unreachable: Seconds, admit: Admit) -> None:
+    try:
+        line.settimeout(DOOR)
+        challenge = new_challenge()
+        line.sendall(challenge.encode() + b"\n")
+        hello = decode_from_learner(read_line(line), -1)
+        if not isinstance(hello, Hello) or not is_proof(
+            hello.proof, token, "guest", challenge, hello.challenge, *hello.who
+        ):
+            raise ProtocolError(
+                f"it does not belong to this run: its run token is another one; set {VARIABLE} to the same value "
+                "for all learners of a run, or for none of them"
+            )
+        _settle(line, unreachable)
+        admit(hello.who, line, Greeted(proof=proof(token, "host", hello.challenge, *hello.who)))
+    except ProtocolError as error:
+        with suppress(OSError):
+            line.sendall(encode(Greeted(str(error))))
+        line.close()
+    except (OSError, KeyError, ValueError):
+        line.close()
 
 
 def knock(address: str, port: int, token: str, unreachable: Seconds, *who: str) -> socket.socket:

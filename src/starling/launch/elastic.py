@@ -27,13 +27,12 @@ from starling.launch.door import knock
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Failed, Greeted, LauncherMessage, NewMembership, Ready
 from starling.launch.rendezvous import AGENT, LOOPBACK, USUAL_SECONDS, check_store, find_place, place_of_environment
+from starling.timeouts import DOOR
 from starling.training.membership import Membership, MembershipFeed
 
 _LOG = logging.getLogger("starling")
 _PUBLISHED = "coordinator/port"
 _RETRY_SECONDS = 0.05
-_ANSWER_SECONDS = 5.0
-"""How long the coordinator's store may take to answer."""
 _REAP_SECONDS = 0.2
 
 
@@ -118,7 +117,9 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorLink:
         while True:
             connections = Connections()
             try:
-                where = port if agent_store is None else _published(agent_store)
+                if agent_store is not None and not agent_store.check([_PUBLISHED]):
+                    raise _NotThere("learner 0 has not started it")
+                where = port if agent_store is None else int(agent_store.get(_PUBLISHED))
                 store, line = _connect(own.rank, own.world, address, where, seconds)
                 return CoordinatorLink(replace(own, store=store), line, connections, seconds)
             except _NotThere as reason:
@@ -141,12 +142,6 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorLink:
                 time.sleep(_RETRY_SECONDS)
 
 
-def _published(agent_store: Store) -> int:
-    if not agent_store.check([_PUBLISHED]):
-        raise _NotThere("learner 0 has not started it")
-    return int(agent_store.get(_PUBLISHED))
-
-
 def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> tuple[Store, socket.socket]:
     """The coordinator's store, and a connection over which it has taken this learner."""
     try:
@@ -155,7 +150,7 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
         raise _NotThere(error.strerror or str(error)) from error
     try:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-        store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+        store.set_timeout(timedelta(seconds=DOOR))
         link = int(store.get(LINK))
         store.set_timeout(timedelta(seconds=seconds))
     except (DistError, RuntimeError) as error:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,10 +36,7 @@ Succession = Callable[[Sequence[int], Collection[int], Sequence[int]], tuple[int
 learners and the ids of joiners; see `Strategy.successors`."""
 
 
-def any_number(members: Sequence[int], lost: Collection[int], joining: Sequence[int]) -> tuple[int, ...]:
-    """The succession of a strategy that works with any number of learners."""
-    gone = set(lost)
-    return (*(learner for learner in members if learner not in gone), *joining)
+Requests = Callable[[], Iterable["Request"]]
 
 
 @dataclass(eq=False)
@@ -53,40 +51,24 @@ class Request:
     """By learner, once it was granted: why it has failed, empty for one that has joined, None for one that has done
     neither yet."""
 
-    def settle(self, num_members: int) -> None:
-        """Answer with what became of its learners."""
-        joined = tuple(learner_id for learner_id, failure in self.outcomes.items() if failure == "")
-        self.answer(JoinAnswer("", joined, tuple(filter(None, self.outcomes.values())), num_members))
-
     def answer(self, answer: JoinAnswer) -> None:
         """Write the answer."""
         with suppress(OSError):  # a full disk must not end the run
             replace_file(self.path, encode_file(answer))
 
 
-class Requests:
-    """The launcher's end, in a folder that it has locked."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._next_look = 0.0
-
-    def take(self) -> list[Request]:
-        """Remove and return the new requests. Looks only every `REQUESTS_EVERY` seconds."""
-        if time.monotonic() < self._next_look:
-            return []
-        self._next_look = time.monotonic() + REQUESTS_EVERY
-        found = []
-        for path in sorted(self._folder.glob(_REQUEST.format("*"))):
-            answer = self._folder / _ANSWER.format(path.stem.removeprefix("request-"))
-            with suppress(OSError):
-                content = path.read_bytes()
-                path.unlink()
-                try:
-                    found.append(Request(decode_file(JoinRequest, content).learners, answer))
-                except ProtocolError:
-                    found.append(Request(0, answer))
-        return found
+def _take(folder: Path) -> Generator[Request, None, None]:
+    """Remove and return the new requests in a folder that this launcher has locked."""
+    for path in sorted(folder.glob(_REQUEST.format("*"))):
+        answer = folder / _ANSWER.format(path.stem.removeprefix("request-"))
+        with suppress(OSError):
+            content = path.read_bytes()
+            path.unlink()
+            try:
+                learners = decode_file(JoinRequest, content).learners
+            except ProtocolError:
+                learners = 0
+            yield Request(learners, answer)
 
 
 @contextmanager
@@ -112,7 +94,7 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
             lock.truncate(0)
             lock.write(secrets.token_hex(8).encode())
             lock.flush()
-        yield Requests(folder)
+        yield partial(_take, folder)
 
 
 @dataclass(frozen=True)
@@ -123,11 +105,11 @@ class Changes:
     """What happens when a learner is killed: the run ends, the others continue, or it is restarted as well."""
     silence_seconds: Seconds = math.inf
     """A learner that sends no heartbeat for so long is killed."""
-    succession: Succession = any_number
+    succession: Succession = lambda members, lost, joining: (*(each for each in members if each not in lost), *joining)
     joins: Sequence[Join] = ()
     """Learners that join at a given time."""
     requests: Requests | None = None
-    """Requests of other processes for more learners; None if there can be none."""
+    """Takes the new requests of other processes for more learners; None if there can be none."""
     is_enough: Callable[[], bool] = lambda: False
     """Whether the learners shall save and end before their budget is spent, which is no error."""
     say: Callable[[str], None] = lambda line: None
@@ -152,6 +134,7 @@ class Joiners:
         """Those that were granted, until each of their learners trains or has failed."""
         self._timed = sorted(changes.joins, key=lambda join: join.at_seconds)
         self._begin: float | None = None
+        self._next_look = 0.0
 
     def want(self, learner_ids: Iterable[int]) -> None:
         """Request these learners: `tend` starts each once its previous process, if any, has exited."""
@@ -166,17 +149,22 @@ class Joiners:
         now = self._roster.clock()
         self._begin = now if self._begin is None else self._begin
         while self._timed and now - self._begin >= self._timed[0].at_seconds:
-            self._join_on_purpose(self._timed.pop(0).join)
-        for request in self._changes.requests.take() if self._changes.requests else ():
-            if problem := self._grant(request, is_ending):
-                self._changes.say(f"a request for learners was refused: {problem}")
-                request.answer(JoinAnswer(refused=problem))
+            if (learner_id := self._timed.pop(0).join) in {*self._roster.members, *self._coming()}:
+                already = "because it is already running or starting"
+                self._changes.say(f"faults: learner {learner_id} does not join, {already}")
+            else:
+                self.want([learner_id])
+        if self._changes.requests is not None and now >= self._next_look:
+            self._next_look = now + REQUESTS_EVERY
+            for request in self._changes.requests():
+                if problem := self._grant(request, is_ending):
+                    self._changes.say(f"a request for learners was refused: {problem}")
+                    request.answer(JoinAnswer(refused=problem))
         if is_ending:
             return
         running = {each.learner_id for each in self._roster.learners.values() if each.process.is_running}
-        due = [each for each in self._wanted if each not in running]
-        self._wanted = [each for each in self._wanted if each in running]
-        for learner_id in due:
+        for learner_id in [each for each in self._wanted if each not in running]:
+            self._wanted.remove(learner_id)
             try:
                 self._start(learner_id)
             except OSError as error:  # for example out of memory; the run continues without this joiner
@@ -208,8 +196,7 @@ class Joiners:
 
     def settle(self, exited: Collection[int]) -> list[int]:
         """Note the joiners that have `exited`; return the ids of members among them."""
-        joining = (*self._roster.joining(is_member=True), *self._roster.joining(is_member=False))
-        gone = [record for record in joining if record.learner_id in exited]
+        gone = [each for each in self._roster.learners.values() if each.is_joining and each.learner_id in exited]
         for record in gone:
             self._leave_out(record, record.describe_exit())
         failed = [record.learner_id for record in gone if record.rank is not None]
@@ -242,12 +229,6 @@ class Joiners:
         end_loaders([record.process])
         self._changes.on_left_out(record.learner_id, reason)
         self._note(record.learner_id, reason)
-
-    def _join_on_purpose(self, learner_id: int) -> None:
-        if learner_id in {*self._roster.members, *self._coming()}:
-            self._changes.say(f"faults: learner {learner_id} does not join, because it is already running or starting")
-        else:
-            self.want([learner_id])
 
     def _coming(self) -> list[int]:
         """The joiners that are not members yet, started or not."""
@@ -285,7 +266,9 @@ class Joiners:
                 request.outcomes[learner_id] = failure
                 if None not in request.outcomes.values():
                     self._requests.remove(request)
-                    request.settle(len(self._roster.members))
+                    joined = tuple(each for each, why in request.outcomes.items() if not why)
+                    failed = tuple(filter(None, request.outcomes.values()))
+                    request.answer(JoinAnswer("", joined, failed, len(self._roster.members)))
 
 
 def launcher_id(folder: Path) -> bytes | None:

@@ -10,7 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from starling.engines.processes import run_token
@@ -53,35 +53,27 @@ def loopback_store(address: str = "127.0.0.1") -> Generator[int, None, None]:
         del store
 
 
-@dataclass(frozen=True)
-class _Here:
-    program: Program
-    port: int
-    scratch: Path
-
-    def start(self, learner_id: int, joins: bool) -> LearnerProcess:
-        place = {
-            "LOCAL_RANK": learner_id,
-            "LOCAL_WORLD_SIZE": self.program.world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self.port,
-            "GLOO_SOCKET_IFNAME": loopback_interface(),
-        }
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = start(self.program, learner_id, joins, self.scratch, place, theirs)
-        process.line.connection = owned(ours)
-        return process
-
-    def abandon(self) -> None:
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
-
 @contextmanager
 def this_machine(program: Program) -> Generator[Site, None, None]:
     """Starts learners as child processes on this machine, whose store and sockets are on its loopback interface."""
     with loopback_store() as port:
-        site = _Here(program, port, scratch_folder())
+        scratch = scratch_folder()
+
+        def begin(learner_id: int, joins: bool) -> LearnerProcess:
+            place = {
+                "LOCAL_RANK": learner_id,
+                "LOCAL_WORLD_SIZE": program.world,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "GLOO_SOCKET_IFNAME": loopback_interface(),
+            }
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = start(program, learner_id, joins, scratch, place, theirs)
+            process.line.connection = owned(ours)
+            return process
+
+        site = Site(begin, partial(shutil.rmtree, scratch, ignore_errors=True))
         try:
             yield site
         finally:
@@ -246,8 +238,7 @@ class Supervisor:
 
     def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
         """Announce a membership without these learners; return False if no other has a state to continue from."""
-        before, reasons = self._roster.members, [record.describe_death() for record in failed]
-        expected = [record.learner_id for record in self._roster.joining(is_member=True)]
+        before, reasons = self._roster.members, [record.describe_exit() for record in failed]
         out = [record.learner_id for record in failed]
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
         if not any(
@@ -265,9 +256,10 @@ class Supervisor:
         end_loaders([record.process for record in failed])
         for loss in self._roster.lost[num_lost:]:
             self._changes.on_lost(loss)
+        gone = [self._roster.learners[each] for each in before if each not in (*members, *never_came)]
+        wanted = [record.learner_id for record in gone if not record.is_joining]  # before some of these are dropped
         self._joiners.drop_unusable()
-        kept = {*members, *never_came, *expected}
-        self._replace([each for each in before if each not in kept], failed)
+        self._replace(wanted, failed)
         return True
 
     def _replace(self, gone: list[int], failed: list[LearnerRecord]) -> None:
@@ -412,6 +404,6 @@ def _cause(failed: list[LearnerRecord]) -> StarlingError:
     of a peer, else any."""
     for record in failed:
         if record.was_killed:
-            return PeerLost(f"{record.describe_death()}; its log: {record.process.log}")
+            return PeerLost(f"{record.describe_exit()}; its log: {record.process.log}")
     first = min(failed, key=lambda each: (each.process.error is not None, isinstance(each.process.error, PeerLost)))
     return first.process.error or StarlingError(first.describe_exit())

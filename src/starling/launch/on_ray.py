@@ -15,12 +15,13 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starling.errors import ConfigError, StarlingError
 from starling.extras import require
-from starling.launch.door import Door
+from starling.launch.door import letting_in
 from starling.launch.keeper import Errand, Keeper
 from starling.launch.launcher import loopback_store
 from starling.launch.messages import Greeted, encode
@@ -75,11 +76,12 @@ class RayMachines:
                     store=store,
                     resources=dict(self.resources),
                 )
-                site = _Site(self, ray, program.token, errand, listener)
+                nodes = _Nodes(self, ray, errand)
                 try:
-                    yield site
+                    with letting_in(listener, program.token, UNREACHABLE, nodes.admit, nodes.look_after_waiting):
+                        yield Site(nodes.start, partial(errand.token_file.unlink, missing_ok=True))
                 finally:
-                    site.close()
+                    nodes.close()
 
 
 class _Process(LearnerProcess):
@@ -197,17 +199,16 @@ class _Process(LearnerProcess):
             self._ended.set_result((code, time.monotonic()))
 
 
-class _Site:
-    """One run on a cluster."""
+class _Nodes:
+    """The processes of one run on a cluster."""
 
-    def __init__(self, machines: RayMachines, ray: Any, token: str, errand: Errand, listener: socket.socket) -> None:
+    def __init__(self, machines: RayMachines, ray: Any, errand: Errand) -> None:
         self._machines, self._ray, self._errand = machines, ray, errand
         self._processes: dict[str, _Process] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
         more = dict(machines.resources)
         amounts = {"num_cpus": more.pop("CPU", 0.0), "num_gpus": more.pop("GPU", 0.0), "resources": more or None}
         self._keeper = ray.remote(**amounts, max_concurrency=4, max_restarts=0)(Keeper)
-        self._door = Door(listener, token, UNREACHABLE, self._admit, self._look_after_waiting)
 
     def start(self, learner_id: int, joins: bool) -> LearnerProcess:
         errand = replace(self._errand, learner_id=learner_id, joins=joins, name=secrets.token_hex(8))
@@ -221,12 +222,8 @@ class _Site:
         place = self._place(process.errand.learner_id)
         process.give_place(self._keeper.options(scheduling_strategy=place).remote())
 
-    def abandon(self) -> None:
-        self._errand.token_file.unlink(missing_ok=True)
-
     def close(self) -> None:
         """Wait until the keepers have cleared up, and give everything back to the cluster."""
-        self._door.close()
         clearing = [each.clearing for each in self._processes.values() if each.clearing is not None]
         if clearing:
             self._ray.wait(clearing, num_returns=len(clearing), timeout=LOADERS + DOOR)
@@ -249,14 +246,14 @@ class _Site:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         return strategy(self._groups[ids], placement_group_bundle_index=learner_id - first)
 
-    def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
+    def admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
         """Use the connection that a keeper has made. Called by another thread."""
         name, node = who
         connection.sendall(encode(welcome))  # before anything that the launcher tells the learner
         process = self._processes[name]
         process.node, process.line.connection = node, connection
 
-    def _look_after_waiting(self) -> None:
+    def look_after_waiting(self) -> None:
         """Let new actors start the learners whose actors were lost before they could, and say which wait for room."""
         due = []
         for process in list(self._processes.values()):
@@ -299,8 +296,9 @@ def connected(
         raise ConfigError(
             f"launch.address: {address} is Ray Client's; run on a machine of the cluster, with its address HOST:PORT"
         )
-    if "ray" not in sys.modules and (address == "auto" or _host(address).startswith("127.")):
-        _keep_loopback(address)
+    known = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    if "ray" not in sys.modules:
+        _keep_loopback(known)
     import ray
     import ray.util.scheduling_strategies
 
@@ -311,7 +309,7 @@ def connected(
         "start one with `ray start --head` here and `ray start --address=HOST:PORT` on the other machines, or set "
         f"launch.address; {otherwise}"
     )
-    _check_answers(address, what, advice)
+    _check_answers(known, what, advice)
     with _own_signals():
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -328,11 +326,10 @@ def connected(
 
 def _keep_loopback(address: str) -> None:
     """Prevent Ray from replacing a cluster's loopback address by this machine's outward one."""
-    found = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-    if not found:
+    if not address:
         with suppress(OSError):
-            found = Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip()
-    if _host(found).startswith("127."):
+            address = Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip()
+    if _host(address).startswith("127."):
         os.environ.setdefault(_LOOPBACK_SWITCH, "0")
 
 
@@ -342,8 +339,6 @@ def _host(address: str) -> str:
 
 def _check_answers(address: str, what: str, advice: str) -> None:
     """Raise ConfigError if nothing listens at the address: Ray would try for minutes, and then end this process."""
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from types import FrameType
-from typing import Protocol
 
 from starling.engines.processes import run_token
 from starling.errors import StarlingError
@@ -92,14 +91,14 @@ class LearnerProcess:
         """Release what belonged to it; it and its loading processes are gone."""
 
 
-class Site(Protocol):
+@dataclass(frozen=True)
+class Site:
     """Where the learners of one run are started, for as long as it runs."""
 
-    def start(self, learner_id: int, joins: bool) -> LearnerProcess:
-        """Start a learner; `joins` says whether it joins a running experiment."""
-
-    def abandon(self) -> None:
-        """Remove temporary files at once: this process is about to exit."""
+    start: Callable[[int, bool], LearnerProcess]
+    """Starts a learner, by its id, and whether it joins a running experiment."""
+    abandon: Callable[[], None]
+    """Removes temporary files at once: this process is about to exit."""
 
 
 Machines = Callable[[Program], AbstractContextManager[Site]]

@@ -114,11 +114,7 @@ def find_place(timeout_seconds: float = CONNECT) -> Place:
         with own_connections():
             store, _, _ = next(rendezvous("env://", rank, own.world, timeout=timedelta(seconds=timeout_seconds)))
     except (RuntimeError, OSError) as error:
-        port = os.environ["MASTER_PORT"]
-        raise ProtocolError(
-            f"learner {rank} cannot reach the store at {address}:{port}: {str(error).splitlines()[0]}; "
-            "is the process that owns it alive, and is the port free?"
-        ) from error
+        raise _unreachable(rank, address, _number("MASTER_PORT"), f": {str(error).splitlines()[0]}") from error
     return replace(own, store=store)
 
 
@@ -197,6 +193,11 @@ def check_store(rank: int, address: str, port: int, seconds: float) -> None:
         raise ProtocolError(f"{where} is no store: it answered {answer[:40]!r}; {remedy}")
 
 
+def _unreachable(rank: int, address: str, port: int, why: str) -> ProtocolError:
+    remedy = "is the process that owns it alive, and is the port free?"
+    return ProtocolError(f"learner {rank} cannot reach the store at {address}:{port}{why}; {remedy}")
+
+
 def await_store(rank: int, address: str, port: int, seconds: float) -> float:
     """Wait until a store answers at an address; the seconds that remain. Raises `ProtocolError`."""
     deadline = time.monotonic() + seconds
@@ -206,8 +207,6 @@ def await_store(rank: int, address: str, port: int, seconds: float) -> float:
             return max(0.01, deadline - time.monotonic())
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ProtocolError(
-                    f"learner {rank} cannot reach the store at {address}:{port} ({error.strerror or error}), after "
-                    f"{seconds:g} s; is the process that owns it alive, and is the port free?"
-                ) from error
+                why = f" ({error.strerror or error}), after {seconds:g} s"
+                raise _unreachable(rank, address, port, why) from error
         time.sleep(_RETRY_SECONDS)

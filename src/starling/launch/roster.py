@@ -172,25 +172,18 @@ class LearnerRecord:
         self.process.killed_because = because
         self.process.kill()
 
-    def describe_death(self) -> str:
-        """How it was killed, and what it was doing then, as text."""
+    def describe_exit(self) -> str:
+        """How its process ended, and what it was doing then, as text."""
         name, doing, process = f"learner {self.learner_id}", self.attempt.doing, self.process
         if process.killed_because:
             return f"{name} {process.killed_because} while {doing} and was killed"
-        how = process.lost or f"was killed by {signal_name(-(process.exit_code or 0))}"
-        return f"{name} {how} while {doing}"
-
-    def describe_exit(self) -> str:
-        """How its process exited, as text."""
-        if self.was_killed or self.process.killed_because:
-            return self.describe_death()
-        code = self.process.exit_code
-        if code == 0:
-            return f"learner {self.learner_id} exited: its sync group lost a member"
-        how = (
-            f": {self.process.error}" if self.process.error else f" exited with code {code} while {self.attempt.doing}"
-        )
-        return f"learner {self.learner_id}{how}; its log: {self.process.log}"
+        if self.was_killed:
+            how = process.lost or f"was killed by {signal_name(-(process.exit_code or 0))}"
+            return f"{name} {how} while {doing}"
+        if process.exit_code == 0:
+            return f"{name} exited: its sync group lost a member"
+        how = f": {process.error}" if process.error else f" exited with code {process.exit_code} while {doing}"
+        return f"{name}{how}; its log: {process.log}"
 
 
 @dataclass(frozen=True)

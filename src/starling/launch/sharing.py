@@ -110,16 +110,6 @@ class Claims:
         return int(self._store.add(what, more))
 
 
-def parts_of(state: dict[str, Any], **expected: object) -> list[tuple[int, int | None]]:
-    """What remains according to the saved state of a sampler, which must be of the `expected` data and seed."""
-    if found := {name: state[name] for name, value in expected.items() if state[name] != value}:
-        raise ConfigError(
-            f"sampler: the saved state has {', '.join(f'{name} {value}' for name, value in found.items())}, but this "
-            f"sampler has {', '.join(f'{name} {expected[name]}' for name in found)}; resume with the same data and seed"
-        )
-    return [(start, stop) for start, stop in state["remaining"]]
-
-
 class _Shared(Sampler[T], Generic[T]):
     """What both samplers have: epochs, and the state of the present one."""
 
@@ -168,7 +158,13 @@ class _Shared(Sampler[T], Generic[T]):
         Raises:
             ConfigError: The state is of other data, or of another seed.
         """
-        self._remaining, self._present = parts_of(state, **self._identity), None
+        if found := {name: state[name] for name, value in self._identity.items() if state[name] != value}:
+            own = ", ".join(f"{name} {self._identity[name]}" for name in found)
+            raise ConfigError(
+                f"sampler: the saved state has {', '.join(f'{name} {value}' for name, value in found.items())}, but "
+                f"this sampler has {own}; resume with the same data and seed"
+            )
+        self._remaining, self._present = [(start, stop) for start, stop in state["remaining"]], None
         self._epoch, self._has_ended = int(state["epoch"]), False
 
     def _parts(self) -> Iterator[tuple[int, int]]:
