@@ -132,9 +132,9 @@ class JobSubject:
             keys = {**self.section.settings.get(row.setting, {}), **arm.keys}
             for name in keys.keys() - set(_ARM_KEYS):
                 found[f"{where}: a job has no {name!r} to change; {did_you_mean(name, _ARM_KEYS)}"] = None
-            choice = None if arm.strategy is None else arm.strategy.model_dump()
-            found |= {f"{where}: {problem}": None for problem in strategy_problems(choice, row.learners)}
-            if choice is None:
+            if arm.strategy is not None:
+                found |= {f"{where}: {problem}": None for problem in strategy_problems(arm.strategy, row.learners)}
+            else:
                 try:
                     self._job(self.section.seeds[0]).validate(row.learners)
                 except ConfigError as error:

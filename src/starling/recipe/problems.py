@@ -12,6 +12,10 @@ from starling.errors import ConfigError, did_you_mean, nearest
 _MAX_SHOWN = 60  # characters of a wrong value
 
 
+class ProblemsError(ValueError):
+    """Raised by a validator: lines that describe problems and name the keys, which may be other keys than its own."""
+
+
 def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: str = "") -> list[str]:
     """One line for each problem that pydantic found in `tree`: the dotted key, the problem, and a suggestion.
 
@@ -20,12 +24,16 @@ def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: 
     known = [prefix + key for key in known_keys(model)]
     lines: dict[str, list[str]] = {}
     for detail in error.errors(include_url=False):
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, ProblemsError):
+            lines |= {line: [] for line in cause.args}
+            continue
         path = prefix + ".".join(_path(detail, tree))
         said = lines.setdefault(path.rstrip("."), [])
         words = _words(detail, path, known)
         if words not in said:
             said.append(words)
-    return [f"{path}: {'; or '.join(said)}" if path else "; ".join(said) for path, said in lines.items()]
+    return [": ".join(filter(None, (path, "; or ".join(said)))) for path, said in lines.items()]
 
 
 def refused(problems: Sequence[str], where: str) -> ConfigError:
