@@ -34,7 +34,7 @@ from starling.comparing.table import Best, Comparison, choose
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, StarlingError, Stopped
 from starling.experiment.claim import describe_environment, unwritable
-from starling.experiment.packing import is_importing_script
+from starling.experiment.packing import refuse_if_importing
 from starling.experiment.task import task_of
 from starling.extras import require
 from starling.recipe.file import Tree, apply_overrides, read_recipe
@@ -142,11 +142,7 @@ def compare(
 
 def _section(given: Tree) -> CompareConfig:
     """Raises ConfigError, also where another process imports the script that makes the call."""
-    if is_importing_script():
-        raise ConfigError(
-            "starling.compare was called while another process imported this script; put the call under "
-            '`if __name__ == "__main__":`'
-        )
+    refuse_if_importing("starling.compare")
     problems, section = parse_section(given)
     if section is None:
         raise refused([problem.removeprefix("compare.") for problem in problems], "starling.compare")

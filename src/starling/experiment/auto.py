@@ -4,7 +4,7 @@ Starling's launcher starts the learners twice, first to measure. Those of torchr
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from starling.errors import ConfigError
 from starling.experiment.claim import unwritable
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.launching import machines_of
-from starling.experiment.packing import JobConfig, packed_command
+from starling.experiment.packing import packed_command
 from starling.experiment.task import RunT, Task
 from starling.files import replace_file
 from starling.launch.launcher import launch
@@ -121,7 +121,7 @@ def launched_choice(run: RunConfig, folder: ExperimentFolder, say: Say, job: Job
     """Start the learners of a run to measure, and return what they choose."""
     where = "this machine" if run.launch.kind == "local" else "the cluster"
     say(f"strategy auto: {run.learners} learners measure {where}")
-    with packed_command(job, _settings(run), folder) as command:
+    with packed_command(job, run, folder) as command:
         found = Path(command[-1]).with_name("choice.json")
         seconds, machines = run.engine.timeout_seconds, machines_of(run, say)
         launch([*command, str(found)], run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
@@ -194,12 +194,6 @@ def _lone() -> Choice:
         strategy={"name": "allreduce"}, gradients_per_second=0.0, cautious=0.0, worth=1.0, waiting=0.0, staleness=0.0
     )
     return Choice(learners=1, predicted=(alone,))
-
-
-def _settings(run: RunConfig) -> JobConfig:
-    """The settings that a packed job has, from those of a recipe or a job."""
-    own: Mapping[str, Any] = {name: getattr(run, name) for name in RunConfig.model_fields}
-    return JobConfig.model_validate({**own, "trains": run.name})
 
 
 def _measuring(run: Any, sync_group_size: Callable[[Any, int], int]) -> Strategy:

@@ -39,6 +39,9 @@ RecipeT = TypeVar("RecipeT", bound=RecipeConfig)
 DEFAULT = "speech"
 """The task of a recipe without the key `task`."""
 
+OF_BOTH = ("seed", "island", "batch_shares", "budget", "stragglers", "faults")
+"""What a job and the settings of a run have alike."""
+
 
 class TaskRecipe(RecipeConfig):
     """The keys of a recipe of any task but speech; a task adds its own by inheriting from this class."""
@@ -197,21 +200,19 @@ def job_of(recipe: RecipeConfig, workload: Workload[Any], **fields: Any) -> Job:
 
     return Job(
         workload=workload,
-        strategy=recipe.strategy.strategy,
-        options=recipe.strategy.options,
-        island=recipe.island,
-        budget=recipe.budget,
         make_optimizer=recipe.optimizer.maker(),
         schedule=recipe.optimizer.schedule,
         clip_norm=recipe.optimizer.clip_norm,
         autocast=recipe.engine.autocast == "bf16",
-        stragglers=recipe.stragglers,
-        faults=recipe.faults,
-        checkpoint_every=recipe.checkpoints.every,
-        batch_shares=recipe.batch_shares,
-        seed=recipe.seed,
+        **settings_of(recipe),
         **fields,
     )
+
+
+def settings_of(run: RunConfig) -> dict[str, Any]:
+    """The fields of a job that the settings of any run decide."""
+    choice, own = run.strategy, {name: getattr(run, name) for name in OF_BOTH}
+    return own | {"strategy": choice.strategy, "options": choice.options, "checkpoint_every": run.checkpoints.every}
 
 
 def _is_task(found: object) -> TypeGuard[Task[RecipeConfig]]:
