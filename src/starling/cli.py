@@ -269,9 +269,9 @@ def _listed(text: str | None) -> list[Any] | None:
 
 
 def _compare(recipe: Path, overrides: Sequence[str], strategies: Sequence[str] = (), **options: Any) -> None:
-    from starling.comparing.compare import compare_recipe, load_comparison
+    from starling.comparing.compare import load_comparison, run_comparison
 
-    compare_recipe(load_comparison(recipe, overrides, strategies, **options), typer.echo, progress_console())
+    run_comparison(load_comparison(recipe, overrides, strategies, **options), typer.echo, progress_console())
 
 
 @studies.command(cls=TakesKeys, epilog="Example: [bold]starling study staleness compare.jobs=4[/bold]")

@@ -10,7 +10,8 @@ from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
-from starling.recipe.run import RunConfig, check_run
+from starling.recipe.problems import checked
+from starling.recipe.run import RunConfig
 from starling.strategies import STRATEGIES, find_strategy
 from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split, faults_of, only_simulated
 from starling.training.job import EpochReport, Job, Silence, StepReport
@@ -87,7 +88,7 @@ def test_a_fault_for_a_learner_that_does_not_exist_is_a_problem() -> None:
     faults = (Kill(kill=1, at_step=3), Kill(kill=2, at_step=3), Split(split=(0, 2), at_seconds=1, seconds=1))
     tree = {"name": "r", "budget": {"steps": 1}, "learners": 2, "faults": (*faults, Join(join=5, at_seconds=1.0))}
     with pytest.raises(ConfigError) as caught:
-        check_run(RunConfig, tree, "r.yaml")
+        checked(RunConfig, tree, "r.yaml")
     assert re.findall(r"  faults\.(\d): there is no learner 2 among 2", str(caught.value)) == ["1", "2"]
 
 

@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from starling.errors import ConfigError
-from starling.recipe.run import RunConfig, check_run
+from starling.recipe.problems import checked
+from starling.recipe.run import RunConfig
 from starling.training.stragglers import Delays, Stragglers
 
 
@@ -83,9 +84,9 @@ def test_entries_for_learners_that_are_not_there_are_named() -> None:
     slow, pauses = {1: 2, 4: 2}, [{"learner": 0, "after": 1, "seconds": 1}, {"learner": 9, "after": 1, "seconds": 1}]
     tree = {"name": "r", "budget": {"steps": 1}, "stragglers": {"slow": slow, "pauses": pauses}}
     with pytest.raises(ConfigError) as caught:
-        check_run(RunConfig, tree | {"learners": 4}, "r.yaml")
+        checked(RunConfig, tree | {"learners": 4}, "r.yaml")
     assert str(caught.value).splitlines()[1:] == [
         "  stragglers.slow.4: there is no learner 4 among 4; the last is learner 3",
         "  stragglers.pauses.1.learner: there is no learner 9 among 4; the last is learner 3",
     ]
-    assert check_run(RunConfig, tree | {"learners": 10}, "r.yaml").stragglers.slow == slow
+    assert checked(RunConfig, tree | {"learners": 10}, "r.yaml").stragglers.slow == slow

@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 
 from starling.comparing.cell import run_cell
-from starling.comparing.compare import compare_recipe, compute, load_comparison
+from starling.comparing.compare import compute, load_comparison, run_comparison
 from starling.comparing.grid import Cell, CellResult
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder
@@ -47,7 +47,7 @@ def run(tree: Tree) -> tuple[list[str], str]:
     """What a comparison tells, and what it says on the console."""
     lines: list[str] = []
     console = io.StringIO()
-    compare_recipe(check_comparison(tree, "c.yaml"), lines.append, Console(file=console, width=200))
+    run_comparison(check_comparison(tree, "c.yaml"), lines.append, Console(file=console, width=200))
     return lines, console.getvalue()
 
 

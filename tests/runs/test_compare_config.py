@@ -263,7 +263,7 @@ def test_cells_in_the_order_of_their_seeds_keep_equal_mini_batches_together(comp
     from starling.comparing.compare import _Cells
 
     subject = check_comparison(compared, "c.yaml")
-    ordered = _Cells(subject, Path("x"), print, lambda *what: None)._ordered(cells(subject))  # type: ignore[arg-type]
+    ordered = _Cells(subject, print, lambda *what: None)._ordered(cells(subject))  # type: ignore[arg-type]
     assert sorted(cell.name for cell in ordered) == sorted(cell.name for cell in cells(subject))
     for what in (lambda cell: cell.seed, subject.batches_key):
         values = [what(cell) for cell in ordered]

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from starling.comparing.cell import run_cell
@@ -27,9 +26,8 @@ from starling.comparing.grid import (
     Row,
     beyond,
     chosen_arms,
-    parse_section,
 )
-from starling.comparing.subject import Comparable, JobSubject, RecipeSubject, Scorer, Subject, compared_by
+from starling.comparing.subject import Comparable, JobSubject, Scorer, Subject, compared_by
 from starling.comparing.table import Best, Comparison, choose
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, StarlingError, Stopped
@@ -38,7 +36,7 @@ from starling.experiment.packing import refuse_if_importing
 from starling.experiment.task import task_of
 from starling.extras import require
 from starling.recipe.file import Tree, apply_overrides, read_recipe
-from starling.recipe.problems import refused
+from starling.recipe.problems import checked
 from starling.reporting.progress import Bars, Say, say_on
 from starling.training.job import Job
 from starling.worker_processes import answer_of, worker_processes
@@ -53,7 +51,7 @@ def load_comparison(
     strategies: Sequence[str] = (),
     command: str = "starling compare",
     **options: Any,
-) -> RecipeSubject:
+) -> Subject:
     """The comparison of a recipe file with `key=value` overrides.
 
     `strategies` are arms of its `compare:` section, or strategies; of the other `options` of that section, those that
@@ -71,13 +69,6 @@ def load_comparison(
     if given:
         tree["compare"] = {**(section if isinstance(section, dict) else {}), **given}
     return task.comparison(tree, str(path))
-
-
-def compare_recipe(subject: RecipeSubject, tell: Say, console: Console) -> Comparison:
-    """Compare the arms of a recipe in its folder, `exp/<name>`."""
-    tree = subject.tree | {"compare": subject.section.model_dump(mode="json", exclude_none=True)}
-    description = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    return run_comparison(subject, subject.base.folder, description, tell, console)
 
 
 def compare(
@@ -130,23 +121,15 @@ def compare(
         >>> pandas.DataFrame(table.rows())  # doctest: +SKIP
     """
     require("compare", "starling.compare")
+    refuse_if_importing("starling.compare")
     scored = "test" if test is not None else "validation" if validate is not None else "training loss"
     metric = Metric(name=scored, higher_is_better=higher_is_better, all_right=limits[0], all_wrong=limits[1])
-    section = _section({"learners": learners, "rates": rates, "seeds": seeds, "arms": _arms(strategies), **options})
+    given = {"learners": learners, "rates": rates, "seeds": seeds, "arms": _arms(strategies), **options}
+    section, folder = checked(CompareConfig, given, "starling.compare"), Path(exp) / name
     metric = compared_by(section, metric)
-    subject = JobSubject(job, section, metric, validate, test, cluster or Cluster(), threads, key)
+    subject = JobSubject(job, section, metric, folder, validate, test, cluster or Cluster(), threads, key)
     subject.check()
-    description = yaml.safe_dump({"compare": section.model_dump(mode="json", fallback=str)}, sort_keys=False)
-    return run_comparison(subject, Path(exp) / name, description, lambda line: None, console or Console(stderr=True))
-
-
-def _section(given: Tree) -> CompareConfig:
-    """Raises ConfigError, also where another process imports the script that makes the call."""
-    refuse_if_importing("starling.compare")
-    problems, section = parse_section(given)
-    if section is None:
-        raise refused([problem.removeprefix("compare.") for problem in problems], "starling.compare")
-    return section
+    return run_comparison(subject, lambda line: None, console or Console(stderr=True))
 
 
 def _arms(strategies: Sequence[str] | Mapping[str, str | Mapping[str, Any]]) -> Tree:
@@ -155,23 +138,23 @@ def _arms(strategies: Sequence[str] | Mapping[str, str | Mapping[str, Any]]) -> 
     return {label: {"strategy": arm} if isinstance(arm, str) else dict(arm) for label, arm in strategies.items()}
 
 
-def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, console: Console) -> Comparison:
+def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
     """Compute the cells that are missing, choose each row's rate, and write the answer.
 
-    `folder` holds compare.yaml (the `description`), env.txt, ready/ (models before training), cells/ (one JSON file for
-    each), runs/ (logs of real learners), table.md and results.json. The table goes to `tell`, everything else to
-    `console`. What was stopped continues where it was; a cell of which anything has changed is computed again.
+    The subject's folder holds compare.yaml (what is compared), env.txt, ready/ (models before training), cells/ (one
+    JSON file for each), runs/ (logs of real learners), table.md and results.json. The table goes to `tell`, everything
+    else to `console`. What was stopped continues where it was; a cell of which anything has changed is computed again.
     """
-    say, section = say_on(console), subject.section
+    say, section, folder = say_on(console), subject.section, subject.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "compare.yaml").write_text(description, encoding="utf-8")
+        (folder / "compare.yaml").write_text(subject.described, encoding="utf-8")
         (folder / "env.txt").write_text(describe_environment(), encoding="utf-8")
     except OSError as error:
         raise unwritable(folder, error) from error
     rates = {row: section.rates_of(section.all_arms[row.arm], subject.own_rate(row)) for row in section.rows}
     with _terminable(), Bars(console) as bars:
-        cells = _Cells(subject, folder, say, bars)
+        cells = _Cells(subject, say, bars)
         others = sum(len(section.seeds_of(row, False)) for row in rates)
         results: list[CellResult] = []
         best: dict[Row, Best] = {}
@@ -198,9 +181,9 @@ def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, 
 class _Cells:
     """Completes cells: those that are finished are read, the others computed."""
 
-    def __init__(self, subject: Subject, folder: Path, say: Say, bars: Bars) -> None:
-        self._subject, self._folder = subject, folder
-        self._kept = folder / "cells"
+    def __init__(self, subject: Subject, say: Say, bars: Bars) -> None:
+        self._subject, self._folder = subject, subject.folder
+        self._kept = subject.folder / "cells"
         self._say, self._bars = say, bars
         self._num_done = self._total = 0
 

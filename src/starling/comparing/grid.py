@@ -230,16 +230,6 @@ def beyond(rates: Sequence[float], edge: str) -> float:
     return rate_of(near * near / inner, 0.0)
 
 
-def parse_section(section: Any) -> tuple[list[str], CompareConfig | None]:
-    """The problems of a `compare:` section, or what it says."""
-    if section is None:
-        return ["compare: missing; say which `arms` to compare, or give --strategies"], None
-    try:
-        return [], CompareConfig.model_validate(section)
-    except ValidationError as error:
-        return describe(error, CompareConfig, section, prefix="compare."), None
-
-
 def chosen_arms(section: Any, names: Sequence[str]) -> Tree:
     """The arms of these names: those of the section that are called so, and otherwise strategies."""
     arms = section.get("arms") if isinstance(section, dict) else None

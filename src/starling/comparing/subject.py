@@ -5,9 +5,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import yaml
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,7 +19,7 @@ from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.recipe.file import Tree
 from starling.recipe.problems import refused
-from starling.recipe.run import RecipeConfig, strategy_problems
+from starling.recipe.run import strategy_problems
 from starling.reporting.progress import Bars, Say
 from starling.training.data import DataWorkload
 from starling.training.job import Job
@@ -40,8 +42,12 @@ class Subject(Protocol):
         """What models are compared by."""
 
     @property
-    def threads(self) -> int:
-        """Threads of a simulated cell, or of each real learner."""
+    def folder(self) -> Path:
+        """The folder that keeps every finished cell."""
+
+    @property
+    def described(self) -> str:
+        """What is compared, as YAML."""
 
     def own_rate(self, row: Row) -> float:
         """The learning rate of a row before any tuning."""
@@ -62,29 +68,17 @@ class Subject(Protocol):
         """The cluster that is simulated."""
 
     def engine(self, cell: Cell) -> Mapping[str, Any]:
-        """The engine options of real learners."""
+        """The engine options of its learners; of simulated ones, `threads` alone has a meaning."""
 
     def score(self, cell: Cell, model: nn.Module) -> dict[str, Any]:
         """The fields of a result that say how good a trained model is."""
-
-
-class RecipeSubject(Subject, Protocol):
-    """The runs of a recipe with a section `compare`."""
-
-    @property
-    def tree(self) -> Tree:
-        """The recipe without its section."""
-
-    @property
-    def base(self) -> RecipeConfig:
-        """The recipe before any arm changes it."""
 
 
 @runtime_checkable
 class Comparable(Protocol):
     """A task whose recipes `starling compare` can compare."""
 
-    def comparison(self, tree: Tree, where: str) -> RecipeSubject:
+    def comparison(self, tree: Tree, where: str) -> Subject:
         """What is compared, from a recipe with a section `compare`; `where` names it in the ConfigError that lists all
         problems."""
 
@@ -113,6 +107,7 @@ class JobSubject:
     make: Job | Callable[[int], Job]
     section: CompareConfig
     metric: Metric
+    folder: Path
     validate: Scorer | None = None
     test: Scorer | None = None
     on: Cluster = field(default_factory=Cluster)
@@ -123,6 +118,10 @@ class JobSubject:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_jobs": {}}  # each process makes its own
+
+    @property
+    def described(self) -> str:
+        return yaml.safe_dump({"compare": self.section.model_dump(mode="json", fallback=str)}, sort_keys=False)
 
     def check(self) -> None:
         """Raises one ConfigError that lists all problems of the arms."""

@@ -22,7 +22,8 @@ from starling.experiment.train import train as run_training
 from starling.experiment.train import train_as_learner
 from starling.experiment.weights import fill, load_weights
 from starling.launch.rendezvous import is_learner, number_of_learners
-from starling.recipe.run import EngineConfig, RunConfig, check_run
+from starling.recipe.problems import checked
+from starling.recipe.run import EngineConfig, RunConfig
 from starling.reporting.progress import Bars, Say
 from starling.training.job import Job
 
@@ -136,7 +137,7 @@ def train(
         "exp": exp,
         "trains": f"{type(job.workload).__module__}.{type(job.workload).__qualname__}",
     }
-    run: RunConfig = check_run(JobConfig, given, "starling.train")
+    run: RunConfig = checked(JobConfig, given, "starling.train")
     console = console or Console(stderr=True)
     if is_learner():  # torchrun or Slurm has started this process
         run = run.model_copy(update={"learners": number_of_learners()})

@@ -19,7 +19,8 @@ from starling.configuration import digest
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, apply_overrides, read_recipe
-from starling.recipe.run import RecipeConfig, RunConfig, check_run
+from starling.recipe.problems import checked
+from starling.recipe.run import RecipeConfig, RunConfig
 from starling.registry import Registry
 from starling.workload import Ticket, Workload
 
@@ -94,7 +95,7 @@ class Task(ABC, Generic[RunT]):
 
     def check(self, tree: Tree, where: str) -> RunT:
         """The recipe of a tree of keys; `where` names it in the ConfigError that lists all problems."""
-        return check_run(self.settings, tree, f"recipe {where}")  # type: ignore[return-value]
+        return checked(self.settings, tree, f"recipe {where}")  # type: ignore[return-value]
 
     def check_resolved(self, tree: Tree, where: str) -> RunT:
         """The same for the tree that an experiment's folder holds, perhaps of an earlier version."""

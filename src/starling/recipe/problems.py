@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from starling.errors import ConfigError, did_you_mean, nearest
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
 _MAX_SHOWN = 60  # characters of a wrong value
 
 
@@ -34,6 +35,15 @@ def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: 
         if words not in said:
             said.append(words)
     return [": ".join(filter(None, (path, "; or ".join(said)))) for path, said in lines.items()]
+
+
+def checked(kind: type[ModelT], tree: Any, where: str, prefix: str = "") -> ModelT:
+    """The model of a tree, whose dotted path is `prefix`. Raises one ConfigError that begins with `where` and lists all
+    problems."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise refused(describe(error, kind, tree, prefix), where) from None
 
 
 def refused(problems: Sequence[str], where: str) -> ConfigError:

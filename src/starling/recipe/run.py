@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -17,8 +17,7 @@ from starling.configuration import Config, digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.learner import Learner
-from starling.recipe.file import Tree
-from starling.recipe.problems import ProblemsError, describe, refused
+from starling.recipe.problems import ProblemsError, describe
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
 from starling.training.batch_shares import BatchShares, shares_problem
@@ -377,17 +376,6 @@ class RecipeConfig(RunConfig):
     """The optimizer of each learner, and its learning rate."""
     cluster: Cluster = Cluster()
     """The cluster that `starling simulate` simulates."""
-
-
-RunT = TypeVar("RunT", bound=RunConfig)
-
-
-def check_run(kind: type[RunT], tree: Tree, where: str) -> RunT:
-    """The settings in a tree. Raises one ConfigError that begins with `where` and lists all problems."""
-    try:
-        return kind.model_validate(tree)
-    except ValidationError as error:
-        raise refused(describe(error, kind, tree), where) from None
 
 
 def strategy_problems(choice: StrategyChoice, learners: int | None = None, **others: Any) -> list[str]:

@@ -17,8 +17,8 @@ from starling.configuration import Config, differing, digest
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, apply_overrides, read_recipe
-from starling.recipe.problems import ProblemsError
-from starling.recipe.run import RecipeConfig, check_run
+from starling.recipe.problems import ProblemsError, checked
+from starling.recipe.run import RecipeConfig
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import BatchConfig
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences
@@ -279,7 +279,7 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
             f"recipe {where}: format {found!r}, but this version reads format {FORMAT}; write its keys into a new "
             "recipe without `format` (start from `starling recipes copy`), or use the version that wrote it"
         )
-    return check_run(Recipe, tree, f"recipe {where}")
+    return checked(Recipe, tree, f"recipe {where}")
 
 
 def load_resolved(path: Path) -> Recipe:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from starling.checkpoint.writer import WriteModel
-    from starling.comparing.subject import RecipeSubject
+    from starling.comparing.subject import Subject
     from starling.reporting.epochs import Score
     from starling.reporting.evidence import ScoredSet
     from starling.reporting.progress import Bars, Say
@@ -94,7 +94,7 @@ class Speech(Task[Recipe]):
             return load_frame_plan(recipe, folder.frames)
         return load_plan(recipe, folder.too_short)
 
-    def comparison(self, tree: Tree, where: str) -> RecipeSubject:
+    def comparison(self, tree: Tree, where: str) -> Subject:
         from starling.speech.comparison import check_comparison
 
         return check_comparison(tree, where)
