@@ -31,10 +31,11 @@ from starling.comparing.subject import Comparable, JobSubject, Scorer, Subject, 
 from starling.comparing.table import Best, Comparison, choose
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, StarlingError, Stopped
-from starling.experiment.claim import describe_environment, unwritable
+from starling.experiment.claim import describe_environment
 from starling.experiment.packing import refuse_if_importing
 from starling.experiment.task import task_of
 from starling.extras import require
+from starling.files import writing
 from starling.recipe.file import Tree, apply_overrides, read_recipe
 from starling.recipe.problems import checked
 from starling.reporting.progress import Bars, Say, say_on
@@ -146,12 +147,10 @@ def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
     else to `console`. What was stopped continues where it was; a cell of which anything has changed is computed again.
     """
     say, section, folder = say_on(console), subject.section, subject.folder
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "compare.yaml").write_text(subject.described, encoding="utf-8")
         (folder / "env.txt").write_text(describe_environment(), encoding="utf-8")
-    except OSError as error:
-        raise unwritable(folder, error) from error
     rates = {row: section.rates_of(section.all_arms[row.arm], subject.own_rate(row)) for row in section.rows}
     with _terminable(), Bars(console) as bars:
         cells = _Cells(subject, say, bars)
@@ -171,7 +170,10 @@ def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
         chosen = [row.cell(best[row].rate, seed) for row in rates for seed in section.seeds_of(row, False)]
         results += cells.complete(chosen)
     comparison = Comparison(folder, section, subject.metric, best, results)
-    _write(comparison)
+    with writing(folder):
+        (folder / "table.md").write_text("\n".join(comparison.page()) + "\n", encoding="utf-8")
+        text = json.dumps(comparison.content(), indent=1, allow_nan=False)
+        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     for line in [*comparison.markdown(), *comparison.warnings()]:
         tell(line)
     say(f"table.md and results.json are in {folder}; `starling report {folder}` draws the losses")
@@ -256,17 +258,6 @@ def _terminable() -> Generator[None, None, None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _write(comparison: Comparison) -> None:
-    """Write table.md and results.json. Raises ConfigError for a folder that cannot be written."""
-    folder = comparison.folder
-    try:
-        (folder / "table.md").write_text("\n".join(comparison.page()) + "\n", encoding="utf-8")
-        text = json.dumps(comparison.content(), indent=1, allow_nan=False)
-        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise unwritable(folder, error) from error
 
 
 def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) -> Generator[CellResult, None, None]:

@@ -20,12 +20,11 @@ from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
-from starling.experiment.claim import unwritable
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.launching import machines_of
 from starling.experiment.packing import packed_command
 from starling.experiment.task import RunT, Task
-from starling.files import replace_file
+from starling.files import replace_file, writing
 from starling.launch.launcher import launch
 from starling.predict.at_hand import Allowance, AtHand, Measuring
 from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
@@ -110,10 +109,8 @@ def settled(
     }
     notes = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     for file, text in ((folder.auto, notes), (folder.config, dump_recipe(found))):
-        try:
+        with writing(file):
             replace_file(file, text)
-        except OSError as error:
-            raise unwritable(file, error) from error
     return found
 
 

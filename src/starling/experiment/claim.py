@@ -17,7 +17,7 @@ from starling.errors import CheckpointError, ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import begin_segment
 from starling.experiment.task import RunT, Task
-from starling.files import sync
+from starling.files import sync, writing
 from starling.recipe.run import RunConfig, dump_recipe
 from starling.reporting.progress import Bars, Say
 from starling.workload import Position
@@ -55,11 +55,9 @@ def set_up_and_claim(task: Task[RunT], run: RunT, say: Say, bars: Bars | None = 
 def _stage(run: RunConfig) -> Iterator[ExperimentFolder]:
     """A temporary folder next to the experiment's, removed at the end."""
     stage = ExperimentFolder(run.exp / f".{run.name}{PARTIAL}")
-    try:
+    with writing(run.folder):
         shutil.rmtree(stage.path, ignore_errors=True)  # a run that was killed during set-up may have left it
         stage.path.mkdir(parents=True)
-    except OSError as error:
-        raise unwritable(run.folder, error) from error
     try:
         yield stage
     finally:
@@ -125,10 +123,8 @@ def check_claim(run: RunConfig) -> None:
             f"{run.folder} has checkpoints later than {run.resume}, such as {later[-1].name}; "
             "resume from the last one, or choose another name"
         )
-    try:
+    with writing(run.folder / "checkpoints"):
         check_writable(run.folder / "checkpoints")
-    except OSError as error:
-        raise unwritable(run.folder / "checkpoints", error) from error
 
 
 def check_writable(folder: Path) -> None:
@@ -153,7 +149,7 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
     if run.resume is not None and (line := _fresh_strategy(run, run.resume)):
         say(line)
     existing = [path for path in folder.checkpoints.glob("[!.]*") if (path / MANIFEST).is_file()]
-    try:
+    with writing(folder.path):
         is_new = _is_new(run)
         if existing and is_new and not run.overwrite:
             say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
@@ -171,8 +167,6 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
             )
         folder.config.write_text(dump_recipe(run), encoding="utf-8")
         folder.environment.write_text(describe_environment(), encoding="utf-8")
-    except OSError as error:
-        raise unwritable(folder.path, error) from error
     return folder
 
 
@@ -192,11 +186,6 @@ def _fresh_strategy(run: RunConfig, checkpoint: Path) -> str:
 def _is_new(run: RunConfig) -> bool:
     """Whether the run does not resume from a checkpoint of its own folder."""
     return run.resume is None or run.resume.resolve().parent.parent != run.folder.resolve()
-
-
-def unwritable(path: Path, error: OSError) -> ConfigError:
-    """The error that an experiment's folder cannot be written."""
-    return ConfigError(f"{path}: cannot be written ({error}); set exp to another folder")
 
 
 def describe_environment() -> str:

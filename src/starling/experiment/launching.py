@@ -162,8 +162,3 @@ def machines_of(run: RunConfig, say: Say) -> Machines:
     resources = {"CPU": 1.0} | ({"GPU": 1.0} if run.engine.device == "cuda" else {}) | run.launch.resources
     size = run.super_learner_size
     return RayMachines(run.launch.address, run.launch.learners_per_node or size, size, resources, say)
-
-
-def shared_folder(run: RunConfig, folder: ExperimentFolder) -> str | None:
-    """The parent of temporary folders that learners read; None: the system's usual one."""
-    return None if run.launch.kind == "local" else str(folder.path)

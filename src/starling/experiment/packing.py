@@ -11,7 +11,6 @@ from pathlib import Path
 
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.launching import shared_folder
 from starling.recipe.run import RunConfig
 from starling.training.job import Job
 
@@ -46,7 +45,8 @@ def pack(job: Job, run: RunConfig) -> bytes:
 @contextmanager
 def packed_command(job: Job, run: RunConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
     """The command of a learner that reads a packed job, whose file comes last; it is there within this context."""
-    with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared_folder(run, folder)) as scratch:
+    shared = None if run.launch.kind == "local" else folder.path  # where learners on other machines find it
+    with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared) as scratch:
         file = Path(scratch) / "job"
         file.write_bytes(pack(job, run))
         yield [sys.executable, "-m", "starling.experiment.job_process", str(file)]

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from starling.errors import ConfigError, DataError, PeerLost, ProtocolError
 from starling.experiment.folder import existing
+from starling.files import writing
 from starling.launch.joiners import ask, launcher_id, take_answer, withdraw
 from starling.launch.messages import LearnerStatus, Status, decode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
@@ -154,12 +155,8 @@ def join(experiment: Path, learners: int, tell: Say) -> None:
     launcher = launcher_id(folder.joins)
     if launcher is None:
         raise ConfigError(f"{experiment}: nothing runs here; start it with: starling train {folder.config}")
-    try:
+    with writing(folder.joins, f"to add learners you need write access to {experiment}"):
         request = ask(folder.joins, learners)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder.joins}: cannot be written ({error}); to add learners you need write access to {experiment}"
-        ) from error
     try:
         while True:
             is_over = launcher_id(folder.joins) != launcher  # checked before the last look for an answer

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from starling.errors import ConfigError, did_you_mean
+from starling.files import writing
 
 Tree = dict[str, Any]
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -220,12 +221,10 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
     copies = [to / path.name for path in sources]
     if existing := [str(copy) for copy in copies if copy.exists()]:
         raise ConfigError(f"{', '.join(existing)}: exists already; remove it, or copy to another folder")
-    try:
+    with writing(to, "copy to another folder"):
         to.mkdir(parents=True, exist_ok=True)
         for source, copy in zip(sources, copies, strict=True):
             shutil.copyfile(source, copy)
-    except OSError as error:
-        raise ConfigError(f"{to}: cannot be written ({error}); copy to another folder") from error
     return copies
 
 

@@ -19,6 +19,7 @@ from starling.errors import ConfigError, did_you_mean
 from starling.learner import Learner
 from starling.recipe.problems import ProblemsError, describe
 from starling.strategies import Strategy, find_strategy
+from starling.strategies.base import always
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
 from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault, Join
@@ -132,17 +133,12 @@ async def _unchosen(me: Learner, options: AutoOptions) -> None:
     )
 
 
-def _may_average(options: Config) -> bool:
-    """True: a weighting may have an effect, and limits the choice."""
-    return True
-
-
 AUTO_STRATEGY = Strategy(
     AUTO,
     "measure the machines at hand, and choose one of the others",
     _unchosen,
     options=AutoOptions,
-    averages_gradients=_may_average,
+    averages_gradients=always,  # a weighting may have an effect, and limits the choice
     kind="chosen by measuring",
 )
 """A placeholder, for the checks that are made before the choice."""
