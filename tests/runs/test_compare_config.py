@@ -43,7 +43,7 @@ def cells(subject: SpeechComparison) -> list[Cell]:
     return [
         Cell(setting=row.setting, arm=row.arm, learners=row.learners, rate=rate, seed=seed)
         for row in section.rows
-        for rate in section.rates_of(section.all_arms[row.arm], subject.own_rate(row))
+        for rate in section.rates_of(row, subject.own_rate(row))
         for seed in section.seeds_of(row, True)
     ]
 

@@ -151,7 +151,7 @@ def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "compare.yaml").write_text(subject.described, encoding="utf-8")
         (folder / "env.txt").write_text(describe_environment(), encoding="utf-8")
-    rates = {row: section.rates_of(section.all_arms[row.arm], subject.own_rate(row)) for row in section.rows}
+    rates = {row: section.rates_of(row, subject.own_rate(row)) for row in section.rows}
     with _terminable(), Bars(console) as bars:
         cells = _Cells(subject, say, bars)
         others = sum(len(section.seeds_of(row, False)) for row in rates)
@@ -272,18 +272,10 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
                 result = run_cell(subject, cell, digest, runs)
             yield result
         return
-    count = min(jobs, len(cells))
-
-    def problem(error: Exception) -> ConfigError:
-        return ConfigError(
-            f"jobs: what is compared cannot be sent to {count} processes ({error}); define its functions at the top "
-            "level of a module or of the script, or leave out jobs"
-        )
-
-    with worker_processes(partial(run_cell, subject, runs=runs), count, "starling-compare", problem) as workers:
-        waiting = iter(cells.items())
+    work, count = partial(run_cell, subject, runs=runs), min(jobs, len(cells))
+    with worker_processes(work, count, "starling-compare", "what is compared", "jobs") as workers:
+        waiting, idle = iter(cells.items()), list(workers)
         busy: dict[Connection, Cell] = {}
-        idle = list(workers)
         while True:
             for line, (cell, digest) in zip(idle, waiting, strict=False):
                 with suppress(OSError):  # the process has died, which `answer_of` reports
@@ -291,13 +283,13 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
                 busy[line] = cell
             if not busy:
                 return
-            idle = [line for line in wait(list(busy)) if isinstance(line, Connection)][:1]
-            for line in idle:
-                cell = busy.pop(line)
-                which, advice = f"cell {cell.name}: the process that computed it", "run the same command again with"
-                with _named(cell):
-                    result = answer_of(line, workers[line], which, f"{advice} fewer jobs, finished cells are kept")
-                yield result
+            ready = wait(list(busy))
+            line = next(line for line in busy if line in ready)
+            cell, idle = busy.pop(line), [line]
+            which, advice = f"cell {cell.name}: the process that computed it", "run the same command again with"
+            with _named(cell):
+                result = answer_of(line, workers[line], which, f"{advice} fewer jobs, finished cells are kept")
+            yield result
 
 
 @contextmanager

@@ -195,8 +195,9 @@ class CompareConfig(Config):
         """Its numbers of learners."""
         return arm.learners or self.learners
 
-    def rates_of(self, arm: Arm, own: float) -> tuple[float, ...]:
-        """The learning rates of an arm whose own is `own`, in ascending order, each once."""
+    def rates_of(self, row: Row, own: float) -> tuple[float, ...]:
+        """The learning rates of a row whose own is `own`, in ascending order, each once."""
+        arm = self.all_arms[row.arm]
         rates = self.rates if arm.rates is None else arm.rates
         return tuple(sorted({rate_of(rate, own) for rate in rates or (own,)}))
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -125,27 +125,27 @@ class JobSubject:
 
     def check(self) -> None:
         """Raises one ConfigError that lists all problems of the arms."""
-        found: dict[str, None] = {}
-        for row in self.section.rows:
-            arm, where = self.section.all_arms[row.arm], f"arms.{row.arm}"
-            keys = {**self.section.settings.get(row.setting, {}), **arm.keys}
-            for name in keys.keys() - set(_ARM_KEYS):
-                found[f"{where}: a job has no {name!r} to change; {did_you_mean(name, _ARM_KEYS)}"] = None
-            if arm.strategy is not None:
-                found |= {f"{where}: {problem}": None for problem in strategy_problems(arm.strategy, row.learners)}
-            else:
-                try:
-                    self._job(self.section.seeds[0]).validate(row.learners)
-                except ConfigError as error:
-                    found[f"{where}: {error}"] = None
-            if (
-                self.validate is None
-                and not self.metric.of_loss
-                and len(self.section.rates_of(arm, self.own_rate(row))) > 1
-            ):
-                found["validate: rates are chosen by a validation result; give a function or a workload"] = None
+        found = [f"arms.{row.arm}: {problem}" for row in self.section.rows for problem in self._problems(row)]
+        tuned = [row for row in self.section.rows if len(self.section.rates_of(row, self.own_rate(row))) > 1]
+        if tuned and self.validate is None and not self.metric.of_loss:
+            found.append("validate: rates are chosen by a validation result; give a function or a workload")
         if found:
-            raise refused(list(found), "starling.compare")
+            raise refused(list(dict.fromkeys(found)), "starling.compare")
+
+    def _problems(self, row: Row) -> Iterator[str]:
+        for name in self._changes(row).keys() - set(_ARM_KEYS):
+            yield f"a job has no {name!r} to change; {did_you_mean(name, _ARM_KEYS)}"
+        if (choice := self.section.all_arms[row.arm].strategy) is not None:
+            yield from strategy_problems(choice, row.learners)
+            return
+        try:
+            self._job(self.section.seeds[0]).validate(row.learners)
+        except ConfigError as error:
+            yield str(error)
+
+    def _changes(self, row: Row) -> dict[str, Any]:
+        """The fields of the job that a row's setting and arm change, besides the strategy."""
+        return {**self.section.settings.get(row.setting, {}), **self.section.all_arms[row.arm].keys}
 
     def _job(self, seed: int) -> Job:
         if seed not in self._jobs:
@@ -203,10 +203,9 @@ class JobSubject:
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None: ...
 
     def job(self, cell: Cell) -> Job:
-        job, arm = self._job(cell.seed), self.section.all_arms[cell.arm]
-        keys = {**self.section.settings.get(cell.setting, {}), **arm.keys}
-        if arm.strategy is not None:
-            keys |= {"strategy": arm.strategy.strategy, "options": arm.strategy.options}
+        job, keys = self._job(cell.seed), self._changes(cell.row)
+        if (choice := self.section.all_arms[cell.arm].strategy) is not None:
+            keys |= {"strategy": choice.strategy, "options": choice.options}
         factor = cell.rate / self.own_rate(cell.row)
         return replace(job, make_optimizer=partial(rated, make=job.make_optimizer, factor=factor), **keys)
 

@@ -105,7 +105,7 @@ class Comparison:
         rate = self.best[row].rate
         return [each for each in self.results if each.cell.row == row and each.cell.rate == rate]
 
-    def rows(self) -> list[dict[str, Value]]:
+    def rows(self) -> list[dict[str, Any]]:
         """One flat record for each row, which pandas reads: see docs/comparing.md for the columns."""
         return self._rows
 
@@ -249,13 +249,13 @@ class Comparison:
         titles[4:4] = beside
         lines = []
         for row in self.rows():
-            edge = "" if not row["edge"] else " !"
             own = row["seconds" if self.section.target is None else "target_seconds"]
-            difference = _text(row["difference"], row["difference_half"], "+")
-            shown = [str(row["arm"]), str(row["learners"]), f"{row['rate']:g}{edge}", _scored(row)]
-            shown += [*(_text(row["score"], row["score_half"]) for _ in beside), difference]
-            shown += [_p(row["p"]), str(row["verdict"]), _text(own), _text(row["speedup"], digits=2)]
-            lines.append([str(row["setting"]), *shown] if has_settings else shown)
+            value = _text(row["value"], row["value_half"]) + (f" †{row['diverged']}" if row["diverged"] else "")
+            shown = [row["arm"], str(row["learners"]), f"{row['rate']:g}{' !' * bool(row['edge'])}", value]
+            shown += [_text(row["score"], row["score_half"]) for _ in beside]
+            shown += [_text(row["difference"], row["difference_half"], "+"), _p(row["p"]), row["verdict"]]
+            shown += [_text(own), _text(row["speedup"], digits=2)]
+            lines.append([row["setting"], *shown] if has_settings else shown)
         return _table(["setting", *titles] if has_settings else titles, lines)
 
     def page(self) -> list[str]:
@@ -302,10 +302,6 @@ _LEGEND = [
 def _named(row: Row) -> str:
     setting = f"{row.setting}, " if row.setting else ""
     return f"{setting}{row.arm} with {row.learners} learner{'s' if row.learners > 1 else ''}"
-
-
-def _scored(row: dict[str, Value]) -> str:
-    return _text(row["value"], row["value_half"]) + (f" †{row['diverged']}" if row["diverged"] else "")
 
 
 def _text(mean: Value, half: Value = None, sign: str = "", digits: int | None = None) -> str:

@@ -216,7 +216,7 @@ def _row_problems(subject: SpeechComparison) -> list[str]:
     found: dict[str, None] = {}
     for row in section.rows:
         try:
-            rates = section.rates_of(section.all_arms[row.arm], subject.own_rate(row))
+            rates = section.rates_of(row, subject.own_rate(row))
         except ConfigError as error:
             found |= {f"compare.arms.{row.arm}: {line}": None for line in _lines(error)}
             continue
