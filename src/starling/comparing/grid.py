@@ -170,8 +170,7 @@ class CompareConfig(Config):
                 f"settings.{fixed[0]}.learners: has no effect, because arms are compared with each number in "
                 "compare.learners; list it there, or give an arm its own"
             )
-        base = self.baseline or self._lone or ONE
-        if base in self.arms and self.arms[base].settings is not None:
+        if (base := self._base) in self.arms and self.arms[base].settings is not None:
             raise ValueError(f"arms.{base}.settings: others are compared with it in every setting; leave them out")
         if self.engine == "processes" and self.jobs > 1:
             raise ValueError("jobs: real learners need the machine to themselves; leave it out with engine: processes")
@@ -182,14 +181,15 @@ class CompareConfig(Config):
     @cached_property
     def all_arms(self) -> Mapping[str, Arm]:
         """The arms, after a lone learner where that is the baseline and none of them."""
-        if self.baseline is not None or self._lone is not None:
+        if self._base in self.arms:
             return self.arms
         lone = Arm(strategy=StrategyChoice(name="allreduce"), summary="one learner", learners=(1,))
         return {ONE: lone} | self.arms
 
     @property
-    def _lone(self) -> str | None:
-        return next((label for label, arm in self.arms.items() if self.learners_of(arm) == (1,)), None)
+    def _base(self) -> str:
+        """The baseline: the arm that is named so, or else the first with one learner."""
+        return self.baseline or next((label for label, arm in self.arms.items() if self.learners_of(arm) == (1,)), ONE)
 
     def learners_of(self, arm: Arm) -> tuple[int, ...]:
         """Its numbers of learners."""
@@ -203,9 +203,8 @@ class CompareConfig(Config):
 
     def baseline_of(self, row: Row) -> Row:
         """What a row is compared with; the row itself where it is the baseline."""
-        label = self.baseline or self._lone or ONE
-        counts = self.learners_of(self.all_arms[label])
-        return Row(row.setting, label, row.learners if row.learners in counts else counts[0])
+        counts = self.learners_of(self.all_arms[self._base])
+        return Row(row.setting, self._base, row.learners if row.learners in counts else counts[0])
 
     @property
     def rows(self) -> list[Row]:

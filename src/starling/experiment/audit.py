@@ -99,11 +99,9 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
             own.compare(batch, plan.ids(batch.ticket), skipped.get(number, ()))
     epochs = [found[number] for number in sorted(found)]
     output.print(_table(epochs))
-    problems = [
-        problem
-        for epoch in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1)
-        for problem in found.get(epoch, EpochAudit(epoch, 0)).problems(_due(plan, epoch, begin, end))
-    ]
+    problems: list[str] = []
+    for number in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1):
+        problems += found.get(number, EpochAudit(number, 0)).problems(_due(plan, number, begin, end))
     if begin.num_done:
         tell(
             f"the record begins at step {begin.num_done}: earlier mini-batches are in the record of the run from which "

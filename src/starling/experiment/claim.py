@@ -146,12 +146,18 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
     """
     folder = ExperimentFolder(run.folder)
     check_claim(run)
-    if run.resume is not None and (line := _fresh_strategy(run, run.resume)):
-        say(line)
-    existing = [path for path in folder.checkpoints.glob("[!.]*") if (path / MANIFEST).is_file()]
+    position, earlier, island, is_new = Position(), None, run.island, _is_new(run)
+    if run.resume is not None:
+        saved = Checkpoint(run.resume, read_manifest(run.resume))  # it has been verified
+        position, earlier = saved.manifest.position, ExperimentFolder(run.resume.parent.parent).seen
+        if changed := saved.what_changed(run.learners, run.strategy.described, island.size, island.tensor > 1):
+            say(
+                f"resume: {changed}; all learners begin with the mean of its models, without what the strategy keeps "
+                "between steps"
+            )
     with writing(folder.path):
-        is_new = _is_new(run)
-        if existing and is_new and not run.overwrite:
+        is_worth_keeping = any((path / MANIFEST).is_file() for path in folder.checkpoints.glob("[!.]*"))
+        if is_worth_keeping and is_new and not run.overwrite:
             say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
         if is_new:
             folder.clear()
@@ -159,28 +165,10 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
         remove_partial(folder.checkpoints)
         shutil.rmtree(folder.validation, ignore_errors=True)
         check_writable(folder.checkpoints)
-        if run.resume is None:
-            begin_segment(folder.seen, Position())
-        else:
-            begin_segment(
-                folder.seen, read_manifest(run.resume).position, ExperimentFolder(run.resume.parent.parent).seen
-            )
+        begin_segment(folder.seen, position, earlier)
         folder.config.write_text(dump_recipe(run), encoding="utf-8")
         folder.environment.write_text(describe_environment(), encoding="utf-8")
     return folder
-
-
-def _fresh_strategy(run: RunConfig, checkpoint: Path) -> str:
-    """The line that a resumed run begins from the consensus, and why; empty if each learner has its own state."""
-    island = run.island
-    saved = Checkpoint(checkpoint, read_manifest(checkpoint))  # it has been verified
-    changed = saved.what_changed(run.learners, run.strategy.described, island.size, island.tensor > 1)
-    if not changed:
-        return ""
-    return (
-        f"resume: {changed}; all learners begin with the mean of its models, without what the strategy keeps between "
-        "steps"
-    )
 
 
 def _is_new(run: RunConfig) -> bool:

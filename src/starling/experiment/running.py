@@ -4,11 +4,12 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from starling.errors import ConfigError, DataError, PeerLost, ProtocolError
@@ -110,14 +111,10 @@ def state_of(record: LearnerRecord, roster: Roster) -> str:
 
 def describe(status: Status, now: float, is_alive: bool) -> Group:
     """A status as a table with text, at time `now`; `is_alive` says whether its launcher runs."""
-    table = Table()
-    for name, justify in (("learner", "right"), ("state", "left"), ("batches", "right"), ("loss", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("last heard", justify="right")
     has_nodes = any(each.node for each in status.learners)
-    if has_nodes:
-        table.add_column("node", justify="left", no_wrap=True)
-    table.add_column("log", justify="left", no_wrap=True)
+    right, unbroken = partial(Column, justify="right"), partial(Column, no_wrap=True)
+    nodes = [unbroken("node")] if has_nodes else []
+    table = Table(right("learner"), "state", *map(right, ("batches", "loss", "last heard")), *nodes, unbroken("log"))
     since = max(0.0, now - status.written)
     for each in status.learners:
         heard = "none yet" if each.heard is None else f"{duration(each.heard + since)} ago"
