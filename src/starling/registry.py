@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starling.errors import ConfigError, did_you_mean
 
@@ -23,7 +23,7 @@ class Registry(Generic[T]):
     Args:
         known: The parts of Starling, by name.
         group: The entry point group of other packages, such as `starling.strategies`.
-        accepts: Whether an imported object is of this kind.
+        accepts: The class of this kind, or a function that says whether an imported object is of it.
         wanted: The description of this kind in error messages.
         prefix: The start of every error message, such as `strategy: `.
         outside: How error messages write `module:name`.
@@ -31,7 +31,7 @@ class Registry(Generic[T]):
 
     known: Mapping[str, T]
     group: str
-    accepts: Callable[[object], TypeGuard[T]] = field(kw_only=True)
+    accepts: type[Any] | Callable[[object], bool] = field(kw_only=True)
     wanted: str = field(kw_only=True)
     prefix: str = field(default="", kw_only=True)
     outside: str = field(default="module:name", kw_only=True)
@@ -65,12 +65,12 @@ class Registry(Generic[T]):
         if not module or not attribute:
             known = ", ".join([*self.names(), *also, f"or {self.outside}"])
             raise ConfigError(f"{self.prefix}{name!r} is unknown; {self._hint(name, also)}known are {known}")
-        found = self._load(name, module, attribute)
-        if not self.accepts(found):
+        found: T = self._load(name, module, attribute)
+        if not (isinstance(found, self.accepts) if isinstance(self.accepts, type) else self.accepts(found)):
             raise ConfigError(f"{self.prefix}{name!r} is {_described(found)}, not {self.wanted}")
         return found
 
-    def _load(self, name: str, module: str, attribute: str) -> object:
+    def _load(self, name: str, module: str, attribute: str) -> Any:
         try:
             found: Any = import_module(module)
         except ImportError as error:

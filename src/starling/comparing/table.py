@@ -200,24 +200,25 @@ class Comparison:
         speedup = theirs / ours if ours and theirs else None
         learners = base[0].cell.learners / own[0].cell.learners
         return {
-            "target_seconds": fmean([point.seconds for point in reached]) if reached else None,
-            "target_samples": fmean([point.samples for point in reached]) if reached else None,
+            "target_seconds": reached and reached.seconds,
+            "target_samples": reached and reached.samples,
             "speedup": speedup,
             "efficiency": None if speedup is None else 100.0 * speedup * learners,
             **{name: _mean_of([getattr(each, name) for each in own]) for name in _COSTS},
         }
 
-    def _reached(self, results: list[CellResult]) -> list[Point]:
-        """Where each run reaches the target; nothing unless all do."""
+    def _reached(self, results: list[CellResult]) -> Point | None:
+        """Where runs reach the target, in the mean; None unless all do."""
         target = self.section.target
-        points = [None if target is None else each.when(target) for each in results]
-        return [] if None in points else [point for point in points if point is not None]
+        points = [each.when(target) for each in results if target is not None]
+        there = [point for point in points if point is not None]
+        return Point(*map(fmean, zip(*there, strict=True))) if len(there) == len(results) else None
 
     def _slowness(self, results: list[CellResult]) -> float | None:
         """Mean seconds to the target, or for a sample where there is none."""
         if self.section.target is not None:
             reached = self._reached(results)
-            return fmean([point.seconds for point in reached]) if reached else None
+            return reached and reached.seconds
         samples = sum(each.num_samples for each in results)
         return sum(each.seconds for each in results) / samples if samples else None
 

@@ -1,8 +1,8 @@
 """`starling.train` and `starling.simulate`: train any PyTorch model and data with all features of a recipe's run."""
 
 import io
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -179,24 +179,22 @@ def with_settings(job: Job, run: RunConfig) -> Job:
     return replace(job, autocast=job.autocast or run.engine.autocast == "bf16", **settings_of(run))
 
 
+@dataclass(frozen=True)
 class GivenJob(Task[RunConfig]):
     """The task of `starling.train`: a job that is given as an object, which learners get as a pickled copy."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    job: Job
 
     def make_job(self, recipe: RunConfig, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
-        return with_settings(self._job, recipe)
+        return with_settings(self.job, recipe)
 
     def set_up(self, recipe: RunConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
         """Raises ConfigError for a job that cannot be sent to learners."""
         if not is_learner():
-            pack(self._job, recipe)
+            pack(self.job, recipe)
 
-    @contextmanager
-    def learner_command(self, recipe: RunConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
-        with packed_command(with_settings(self._job, recipe), recipe, folder) as command:
-            yield command
+    def learner_command(self, recipe: RunConfig, folder: ExperimentFolder) -> AbstractContextManager[list[str]]:
+        return packed_command(with_settings(self.job, recipe), recipe, folder)
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
         return f"starling.train(job, ..., resume={str(folder.path)!r})"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from starling.configuration import digest
 from starling.errors import ConfigError
@@ -135,10 +135,9 @@ class Task(ABC, Generic[RunT]):
     def set_up(self, recipe: RunT, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
         """Make ready what learners need, in `folder`. What is wrong is raised here, before a run claims its folder."""
 
-    @contextmanager
-    def learner_command(self, recipe: RunT, folder: ExperimentFolder) -> Generator[list[str], None, None]:
+    def learner_command(self, recipe: RunT, folder: ExperimentFolder) -> AbstractContextManager[list[str]]:
         """The command that starts a learner; what it reads exists within this context."""
-        yield [sys.executable, "-m", "starling", "train", str(folder.config)]
+        return nullcontext([sys.executable, "-m", "starling", "train", str(folder.config)])
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
         """What the user runs to resume from the newest checkpoint."""
@@ -152,12 +151,11 @@ class Task(ABC, Generic[RunT]):
         """The number of epochs between two models that the launcher scores; None: it scores none."""
         return None
 
-    @contextmanager
     def scoring(
         self, recipe: RunT, folder: ExperimentFolder, say: Say, on_score: Callable[[Score], None]
-    ) -> Generator[Scoring, None, None]:
+    ) -> AbstractContextManager[Scoring]:
         """What scores models while the run trains."""
-        yield Scoring()
+        return nullcontext(Scoring())
 
     def score(
         self, recipe: RunT, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
@@ -216,12 +214,8 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
     return own | {"strategy": choice.strategy, "options": choice.options, "checkpoint_every": run.checkpoints.every}
 
 
-def _is_task(found: object) -> TypeGuard[Task[RecipeConfig]]:
-    return isinstance(found, Task)
-
-
 _TASKS = Registry[Task[RecipeConfig]](
-    {}, "starling.tasks", accepts=_is_task, wanted="a starling.experiment.task.Task", prefix="task: "
+    {}, "starling.tasks", accepts=Task, wanted="a starling.experiment.task.Task", prefix="task: "
 )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,14 +65,12 @@ class Speech(Task[Recipe]):
     def validate_every(self, recipe: Recipe) -> int | None:
         return recipe.validate_every if recipe.data.valid is not None else None
 
-    @contextmanager
     def scoring(
         self, recipe: Recipe, folder: ExperimentFolder, say: Say, on_score: Callable[[Score], None]
-    ) -> Generator[Scoring, None, None]:
+    ) -> AbstractContextManager[Scoring]:
         from starling.speech.training.validate import Validation
 
-        with Validation(recipe, folder, say, on_score) as validation:
-            yield validation
+        return Validation(recipe, folder, say, on_score)
 
     def score(
         self, recipe: Recipe, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
