@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from starling.configuration import digest
 from starling.errors import ConfigError
@@ -62,26 +62,34 @@ class Scoring:
         return False
 
 
-class MiniBatches(Protocol):
-    """The examples that a task plans for each mini-batch, by which `starling audit` judges a run."""
+class MiniBatches:
+    """The examples that a task plans for each mini-batch, by which `starling audit` judges a run; this one plans none:
+    each mini-batch of a workload is loaded to learn its examples' names."""
 
-    examples: str
+    examples = "examples"
     """What examples are called, in the plural."""
-    num_parts: int
-    """The number of parts into which the data are divided."""
+
+    def __init__(self, workload: Workload[Any]) -> None:
+        self._workload = workload
+        self.num_parts = workload.num_parts
+        """The number of parts into which the data are divided."""
 
     @property
     def num_examples(self) -> int:
         """Examples of an epoch."""
+        return sum(len(list(self.ids(Ticket(0, index, index)))) for index in range(self.num_batches(0)))
 
     def num_batches(self, epoch: int) -> int:
         """Mini-batches of an epoch."""
+        return self._workload.num_batches(epoch)
 
     def ids(self, ticket: Ticket) -> Iterable[str]:
         """The names of a mini-batch's examples."""
+        return (name for part in self._workload.load(ticket) for name in getattr(part, "ids", ()))
 
     def passes(self, times: Counter[str]) -> str | None:
         """Describes how often each example was seen in complete epochs; None where each should be seen once in each."""
+        return None
 
 
 class Task(ABC, Generic[RunT]):
@@ -168,29 +176,7 @@ class Task(ABC, Generic[RunT]):
 
     def mini_batches(self, recipe: RunT, folder: ExperimentFolder) -> MiniBatches:
         """The plan of a run's mini-batches; by default, what the workload loads, whose examples may have `ids`."""
-        return Loaded(self.make_job(recipe, folder).workload)
-
-
-class Loaded:
-    """The mini-batches of a workload that plans none: each is loaded to learn its examples' names."""
-
-    examples = "examples"
-
-    def __init__(self, workload: Workload[Any]) -> None:
-        self._workload = workload
-        self.num_parts = workload.num_parts
-
-    @property
-    def num_examples(self) -> int:
-        return sum(len(list(self.ids(Ticket(0, index, index)))) for index in range(self.num_batches(0)))
-
-    def num_batches(self, epoch: int) -> int:
-        return self._workload.num_batches(epoch)
-
-    def ids(self, ticket: Ticket) -> Iterable[str]:
-        return (name for part in self._workload.load(ticket) for name in getattr(part, "ids", ()))
-
-    def passes(self, times: Counter[str]) -> None: ...
+        return MiniBatches(self.make_job(recipe, folder).workload)
 
 
 def job_of(recipe: RecipeConfig, workload: Workload[Any], **fields: Any) -> Job:
