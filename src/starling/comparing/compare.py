@@ -50,7 +50,6 @@ def load_comparison(
     path: Path,
     overrides: Sequence[str] = (),
     strategies: Sequence[str] = (),
-    command: str = "starling compare",
     **options: Any,
 ) -> Subject:
     """The comparison of a recipe file with `key=value` overrides.
@@ -60,7 +59,7 @@ def load_comparison(
     """
     tree: Tree = apply_overrides(read_recipe(path), overrides)
     task = task_of(tree)
-    task.require(command)
+    task.require("starling compare")
     if not isinstance(task, Comparable):
         raise ConfigError(f"recipe {path}: its task has no comparison of recipes; use starling.compare in Python")
     given = {key: value for key, value in options.items() if value is not None}

@@ -313,6 +313,11 @@ class CellResult(Config):
     cpu_seconds: Seconds
     """Of training and scoring, on the machine that computed the cell."""
 
+    @property
+    def score(self) -> float | None:
+        """The test result, or without one the validation result."""
+        return self.valid if self.test is None else self.test
+
     def when(self, target: float) -> Point | None:
         """Where the training loss first falls to a target, linear between points; None if it does not."""
         before: Point | None = None

@@ -138,9 +138,7 @@ class Comparison:
         `metric.of_loss` the last."""
         if result.diverged:
             return self.metric.diverged
-        if self.metric.of_loss:
-            return result.loss
-        return next((each for each in (result.test, result.valid, result.loss) if each is not None), None)
+        return result.loss if self.metric.of_loss or result.score is None else result.score
 
     def _values(self, row: Row) -> dict[int, float]:
         """By seed; nothing where a run has no value."""
@@ -181,9 +179,8 @@ class Comparison:
         """The score where arms are compared by the training loss."""
         if not self.metric.of_loss:
             return {}
-        scores = [each.valid if each.test is None else each.test for each in found]
-        values = [score for score in scores if score is not None]
-        score = estimate(values) if len(values) == len(scores) else None
+        scores = [each.score for each in found if each.score is not None]
+        score = estimate(scores) if len(scores) == len(found) else None
         return {"score": score and score.mean, "score_half": score and score.half}
 
     def _limit(self, own: dict[int, float], base: dict[int, float]) -> str:

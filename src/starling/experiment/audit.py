@@ -50,15 +50,14 @@ class EpochAudit:
         """Whether every mini-batch was computed."""
         return len(self.batches) == self.num_batches
 
-    def add(self, batch: SeenBatch) -> None:
-        """Count a mini-batch."""
+    def add(self, batch: SeenBatch, planned: Iterable[str] | None, skipped: Collection[str]) -> None:
+        """Count a mini-batch, and compare it with the plan, if there is one; `skipped` are the utterances that were
+        skipped in the epoch."""
         self.batches[batch.ticket.index] += 1
         self.by_learner[batch.learner] += 1
         self.examples.update(batch.utterances)
-
-    def compare(self, batch: SeenBatch, planned: Iterable[str], skipped: Collection[str]) -> None:
-        """Compare a mini-batch with the plan; `skipped` are the utterances that were skipped in the epoch."""
-        found, expected = Counter(batch.utterances), Counter(planned)
+        found = Counter(batch.utterances)
+        expected = found if planned is None else Counter(planned)
         missing = expected - found
         num_skipped = sum(number for name, number in missing.items() if name in skipped)
         self.num_skipped += num_skipped
@@ -93,10 +92,8 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
         number = batch.ticket.epoch
         if number not in found:
             found[number] = EpochAudit(number, plan.num_batches(number))
-        own = found[number]
-        own.add(batch)
-        if plan.num_parts == 1 and batch.ticket.index < own.num_batches:
-            own.compare(batch, plan.ids(batch.ticket), skipped.get(number, ()))
+        is_planned = plan.num_parts == 1 and batch.ticket.index < found[number].num_batches
+        found[number].add(batch, plan.ids(batch.ticket) if is_planned else None, skipped.get(number, ()))
     epochs = [found[number] for number in sorted(found)]
     output.print(_table(epochs))
     problems: list[str] = []

@@ -158,7 +158,9 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
     with writing(folder.path):
         is_worth_keeping = any((path / MANIFEST).is_file() for path in folder.checkpoints.glob("[!.]*"))
         if is_worth_keeping and is_new and not run.overwrite:
-            say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
+            names = (folder.path.with_name(f"{run.name}.{number}") for number in count(1))
+            aside = folder.path.rename(next(name for name in names if not name.exists()))
+            say(f"{folder.path} held an earlier run, which is now in {aside}")
         if is_new:
             folder.clear()
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -189,12 +191,6 @@ def describe_environment() -> str:
         f"cuda {torch.version.cuda or 'none'}, {torch.cuda.device_count()} devices",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _move_aside(path: Path) -> Path:
-    """Rename a folder to the first free of `<name>.1`, `<name>.2`, …"""
-    aside = next(aside for number in count(1) if not (aside := path.with_name(f"{path.name}.{number}")).exists())
-    return path.rename(aside)
 
 
 def _version(package: str) -> str:

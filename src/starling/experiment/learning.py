@@ -39,12 +39,12 @@ from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVE
 from starling.training.job import Job, Observer, Silence, StepReport
 
 
-def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
+def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int | None:
     """Train as a learner until the run ends; return the signal if one stopped the run early, else None."""
     place.use_threads(run.engine.threads)
 
     tell: Callable[[LearnerMessage], None] = (lambda message: None) if link is None else link.send
-    counts = SharedCounts(place)
+    counts, folder = SharedCounts(place), ExperimentFolder(run.folder)
 
     def arrive_model(name: str) -> int:
         return counts.arrive(f"validation/{name}")

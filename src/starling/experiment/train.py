@@ -73,7 +73,7 @@ def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Sa
         recipe = kept(recipe.model_copy(update={"resume": Path(resume) if resume else None}), lambda line: None)
     recipe = settled(task, recipe, folder, place.local_world, say, partial(measured_choice, recipe, place))
     try:
-        stopped_by = learn(task, recipe, folder, place, link)
+        stopped_by = learn(task, recipe, place, link)
     except PeerLost as error:
         if link is None:
             resumable(error, folder, task.how_to_resume(folder))
