@@ -86,15 +86,20 @@ def _trained_on(points: Sequence[Point]) -> dict[str, Any]:
 def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResult:
     """Train and score a cell. Numbers that stop being finite are a result: the cell is `diverged`.
 
-    A run of real learners is in the folder `runs`, which keeps its log and no checkpoint.
+    A run of real learners is in the folder `runs`, which keeps its log and no checkpoint. An error is raised with a
+    note that names the cell.
     """
     begin = _cpu_seconds()
     is_virtual = subject.section.engine == "virtual"
-    job = replace(subject.job(cell), most_not_finite=1)
-    model, measured = _simulated(subject, job, cell) if is_virtual else _trained(subject, job, cell, runs)
-    if model is not None and not all(bool(torch.isfinite(each).all()) for each in model.state_dict().values()):
-        model = None
-    scores = {} if model is None else subject.score(cell, model)
+    try:
+        job = replace(subject.job(cell), most_not_finite=1)
+        model, measured = _simulated(subject, job, cell) if is_virtual else _trained(subject, job, cell, runs)
+        if model is not None and not all(bool(torch.isfinite(each).all()) for each in model.state_dict().values()):
+            model = None
+        scores = {} if model is None else subject.score(cell, model)
+    except Exception as error:
+        error.add_note(f"in cell {cell.name}")
+        raise
     if not all(math.isfinite(value) for value in scores.values()):
         model, scores = None, {}
     return CellResult(

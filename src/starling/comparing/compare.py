@@ -262,14 +262,10 @@ def _terminable() -> Generator[None, None, None]:
 def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) -> Generator[CellResult, None, None]:
     """The results of all cells, given with their digests, as they come, from `jobs` processes; with one job from this
     process. Real learners log in the folder `runs`.
-
-    An error in a cell is raised with a note that names the cell.
     """
     if jobs == 1 or len(cells) == 1:
         for cell, digest in cells.items():
-            with _named(cell):
-                result = run_cell(subject, cell, digest, runs)
-            yield result
+            yield run_cell(subject, cell, digest, runs)
         return
     work, count = partial(run_cell, subject, runs=runs), min(jobs, len(cells))
     with worker_processes(work, count, "starling-compare", "what is compared", "jobs") as workers:
@@ -286,16 +282,4 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
             line = next(line for line in busy if line in ready)
             cell, idle = busy.pop(line), [line]
             which, advice = f"cell {cell.name}: the process that computed it", "run the same command again with"
-            with _named(cell):
-                result = answer_of(line, workers[line], which, f"{advice} fewer jobs, finished cells are kept")
-            yield result
-
-
-@contextmanager
-def _named(cell: Cell) -> Generator[None, None, None]:
-    """Errors in this context get a note that names the cell."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in cell {cell.name}")
-        raise
+            yield answer_of(line, workers[line], which, f"{advice} fewer jobs, finished cells are kept")
