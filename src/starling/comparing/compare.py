@@ -17,16 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from starling.comparing.cell import run_cell
-from starling.comparing.grid import (
-    Cell,
-    CellResult,
-    CompareConfig,
-    Metric,
-    Rate,
-    Row,
-    beyond,
-    chosen_arms,
-)
+from starling.comparing.grid import Cell, CellResult, CompareConfig, Metric, Rate, Row, beyond, chosen_arms
 from starling.comparing.subject import Comparable, JobSubject, Scorer, Subject, compared_by
 from starling.comparing.table import Best, Comparison, choose
 from starling.engines.virtual.cluster import Cluster

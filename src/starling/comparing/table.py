@@ -46,10 +46,9 @@ def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric
 
     def cost(rate: float) -> tuple[float, float]:
         own = [result for result in results if result.cell.rate == rate]
-        losses = [result.loss for result in own if result.loss is not None and not result.diverged]
-        valid = [result.valid for result in own if result.valid is not None]
-        by_loss = fmean(losses) if len(losses) == len(own) else math.inf
-        return 0.0 if metric.of_loss else sign * fmean(valid) if len(valid) == len(own) else math.inf, by_loss
+        by_loss = fmean([math.inf if each.diverged or each.loss is None else each.loss for each in own])
+        by_valid = fmean([math.inf if each.valid is None else sign * each.valid for each in own])
+        return 0.0 if metric.of_loss else by_valid, by_loss
 
     best = min(rates, key=cost)
     return Best(best, {rates[0]: "lowest", rates[-1]: "highest"}.get(best, ""))

@@ -120,17 +120,9 @@ def crowding_warning(learners: int, cores: int) -> str | None:
     )
 
 
-def check_not_running(run: RunConfig) -> None:
-    """Raise ConfigError if another run is using the experiment's folder."""
-    if launcher_id(ExperimentFolder(run.folder).joins) is not None:
-        raise ConfigError(
-            f"{run.folder}: another run writes here; wait for its end, stop it, or set name to another one"
-        )
-
-
 def check_engine(run: RunConfig) -> None:
-    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, simulated faults, and a
-    cluster that cannot be reached."""
+    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, simulated faults, a
+    cluster that cannot be reached, and a folder that another run is using."""
     if problems := list(only_simulated(run.faults)):
         raise ConfigError("\n".join(problems))
     if run.launch.kind == "ray":
@@ -140,6 +132,10 @@ def check_engine(run: RunConfig) -> None:
         require("monitoring", "launch.metrics_port")
     if run.launch.kind == "local" and run.engine.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda, but torch finds no CUDA device; use engine.device=auto or cpu")
+    if launcher_id(ExperimentFolder(run.folder).joins) is not None:
+        raise ConfigError(
+            f"{run.folder}: another run writes here; wait for its end, stop it, or set name to another one"
+        )
 
 
 def resumable(error: StarlingError, folder: ExperimentFolder, how_to_resume: str) -> StarlingError:

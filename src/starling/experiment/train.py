@@ -12,7 +12,7 @@ from starling.errors import PeerLost, Stopped
 from starling.experiment.auto import kept, launched_choice, measured_choice, settled
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
+from starling.experiment.launching import check_engine, crowding_warning, resumable, run_learners
 from starling.experiment.learning import learn
 from starling.experiment.task import RunT, Task, load_recipe
 from starling.launch.link import Link, reported_errors
@@ -90,7 +90,6 @@ def _set_up(task: Task[RunT], recipe: RunT, say: Say, console: Console) -> RunT:
     """Check what a run needs, set it up and claim its folder; the recipe with the checkpoint that it resumes from."""
     recipe = kept(resolve_resume(task, recipe), say)
     check_engine(recipe)
-    check_not_running(recipe)
     with Bars(console) as bars:
         set_up_and_claim(task, recipe, say, bars)
     return recipe
