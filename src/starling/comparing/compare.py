@@ -38,10 +38,7 @@ _LONGEST_GRID = 12
 
 
 def load_comparison(
-    path: Path,
-    overrides: Sequence[str] = (),
-    strategies: Sequence[str] = (),
-    **options: Any,
+    path: Path, overrides: Sequence[str] = (), strategies: Sequence[str] = (), **options: Any
 ) -> Subject:
     """The comparison of a recipe file with `key=value` overrides.
 

@@ -61,19 +61,15 @@ def read_status(experiment: Path) -> Status:
 def is_alive(status: Status) -> bool:
     """Whether the launcher that wrote a status still runs: the status is recent, and the process exists, where this
     machine can tell."""
-    if time.time() - status.written < STATUS_FRESH:
-        return status.machine not in ("", os.uname().nodename) or _is_running(status.pid)
-    return False
-
-
-def _is_running(pid: int) -> bool:
+    is_recent, is_here = time.time() - status.written < STATUS_FRESH, status.machine in ("", os.uname().nodename)
     try:
-        os.kill(pid, 0)
+        if is_recent and is_here:
+            os.kill(status.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # the process exists and belongs to another user
         return True
-    return True
+    return is_recent
 
 
 def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
