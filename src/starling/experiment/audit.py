@@ -45,11 +45,6 @@ class EpochAudit:
     mismatched: list[int] = field(default_factory=list)
     """Mini-batches whose examples are not those of the plan."""
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every mini-batch was computed."""
-        return len(self.batches) == self.num_batches
-
     def add(self, batch: SeenBatch, planned: Iterable[str] | None, skipped: Collection[str]) -> None:
         """Count a mini-batch, and compare it with the plan, if there is one; `skipped` are the utterances that were
         skipped in the epoch."""
@@ -149,10 +144,8 @@ def _expected(plan: MiniBatches, epochs: list[EpochAudit]) -> str:
     """How often examples were seen, compared with how often they should have been."""
     if plan.num_parts > 1:
         return f"learners drew {plan.examples} at random from their parts"
-    complete = [each for each in epochs if each.is_complete]
-    times: Counter[str] = Counter()
-    for each in complete:
-        times.update(each.examples)
+    complete = [each for each in epochs if len(each.batches) == each.num_batches]
+    times = sum((each.examples for each in complete), Counter[str]())
     if (passes := plan.passes(times)) is not None:
         return f"in {len(complete)} complete epochs: {passes}"
     if not complete:
