@@ -22,10 +22,9 @@ from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.experiment.auto import measured_choice
-from starling.experiment.packing import JobConfig
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
-from starling.recipe.run import StrategyChoice
+from starling.recipe.run import RunConfig, StrategyChoice
 from starling.training.job import Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 
@@ -97,14 +96,13 @@ def train(run: Training, place: Place, files: Path) -> dict[str, Any]:
     begin, job = time.monotonic(), run.job(place.world)
     said: dict[str, Any] = {"strategy": run.strategy, "lines": [], "choosing": 0.0}
     if run.strategy["name"] == "auto":
-        settings = JobConfig.model_validate(
+        settings = RunConfig.model_validate(
             {
                 "name": "bench",
                 "learners": place.world,
                 "strategy": run.strategy,
                 "budget": job.budget,
                 "engine": {"threads": 1, "device": "cpu"},
-                "trains": "bench",
             }
         )
         found = measured_choice(settings, replace(place, store=PrefixStore("choosing", place.store)), job)

@@ -27,17 +27,12 @@ app = Commands(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
 )
 
-studies = Commands(
-    help="Run a grid of simulations that answers one question.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+studies = Commands(help="Run a grid of simulations that answers one question.", no_args_is_help=True)
 app.add_typer(studies, name="study", epilog="Example: [bold]starling study staleness[/bold]")
 
-shipped = Commands(help="List the recipes that come with Starling, or copy one.", rich_markup_mode="rich")
+shipped = Commands(help="List the recipes that come with Starling, or copy one.")
 app.add_typer(shipped, name="recipes", epilog="Example: [bold]starling recipes copy demo[/bold]")
 
 
@@ -269,9 +264,9 @@ def _listed(text: str | None) -> list[Any] | None:
 
 
 def _compare(recipe: Path, overrides: Sequence[str], strategies: Sequence[str] = (), **options: Any) -> None:
-    from starling.comparing.compare import compare_recipe, load_comparison
+    from starling.comparing.compare import load_comparison, run_comparison
 
-    compare_recipe(load_comparison(recipe, overrides, strategies, **options), typer.echo, progress_console())
+    run_comparison(load_comparison(recipe, overrides, strategies, **options), typer.echo, progress_console())
 
 
 @studies.command(cls=TakesKeys, epilog="Example: [bold]starling study staleness compare.jobs=4[/bold]")

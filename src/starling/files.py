@@ -3,13 +3,26 @@
 import hashlib
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from starling.errors import ConfigError
 
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def writing(what: object, remedy: str = "set exp to another folder") -> Iterator[None]:
+    """Inside the context, an OSError becomes the ConfigError that `what` cannot be written, with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot be written ({error}); {remedy}") from error
 
 
 def sync(*paths: Path) -> None:

@@ -11,19 +11,20 @@ from multiprocessing.process import BaseProcess
 from traceback import format_exception
 from typing import Any
 
-from starling.errors import StarlingError
+from starling.errors import ConfigError, StarlingError
 
 _GRACE = 5.0  # seconds that a process may take to end
 
 
 @contextmanager
 def worker_processes(
-    work: Callable[..., Any], count: int, name: str, problem: Callable[[Exception], Exception]
+    work: Callable[..., Any], count: int, name: str, what: str, key: str
 ) -> Generator[dict[Connection, BaseProcess], None, None]:
     """`count` processes with a copy of `work` each, by the connections to them; all have ended afterwards.
 
     A process calls `work` with the arguments that are sent to it, and sends what that returns: see `answer_of`. If one
-    cannot be started, mostly because `work` cannot be pickled, what `problem` makes of the reason is raised.
+    cannot be started, mostly because `work` cannot be pickled, a ConfigError says that `what` it works with cannot be
+    sent, and that `key`, which asked for the processes, may be left out.
     """
     context = multiprocessing.get_context("spawn")  # a fork would inherit the threads' locks
     workers: dict[Connection, BaseProcess] = {}
@@ -37,7 +38,10 @@ def worker_processes(
                 process.start()
             except Exception as error:  # whatever pickle makes of a function that it cannot import
                 ours.close()
-                raise problem(error) from error
+                raise ConfigError(
+                    f"{key}: {what} cannot be sent to {count} processes ({error}); define its functions at the top "
+                    f"level of a module or of the script, or leave out {key}"
+                ) from error
             finally:
                 theirs.close()
             workers[ours] = process

@@ -130,7 +130,7 @@ def test_with_batch_shares_a_job_survives_a_killed_learner_and_resumes_with_othe
         ),
         (
             SCRIPT + TRAIN.replace('if __name__ == "__main__":', "if True:"),
-            "starling.train was called while a learner imported this script",
+            "starling.train was called while another process imported this script",
         ),
         (
             SCRIPT + TRAIN.replace("name=", "on_loss='shrug', strategy='adpgsd', name="),

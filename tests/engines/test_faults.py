@@ -9,9 +9,11 @@ from pydantic import ValidationError
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import Outcome, VirtualEngine
-from starling.errors import NonFiniteError
+from starling.errors import ConfigError, NonFiniteError
+from starling.recipe.problems import checked
+from starling.recipe.run import RunConfig
 from starling.strategies import STRATEGIES, find_strategy
-from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split, faults_of, only_simulated, problems
+from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split, faults_of, only_simulated
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
@@ -84,8 +86,10 @@ def test_faults_come_at_the_learners_own_mini_batches() -> None:
 def test_a_fault_for_a_learner_that_does_not_exist_is_a_problem() -> None:
     """With its place in the recipe."""
     faults = (Kill(kill=1, at_step=3), Kill(kill=2, at_step=3), Split(split=(0, 2), at_seconds=1, seconds=1))
-    found = list(problems((*faults, Join(join=5, at_seconds=1.0)), 2))
-    assert [re.match(r"faults\.(\d): there is no learner 2 among 2", problem)[1] for problem in found] == ["1", "2"]  # type: ignore[index]
+    tree = {"name": "r", "budget": {"steps": 1}, "learners": 2, "faults": (*faults, Join(join=5, at_seconds=1.0))}
+    with pytest.raises(ConfigError) as caught:
+        checked(RunConfig, tree, "r.yaml")
+    assert re.findall(r"  faults\.(\d): there is no learner 2 among 2", str(caught.value)) == ["1", "2"]
 
 
 def test_a_fault_has_one_place() -> None:

@@ -3,6 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
+from starling.errors import ConfigError
+from starling.recipe.problems import checked
+from starling.recipe.run import RunConfig
 from starling.training.stragglers import Delays, Stragglers
 
 
@@ -78,14 +81,12 @@ def test_what_cannot_be_a_delay_is_refused(section: dict[str, object]) -> None:
 
 def test_entries_for_learners_that_are_not_there_are_named() -> None:
     """By their key, the last learner that exists beside them."""
-    stragglers = Stragglers.model_validate(
-        {
-            "slow": {1: 2, 4: 2},
-            "pauses": [{"learner": 0, "after": 1, "seconds": 1}, {"learner": 9, "after": 1, "seconds": 1}],
-        }
-    )
-    assert list(stragglers.problems(world=4)) == [
-        "stragglers.slow.4: there is no learner 4 among 4; the last is learner 3",
-        "stragglers.pauses.1.learner: there is no learner 9 among 4; the last is learner 3",
+    slow, pauses = {1: 2, 4: 2}, [{"learner": 0, "after": 1, "seconds": 1}, {"learner": 9, "after": 1, "seconds": 1}]
+    tree = {"name": "r", "budget": {"steps": 1}, "stragglers": {"slow": slow, "pauses": pauses}}
+    with pytest.raises(ConfigError) as caught:
+        checked(RunConfig, tree | {"learners": 4}, "r.yaml")
+    assert str(caught.value).splitlines()[1:] == [
+        "  stragglers.slow.4: there is no learner 4 among 4; the last is learner 3",
+        "  stragglers.pauses.1.learner: there is no learner 9 among 4; the last is learner 3",
     ]
-    assert list(stragglers.problems(world=10)) == []
+    assert checked(RunConfig, tree | {"learners": 10}, "r.yaml").stragglers.slow == slow

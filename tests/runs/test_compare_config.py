@@ -43,7 +43,7 @@ def cells(subject: SpeechComparison) -> list[Cell]:
     return [
         Cell(setting=row.setting, arm=row.arm, learners=row.learners, rate=rate, seed=seed)
         for row in section.rows
-        for rate in section.rates_of(section.all_arms[row.arm], subject.own_rate(row))
+        for rate in section.rates_of(row, subject.own_rate(row))
         for seed in section.seeds_of(row, True)
     ]
 
@@ -263,7 +263,7 @@ def test_cells_in_the_order_of_their_seeds_keep_equal_mini_batches_together(comp
     from starling.comparing.compare import _Cells
 
     subject = check_comparison(compared, "c.yaml")
-    ordered = _Cells(subject, Path("x"), print, lambda *what: None)._ordered(cells(subject))  # type: ignore[arg-type]
+    ordered = _Cells(subject, print, lambda *what: None)._ordered(cells(subject))  # type: ignore[arg-type]
     assert sorted(cell.name for cell in ordered) == sorted(cell.name for cell in cells(subject))
     for what in (lambda cell: cell.seed, subject.batches_key):
         values = [what(cell) for cell in ordered]

@@ -12,7 +12,7 @@ __all__ = ["compared"]
 
 @pytest.mark.wide
 def test_real_learners_are_measured_by_their_own_clock(tmp_path: Path) -> None:
-    """Two processes: waits, bytes and the loss of each epoch; diverging is a result there, too; no checkpoint stays."""
+    """Two processes: waits, bytes and the loss of each mini-batch; diverging is a result, too; no checkpoint stays."""
     table = compare(
         tmp_path,
         "adpsgd",
@@ -24,8 +24,10 @@ def test_real_learners_are_measured_by_their_own_clock(tmp_path: Path) -> None:
     )
     (result,) = table.results
     assert not result.diverged and result.num_gradients == 40 and result.num_samples == 800.0
-    assert [point.samples for point in result.curve] == [200.0, 600.0]
-    assert result.curve[1].loss < result.curve[0].loss < 1.0
+    assert [point.samples for point in result.curve] == [20.0 * number for number in range(1, 41)]
+    assert result.loss is not None and result.loss < result.curve[0].loss < 1.0
+    seconds = [point.seconds for point in result.curve]
+    assert seconds == sorted(seconds) and seconds[0] > 0.0
     assert result.bytes_sent > 0 and 0.0 < result.seconds < 60.0 and 0.0 < result.computing < 100.0
     assert (result.valid or 0.0) > 0.5 and result.consensus_distance is not None
     folder = tmp_path / "real" / "runs" / result.cell.name

@@ -11,7 +11,7 @@ import soundfile
 import torch
 from rich.console import Console
 
-from starling.comparing.compare import compare_recipe
+from starling.comparing.compare import run_comparison
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.experiment.audit import audit
 from starling.experiment.claim import claim_folder
@@ -237,7 +237,7 @@ def test_a_comparison_of_models_aligns_once(tree: Tree, monkeypatch: pytest.Monk
     settings = {"blstm": {}, "dnn": {"model": {"name": "dnn-hybrid"}}}
     section = {"arms": {"one": {"strategy": "allreduce", "learners": 1}}, "settings": settings, "seeds": [1, 2]}
     given = {"budget": {"steps": 2}, "compare": section, "data": tree["data"] | {"valid": "test"}}
-    compare_recipe(check_comparison(tree | given, "c.yaml"), print, Console(file=io.StringIO()))
+    run_comparison(check_comparison(tree | given, "c.yaml"), print, Console(file=io.StringIO()))
     assert len(aligned) == 1
     folders = [ExperimentFolder(each) for each in (Path(tree["exp"]) / tree["name"] / "ready").iterdir()]
     assert len(folders) == 4

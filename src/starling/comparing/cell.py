@@ -18,14 +18,14 @@ from starling.checkpoint.state import LearnerState
 from starling.comparing.grid import Cell, CellResult, Point
 from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
-from starling.errors import ConfigError, NonFiniteError
+from starling.errors import NonFiniteError
 from starling.experiment.any_job import Simulated, train_quietly
+from starling.experiment.seen import read_timeline
 from starling.launch.messages import EpochEnd
 from starling.reporting.epochs import Meter, together
-from starling.reporting.events import Event, read_events
+from starling.reporting.events import read_events
 from starling.reporting.lines import share
 from starling.training.job import EpochReport, Job, Observer, StepReport
-from starling.workload import Ticket, Workload
 
 CURVE_POINTS = 50
 LAST = 0.9
@@ -36,18 +36,16 @@ class Watcher(Observer):
     """An observer that keeps what a comparison reports of a run."""
 
     def __init__(self) -> None:
-        self.num_gradients = self.num_samples = 0
+        self.points: list[Point] = []
         self.seconds = 0.0
         self.consensus_distance: float | None = None
-        self._points: list[Point] = []
+        self._num_samples = 0
         self._ends: list[EpochEnd] = []
 
     def on_step(self, report: StepReport) -> None:
-        self.num_gradients += 1
-        self.num_samples += report.num_examples
+        self._num_samples += report.num_examples
         self.seconds = 60.0 * report.minutes
-        if math.isfinite(report.loss):
-            self._points.append(Point(report.fraction, self.num_samples, self.seconds, report.loss))
+        self.points.append(Point(report.fraction, self._num_samples, self.seconds, report.loss))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         self._ends.append(Meter(world=1).end_epoch(report, step=0))
@@ -58,19 +56,10 @@ class Watcher(Observer):
         """The fields of a result."""
         every = together(self._ends)
         workers = together([each for each in self._ends if each.num_steps])  # a server waits for nothing
-        last = [point.loss for point in self._points if point.share >= LAST]
-        parts: dict[int, list[Point]] = {}
-        for point in self._points:
-            parts.setdefault(min(int(point.share * CURVE_POINTS), CURVE_POINTS - 1), []).append(point)
-        curve = [
-            Point((part + 0.5) / CURVE_POINTS, *(fmean([point[field] for point in own]) for field in (1, 2, 3)))
-            for part, own in sorted(parts.items())
-        ]
         return {
-            "loss": fmean(last) if last else None,
-            "curve": tuple(curve),
-            "num_gradients": self.num_gradients,
-            "num_samples": self.num_samples,
+            **_trained_on(self.points),
+            "num_gradients": len(self.points),
+            "seconds": self.seconds,
             "consensus_distance": self.consensus_distance,
             "mean_staleness": every.mean_staleness,
             "largest_staleness": every.largest_staleness,
@@ -79,18 +68,38 @@ class Watcher(Observer):
         }
 
 
+def _trained_on(points: Sequence[Point]) -> dict[str, Any]:
+    """The fields of a result that tell the training loss, from that of each mini-batch, and the samples."""
+    finite = [point for point in points if math.isfinite(point.loss)]
+    last = [point.loss for point in finite if point.share >= LAST]
+    parts: dict[int, list[Point]] = {}
+    for point in finite:
+        parts.setdefault(min(int(point.share * CURVE_POINTS), CURVE_POINTS - 1), []).append(point)
+    curve = [
+        Point((part + 0.5) / CURVE_POINTS, *(fmean([point[field] for point in own]) for field in (1, 2, 3)))
+        for part, own in sorted(parts.items())
+    ]
+    num_samples = points[-1].samples if points else 0
+    return {"loss": fmean(last) if last else None, "curve": tuple(curve), "num_samples": num_samples}
+
+
 def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResult:
     """Train and score a cell. Numbers that stop being finite are a result: the cell is `diverged`.
 
-    A run of real learners is in the folder `runs`, which keeps its log and no checkpoint.
+    A run of real learners is in the folder `runs`, which keeps its log and no checkpoint. An error is raised with a
+    note that names the cell.
     """
     begin = _cpu_seconds()
     is_virtual = subject.section.engine == "virtual"
-    job = replace(subject.job(cell), most_not_finite=1)
-    model, measured = _simulated(subject, job, cell) if is_virtual else _trained(subject, job, cell, runs)
-    if model is not None and not all(bool(torch.isfinite(each).all()) for each in model.state_dict().values()):
-        model = None
-    scores = {} if model is None else subject.score(cell, model)
+    try:
+        job = replace(subject.job(cell), most_not_finite=1)
+        model, measured = _simulated(subject, job, cell) if is_virtual else _trained(subject, job, cell, runs)
+        if model is not None and not all(bool(torch.isfinite(each).all()) for each in model.state_dict().values()):
+            model = None
+        scores = {} if model is None else subject.score(cell, model)
+    except Exception as error:
+        error.add_note(f"in cell {cell.name}")
+        raise
     if not all(math.isfinite(value) for value in scores.values()):
         model, scores = None, {}
     return CellResult(
@@ -100,19 +109,21 @@ def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResul
 
 def _simulated(subject: Subject, job: Job, cell: Cell) -> tuple[nn.Module | None, dict[str, Any]]:
     """The consensus model, None if it diverged, and what was measured."""
-    torch.set_num_threads(subject.threads)  # results must not depend on how many cores there are
+    torch.set_num_threads(
+        subject.engine(cell).get("threads") or 1
+    )  # results must not depend on how many cores there are
     watcher, model = Watcher(), None
     with suppress(NonFiniteError):
         outcome = VirtualEngine(job, cell.learners, subject.cluster(cell), watcher).run()
         model, watcher.seconds = Simulated(job, outcome).model(), outcome.seconds
-    return model, {"seconds": watcher.seconds} | watcher.measured()
+    return model, watcher.measured()
 
 
 def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Module | None, dict[str, Any]]:
     folder, trained = runs / cell.name, None
     with suppress(NonFiniteError):
         trained = train_quietly(job, cell.learners, name=cell.name, exp=runs, engine=subject.engine(cell))
-    measured = _measured(read_events(folder / "log" / "events.jsonl"), examples_per_batch(job.workload))
+    measured = _measured(folder)
     if trained is None:
         return None, measured
     model, seconds = trained.model(), 60.0 * read_manifest(trained.checkpoint).minutes
@@ -120,45 +131,32 @@ def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Mod
     return model, measured | {"seconds": seconds}
 
 
-def _measured(events: Sequence[Event], examples: float) -> dict[str, Any]:
-    """The fields of a result, from the events of a run: a point of the curve for each epoch."""
-    epochs = [event for event in events if event["kind"] == "epoch"]
-    learners = [each for epoch in epochs for each in epoch["learners"].values() if each["steps"]]
-    total, seconds = max((epoch["step"] for epoch in epochs), default=0), 0.0
-    curve = []
-    for epoch in epochs:
-        middle, half = epoch["step"] - 0.5 * epoch["steps_in_epoch"], seconds + 0.5 * epoch["seconds"]
-        seconds += epoch["seconds"]
-        if epoch["loss"] is not None:
-            curve.append(Point(middle / total, middle * examples, half, epoch["loss"]))
-    steps = sum(each["steps"] for each in learners)
+def _measured(folder: Path) -> dict[str, Any]:
+    """The fields of a result, from a run's record of its mini-batches, and from its events."""
+    events, stretches = read_events(folder / "log" / "events.jsonl"), read_timeline(folder / "seen")
+    total, done, samples = sum(each.batches for each in stretches), 0, 0
+    points = []
+    for each in stretches:
+        samples += each.examples
+        points.append(Point(done / total, samples, each.end, each.loss))
+        done += each.batches
+    ends = [end for event in events if event["kind"] == "epoch" for end in event["learners"].values()]
+    workers = [end for end in ends if end["steps"]]
+    steps, seconds = (sum(end[key] for end in workers) for key in ("steps", "seconds"))
     distances = [event["consensus_distance"] for event in events if event["kind"] == "checkpoint"]
-    total_seconds = sum(each["seconds"] for each in learners)
-    spent = {key: sum(each[key] for each in learners) for key in _SPENT}
     return {
-        "loss": curve[-1].loss if curve else None,
-        "curve": tuple(curve),
-        "num_gradients": steps,
-        "num_samples": steps * examples,
-        "seconds": seconds,
+        **_trained_on(points),
+        "num_gradients": total,
+        "seconds": points[-1].seconds if points else 0.0,
         "consensus_distance": distances[-1] if distances else None,
-        "mean_staleness": sum(each["mean_staleness"] * each["steps"] for each in learners) / max(1, steps),
-        "largest_staleness": max((each["largest_staleness"] for each in learners), default=0),
-        "bytes_sent": sum(each["bytes_sent"] for epoch in epochs for each in epoch["learners"].values()),
-        **{key: 100.0 * spent[key] / total_seconds if total_seconds else 0.0 for key in _SPENT},
+        "mean_staleness": sum(end["mean_staleness"] * end["steps"] for end in workers) / max(1, steps),
+        "largest_staleness": max((end["largest_staleness"] for end in workers), default=0),
+        "bytes_sent": sum(end["bytes_sent"] for end in ends),
+        **{key: 100.0 * sum(end[key] for end in workers) / seconds if seconds else 0.0 for key in _SPENT},
     }
 
 
 _SPENT = ("computing", "waiting_for_data", "waiting_for_peers")
-
-
-def examples_per_batch(workload: Workload[Any]) -> float:
-    """The mean over the first epoch, as planned; that of the first mini-batch where nothing is planned."""
-    tickets = [Ticket(0, index, index) for index in range(workload.num_batches(0))]
-    try:
-        return fmean([workload.planned_size(ticket, "utterances") for ticket in tickets])
-    except ConfigError:
-        return float(sum(each.num_examples for each in workload.load(tickets[0])))
 
 
 def _cpu_seconds() -> float:

@@ -14,31 +14,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from starling.comparing.cell import run_cell
-from starling.comparing.grid import (
-    Cell,
-    CellResult,
-    CompareConfig,
-    Metric,
-    Rate,
-    Row,
-    beyond,
-    chosen_arms,
-    parse_section,
-)
-from starling.comparing.subject import Comparable, JobSubject, RecipeSubject, Scorer, Subject, compared_by
+from starling.comparing.grid import Cell, CellResult, CompareConfig, Metric, Rate, Row, beyond, chosen_arms
+from starling.comparing.subject import Comparable, JobSubject, Scorer, Subject, compared_by
 from starling.comparing.table import Best, Comparison, choose
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, StarlingError, Stopped
-from starling.experiment.claim import describe_environment, unwritable
-from starling.experiment.packing import is_importing_script
+from starling.experiment.claim import describe_environment
+from starling.experiment.packing import refuse_if_importing
 from starling.experiment.task import task_of
 from starling.extras import require
+from starling.files import writing
 from starling.recipe.file import Tree, apply_overrides, read_recipe
-from starling.recipe.problems import refused
+from starling.recipe.problems import checked
 from starling.reporting.progress import Bars, Say, say_on
 from starling.training.job import Job
 from starling.worker_processes import answer_of, worker_processes
@@ -48,12 +38,8 @@ _LONGEST_GRID = 12
 
 
 def load_comparison(
-    path: Path,
-    overrides: Sequence[str] = (),
-    strategies: Sequence[str] = (),
-    command: str = "starling compare",
-    **options: Any,
-) -> RecipeSubject:
+    path: Path, overrides: Sequence[str] = (), strategies: Sequence[str] = (), **options: Any
+) -> Subject:
     """The comparison of a recipe file with `key=value` overrides.
 
     `strategies` are arms of its `compare:` section, or strategies; of the other `options` of that section, those that
@@ -61,7 +47,7 @@ def load_comparison(
     """
     tree: Tree = apply_overrides(read_recipe(path), overrides)
     task = task_of(tree)
-    task.require(command)
+    task.require("starling compare")
     if not isinstance(task, Comparable):
         raise ConfigError(f"recipe {path}: its task has no comparison of recipes; use starling.compare in Python")
     given = {key: value for key, value in options.items() if value is not None}
@@ -71,13 +57,6 @@ def load_comparison(
     if given:
         tree["compare"] = {**(section if isinstance(section, dict) else {}), **given}
     return task.comparison(tree, str(path))
-
-
-def compare_recipe(subject: RecipeSubject, tell: Say, console: Console) -> Comparison:
-    """Compare the arms of a recipe in its folder, `exp/<name>`."""
-    tree = subject.tree | {"compare": subject.section.model_dump(mode="json", exclude_none=True)}
-    description = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    return run_comparison(subject, subject.base.folder, description, tell, console)
 
 
 def compare(
@@ -130,27 +109,15 @@ def compare(
         >>> pandas.DataFrame(table.rows())  # doctest: +SKIP
     """
     require("compare", "starling.compare")
+    refuse_if_importing("starling.compare")
     scored = "test" if test is not None else "validation" if validate is not None else "training loss"
     metric = Metric(name=scored, higher_is_better=higher_is_better, all_right=limits[0], all_wrong=limits[1])
-    section = _section({"learners": learners, "rates": rates, "seeds": seeds, "arms": _arms(strategies), **options})
+    given = {"learners": learners, "rates": rates, "seeds": seeds, "arms": _arms(strategies), **options}
+    section, folder = checked(CompareConfig, given, "starling.compare"), Path(exp) / name
     metric = compared_by(section, metric)
-    subject = JobSubject(job, section, metric, validate, test, cluster or Cluster(), threads, key)
+    subject = JobSubject(job, section, metric, folder, validate, test, cluster or Cluster(), threads, key)
     subject.check()
-    description = yaml.safe_dump({"compare": section.model_dump(mode="json", fallback=str)}, sort_keys=False)
-    return run_comparison(subject, Path(exp) / name, description, lambda line: None, console or Console(stderr=True))
-
-
-def _section(given: Tree) -> CompareConfig:
-    """Raises ConfigError, also where another process imports the script that makes the call."""
-    if is_importing_script():
-        raise ConfigError(
-            "starling.compare was called while another process imported this script; put the call under "
-            '`if __name__ == "__main__":`'
-        )
-    problems, section = parse_section(given)
-    if section is None:
-        raise refused([problem.removeprefix("compare.") for problem in problems], "starling.compare")
-    return section
+    return run_comparison(subject, lambda line: None, console or Console(stderr=True))
 
 
 def _arms(strategies: Sequence[str] | Mapping[str, str | Mapping[str, Any]]) -> Tree:
@@ -159,23 +126,21 @@ def _arms(strategies: Sequence[str] | Mapping[str, str | Mapping[str, Any]]) -> 
     return {label: {"strategy": arm} if isinstance(arm, str) else dict(arm) for label, arm in strategies.items()}
 
 
-def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, console: Console) -> Comparison:
+def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
     """Compute the cells that are missing, choose each row's rate, and write the answer.
 
-    `folder` holds compare.yaml (the `description`), env.txt, ready/ (models before training), cells/ (one JSON file for
-    each), runs/ (logs of real learners), table.md and results.json. The table goes to `tell`, everything else to
-    `console`. What was stopped continues where it was; a cell of which anything has changed is computed again.
+    The subject's folder holds compare.yaml (what is compared), env.txt, ready/ (models before training), cells/ (one
+    JSON file for each), runs/ (logs of real learners), table.md and results.json. The table goes to `tell`, everything
+    else to `console`. What was stopped continues where it was; a cell of which anything has changed is computed again.
     """
-    say, section = say_on(console), subject.section
-    try:
+    say, section, folder = say_on(console), subject.section, subject.folder
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "compare.yaml").write_text(description, encoding="utf-8")
+        (folder / "compare.yaml").write_text(subject.described, encoding="utf-8")
         (folder / "env.txt").write_text(describe_environment(), encoding="utf-8")
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    rates = {row: section.rates_of(section.all_arms[row.arm], subject.own_rate(row)) for row in section.rows}
+    rates = {row: section.rates_of(row, subject.own_rate(row)) for row in section.rows}
     with _terminable(), Bars(console) as bars:
-        cells = _Cells(subject, folder, say, bars)
+        cells = _Cells(subject, say, bars)
         others = sum(len(section.seeds_of(row, False)) for row in rates)
         results: list[CellResult] = []
         best: dict[Row, Best] = {}
@@ -192,7 +157,10 @@ def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, 
         chosen = [row.cell(best[row].rate, seed) for row in rates for seed in section.seeds_of(row, False)]
         results += cells.complete(chosen)
     comparison = Comparison(folder, section, subject.metric, best, results)
-    _write(comparison)
+    with writing(folder):
+        (folder / "table.md").write_text("\n".join(comparison.page()) + "\n", encoding="utf-8")
+        text = json.dumps(comparison.content(), indent=1, allow_nan=False)
+        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     for line in [*comparison.markdown(), *comparison.warnings()]:
         tell(line)
     say(f"table.md and results.json are in {folder}; `starling report {folder}` draws the losses")
@@ -202,9 +170,9 @@ def run_comparison(subject: Subject, folder: Path, description: str, tell: Say, 
 class _Cells:
     """Completes cells: those that are finished are read, the others computed."""
 
-    def __init__(self, subject: Subject, folder: Path, say: Say, bars: Bars) -> None:
-        self._subject, self._folder = subject, folder
-        self._kept = folder / "cells"
+    def __init__(self, subject: Subject, say: Say, bars: Bars) -> None:
+        self._subject, self._folder = subject, subject.folder
+        self._kept = subject.folder / "cells"
         self._say, self._bars = say, bars
         self._num_done = self._total = 0
 
@@ -279,41 +247,18 @@ def _terminable() -> Generator[None, None, None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write(comparison: Comparison) -> None:
-    """Write table.md and results.json. Raises ConfigError for a folder that cannot be written."""
-    folder = comparison.folder
-    try:
-        (folder / "table.md").write_text("\n".join(comparison.page()) + "\n", encoding="utf-8")
-        text = json.dumps(comparison.content(), indent=1, allow_nan=False)
-        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise unwritable(folder, error) from error
-
-
 def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) -> Generator[CellResult, None, None]:
     """The results of all cells, given with their digests, as they come, from `jobs` processes; with one job from this
     process. Real learners log in the folder `runs`.
-
-    An error in a cell is raised with a note that names the cell.
     """
     if jobs == 1 or len(cells) == 1:
         for cell, digest in cells.items():
-            with _named(cell):
-                result = run_cell(subject, cell, digest, runs)
-            yield result
+            yield run_cell(subject, cell, digest, runs)
         return
-    count = min(jobs, len(cells))
-
-    def problem(error: Exception) -> ConfigError:
-        return ConfigError(
-            f"jobs: what is compared cannot be sent to {count} processes ({error}); define its functions at the top "
-            "level of a module or of the script, or leave out jobs"
-        )
-
-    with worker_processes(partial(run_cell, subject, runs=runs), count, "starling-compare", problem) as workers:
-        waiting = iter(cells.items())
+    work, count = partial(run_cell, subject, runs=runs), min(jobs, len(cells))
+    with worker_processes(work, count, "starling-compare", "what is compared", "jobs") as workers:
+        waiting, idle = iter(cells.items()), list(workers)
         busy: dict[Connection, Cell] = {}
-        idle = list(workers)
         while True:
             for line, (cell, digest) in zip(idle, waiting, strict=False):
                 with suppress(OSError):  # the process has died, which `answer_of` reports
@@ -321,20 +266,8 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
                 busy[line] = cell
             if not busy:
                 return
-            idle = [line for line in wait(list(busy)) if isinstance(line, Connection)][:1]
-            for line in idle:
-                cell = busy.pop(line)
-                which, advice = f"cell {cell.name}: the process that computed it", "run the same command again with"
-                with _named(cell):
-                    result = answer_of(line, workers[line], which, f"{advice} fewer jobs, finished cells are kept")
-                yield result
-
-
-@contextmanager
-def _named(cell: Cell) -> Generator[None, None, None]:
-    """Errors in this context get a note that names the cell."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in cell {cell.name}")
-        raise
+            ready = wait(list(busy))
+            line = next(line for line in busy if line in ready)
+            cell, idle = busy.pop(line), [line]
+            which, advice = f"cell {cell.name}: the process that computed it", "run the same command again with"
+            yield answer_of(line, workers[line], which, f"{advice} fewer jobs, finished cells are kept")

@@ -170,8 +170,7 @@ class CompareConfig(Config):
                 f"settings.{fixed[0]}.learners: has no effect, because arms are compared with each number in "
                 "compare.learners; list it there, or give an arm its own"
             )
-        base = self.baseline or self._lone or ONE
-        if base in self.arms and self.arms[base].settings is not None:
+        if (base := self._base) in self.arms and self.arms[base].settings is not None:
             raise ValueError(f"arms.{base}.settings: others are compared with it in every setting; leave them out")
         if self.engine == "processes" and self.jobs > 1:
             raise ValueError("jobs: real learners need the machine to themselves; leave it out with engine: processes")
@@ -182,29 +181,30 @@ class CompareConfig(Config):
     @cached_property
     def all_arms(self) -> Mapping[str, Arm]:
         """The arms, after a lone learner where that is the baseline and none of them."""
-        if self.baseline is not None or self._lone is not None:
+        if self._base in self.arms:
             return self.arms
         lone = Arm(strategy=StrategyChoice(name="allreduce"), summary="one learner", learners=(1,))
         return {ONE: lone} | self.arms
 
     @property
-    def _lone(self) -> str | None:
-        return next((label for label, arm in self.arms.items() if self.learners_of(arm) == (1,)), None)
+    def _base(self) -> str:
+        """The baseline: the arm that is named so, or else the first with one learner."""
+        return self.baseline or next((label for label, arm in self.arms.items() if self.learners_of(arm) == (1,)), ONE)
 
     def learners_of(self, arm: Arm) -> tuple[int, ...]:
         """Its numbers of learners."""
         return arm.learners or self.learners
 
-    def rates_of(self, arm: Arm, own: float) -> tuple[float, ...]:
-        """The learning rates of an arm whose own is `own`, in ascending order, each once."""
+    def rates_of(self, row: Row, own: float) -> tuple[float, ...]:
+        """The learning rates of a row whose own is `own`, in ascending order, each once."""
+        arm = self.all_arms[row.arm]
         rates = self.rates if arm.rates is None else arm.rates
         return tuple(sorted({rate_of(rate, own) for rate in rates or (own,)}))
 
     def baseline_of(self, row: Row) -> Row:
         """What a row is compared with; the row itself where it is the baseline."""
-        label = self.baseline or self._lone or ONE
-        counts = self.learners_of(self.all_arms[label])
-        return Row(row.setting, label, row.learners if row.learners in counts else counts[0])
+        counts = self.learners_of(self.all_arms[self._base])
+        return Row(row.setting, self._base, row.learners if row.learners in counts else counts[0])
 
     @property
     def rows(self) -> list[Row]:
@@ -228,16 +228,6 @@ def beyond(rates: Sequence[float], edge: str) -> float:
     """The rate that continues a grid of ascending rates at its `lowest` or `highest` end."""
     near, inner = (rates[0], rates[1]) if edge == "lowest" else (rates[-1], rates[-2])
     return rate_of(near * near / inner, 0.0)
-
-
-def parse_section(section: Any) -> tuple[list[str], CompareConfig | None]:
-    """The problems of a `compare:` section, or what it says."""
-    if section is None:
-        return ["compare: missing; say which `arms` to compare, or give --strategies"], None
-    try:
-        return [], CompareConfig.model_validate(section)
-    except ValidationError as error:
-        return describe(error, CompareConfig, section, prefix="compare."), None
 
 
 def chosen_arms(section: Any, names: Sequence[str]) -> Tree:
@@ -322,6 +312,11 @@ class CellResult(Config):
     waiting_for_peers: float
     cpu_seconds: Seconds
     """Of training and scoring, on the machine that computed the cell."""
+
+    @property
+    def score(self) -> float | None:
+        """The test result, or without one the validation result."""
+        return self.valid if self.test is None else self.test
 
     def when(self, target: float) -> Point | None:
         """Where the training loss first falls to a target, linear between points; None if it does not."""

@@ -2,12 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import yaml
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,7 +19,7 @@ from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.recipe.file import Tree
 from starling.recipe.problems import refused
-from starling.recipe.run import RecipeConfig, strategy_problems
+from starling.recipe.run import strategy_problems
 from starling.reporting.progress import Bars, Say
 from starling.training.data import DataWorkload
 from starling.training.job import Job
@@ -40,8 +42,12 @@ class Subject(Protocol):
         """What models are compared by."""
 
     @property
-    def threads(self) -> int:
-        """Threads of a simulated cell, or of each real learner."""
+    def folder(self) -> Path:
+        """The folder that keeps every finished cell."""
+
+    @property
+    def described(self) -> str:
+        """What is compared, as YAML."""
 
     def own_rate(self, row: Row) -> float:
         """The learning rate of a row before any tuning."""
@@ -62,29 +68,17 @@ class Subject(Protocol):
         """The cluster that is simulated."""
 
     def engine(self, cell: Cell) -> Mapping[str, Any]:
-        """The engine options of real learners."""
+        """The engine options of its learners; of simulated ones, `threads` alone has a meaning."""
 
     def score(self, cell: Cell, model: nn.Module) -> dict[str, Any]:
         """The fields of a result that say how good a trained model is."""
-
-
-class RecipeSubject(Subject, Protocol):
-    """The runs of a recipe with a section `compare`."""
-
-    @property
-    def tree(self) -> Tree:
-        """The recipe without its section."""
-
-    @property
-    def base(self) -> RecipeConfig:
-        """The recipe before any arm changes it."""
 
 
 @runtime_checkable
 class Comparable(Protocol):
     """A task whose recipes `starling compare` can compare."""
 
-    def comparison(self, tree: Tree, where: str) -> RecipeSubject:
+    def comparison(self, tree: Tree, where: str) -> Subject:
         """What is compared, from a recipe with a section `compare`; `where` names it in the ConfigError that lists all
         problems."""
 
@@ -113,6 +107,7 @@ class JobSubject:
     make: Job | Callable[[int], Job]
     section: CompareConfig
     metric: Metric
+    folder: Path
     validate: Scorer | None = None
     test: Scorer | None = None
     on: Cluster = field(default_factory=Cluster)
@@ -124,29 +119,33 @@ class JobSubject:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_jobs": {}}  # each process makes its own
 
+    @property
+    def described(self) -> str:
+        return yaml.safe_dump({"compare": self.section.model_dump(mode="json", fallback=str)}, sort_keys=False)
+
     def check(self) -> None:
         """Raises one ConfigError that lists all problems of the arms."""
-        found: dict[str, None] = {}
-        for row in self.section.rows:
-            arm, where = self.section.all_arms[row.arm], f"arms.{row.arm}"
-            keys = {**self.section.settings.get(row.setting, {}), **arm.keys}
-            for name in keys.keys() - set(_ARM_KEYS):
-                found[f"{where}: a job has no {name!r} to change; {did_you_mean(name, _ARM_KEYS)}"] = None
-            choice = None if arm.strategy is None else arm.strategy.model_dump()
-            found |= {f"{where}: {problem}": None for problem in strategy_problems(choice, row.learners)}
-            if choice is None:
-                try:
-                    self._job(self.section.seeds[0]).validate(row.learners)
-                except ConfigError as error:
-                    found[f"{where}: {error}"] = None
-            if (
-                self.validate is None
-                and not self.metric.of_loss
-                and len(self.section.rates_of(arm, self.own_rate(row))) > 1
-            ):
-                found["validate: rates are chosen by a validation result; give a function or a workload"] = None
+        found = [f"arms.{row.arm}: {problem}" for row in self.section.rows for problem in self._problems(row)]
+        tuned = [row for row in self.section.rows if len(self.section.rates_of(row, self.own_rate(row))) > 1]
+        if tuned and self.validate is None and not self.metric.of_loss:
+            found.append("validate: rates are chosen by a validation result; give a function or a workload")
         if found:
-            raise refused(list(found), "starling.compare")
+            raise refused(list(dict.fromkeys(found)), "starling.compare")
+
+    def _problems(self, row: Row) -> Iterator[str]:
+        for name in self._changes(row).keys() - set(_ARM_KEYS):
+            yield f"a job has no {name!r} to change; {did_you_mean(name, _ARM_KEYS)}"
+        if (choice := self.section.all_arms[row.arm].strategy) is not None:
+            yield from strategy_problems(choice, row.learners)
+            return
+        try:
+            self._job(self.section.seeds[0]).validate(row.learners)
+        except ConfigError as error:
+            yield str(error)
+
+    def _changes(self, row: Row) -> dict[str, Any]:
+        """The fields of the job that a row's setting and arm change, besides the strategy."""
+        return {**self.section.settings.get(row.setting, {}), **self.section.all_arms[row.arm].keys}
 
     def _job(self, seed: int) -> Job:
         if seed not in self._jobs:
@@ -204,10 +203,9 @@ class JobSubject:
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None: ...
 
     def job(self, cell: Cell) -> Job:
-        job, arm = self._job(cell.seed), self.section.all_arms[cell.arm]
-        keys = {**self.section.settings.get(cell.setting, {}), **arm.keys}
-        if arm.strategy is not None:
-            keys |= {"strategy": arm.strategy.strategy, "options": arm.strategy.options}
+        job, keys = self._job(cell.seed), self._changes(cell.row)
+        if (choice := self.section.all_arms[cell.arm].strategy) is not None:
+            keys |= {"strategy": choice.strategy, "options": choice.options}
         factor = cell.rate / self.own_rate(cell.row)
         return replace(job, make_optimizer=partial(rated, make=job.make_optimizer, factor=factor), **keys)
 

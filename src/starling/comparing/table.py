@@ -46,10 +46,9 @@ def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric
 
     def cost(rate: float) -> tuple[float, float]:
         own = [result for result in results if result.cell.rate == rate]
-        losses = [result.loss for result in own if result.loss is not None and not result.diverged]
-        valid = [result.valid for result in own if result.valid is not None]
-        by_loss = fmean(losses) if len(losses) == len(own) else math.inf
-        return 0.0 if metric.of_loss else sign * fmean(valid) if len(valid) == len(own) else math.inf, by_loss
+        by_loss = fmean([math.inf if each.diverged or each.loss is None else each.loss for each in own])
+        by_valid = fmean([math.inf if each.valid is None else sign * each.valid for each in own])
+        return 0.0 if metric.of_loss else by_valid, by_loss
 
     best = min(rates, key=cost)
     return Best(best, {rates[0]: "lowest", rates[-1]: "highest"}.get(best, ""))
@@ -105,7 +104,7 @@ class Comparison:
         rate = self.best[row].rate
         return [each for each in self.results if each.cell.row == row and each.cell.rate == rate]
 
-    def rows(self) -> list[dict[str, Value]]:
+    def rows(self) -> list[dict[str, Any]]:
         """One flat record for each row, which pandas reads: see docs/comparing.md for the columns."""
         return self._rows
 
@@ -138,9 +137,7 @@ class Comparison:
         `metric.of_loss` the last."""
         if result.diverged:
             return self.metric.diverged
-        if self.metric.of_loss:
-            return result.loss
-        return next((each for each in (result.test, result.valid, result.loss) if each is not None), None)
+        return result.loss if self.metric.of_loss or result.score is None else result.score
 
     def _values(self, row: Row) -> dict[int, float]:
         """By seed; nothing where a run has no value."""
@@ -181,9 +178,8 @@ class Comparison:
         """The score where arms are compared by the training loss."""
         if not self.metric.of_loss:
             return {}
-        scores = [each.valid if each.test is None else each.test for each in found]
-        values = [score for score in scores if score is not None]
-        score = estimate(values) if len(values) == len(scores) else None
+        scores = [each.score for each in found if each.score is not None]
+        score = estimate(scores) if len(scores) == len(found) else None
         return {"score": score and score.mean, "score_half": score and score.half}
 
     def _limit(self, own: dict[int, float], base: dict[int, float]) -> str:
@@ -200,24 +196,25 @@ class Comparison:
         speedup = theirs / ours if ours and theirs else None
         learners = base[0].cell.learners / own[0].cell.learners
         return {
-            "target_seconds": fmean([point.seconds for point in reached]) if reached else None,
-            "target_samples": fmean([point.samples for point in reached]) if reached else None,
+            "target_seconds": reached and reached.seconds,
+            "target_samples": reached and reached.samples,
             "speedup": speedup,
             "efficiency": None if speedup is None else 100.0 * speedup * learners,
             **{name: _mean_of([getattr(each, name) for each in own]) for name in _COSTS},
         }
 
-    def _reached(self, results: list[CellResult]) -> list[Point]:
-        """Where each run reaches the target; nothing unless all do."""
+    def _reached(self, results: list[CellResult]) -> Point | None:
+        """Where runs reach the target, in the mean; None unless all do."""
         target = self.section.target
-        points = [None if target is None else each.when(target) for each in results]
-        return [] if None in points else [point for point in points if point is not None]
+        points = [each.when(target) for each in results if target is not None]
+        there = [point for point in points if point is not None]
+        return Point(*map(fmean, zip(*there, strict=True))) if len(there) == len(results) else None
 
     def _slowness(self, results: list[CellResult]) -> float | None:
         """Mean seconds to the target, or for a sample where there is none."""
         if self.section.target is not None:
             reached = self._reached(results)
-            return fmean([point.seconds for point in reached]) if reached else None
+            return reached and reached.seconds
         samples = sum(each.num_samples for each in results)
         return sum(each.seconds for each in results) / samples if samples else None
 
@@ -249,13 +246,13 @@ class Comparison:
         titles[4:4] = beside
         lines = []
         for row in self.rows():
-            edge = "" if not row["edge"] else " !"
             own = row["seconds" if self.section.target is None else "target_seconds"]
-            difference = _text(row["difference"], row["difference_half"], "+")
-            shown = [str(row["arm"]), str(row["learners"]), f"{row['rate']:g}{edge}", _scored(row)]
-            shown += [*(_text(row["score"], row["score_half"]) for _ in beside), difference]
-            shown += [_p(row["p"]), str(row["verdict"]), _text(own), _text(row["speedup"], digits=2)]
-            lines.append([str(row["setting"]), *shown] if has_settings else shown)
+            value = _text(row["value"], row["value_half"]) + (f" †{row['diverged']}" if row["diverged"] else "")
+            shown = [row["arm"], str(row["learners"]), f"{row['rate']:g}{' !' * bool(row['edge'])}", value]
+            shown += [_text(row["score"], row["score_half"]) for _ in beside]
+            shown += [_text(row["difference"], row["difference_half"], "+"), _p(row["p"]), row["verdict"]]
+            shown += [_text(own), _text(row["speedup"], digits=2)]
+            lines.append([row["setting"], *shown] if has_settings else shown)
         return _table(["setting", *titles] if has_settings else titles, lines)
 
     def page(self) -> list[str]:
@@ -302,10 +299,6 @@ _LEGEND = [
 def _named(row: Row) -> str:
     setting = f"{row.setting}, " if row.setting else ""
     return f"{setting}{row.arm} with {row.learners} learner{'s' if row.learners > 1 else ''}"
-
-
-def _scored(row: dict[str, Value]) -> str:
-    return _text(row["value"], row["value_half"]) + (f" †{row['diverged']}" if row["diverged"] else "")
 
 
 def _text(mean: Value, half: Value = None, sign: str = "", digits: int | None = None) -> str:

@@ -1,8 +1,8 @@
 """`starling.train` and `starling.simulate`: train any PyTorch model and data with all features of a recipe's run."""
 
 import io
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,24 @@ from starling.checkpoint.writer import mean_of_buffers
 from starling.consensus import consensus
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
-from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.packing import JobConfig, is_importing_script, pack, packed_command
-from starling.experiment.task import Task
+from starling.experiment.packing import pack, packed_command, refuse_if_importing
+from starling.experiment.task import OF_BOTH, Task, settings_of
 from starling.experiment.train import train as run_training
 from starling.experiment.train import train_as_learner
 from starling.experiment.weights import fill, load_weights
 from starling.launch.rendezvous import is_learner, number_of_learners
-from starling.recipe.run import EngineConfig, RunConfig, check_run
+from starling.recipe.problems import checked
+from starling.recipe.run import EngineConfig, RunConfig
 from starling.reporting.progress import Bars, Say
 from starling.training.job import Job
+
+
+class JobConfig(RunConfig):
+    """The settings of a run that `starling.train` starts; saved as `config.yaml` in its folder."""
+
+    trains: str
+    """The name of the workload's class, for information."""
 
 
 @dataclass(frozen=True)
@@ -115,23 +122,14 @@ def train(
         >>> trained = starling.train(job, learners=4, strategy="adpsgd", name="digits")  # doctest: +SKIP
         >>> model = trained.model()  # doctest: +SKIP
     """
-    if is_importing_script():
-        raise ConfigError(
-            "starling.train was called while a learner imported this script; put the call under "
-            '`if __name__ == "__main__":`'
-        )
+    refuse_if_importing("starling.train")
     given = {
+        **{key: getattr(job, key) for key in OF_BOTH},
         "name": name,
-        "seed": job.seed,
         "learners": learners,
         "strategy": strategy or {"name": job.strategy.name, **job.options.model_dump(mode="json")},
-        "island": job.island,
-        "batch_shares": job.batch_shares,
-        "budget": job.budget,
         "engine": engine or EngineConfig(),
         "launch": launch,
-        "stragglers": job.stragglers,
-        "faults": job.faults,
         "on_loss": on_loss,
         "checkpoints": {"every": job.checkpoint_every, **(checkpoints or {})},
         "resume": resume,
@@ -139,7 +137,7 @@ def train(
         "exp": exp,
         "trains": f"{type(job.workload).__module__}.{type(job.workload).__qualname__}",
     }
-    run = check_run(JobConfig, given, "starling.train")
+    run: RunConfig = checked(JobConfig, given, "starling.train")
     console = console or Console(stderr=True)
     if is_learner():  # torchrun or Slurm has started this process
         run = run.model_copy(update={"learners": number_of_learners()})
@@ -178,36 +176,25 @@ def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulat
 
 def with_settings(job: Job, run: RunConfig) -> Job:
     """The job with the strategy and the other settings of a run."""
-    return replace(
-        job,
-        strategy=run.strategy.strategy,
-        options=run.strategy.options,
-        island=run.island,
-        checkpoint_every=run.checkpoints.every,
-        autocast=job.autocast or run.engine.autocast == "bf16",
-    )
+    return replace(job, autocast=job.autocast or run.engine.autocast == "bf16", **settings_of(run))
 
 
-class GivenJob(Task[JobConfig]):
+@dataclass(frozen=True)
+class GivenJob(Task[RunConfig]):
     """The task of `starling.train`: a job that is given as an object, which learners get as a pickled copy."""
 
-    settings = JobConfig
+    job: Job
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def make_job(self, recipe: RunConfig, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
+        return with_settings(self.job, recipe)
 
-    def make_job(self, recipe: JobConfig, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
-        return with_settings(self._job, recipe)
-
-    def set_up(self, recipe: JobConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
+    def set_up(self, recipe: RunConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
         """Raises ConfigError for a job that cannot be sent to learners."""
         if not is_learner():
-            pack(self._job, recipe)
+            pack(self.job, recipe)
 
-    @contextmanager
-    def learner_command(self, recipe: JobConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
-        with packed_command(with_settings(self._job, recipe), recipe, folder) as command:
-            yield command
+    def learner_command(self, recipe: RunConfig, folder: ExperimentFolder) -> AbstractContextManager[list[str]]:
+        return packed_command(with_settings(self.job, recipe), recipe, folder)
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
         return f"starling.train(job, ..., resume={str(folder.path)!r})"

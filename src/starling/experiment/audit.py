@@ -45,15 +45,14 @@ class EpochAudit:
     mismatched: list[int] = field(default_factory=list)
     """Mini-batches whose examples are not those of the plan."""
 
-    def add(self, batch: SeenBatch) -> None:
-        """Count a mini-batch."""
+    def add(self, batch: SeenBatch, planned: Iterable[str] | None, skipped: Collection[str]) -> None:
+        """Count a mini-batch, and compare it with the plan, if there is one; `skipped` are the utterances that were
+        skipped in the epoch."""
         self.batches[batch.ticket.index] += 1
         self.by_learner[batch.learner] += 1
         self.examples.update(batch.utterances)
-
-    def compare(self, batch: SeenBatch, planned: Iterable[str], skipped: Collection[str]) -> None:
-        """Compare a mini-batch with the plan; `skipped` are the utterances that were skipped in the epoch."""
-        found, expected = Counter(batch.utterances), Counter(planned)
+        found = Counter(batch.utterances)
+        expected = found if planned is None else Counter(planned)
         missing = expected - found
         num_skipped = sum(number for name, number in missing.items() if name in skipped)
         self.num_skipped += num_skipped
@@ -89,17 +88,13 @@ def audit(experiment: Path, tell: Say, output: Console) -> None:
         number = batch.ticket.epoch
         if number not in found:
             found[number] = EpochAudit(number, plan.num_batches(number))
-        own = found[number]
-        own.add(batch)
-        if plan.num_parts == 1 and batch.ticket.index < own.num_batches:
-            own.compare(batch, plan.ids(batch.ticket), skipped.get(number, ()))
+        is_planned = plan.num_parts == 1 and batch.ticket.index < found[number].num_batches
+        found[number].add(batch, plan.ids(batch.ticket) if is_planned else None, skipped.get(number, ()))
     epochs = [found[number] for number in sorted(found)]
     output.print(_table(epochs))
-    problems = [
-        problem
-        for epoch in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1)
-        for problem in found.get(epoch, EpochAudit(epoch, 0)).problems(_due(plan, epoch, begin, end))
-    ]
+    problems: list[str] = []
+    for number in range(begin.next_ticket.epoch, end.next_ticket.epoch + 1):
+        problems += found.get(number, EpochAudit(number, 0)).problems(_due(plan, number, begin, end))
     if begin.num_done:
         tell(
             f"the record begins at step {begin.num_done}: earlier mini-batches are in the record of the run from which "
@@ -151,9 +146,7 @@ def _expected(plan: MiniBatches, epochs: list[EpochAudit]) -> str:
     if plan.num_parts > 1:
         return f"learners drew {plan.examples} at random from their parts"
     complete = [each for each in epochs if len(each.batches) == each.num_batches]
-    times: Counter[str] = Counter()
-    for each in complete:
-        times.update(each.examples)
+    times = sum((each.examples for each in complete), Counter[str]())
     if (passes := plan.passes(times)) is not None:
         return f"in {len(complete)} complete epochs: {passes}"
     if not complete:

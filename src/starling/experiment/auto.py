@@ -4,7 +4,7 @@ Starling's launcher starts the learners twice, first to measure. Those of torchr
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +20,11 @@ from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
-from starling.experiment.claim import unwritable
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.launching import machines_of
-from starling.experiment.packing import JobConfig, packed_command
+from starling.experiment.packing import packed_command
 from starling.experiment.task import RunT, Task
-from starling.files import replace_file
+from starling.files import replace_file, writing
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.predict.at_hand import Allowance, AtHand, Measuring
@@ -111,10 +110,8 @@ def settled(
     }
     notes = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     for file, text in ((folder.auto, notes), (folder.config, dump_recipe(found))):
-        try:
+        with writing(file):
             replace_file(file, text)
-        except OSError as error:
-            raise unwritable(file, error) from error
     return found
 
 
@@ -122,7 +119,7 @@ def launched_choice(run: RunConfig, folder: ExperimentFolder, say: Say, job: Job
     """Start the learners of a run to measure, and return what they choose."""
     where = "this machine" if run.launch.kind == "local" else "the cluster"
     say(f"strategy auto: {run.learners} learners measure {where}")
-    with packed_command(job, _settings(run), folder) as command:
+    with packed_command(job, run, folder) as command:
         found = Path(command[-1]).with_name("choice.json")
         changes, machines = Changes(silence_seconds=run.engine.timeout_seconds), machines_of(run, say)
         launch([*command, str(found)], run.learners, folder.log / "auto", changes=changes, machines=machines)
@@ -195,12 +192,6 @@ def _lone() -> Choice:
         strategy={"name": "allreduce"}, gradients_per_second=0.0, cautious=0.0, worth=1.0, waiting=0.0, staleness=0.0
     )
     return Choice(learners=1, predicted=(alone,))
-
-
-def _settings(run: RunConfig) -> JobConfig:
-    """The settings that a packed job has, from those of a recipe or a job."""
-    own: Mapping[str, Any] = {name: getattr(run, name) for name in RunConfig.model_fields}
-    return JobConfig.model_validate({**own, "trains": run.name})
 
 
 def _measuring(run: Any, sync_group_size: Callable[[Any, int], int]) -> Strategy:

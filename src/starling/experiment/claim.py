@@ -17,7 +17,7 @@ from starling.errors import CheckpointError, ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import begin_segment
 from starling.experiment.task import RunT, Task
-from starling.files import sync
+from starling.files import sync, writing
 from starling.recipe.run import RunConfig, dump_recipe
 from starling.reporting.progress import Bars, Say
 from starling.workload import Position
@@ -55,11 +55,9 @@ def set_up_and_claim(task: Task[RunT], run: RunT, say: Say, bars: Bars | None = 
 def _stage(run: RunConfig) -> Iterator[ExperimentFolder]:
     """A temporary folder next to the experiment's, removed at the end."""
     stage = ExperimentFolder(run.exp / f".{run.name}{PARTIAL}")
-    try:
+    with writing(run.folder):
         shutil.rmtree(stage.path, ignore_errors=True)  # a run that was killed during set-up may have left it
         stage.path.mkdir(parents=True)
-    except OSError as error:
-        raise unwritable(run.folder, error) from error
     try:
         yield stage
     finally:
@@ -125,10 +123,8 @@ def check_claim(run: RunConfig) -> None:
             f"{run.folder} has checkpoints later than {run.resume}, such as {later[-1].name}; "
             "resume from the last one, or choose another name"
         )
-    try:
+    with writing(run.folder / "checkpoints"):
         check_writable(run.folder / "checkpoints")
-    except OSError as error:
-        raise unwritable(run.folder / "checkpoints", error) from error
 
 
 def check_writable(folder: Path) -> None:
@@ -150,52 +146,36 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
     """
     folder = ExperimentFolder(run.folder)
     check_claim(run)
-    if run.resume is not None and (line := _fresh_strategy(run, run.resume)):
-        say(line)
-    existing = [path for path in folder.checkpoints.glob("[!.]*") if (path / MANIFEST).is_file()]
-    try:
-        is_new = _is_new(run)
-        if existing and is_new and not run.overwrite:
-            say(f"{folder.path} held an earlier run, which is now in {_move_aside(folder.path)}")
+    position, earlier, is_new = Position(), None, _is_new(run)
+    if run.resume is not None:
+        saved = Checkpoint(run.resume, read_manifest(run.resume))  # it has been verified
+        position, earlier = saved.manifest.position, ExperimentFolder(run.resume.parent.parent).seen
+        if changed := saved.what_changed(run.learners, run.strategy.described, run.island):
+            say(
+                f"resume: {changed}; all learners begin with the mean of its models, without what the strategy keeps "
+                "between steps"
+            )
+    with writing(folder.path):
+        is_worth_keeping = any((path / MANIFEST).is_file() for path in folder.checkpoints.glob("[!.]*"))
+        if is_worth_keeping and is_new and not run.overwrite:
+            names = (folder.path.with_name(f"{run.name}.{number}") for number in count(1))
+            aside = folder.path.rename(next(name for name in names if not name.exists()))
+            say(f"{folder.path} held an earlier run, which is now in {aside}")
         if is_new:
             folder.clear()
         folder.path.mkdir(parents=True, exist_ok=True)
         remove_partial(folder.checkpoints)
         shutil.rmtree(folder.validation, ignore_errors=True)
         check_writable(folder.checkpoints)
-        if run.resume is None:
-            begin_segment(folder.seen, Position())
-        else:
-            begin_segment(
-                folder.seen, read_manifest(run.resume).position, ExperimentFolder(run.resume.parent.parent).seen
-            )
+        begin_segment(folder.seen, position, earlier)
         folder.config.write_text(dump_recipe(run), encoding="utf-8")
         folder.environment.write_text(describe_environment(), encoding="utf-8")
-    except OSError as error:
-        raise unwritable(folder.path, error) from error
     return folder
-
-
-def _fresh_strategy(run: RunConfig, checkpoint: Path) -> str:
-    """The line that a resumed run begins from the consensus, and why; empty if each learner has its own state."""
-    saved = Checkpoint(checkpoint, read_manifest(checkpoint))  # it has been verified
-    changed = saved.what_changed(run.learners, run.strategy.described, run.island)
-    if not changed:
-        return ""
-    return (
-        f"resume: {changed}; all learners begin with the mean of its models, without what the strategy keeps between "
-        "steps"
-    )
 
 
 def _is_new(run: RunConfig) -> bool:
     """Whether the run does not resume from a checkpoint of its own folder."""
     return run.resume is None or run.resume.resolve().parent.parent != run.folder.resolve()
-
-
-def unwritable(path: Path, error: OSError) -> ConfigError:
-    """The error that an experiment's folder cannot be written."""
-    return ConfigError(f"{path}: cannot be written ({error}); set exp to another folder")
 
 
 def describe_environment() -> str:
@@ -211,12 +191,6 @@ def describe_environment() -> str:
         f"cuda {torch.version.cuda or 'none'}, {torch.cuda.device_count()} devices",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _move_aside(path: Path) -> Path:
-    """Rename a folder to the first free of `<name>.1`, `<name>.2`, …"""
-    aside = next(aside for number in count(1) if not (aside := path.with_name(f"{path.name}.{number}")).exists())
-    return path.rename(aside)
 
 
 def _version(package: str) -> str:

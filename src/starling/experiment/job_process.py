@@ -8,7 +8,6 @@ from pathlib import Path
 
 from starling.experiment.any_job import GivenJob
 from starling.experiment.auto import measured_choice
-from starling.experiment.folder import ExperimentFolder
 from starling.experiment.learning import learn
 from starling.experiment.packing import unpack
 from starling.launch.link import Link, reported_errors
@@ -24,7 +23,7 @@ def main(file: Path, choice: Path | None = None) -> None:
             link.leftovers.append(file.parent)
         place = find_place(run.engine.timeout_seconds)
         if choice is None:
-            learn(GivenJob(job), run, ExperimentFolder(run.folder), place, link)
+            learn(GivenJob(job), run, place, link)
             return
         chosen = measured_choice(run, place, job)
         if place.rank == 0:

@@ -116,17 +116,9 @@ def crowding_warning(learners: int, cores: int) -> str | None:
     )
 
 
-def check_not_running(run: RunConfig) -> None:
-    """Raise ConfigError if another run is using the experiment's folder."""
-    if launcher_id(ExperimentFolder(run.folder).joins) is not None:
-        raise ConfigError(
-            f"{run.folder}: another run writes here; wait for its end, stop it, or set name to another one"
-        )
-
-
 def check_engine(run: RunConfig) -> None:
-    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, simulated faults, and a
-    cluster that cannot be reached."""
+    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, simulated faults, a
+    cluster that cannot be reached, and a folder that another run is using."""
     if problems := list(only_simulated(run.faults)):
         raise ConfigError("\n".join(problems))
     if run.launch.kind == "ray":
@@ -136,6 +128,10 @@ def check_engine(run: RunConfig) -> None:
         require("monitoring", "launch.metrics_port")
     if run.launch.kind == "local" and run.engine.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda, but torch finds no CUDA device; use engine.device=auto or cpu")
+    if launcher_id(ExperimentFolder(run.folder).joins) is not None:
+        raise ConfigError(
+            f"{run.folder}: another run writes here; wait for its end, stop it, or set name to another one"
+        )
 
 
 def resumable(error: StarlingError, folder: ExperimentFolder, how_to_resume: str) -> StarlingError:
@@ -158,8 +154,3 @@ def machines_of(run: RunConfig, say: Say) -> Machines:
     resources = {"CPU": 1.0} | ({"GPU": 1.0} if run.engine.device == "cuda" else {}) | run.launch.resources
     size = run.super_learner_size
     return RayMachines(run.launch.address, run.launch.learners_per_node or size, size, resources, say)
-
-
-def shared_folder(run: RunConfig, folder: ExperimentFolder) -> str | None:
-    """The parent of temporary folders that learners read; None: the system's usual one."""
-    return None if run.launch.kind == "local" else str(folder.path)

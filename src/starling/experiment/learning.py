@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console
@@ -31,18 +32,16 @@ from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVE
 from starling.training.job import Job, Observer, StepReport
 
 
-def learn(task: Task[RunT], run: RunT, folder: ExperimentFolder, place: Place, link: Link | None) -> int | None:
+def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int | None:
     """Train as a learner until the run ends; return the signal if one stopped the run early, else None."""
     place.use_threads(run.engine.threads)
 
-    def tell(message: LearnerMessage) -> None:
-        if link is not None:
-            link.send(message)
+    tell: Callable[[LearnerMessage], None] = (lambda message: None) if link is None else link.send
+    counts, folder = SharedCounts(place), ExperimentFolder(run.folder)
 
     def arrive_model(name: str) -> int:
         return counts.arrive(f"validation/{name}")
 
-    counts = SharedCounts(place)
     job = task.make_job(run, folder, place.local_world)
     write_model = task.model_writer(run, folder)
     validate_every = task.validate_every(run) if link is not None else None
@@ -117,6 +116,7 @@ def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:
     return load(run.resume).start(place.rank, place.world, job.strategy.described(job.options), run.island)
 
 
+@dataclass(eq=False)
 class HeartbeatSource(Observer):
     """An observer that counts mini-batches and makes heartbeats.
 
@@ -124,48 +124,43 @@ class HeartbeatSource(Observer):
     `long_seconds`, and much longer than usual, is logged as a stall.
     """
 
-    def __init__(
-        self,
-        learner_id: int,
-        write: Callable[[str], None],
-        waits: Waits,
-        long_seconds: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.num_steps = 0
-        self._learner_id = learner_id
-        self._write = write
-        self._long_seconds = long_seconds
-        self._waits = waits
-        self._clock = clock
-        self._last_beat = clock()
-        self._last: Stall | None = None  # the stall that was logged last
-        self._again_at = 0.0
+    learner_id: int
+    write: Callable[[str], None]
+    waits: Waits
+    long_seconds: Seconds = 10.0
+    clock: Callable[[], Seconds] = time.monotonic
+    num_steps: int = 0
+    _last: Stall | None = None
+    """The stall that was logged last."""
+    _again_at: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        self._last_beat = self.clock()
 
     def on_step(self, report: StepReport) -> None:
         self.num_steps += 1
 
     def beat(self) -> Heartbeat:
         """Make a heartbeat and log stalls; call this every `HEARTBEAT_EVERY` seconds."""
-        now = self._clock()
+        now = self.clock()
         stopped, self._last_beat = now - self._last_beat - HEARTBEAT_EVERY, now
         if stopped > STOPPED_AFTER:
-            self._waits.forget(stopped)
-            self._write(
-                f"learner {self._learner_id} did not run for {stopped:.1f} s: it was stopped or got no processor time"
+            self.waits.forget(stopped)
+            self.write(
+                f"learner {self.learner_id} did not run for {stopped:.1f} s: it was stopped or got no processor time"
             )
-        wait = self._waits.longest(SHORT_WAIT)
+        wait = self.waits.longest(SHORT_WAIT)
         self._log(wait)
         return Heartbeat(self.num_steps, wait)
 
     def _log(self, wait: Stall | None) -> None:
         if self._last is not None and (wait is None or wait.number != self._last.number):
-            self._write(resumed_line([self._learner_id], self._last.seconds))
+            self.write(resumed_line([self.learner_id], self._last.seconds))
             self._last = None
-        if wait is None or not wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
+        if wait is None or not wait.is_unusual(self.long_seconds, TIMES_AS_LONG):
             return
         if self._last is None or wait.seconds >= self._again_at:
-            self._write(own_line(self._learner_id, wait))
+            self.write(own_line(self.learner_id, wait))
             self._again_at = 2.0 * wait.seconds
         self._last = wait
 

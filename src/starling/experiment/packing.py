@@ -11,19 +11,11 @@ from pathlib import Path
 
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.launching import shared_folder
 from starling.recipe.run import RunConfig
 from starling.training.job import Job
 
 
-class JobConfig(RunConfig):
-    """The settings of a run that `starling.train` starts; saved as `config.yaml` in its folder."""
-
-    trains: str
-    """The name of the workload's class, for information."""
-
-
-def pack(job: Job, run: JobConfig) -> bytes:
+def pack(job: Job, run: RunConfig) -> bytes:
     """Pickle what a learner needs: how to import this script, the settings, and the job.
 
     Raises ConfigError for a job that cannot be pickled.
@@ -37,9 +29,11 @@ def pack(job: Job, run: JobConfig) -> bytes:
             "save the script in a file, and start that instead of reading it from standard input"
         )
     buffer = io.BytesIO()
-    pickle.dump((preparation, run.model_dump(mode="json")), buffer)
+    pickle.dump(preparation, buffer)
     try:
-        pickle.dump(job, buffer)  # not multiprocessing's pickler, whose shared memory would end with this process
+        pickle.dump(
+            (job, run), buffer
+        )  # not multiprocessing's pickler, whose shared memory would end with this process
     except Exception as error:
         raise ConfigError(
             f"job: cannot be sent to learner processes ({error}); define its functions and classes at the top level of "
@@ -49,23 +43,24 @@ def pack(job: Job, run: JobConfig) -> bytes:
 
 
 @contextmanager
-def packed_command(job: Job, run: JobConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
+def packed_command(job: Job, run: RunConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
     """The command of a learner that reads a packed job, whose file comes last; it is there within this context."""
-    with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared_folder(run, folder)) as scratch:
+    shared = None if run.launch.kind == "local" else folder.path  # where learners on other machines find it
+    with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared) as scratch:
         file = Path(scratch) / "job"
         file.write_bytes(pack(job, run))
         yield [sys.executable, "-m", "starling.experiment.job_process", str(file)]
 
 
-def unpack(packed: bytes) -> tuple[Job, JobConfig]:
+def unpack(packed: bytes) -> tuple[Job, RunConfig]:
     """The inverse of `pack`; only for bytes from this process's own launcher."""
     buffer = io.BytesIO(packed)
-    preparation, settings = pickle.load(buffer)  # noqa: S301 - written by this learner's own launcher
+    preparation = pickle.load(buffer)  # noqa: S301 - written by this learner's own launcher
     process = current_process()
     process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing's flag while the script is imported
     try:
         spawn.prepare(preparation)
-        job = pickle.load(buffer)  # noqa: S301 - as above
+        job, run = pickle.load(buffer)  # noqa: S301 - as above
     except (AttributeError, ImportError) as error:
         raise ConfigError(
             f"job: a learner cannot import a function or class of it ({error}); define it at the top level of a module "
@@ -73,9 +68,13 @@ def unpack(packed: bytes) -> tuple[Job, JobConfig]:
         ) from error
     finally:
         del process._inheriting  # type: ignore[attr-defined]
-    return job, JobConfig.model_validate(settings)
+    return job, run
 
 
-def is_importing_script() -> bool:
-    """Whether `unpack` is importing the user's script in this process."""
-    return bool(getattr(current_process(), "_inheriting", False))
+def refuse_if_importing(caller: str) -> None:
+    """Raise ConfigError where a learner, or a process that computes cells, imports the script that makes the call."""
+    if getattr(current_process(), "_inheriting", False):
+        raise ConfigError(
+            f"{caller} was called while another process imported this script; put the call under "
+            '`if __name__ == "__main__":`'
+        )

@@ -25,7 +25,7 @@ from starling.errors import ConfigError
 from starling.experiment.any_job import train_quietly
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import RecipeT, Task
-from starling.files import replace_file
+from starling.files import replace_file, writing
 from starling.predict.costs import (
     JobFacts,
     MachineFacts,
@@ -196,10 +196,8 @@ def profile_recipe(task: Task[RecipeT], recipe: RecipeT, output: Path, tell: Say
     comments = [
         "What a job costs on a machine, measured; `starling plan RECIPE --profile` reads it. Times are in seconds."
     ]
-    try:
+    with writing(f"output {output}", "write to another file"):
         replace_file(output, dump(found, comments))
-    except OSError as error:
-        raise ConfigError(f"output {output}: cannot be written ({error})") from None
     gradient, validation = found.gradient, found.validation
     tell(
         f"gradient: {1000 * gradient.seconds:.4g} ms ({1000 * gradient.low:.4g} to {1000 * gradient.high:.4g}), "

@@ -1,6 +1,7 @@
 """Updates an experiment's folder when the membership changes: each membership has its own record of what was seen."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch.distributed import DistError
 
@@ -46,6 +47,7 @@ class SharedCounts:
         return f"{self.membership.key}/{name}"
 
 
+@dataclass(eq=False)
 class Regrouping(MembershipObserver):
     """Carries records, counts and checkpoints of one learner, or of all learners of a simulation, from one membership
     to the next. Checkpoints that the previous membership has not completed are dropped.
@@ -53,38 +55,33 @@ class Regrouping(MembershipObserver):
     `tell` is called with each new membership but the first, and a line about it, on one learner.
     """
 
-    def __init__(
-        self,
-        folder: ExperimentFolder,
-        records: Sequence[Record],
-        tell: Callable[[Membership, str], None],
-        counts: SharedCounts | None = None,
-        saver: Saver | None = None,
-    ) -> None:
-        self._folder, self._records, self._tell = folder, tuple(records), tell
-        self._counts, self._saver = counts, saver
+    folder: ExperimentFolder
+    records: Sequence[Record]
+    tell: Callable[[Membership, str], None]
+    counts: SharedCounts | None = None
+    saver: Saver | None = None
 
     def pause(self) -> None:
         self.end()
-        for record in self._records:
+        for record in self.records:
             record.close()
 
     def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
         if membership.number == 0:
             return
-        if self._counts is not None:
-            self._counts.membership = membership
+        if self.counts is not None:
+            self.counts.membership = membership
         if is_first:
-            remove_partial(self._folder.checkpoints)
-            remove_partial(self._folder.validation)
-            begin_segment(self._folder.seen, position)
+            remove_partial(self.folder.checkpoints)
+            remove_partial(self.folder.validation)
+            begin_segment(self.folder.seen, position)
             line = f"learners {', '.join(map(str, membership.members))} continue after {position.num_done} mini-batches"
             if position.outstanding:
                 line += f"; {len(position.outstanding)} outstanding tickets are re-issued"
-            self._tell(membership, line)
-        for record in self._records:
-            record.continue_in(segments(self._folder.seen)[-1])
+            self.tell(membership, line)
+        for record in self.records:
+            record.continue_in(segments(self.folder.seen)[-1])
 
     def end(self) -> None:
-        if self._saver is not None:
-            self._saver.close()
+        if self.saver is not None:
+            self.saver.close()

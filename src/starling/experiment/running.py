@@ -4,15 +4,17 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from starling.errors import ConfigError, DataError, PeerLost, ProtocolError
 from starling.experiment.folder import existing
+from starling.files import writing
 from starling.launch.joiners import ask, launcher_id, take_answer, withdraw
 from starling.launch.messages import LearnerStatus, Status, decode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
@@ -59,19 +61,15 @@ def read_status(experiment: Path) -> Status:
 def is_alive(status: Status) -> bool:
     """Whether the launcher that wrote a status still runs: the status is recent, and the process exists, where this
     machine can tell."""
-    if time.time() - status.written < STATUS_FRESH:
-        return status.machine not in ("", os.uname().nodename) or _is_running(status.pid)
-    return False
-
-
-def _is_running(pid: int) -> bool:
+    is_recent, is_here = time.time() - status.written < STATUS_FRESH, status.machine in ("", os.uname().nodename)
     try:
-        os.kill(pid, 0)
+        if is_recent and is_here:
+            os.kill(status.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # the process exists and belongs to another user
         return True
-    return True
+    return is_recent
 
 
 def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
@@ -109,14 +107,10 @@ def state_of(record: LearnerRecord, roster: Roster) -> str:
 
 def describe(status: Status, now: float, is_alive: bool) -> Group:
     """A status as a table with text, at time `now`; `is_alive` says whether its launcher runs."""
-    table = Table()
-    for name, justify in (("learner", "right"), ("state", "left"), ("batches", "right"), ("loss", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("last heard", justify="right")
     has_nodes = any(each.node for each in status.learners)
-    if has_nodes:
-        table.add_column("node", justify="left", no_wrap=True)
-    table.add_column("log", justify="left", no_wrap=True)
+    right, unbroken = partial(Column, justify="right"), partial(Column, no_wrap=True)
+    nodes = [unbroken("node")] if has_nodes else []
+    table = Table(right("learner"), "state", *map(right, ("batches", "loss", "last heard")), *nodes, unbroken("log"))
     since = max(0.0, now - status.written)
     for each in status.learners:
         heard = "none yet" if each.heard is None else f"{duration(each.heard + since)} ago"
@@ -154,12 +148,8 @@ def join(experiment: Path, learners: int, tell: Say) -> None:
     launcher = launcher_id(folder.joins)
     if launcher is None:
         raise ConfigError(f"{experiment}: nothing runs here; start it with: starling train {folder.config}")
-    try:
+    with writing(folder.joins, f"to add learners you need write access to {experiment}"):
         request = ask(folder.joins, learners)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder.joins}: cannot be written ({error}); to add learners you need write access to {experiment}"
-        ) from error
     try:
         while True:
             is_over = launcher_id(folder.joins) != launcher  # checked before the last look for an answer

@@ -9,17 +9,18 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from starling.configuration import digest
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, apply_overrides, read_recipe
-from starling.recipe.run import RecipeConfig, RunConfig, check_run
+from starling.recipe.problems import checked
+from starling.recipe.run import RecipeConfig, RunConfig
 from starling.registry import Registry
 from starling.workload import Ticket, Workload
 
@@ -38,6 +39,9 @@ RunT = TypeVar("RunT", bound=RunConfig)
 RecipeT = TypeVar("RecipeT", bound=RecipeConfig)
 DEFAULT = "speech"
 """The task of a recipe without the key `task`."""
+
+OF_BOTH = ("seed", "island", "batch_shares", "budget", "stragglers", "faults")
+"""What a job and the settings of a run have alike."""
 
 
 class TaskRecipe(RecipeConfig):
@@ -58,26 +62,34 @@ class Scoring:
         return False
 
 
-class MiniBatches(Protocol):
-    """The examples that a task plans for each mini-batch, by which `starling audit` judges a run."""
+class MiniBatches:
+    """The examples that a task plans for each mini-batch, by which `starling audit` judges a run; this one plans none:
+    each mini-batch of a workload is loaded to learn its examples' names."""
 
-    examples: str
+    examples = "examples"
     """What examples are called, in the plural."""
-    num_parts: int
-    """The number of parts into which the data are divided."""
+
+    def __init__(self, workload: Workload[Any]) -> None:
+        self._workload = workload
+        self.num_parts = workload.num_parts
+        """The number of parts into which the data are divided."""
 
     @property
     def num_examples(self) -> int:
         """Examples of an epoch."""
+        return sum(len(list(self.ids(Ticket(0, index, index)))) for index in range(self.num_batches(0)))
 
     def num_batches(self, epoch: int) -> int:
         """Mini-batches of an epoch."""
+        return self._workload.num_batches(epoch)
 
     def ids(self, ticket: Ticket) -> Iterable[str]:
         """The names of a mini-batch's examples."""
+        return (name for part in self._workload.load(ticket) for name in getattr(part, "ids", ()))
 
     def passes(self, times: Counter[str]) -> str | None:
         """Describes how often each example was seen in complete epochs; None where each should be seen once in each."""
+        return None
 
 
 class Task(ABC, Generic[RunT]):
@@ -91,7 +103,7 @@ class Task(ABC, Generic[RunT]):
 
     def check(self, tree: Tree, where: str) -> RunT:
         """The recipe of a tree of keys; `where` names it in the ConfigError that lists all problems."""
-        return check_run(self.settings, tree, f"recipe {where}")  # type: ignore[return-value]
+        return checked(self.settings, tree, f"recipe {where}")  # type: ignore[return-value]
 
     def check_resolved(self, tree: Tree, where: str) -> RunT:
         """The same for the tree that an experiment's folder holds, perhaps of an earlier version."""
@@ -131,10 +143,9 @@ class Task(ABC, Generic[RunT]):
     def set_up(self, recipe: RunT, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
         """Make ready what learners need, in `folder`. What is wrong is raised here, before a run claims its folder."""
 
-    @contextmanager
-    def learner_command(self, recipe: RunT, folder: ExperimentFolder) -> Generator[list[str], None, None]:
+    def learner_command(self, recipe: RunT, folder: ExperimentFolder) -> AbstractContextManager[list[str]]:
         """The command that starts a learner; what it reads exists within this context."""
-        yield [sys.executable, "-m", "starling", "train", str(folder.config)]
+        return nullcontext([sys.executable, "-m", "starling", "train", str(folder.config)])
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
         """What the user runs to resume from the newest checkpoint."""
@@ -148,12 +159,11 @@ class Task(ABC, Generic[RunT]):
         """The number of epochs between two models that the launcher scores; None: it scores none."""
         return None
 
-    @contextmanager
     def scoring(
         self, recipe: RunT, folder: ExperimentFolder, say: Say, on_score: Callable[[Score], None]
-    ) -> Generator[Scoring, None, None]:
+    ) -> AbstractContextManager[Scoring]:
         """What scores models while the run trains."""
-        yield Scoring()
+        return nullcontext(Scoring())
 
     def score(
         self, recipe: RunT, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
@@ -166,29 +176,7 @@ class Task(ABC, Generic[RunT]):
 
     def mini_batches(self, recipe: RunT, folder: ExperimentFolder) -> MiniBatches:
         """The plan of a run's mini-batches; by default, what the workload loads, whose examples may have `ids`."""
-        return Loaded(self.make_job(recipe, folder).workload)
-
-
-class Loaded:
-    """The mini-batches of a workload that plans none: each is loaded to learn its examples' names."""
-
-    examples = "examples"
-
-    def __init__(self, workload: Workload[Any]) -> None:
-        self._workload = workload
-        self.num_parts = workload.num_parts
-
-    @property
-    def num_examples(self) -> int:
-        return sum(len(list(self.ids(Ticket(0, index, index)))) for index in range(self.num_batches(0)))
-
-    def num_batches(self, epoch: int) -> int:
-        return self._workload.num_batches(epoch)
-
-    def ids(self, ticket: Ticket) -> Iterable[str]:
-        return (name for part in self._workload.load(ticket) for name in getattr(part, "ids", ()))
-
-    def passes(self, times: Counter[str]) -> None: ...
+        return MiniBatches(self.make_job(recipe, folder).workload)
 
 
 def job_of(recipe: RecipeConfig, workload: Workload[Any], **fields: Any) -> Job:
@@ -197,29 +185,23 @@ def job_of(recipe: RecipeConfig, workload: Workload[Any], **fields: Any) -> Job:
 
     return Job(
         workload=workload,
-        strategy=recipe.strategy.strategy,
-        options=recipe.strategy.options,
-        island=recipe.island,
-        budget=recipe.budget,
         make_optimizer=recipe.optimizer.maker(),
         schedule=recipe.optimizer.schedule,
         clip_norm=recipe.optimizer.clip_norm,
         autocast=recipe.engine.autocast == "bf16",
-        stragglers=recipe.stragglers,
-        faults=recipe.faults,
-        checkpoint_every=recipe.checkpoints.every,
-        batch_shares=recipe.batch_shares,
-        seed=recipe.seed,
+        **settings_of(recipe),
         **fields,
     )
 
 
-def _is_task(found: object) -> TypeGuard[Task[RecipeConfig]]:
-    return isinstance(found, Task)
+def settings_of(run: RunConfig) -> dict[str, Any]:
+    """The fields of a job that the settings of any run decide."""
+    choice, own = run.strategy, {name: getattr(run, name) for name in OF_BOTH}
+    return own | {"strategy": choice.strategy, "options": choice.options, "checkpoint_every": run.checkpoints.every}
 
 
 _TASKS = Registry[Task[RecipeConfig]](
-    {}, "starling.tasks", accepts=_is_task, wanted="a starling.experiment.task.Task", prefix="task: "
+    {}, "starling.tasks", accepts=Task, wanted="a starling.experiment.task.Task", prefix="task: "
 )
 
 

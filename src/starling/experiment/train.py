@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from starling.engines.processes.place import Place, cores_here
+from starling.engines.processes.place import cores_here
 from starling.errors import PeerLost, Stopped
 from starling.experiment.auto import kept, launched_choice, measured_choice, settled
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following, recorded
-from starling.experiment.launching import check_engine, check_not_running, crowding_warning, resumable, run_learners
+from starling.experiment.launching import check_engine, crowding_warning, resumable, run_learners
 from starling.experiment.learning import learn
 from starling.experiment.task import RunT, Task, load_recipe
 from starling.launch.link import Link, reported_errors
@@ -22,6 +22,9 @@ from starling.launch.rendezvous import find_place, is_first, is_learner, number_
 from starling.recipe.file import apply_overrides, read_recipe
 from starling.reporting.progress import Bars, Say, say_on
 from starling.timeouts import SET_UP
+
+_RESUMES = "set up"
+"""The key in the store under which learner 0 says that the run is set up, and from which checkpoint it resumes."""
 
 
 def train_recipe(path: Path, overrides: Sequence[str], tell: Say, console: Console, command: str) -> None:
@@ -43,14 +46,10 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
 
     Scores go to `tell`, everything else to `console`.
     """
-    say = say_on(console)
-    recipe = kept(resolve_resume(task, recipe), say)
-    check_engine(recipe)
-    check_not_running(recipe)
+    say, folder = say_on(console), ExperimentFolder(recipe.folder)
     if recipe.launch.kind == "local" and (line := crowding_warning(recipe.learners, cores_here())):
         say(line)
-    with Bars(console) as bars:
-        folder = set_up_and_claim(task, recipe, say, bars)
+    recipe = _set_up(task, recipe, say, console)
     choose = partial(launched_choice, recipe, folder, say)
     recipe = settled(task, recipe, folder, recipe.learners, say, choose)
     with recorded(recipe, folder, say) as events, Following(recipe, folder, console, events) as following:
@@ -65,15 +64,18 @@ def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Sa
 
     Without Starling's launcher, learner 0 sets up the run while the others wait, and scores the model at the end.
     """
-    place = find_place(recipe.engine.timeout_seconds)
-    if link is None:
-        check_engine(recipe)
-        recipe = _agree_on_set_up(task, recipe, place, console)
-    folder = ExperimentFolder(recipe.folder)
+    place, folder = find_place(recipe.engine.timeout_seconds), ExperimentFolder(recipe.folder)
     say = say_on(console) if place.rank == 0 else None
+    if link is None and say is not None:
+        recipe = _set_up(task, recipe, say, console)
+        place.store.set(_RESUMES, str(recipe.resume or ""))
+    elif link is None:
+        place.store.wait([_RESUMES], timedelta(seconds=SET_UP))
+        resume = place.store.get(_RESUMES).decode()
+        recipe = kept(recipe.model_copy(update={"resume": Path(resume) if resume else None}), lambda line: None)
     recipe = settled(task, recipe, folder, place.local_world, say, partial(measured_choice, recipe, place))
     try:
-        stopped_by = learn(task, recipe, folder, place, link)
+        stopped_by = learn(task, recipe, place, link)
     except PeerLost as error:
         if link is None:
             resumable(error, folder, task.how_to_resume(folder))
@@ -86,16 +88,10 @@ def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Sa
     return recipe
 
 
-def _agree_on_set_up(task: Task[RunT], recipe: RunT, place: Place, console: Console) -> RunT:
-    """Let learner 0 set up the run; return the recipe with the checkpoint that it resumes from."""
-    key = "set up"
-    if place.rank == 0:
-        say = say_on(console)
-        recipe = kept(resolve_resume(task, recipe), say)
-        with Bars(console) as bars:
-            set_up_and_claim(task, recipe, say, bars)
-        place.store.set(key, str(recipe.resume or ""))
-        return recipe
-    place.store.wait([key], timedelta(seconds=SET_UP))
-    resume = place.store.get(key).decode()
-    return kept(recipe.model_copy(update={"resume": Path(resume) if resume else None}), lambda line: None)
+def _set_up(task: Task[RunT], recipe: RunT, say: Say, console: Console) -> RunT:
+    """Check what a run needs, set it up and claim its folder; the recipe with the checkpoint that it resumes from."""
+    recipe = kept(resolve_resume(task, recipe), say)
+    check_engine(recipe)
+    with Bars(console) as bars:
+        set_up_and_claim(task, recipe, say, bars)
+    return recipe

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from starling.checkpoint.files import read_tensors, write_tensors
 from starling.checkpoint.manifest import MODEL
 from starling.training.flat import load_buffers, split, trainable
 
@@ -17,13 +17,12 @@ def write_weights(model: nn.Module, folder: Path, weights: Tensor, buffers: dict
     """Write a model's state with given weights `[P]` and buffers as `model.safetensors`."""
     fill(model, weights, buffers)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
-    save_file(state, folder / WEIGHTS)
+    write_tensors(folder / WEIGHTS, model.state_dict())
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> nn.Module:
     """The model with the weights of a checkpoint that `write_weights` wrote, in evaluation mode."""
-    model.load_state_dict(load_file(checkpoint / MODEL / WEIGHTS))
+    model.load_state_dict(read_tensors(checkpoint / MODEL / WEIGHTS))
     return model.eval()
 
 

@@ -15,6 +15,7 @@ from starling.budget import Budget
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, LinkModel, NodeModel
 from starling.errors import ConfigError
+from starling.files import writing
 from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, loaded, read_profile
 from starling.predict.deciding import WORTH, Arm, is_clearly_ahead, ranked, tried, worth
 from starling.predict.facts import facts_of, memory_of
@@ -134,13 +135,10 @@ class Plan:
 
     def write_csv(self, path: Path) -> None:
         """Write the rows as a table that spreadsheets and `pandas.read_csv` read. ConfigError if that is impossible."""
-        try:
-            with path.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, [field.name for field in fields(Forecast)])
-                writer.writeheader()
-                writer.writerows(self.records())
-        except OSError as error:
-            raise ConfigError(f"output {path}: cannot be written ({error})") from None
+        with writing(f"output {path}", "write to another file"), path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Forecast)])
+            writer.writeheader()
+            writer.writerows(self.records())
 
 
 def plan(

@@ -5,12 +5,14 @@ import copy
 import re
 import shutil
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from starling.errors import ConfigError, did_you_mean
+from starling.files import writing
 
 Tree = dict[str, Any]
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -84,11 +86,8 @@ def _check_size(root: yaml.Node, where: str) -> None:
             raise ConfigError(f"{where}, line {node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep")
         if id(node) not in sizes:
             open_nodes.add(id(node))
-            children: list[yaml.Node] = []
-            if isinstance(node, yaml.MappingNode):
-                children = [each for pair in node.value for each in pair]
-            elif isinstance(node, yaml.SequenceNode):
-                children = node.value
+            below = node.value if isinstance(node, yaml.CollectionNode) else []
+            children = chain.from_iterable(below) if isinstance(node, yaml.MappingNode) else below
             sizes[id(node)] = 1 + sum(size(each, depth + 1) for each in children)
             open_nodes.remove(id(node))
         return sizes[id(node)]
@@ -167,8 +166,7 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     problems = []
     for argument in overrides:
         try:
-            key, value = _split(argument)
-            _put(result, key, value)
+            _apply(result, argument)
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -176,30 +174,21 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     return result
 
 
-def _split(argument: str) -> tuple[list[str], Any]:
+def _apply(tree: Tree, argument: str) -> None:
     key, equals, text = argument.partition("=")
-    parts = key.strip().split(".")
+    *outer, last = parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"argument {argument!r}: must have the form key=value, such as learners=2 or budget.epochs=3")
-    return parts, parse_yaml(text, f"argument {argument!r}")
-
-
-def _put(tree: Tree, parts: list[str], value: Any) -> None:
-    place = tree
-    for depth, part in enumerate(parts[:-1], start=1):
-        inner = place.get(part)
-        if inner is None:
-            inner = {}
-        elif not isinstance(inner, dict):
-            if ".".join(parts[:depth]) not in _SHORTHANDS:
-                raise ConfigError(
-                    f"argument {'.'.join(parts)}: {'.'.join(parts[:depth])} is the plain value {inner!r}, "
-                    "so that no key can be set inside it"
-                )
-            inner = {"name": inner}
-        place[part] = inner
-        place = inner
-    place[parts[-1]] = value
+    value, place = parse_yaml(text, f"argument {argument!r}"), tree
+    for depth, part in enumerate(outer, start=1):
+        path, inner = ".".join(parts[:depth]), place.get(part)
+        if inner is not None and not isinstance(inner, dict) and path not in _SHORTHANDS:
+            raise ConfigError(
+                f"argument {'.'.join(parts)}: {path} is the plain value {inner!r}, so that no key can be set inside it"
+            )
+        place[part] = inner if isinstance(inner, dict) else {} if inner is None else {"name": inner}
+        place = place[part]
+    place[last] = value
 
 
 def summaries() -> dict[str, str]:
@@ -220,12 +209,10 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
     copies = [to / path.name for path in sources]
     if existing := [str(copy) for copy in copies if copy.exists()]:
         raise ConfigError(f"{', '.join(existing)}: exists already; remove it, or copy to another folder")
-    try:
+    with writing(to, "copy to another folder"):
         to.mkdir(parents=True, exist_ok=True)
         for source, copy in zip(sources, copies, strict=True):
             shutil.copyfile(source, copy)
-    except OSError as error:
-        raise ConfigError(f"{to}: cannot be written ({error}); copy to another folder") from error
     return copies
 
 

@@ -2,14 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from starling.errors import ConfigError, did_you_mean, nearest
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
 _MAX_SHOWN = 60  # characters of a wrong value
+
+
+class ProblemsError(ValueError):
+    """Raised by a validator: lines that describe problems and name the keys, which may be other keys than its own."""
 
 
 def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: str = "") -> list[str]:
@@ -20,12 +25,25 @@ def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: 
     known = [prefix + key for key in known_keys(model)]
     lines: dict[str, list[str]] = {}
     for detail in error.errors(include_url=False):
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, ProblemsError):
+            lines |= {line: [] for line in cause.args}
+            continue
         path = prefix + ".".join(_path(detail, tree))
         said = lines.setdefault(path.rstrip("."), [])
         words = _words(detail, path, known)
         if words not in said:
             said.append(words)
-    return [f"{path}: {'; or '.join(said)}" if path else "; ".join(said) for path, said in lines.items()]
+    return [": ".join(filter(None, (path, "; or ".join(said)))) for path, said in lines.items()]
+
+
+def checked(kind: type[ModelT], tree: Any, where: str, prefix: str = "") -> ModelT:
+    """The model of a tree, whose dotted path is `prefix`. Raises one ConfigError that begins with `where` and lists all
+    problems."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise refused(describe(error, kind, tree, prefix), where) from None
 
 
 def refused(problems: Sequence[str], where: str) -> ConfigError:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from starling.budget import Budget, Schedule
 from starling.configuration import Config, digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.learner import Learner
-from starling.recipe.file import Tree
-from starling.recipe.problems import describe, refused
+from starling.recipe.problems import ProblemsError, describe
 from starling.strategies import Strategy, find_strategy
+from starling.strategies.base import always
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
 from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault, Join
-from starling.training.faults import problems as faults_problems
 from starling.training.stragglers import Stragglers
 
 if TYPE_CHECKING:
@@ -111,22 +111,16 @@ def _try(kind: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> 
 
 
 AUTO = "auto"
-CANDIDATES = ("allreduce", "delay-by-one", "dpsgd", "adpsgd", "hadpsgd")
+Candidate = Literal["allreduce", "delay-by-one", "dpsgd", "adpsgd", "hadpsgd"]
+CANDIDATES = get_args(Candidate)
 """What `auto` chooses from, the plainest first. `hogwild` needs one machine, and `parameter-server` gives learners away
 as servers."""
-
-
-def _are_candidates(among: tuple[str, ...]) -> tuple[str, ...]:
-    unknown = [name for name in among if name not in CANDIDATES]
-    if unknown:
-        raise ValueError(f"auto cannot choose {', '.join(unknown)}; it chooses among {', '.join(CANDIDATES)}")
-    return among
 
 
 class AutoOptions(Config):
     """The options of `strategy: auto`, whose choice is made from measurements before the run and takes its place."""
 
-    among: Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_are_candidates)] = CANDIDATES
+    among: tuple[Candidate, ...] = Field(default=CANDIDATES, min_length=1)
     """The strategies to choose from."""
     seconds: float = Field(default=60.0, gt=0.0, le=600.0)
     """The longest that measuring should take. It takes less where the run is short: about 3 % of it."""
@@ -139,17 +133,12 @@ async def _unchosen(me: Learner, options: AutoOptions) -> None:
     )
 
 
-def _may_average(options: Config) -> bool:
-    """True: a weighting may have an effect, and limits the choice."""
-    return True
-
-
 AUTO_STRATEGY = Strategy(
     AUTO,
     "measure the machines at hand, and choose one of the others",
     _unchosen,
     options=AutoOptions,
-    averages_gradients=_may_average,
+    averages_gradients=always,  # a weighting may have an effect, and limits the choice
     kind="chosen by measuring",
 )
 """A placeholder, for the checks that are made before the choice."""
@@ -191,13 +180,18 @@ class StrategyChoice(BaseModel):
         """The strategy and all its options, as a checkpoint names them."""
         return self.strategy.described(self.options)
 
-    def check_for(self, learners: int, island: Island = NO_ISLANDS) -> None:
-        """Raise ConfigError if the strategy's options do not fit this number of learners in islands."""
+    def check_for(self, learners: int, island: Island = NO_ISLANDS, batch_shares: BatchShares | None = None) -> None:
+        """Raise ConfigError if the strategy's options do not fit this number of learners in islands, with these batch
+        shares."""
         if self.is_auto and island.size > 1:
             raise ConfigError(
                 "strategy auto: it chooses among strategies without islands; name one, or leave out island"
             )
+        if self.is_auto and batch_shares:
+            raise ConfigError("batch_shares: strategy auto chooses for learners with equal shares; name a strategy")
         between_islands(self.strategy, island).validate(self.options, learners)
+        if problem := shares_problem(batch_shares or {}, self.strategy, self.options, learners, island):
+            raise ConfigError(problem)
 
 
 DEFAULT_STRATEGY = StrategyChoice(name="allreduce")
@@ -267,8 +261,6 @@ class RunConfig(Config):
     """The seed of everything random: first weights, the order of the data, augmentation, patterns."""
     learners: Learners = 1
     """How many learners train: processes, or coroutines of a simulation. Some may be servers."""
-    strategy: StrategyChoice = DEFAULT_STRATEGY
-    """How learners agree: a strategy's name, or a mapping with its `name` and options."""
     island: Island = NO_ISLANDS
     """Learners that hold one model together, because it does not fit into the memory of one: in shards, {sharded: 2},
     or with its large layers cut, {tensor: 2}. The strategy then holds between islands."""
@@ -277,6 +269,8 @@ class RunConfig(Config):
     )
     """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. auto:
     as many as its speed allows, measured when the run begins. For learners of unequal speed that step together."""
+    strategy: StrategyChoice = Field(default=DEFAULT_STRATEGY, validate_default=True)
+    """How learners agree: a strategy's name, or a mapping with its `name` and options."""
     budget: Budget
     """When the run ends: after so many epochs, steps or minutes, whichever comes first."""
     engine: EngineConfig = EngineConfig()
@@ -300,6 +294,33 @@ class RunConfig(Config):
     """Remove an earlier run of the same name instead of moving it aside."""
     exp: Path = Path("exp")
     """The folder of all experiments."""
+
+    @field_validator("batch_shares", "stragglers", "faults")
+    @classmethod
+    def _learners_exist(cls, value: Any, info: ValidationInfo) -> Any:
+        last = info.data.get("learners", sys.maxsize) - 1
+        if isinstance(value, Stragglers):
+            named = {f"slow.{name}": name for name in value.slow}
+            named |= {f"pauses.{place}.learner": pause.learner for place, pause in enumerate(value.pauses)}
+        elif isinstance(value, tuple):
+            named = {str(place): fault.learner for place, fault in enumerate(value) if not isinstance(fault, Join)}
+        else:
+            named = {} if value == "auto" else {str(name): name for name in value}
+        if found := [
+            f"{info.field_name}.{key}: there is no learner {name} among {last + 1}; the last is learner {last}"
+            for key, name in named.items()
+            if name > last
+        ]:
+            raise ProblemsError(*found)
+        return value
+
+    @field_validator("strategy")
+    @classmethod
+    def _strategy_fits(cls, choice: StrategyChoice, info: ValidationInfo) -> StrategyChoice:
+        others = {key: info.data[key] for key in ("learners", "island", "batch_shares") if key in info.data}
+        if found := strategy_problems(choice, **others):
+            raise ProblemsError(*found)
+        return choice
 
     @model_validator(mode="after")
     def _joins_are_possible(self) -> Self:
@@ -353,76 +374,16 @@ class RecipeConfig(RunConfig):
     """The cluster that `starling simulate` simulates."""
 
 
-RunT = TypeVar("RunT", bound=RunConfig)
-
-
-def check_run(kind: type[RunT], tree: Tree, where: str, problems: Sequence[str] = ()) -> RunT:
-    """The settings in a tree. Raises one ConfigError that begins with `where` and lists all problems, including
-    `problems` that the caller has found."""
-    learners = _valid(Learners, tree.get("learners", 1))
-    island = _valid(Island, tree.get("island") or {}) or NO_ISLANDS
-    found = [*strategy_problems(tree.get("strategy"), learners, island), *problems]
-    if learners is not None:
-        stragglers = _valid(Stragglers, tree.get("stragglers") or {}) or Stragglers()
-        found += stragglers.problems(learners)
-        found += _share_problems(tree, learners, island)
-        found += faults_problems(_valid(tuple[Fault, ...], tree.get("faults") or ()) or (), learners)
+def strategy_problems(choice: StrategyChoice, learners: int | None = None, **others: Any) -> list[str]:
+    """What is wrong with a strategy or its options; for so many `learners`, with what `check_for` takes of `others`."""
     try:
-        run = kind.model_validate(tree)
-    except ValidationError as error:
-        found = describe(error, kind, tree) + found
-    if found:
-        raise refused(found, where)
-    return run
-
-
-def _valid(kind: Any, section: object) -> Any:
-    """A section of a tree; None if it is invalid, which validation of the tree reports."""
-    try:
-        return TypeAdapter(kind).validate_python(section)
-    except ValidationError:
-        return None
-
-
-def _share_problems(tree: Tree, learners: int, island: Island) -> list[str]:
-    """Describe batch shares that the run's learners or its strategy cannot have."""
-    shares: BatchShares | None = _valid(BatchShares, tree.get("batch_shares") or {})
-    choice: StrategyChoice | None = _valid(StrategyChoice, tree.get("strategy") or DEFAULT_STRATEGY)
-    if not shares or choice is None:
-        return []
-    if choice.is_auto:
-        return ["batch_shares: strategy auto chooses for learners with equal shares; name a strategy"]
-    try:
-        problem = shares_problem(shares, choice.strategy, choice.options, learners, island)
-    except (ConfigError, ValidationError):
-        return []  # other checks report it
-    strangers = [
-        f"batch_shares.{name}: there is no learner {name} among {learners}; the last is learner {learners - 1}"
-        for name in (() if shares == "auto" else shares)
-        if name >= learners
-    ]
-    return [*strangers, *([problem] if problem else [])]
-
-
-def strategy_problems(choice: Any, learners: int | None, island: Island = NO_ISLANDS) -> list[str]:
-    """What is wrong with a `strategy:` section for so many learners in islands."""
-    choice = {"name": choice} if isinstance(choice, str) else choice
-    try:
-        strategy = StrategyChoice.model_validate(choice) if choice is not None else None
-        if strategy is None and island.size > 1:
-            strategy = DEFAULT_STRATEGY
-        if strategy is not None:
-            _ = strategy.options  # raises if they are wrong
-            if learners is not None:
-                strategy.check_for(learners, island)
+        _ = choice.options  # raises if they are wrong
+        if learners is not None:
+            choice.check_for(learners, **others)
     except ConfigError as error:
         return [str(error)]
     except ValidationError as error:
-        if not isinstance(choice, dict) or "name" not in choice:
-            return []  # validation of the tree reports it
-        options = {key: value for key, value in choice.items() if key != "name"}
-        options_type = StrategyChoice(name=choice["name"]).strategy.options
-        return describe(error, options_type, options, prefix="strategy.")
+        return describe(error, choice.strategy.options, choice.model_extra, prefix="strategy.")
     return []
 
 

@@ -5,16 +5,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 
-from starling.comparing.grid import Cell, CompareConfig, Metric, Row, parse_section
+from starling.comparing.grid import Cell, CompareConfig, Metric, Row
 from starling.comparing.subject import compared_by
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, merge
-from starling.recipe.problems import refused
+from starling.recipe.problems import checked, refused
 from starling.reporting.progress import Bars, Say
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser
@@ -51,8 +52,13 @@ class SpeechComparison:
         return {**vars(self), "_loaded": {}}  # each process loads its own mini-batches
 
     @property
-    def threads(self) -> int:
-        return self.base.engine.threads or 1
+    def folder(self) -> Path:
+        return self.base.folder
+
+    @property
+    def described(self) -> str:
+        tree = self.tree | {"compare": self.section.model_dump(mode="json", exclude_none=True)}
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
     def recipe(self, what: Row | Cell) -> Recipe:
         """The complete recipe of a cell, or of a row before any tuning. Raises ConfigError with its problems."""
@@ -186,8 +192,12 @@ class Remembered(SpeechWorkload):
 def check_comparison(tree: Tree, where: str) -> SpeechComparison:
     """The comparison of a recipe's tree; `where` names it in the ConfigError that lists all problems."""
     tree = dict(tree)
-    problems, section = parse_section(tree.pop("compare", None))
-    base = None
+    given, problems, section, base = tree.pop("compare", None), [], None, None
+    try:
+        section = checked(CompareConfig, given, where, prefix="compare.")
+    except ConfigError as error:
+        missing = ["compare: missing; say which `arms` to compare, or give --strategies"]
+        problems += missing if given is None else _lines(error)
     try:
         base = check_recipe(tree, where)
     except ConfigError as error:
@@ -206,7 +216,7 @@ def _row_problems(subject: SpeechComparison) -> list[str]:
     found: dict[str, None] = {}
     for row in section.rows:
         try:
-            rates = section.rates_of(section.all_arms[row.arm], subject.own_rate(row))
+            rates = section.rates_of(row, subject.own_rate(row))
         except ConfigError as error:
             found |= {f"compare.arms.{row.arm}: {line}": None for line in _lines(error)}
             continue

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
-    ValidationError,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
@@ -17,7 +17,8 @@ from starling.configuration import Config, differing, digest
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.folder import ExperimentFolder
 from starling.recipe.file import Tree, apply_overrides, read_recipe
-from starling.recipe.run import DEFAULT_STRATEGY, RecipeConfig, StrategyChoice, check_run
+from starling.recipe.problems import ProblemsError, checked
+from starling.recipe.run import RecipeConfig
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import BatchConfig
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences
@@ -29,7 +30,7 @@ from starling.speech.models import ModelConfig
 from starling.speech.partition import PartitionConfig, labels_are_domains
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
-from starling.strategies.islands import Island, between_islands
+from starling.strategies.islands import between_islands
 from starling.training.freezing import Freeze
 
 _LATER_SIZES = (
@@ -131,6 +132,16 @@ class Recipe(RecipeConfig):
     @classmethod
     def _one_or_more(cls, value: object) -> object:
         return [value] if isinstance(value, str | dict) else value
+
+    @field_validator("batches")
+    @classmethod
+    def _weighting_fits(cls, batches: BatchConfig, info: ValidationInfo) -> BatchConfig:
+        choice, island = info.data.get("strategy"), info.data.get("island")
+        if choice is not None and island is not None:
+            between = between_islands(choice.strategy, island)
+            if problem := between.weighting_problem(choice.options, batches.weighting):
+                raise ProblemsError(f"batches.weighting: {problem}")
+        return batches
 
     @model_validator(mode="before")
     @classmethod
@@ -268,7 +279,7 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
             f"recipe {where}: format {found!r}, but this version reads format {FORMAT}; write its keys into a new "
             "recipe without `format` (start from `starling recipes copy`), or use the version that wrote it"
         )
-    return check_run(Recipe, tree, f"recipe {where}", _weighting_problems(tree))
+    return checked(Recipe, tree, f"recipe {where}")
 
 
 def load_resolved(path: Path) -> Recipe:
@@ -360,16 +371,3 @@ def _data_settings(recipe: Recipe) -> Any:
         set_digest(recipe.data, name) if name in corpus else read_summary(Path(name)).digest
         for name in recipe.mixture.sets
     ]
-
-
-def _weighting_problems(tree: Tree) -> list[str]:
-    """Describe a weighting that the strategy cannot use."""
-    section, choice = tree.get("batches"), tree.get("strategy")
-    try:
-        batches = BatchConfig.model_validate(section) if section is not None else BatchConfig()
-        strategy = StrategyChoice.model_validate(choice) if choice is not None else DEFAULT_STRATEGY
-        between = between_islands(strategy.strategy, Island.model_validate(tree.get("island") or {}))
-        problem = between.weighting_problem(strategy.options, batches.weighting)
-    except (ConfigError, ValidationError):
-        return []  # other checks report it
-    return [] if problem is None else [f"batches.weighting: {problem}"]

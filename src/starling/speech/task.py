@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from starling.checkpoint.writer import WriteModel
-    from starling.comparing.subject import RecipeSubject
+    from starling.comparing.subject import Subject
     from starling.reporting.epochs import Score
     from starling.reporting.evidence import ScoredSet
     from starling.reporting.progress import Bars, Say
@@ -65,14 +65,12 @@ class Speech(Task[Recipe]):
     def validate_every(self, recipe: Recipe) -> int | None:
         return recipe.validate_every if recipe.data.valid is not None else None
 
-    @contextmanager
     def scoring(
         self, recipe: Recipe, folder: ExperimentFolder, say: Say, on_score: Callable[[Score], None]
-    ) -> Generator[Scoring, None, None]:
+    ) -> AbstractContextManager[Scoring]:
         from starling.speech.training.validate import Validation
 
-        with Validation(recipe, folder, say, on_score) as validation:
-            yield validation
+        return Validation(recipe, folder, say, on_score)
 
     def score(
         self, recipe: Recipe, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
@@ -94,7 +92,7 @@ class Speech(Task[Recipe]):
             return load_frame_plan(recipe, folder.frames)
         return load_plan(recipe, folder.too_short)
 
-    def comparison(self, tree: Tree, where: str) -> RecipeSubject:
+    def comparison(self, tree: Tree, where: str) -> Subject:
         from starling.speech.comparison import check_comparison
 
         return check_comparison(tree, where)

@@ -2,7 +2,7 @@
 
 import copyreg
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from starling.registry import Registry
 from starling.strategies.adpsgd import ADPSGD
@@ -50,12 +50,8 @@ def _reduced(strategy: Strategy) -> str | tuple[Any, ...]:
 copyreg.pickle(Strategy, _reduced)
 
 
-def _is_strategy(found: object) -> TypeGuard[Strategy]:
-    return isinstance(found, Strategy)
-
-
 _REGISTRY = Registry(
-    STRATEGIES, "starling.strategies", accepts=_is_strategy, wanted="a starling.Strategy", prefix="strategy: "
+    STRATEGIES, "starling.strategies", accepts=Strategy, wanted="a starling.Strategy", prefix="strategy: "
 )
 
 

@@ -129,13 +129,6 @@ def faults_of(faults: Sequence[Fault], learner: int) -> Iterator[Sequence[Kill |
     return ([fault for fault in own if fault.at_step == step] for step in count(1)) if own else repeat(())
 
 
-def problems(faults: Sequence[Fault], world: int) -> Iterator[str]:
-    """One line for each fault, other than a join, whose learner is not among `world` learners."""
-    for place, fault in enumerate(faults):
-        if not isinstance(fault, Join) and fault.learner >= world:
-            yield f"faults.{place}: there is no learner {fault.learner} among {world}; the last is learner {world - 1}"
-
-
 def only_simulated(faults: Sequence[Fault]) -> Iterator[str]:
     """One line for each fault that only simulations support."""
     for place, fault in enumerate(faults):

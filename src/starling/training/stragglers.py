@@ -1,7 +1,6 @@
 """Injected delays: slow learners, random jitter, pauses."""
 
 import random
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -39,14 +38,6 @@ class Stragglers(Config):
     """Each gradient is delayed by a random fraction of its time, exponentially distributed with this mean."""
     pauses: tuple[Pause, ...] = ()
     """Learners that pause once each."""
-
-    def problems(self, world: int) -> Iterator[str]:
-        """One line for each entry whose learner is not among `world` learners."""
-        named = [(f"slow.{rank}", rank) for rank in self.slow]
-        named += [(f"pauses.{place}.learner", pause.learner) for place, pause in enumerate(self.pauses)]
-        for key, rank in named:
-            if rank >= world:
-                yield f"stragglers.{key}: there is no learner {rank} among {world}; the last is learner {world - 1}"
 
 
 class Delays:

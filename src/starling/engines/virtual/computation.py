@@ -161,14 +161,8 @@ class HostProcesses(RealGradients):
         self._begun: OrderedDict[int, _Begun] = OrderedDict()  # by the learner's identity
         self._exits = ExitStack()
 
-        def problem(error: Exception) -> ConfigError:
-            return ConfigError(
-                f"cluster.compute.processes: the job cannot be sent to {count} processes ({error}); define its "
-                "functions at the top level of a module or of the script, or leave out cluster.compute.processes"
-            )
-
-        starting = worker_processes(_Worker(job, self._memory), count, "starling-gradients", problem)
-        self._workers = self._exits.enter_context(starting)
+        work, key = _Worker(job, self._memory), "cluster.compute.processes"
+        self._workers = self._exits.enter_context(worker_processes(work, count, "starling-gradients", "the job", key))
         self._lines = list(self._workers) * _SLOTS
         """The connection that serves each slot."""
         self._free = list(range(count * _SLOTS))

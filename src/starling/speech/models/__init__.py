@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters", "find_model"]
 
 
-def _is_architecture(found: object) -> TypeGuard[Architecture]:
-    return isinstance(found, Architecture)
-
-
 _REGISTRY = Registry(
-    MODELS | PUBLISHED, "starling.models", accepts=_is_architecture, wanted="a starling.speech.models.Architecture"
+    MODELS | PUBLISHED, "starling.models", accepts=Architecture, wanted="a starling.speech.models.Architecture"
 )
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from starling.errors import ConfigError, DataError
-from starling.experiment.claim import unwritable
 from starling.experiment.folder import ExperimentFolder
+from starling.files import writing
 from starling.reporting.progress import Say
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.features import LogMel
@@ -74,11 +74,9 @@ def make_frames(
         states = states.model_copy(update={"words": tuple(words), "decoding": decoding})
     else:
         kept = kept_utterances(train, folder.too_short)
-        try:
+        with writing(folder.frames):
             _store(recipe, train, features, kept, folder.frames, say)
             states = _align(recipe, train, tokenizer, Frames(folder.frames, features.num_bands), words, say)
-        except OSError as error:  # such as a full disk
-            raise unwritable(folder.frames, error) from error
     check_words(states, tokenizer)
     return states
 

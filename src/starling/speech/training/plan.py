@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from starling.chance import derive_seed
 from starling.errors import DataError
+from starling.experiment.task import MiniBatches
 from starling.speech.batch_plan import BatchConfig, Dealing, MiniBatch, ShardWindows, in_similar_groups, shard_bounds
 from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.store import AlignedFrames
@@ -32,7 +33,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class RecipePlan:
+class RecipePlan(MiniBatches):
     """The mini-batches of a recipe, as a pure function of its seed and the ticket.
 
     `utterances` are the indices in `speech_set` to train on, in ascending order. If the recipe divides the data among
@@ -232,9 +233,6 @@ class FramePlan(RecipePlan):
     def num_batches(self, epoch: int) -> int:
         """Mini-batches of an epoch; all epochs have as many."""
         return self._planner.num_batches
-
-    def passes(self, times: Counter[str]) -> None:
-        """Each sub-sequence should be seen once in each epoch."""
 
     def of(self, ticket: Ticket) -> list[Pieces]:
         """The micro-batches of a ticket's mini-batch."""
