@@ -89,10 +89,6 @@ class ProcessBatches:
         if self._notes is not None:
             self._notes.add(ticket)
 
-    def settle(self) -> None:
-        """After the last claims of all learners: wait for the checkpoint barrier that is being agreed on, if any."""
-        self._barrier.settle()
-
     def drawn_by_all(self) -> tuple[int, list[int]]:
         """The number of portions drawn by all sync groups, and the portions that remain undone because they were drawn
         ahead when the time budget was spent. Waits until all learners have made their last claims."""

@@ -39,8 +39,8 @@ from starling.strategies import SyncGroups
 from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
 from starling.training.membership import Membership, MembershipChanged
-from starling.training.replica import Replica, ReplicaLearner
-from starling.training.shards import MakeOptimizer, Shards, host_copy
+from starling.training.replica import Replica
+from starling.training.shards import ReplicaLearner, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
@@ -88,7 +88,6 @@ class ConnectedLearner(ReplicaLearner):
     rank: int = 0
     world: int = 1
     seed: int = 0
-    shards: Shards
 
     def __init__(
         self,
@@ -304,9 +303,6 @@ class ConnectedLearner(ReplicaLearner):
 
         memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
         return weights_in(memory), memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
-
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.shards.keep(piece, make_optimizer)
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         self.replica.apply(delta, piece, in_round=self.is_behind)

@@ -23,7 +23,7 @@ from starling.engines.processes.tickets import DoneNotes
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Shard
 from starling.training.checks import changed_beneath, check_elementwise
-from starling.training.course import Course, CourseLearner
+from starling.training.course import CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.training.flat import Model, load_buffers
 from starling.training.job import Job, Observer, Statistics
@@ -38,6 +38,8 @@ from starling.workload import Position
 
 class ProcessLearner(CourseLearner, ConnectedLearner):
     """The learner that runs in this process, in one membership. It continues with the state in its `life`."""
+
+    batches: ProcessBatches
 
     def __init__(
         self,
@@ -54,12 +56,13 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         start = life.state
         if start is not None:
             load_buffers(flat.model, start.buffers)
-        self._job, self._flat, self._life = job, flat, life
+        self._flat = flat
         self._has_delays = job.stragglers != Stragglers()
         self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
         self._begun = time.monotonic()
-        super().__init__(
+        ConnectedLearner.__init__(
+            self,
             peers,
             job.sync_groups_of_row(peers.world),
             self._make_replica(job, flat),
@@ -88,9 +91,8 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         )
         self.shard_of_island = flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None
         self.cut_agreement = StoreCuts(self._place.store, self.rank, self.world, self.naming_the_lost)
-        self.course = Course(job, self, peers.rank, peers.world, life, tickets, observer)
-        self.shards = self.course.shards
-        self.rounds.cuts = self.course.cuts
+        CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
+        self.rounds.cuts = self.cuts
 
     def _make_replica(self, job: Job, flat: Model) -> Replica:
         in_island = None if self._island is None else self._sum_over_island
@@ -103,15 +105,15 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def drive(self) -> LearnerState:
         """Run the strategy to its end; returns this learner's final state."""
-        coroutine = self._job.strategy.start(self, self._job.options)
+        coroutine = self.job.strategy.start(self, self.job.options)
         try:
             while True:
                 coroutine.send(None)  # waiting happens in `Handle.result`
         except StopIteration:
             self.end_rounds()
             num_drawn, undone = self.batches.drawn_by_all()
-            self.batches.settle()
-            return self.course.finish(self.course.tickets.handed_out(num_drawn), undone)
+            self._barrier.settle()  # all learners have made their last claims
+            return self.finish(self.tickets.handed_out(num_drawn), undone)
         finally:
             self.batches.close()
             self.close_foreground_mean()
@@ -129,9 +131,9 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         """Leave a membership that has ended and whose connections have been cut, and save this learner's `Life`."""
         super().leave()  # before saving, because the background changes the weights
         self._reducing.clear()  # their hooks would act on later gradients
-        self.course.leave(self.peers.membership.number)
+        self.end_membership(self.peers.membership.number)
 
-    # what the course needs
+    # what all learners with tickets need
 
     def now(self) -> float:
         return time.monotonic() - self._begun
@@ -145,18 +147,14 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         else:
             kill_this_process()
 
-    def consensus_distance(self) -> None:
-        """Unknown: it takes all learners' weights."""
-
     # the contract with the strategy
 
     def claim(self) -> bool:
         self.release.check()
-        return self.course.claim()
+        return super().claim()
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
-        course, version = self.course, self.replica.version
-        claimed = course.begin_gradient()
+        version, claimed = self.replica.version, self.begin_gradient()
         is_mine = at is self.replica.weights
         if not is_mine:
             self._elsewhere = self._elsewhere or self._flat.twin()
@@ -165,7 +163,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         def result(reduced: bool) -> Tensor:
             if is_mine and self.replica.version != version:
                 raise changed_beneath(self.peers.rank)
-            if course.newest_claim is not claimed:
+            if self.newest_claim is not claimed:
                 raise ProtocolError(f"learner {self.peers.rank} claimed again before it awaited its gradient")
             return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
@@ -175,7 +173,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         begin = time.monotonic()
-        self.course.step(gradient, read_at, scale)
+        super().step(gradient, read_at, scale)
         if self._background is not None:
             self.rounds.gradient_made()
         self.statistics.spent.computing += time.monotonic() - begin
@@ -189,21 +187,20 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         return super().share(pieces)
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
-        self.course.is_averaged |= isinstance(of, Handle)
+        self.is_averaged |= isinstance(of, Handle)
         return super().mean(of, group)
 
     # implementation
 
     def _compute(self, flat: Model, reduced: bool) -> Tensor:
         """The gradient of the claimed mini-batch, or the sync group's mean of it."""
-        begin, course = time.monotonic(), self.course
-        waited = 0.0
+        begin, waited = time.monotonic(), 0.0
         if self._island is not None:
             before = self._island.seconds
             loss = self._compute_in_island(flat, self._island)
             waited = self._island.seconds - before
         elif not reduced or len(self.sync_group) == 1:
-            loss = course.compute_gradient(flat.model, flat)
+            loss = self.compute_gradient(flat.model, flat)
         else:
             self.count_mean(flat.gradients.nbytes)
             is_elsewhere = flat is not self._flat
@@ -213,17 +210,17 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             with self.naming_the_lost(MEAN_OF_GRADIENT), reducing.reducing():
                 try:
                     before_last = reducing.model.no_sync
-                    loss = course.compute_gradient(reducing.model, flat, before_last, must_reach_all=True)
+                    loss = self.compute_gradient(reducing.model, flat, before_last, must_reach_all=True)
                     self.await_device()
                 finally:
                     self.peers.waits.end()  # begun by the forward hook of `reducing`
         if flat is not self._flat:
             flat.use_weights(self.replica.weights)  # release the snapshot
         if self._has_delays:
-            time.sleep(self._life.delays.after(time.monotonic() - begin - waited))
+            time.sleep(self.life.delays.after(time.monotonic() - begin - waited))
         self.statistics.spent.computing += time.monotonic() - begin - waited
         self.statistics.spent.waiting_for_peers += waited
-        course.report_step(loss)
+        self.report_step(loss)
         return flat.gradients
 
     def _compute_in_island(self, flat: Model, island: IslandGroup) -> float:
@@ -231,17 +228,16 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
         All ranks make as many passes as the one with the most micro-batches, since they communicate in each.
         """
-        course = self.course
         with self.naming_the_lost(GATHERING), island.telling_failures():
             if isinstance(flat, IslandModel):
                 flat.prepare()
-            loss = course.compute_gradient(
+            loss = self.compute_gradient(
                 flat.model, flat, num_passes=lambda num_parts: int(max(island.gathered(num_parts)))
             )
-        if course.unused and isinstance(flat, IslandModel):
+        if self.unused and isinstance(flat, IslandModel):
             raise ConfigError(
-                f"learner {self.peers.rank}: parameter {flat.name_of(min(course.unused))} took no part in "
-                f"mini-batch {course.claimed()[0][0].step}, but an island needs a gradient of every parameter from "
+                f"learner {self.peers.rank}: parameter {flat.name_of(min(self.unused))} took no part in "
+                f"mini-batch {self.claimed()[0][0].step}, but an island needs a gradient of every parameter from "
                 "every mini-batch; use it in each, freeze it, or leave out island"
             )
         return loss
@@ -254,14 +250,14 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def _refuse_in_island(self, what: str) -> None:
         if self._island is not None:
-            raise ConfigError(f"island: {self._job.strategy.name} {what}, which an island cannot; leave out island")
+            raise ConfigError(f"island: {self.job.strategy.name} {what}, which an island cannot; leave out island")
 
     def _add_barrier(self, number: int, signal_number: int) -> None:
         """Add a checkpoint barrier before portion `number`, which no learner has reached."""
         if signal_number:
-            self.course.tickets.end_at(number)
+            self.tickets.end_at(number)
         else:
-            self.course.add_barrier(number)
+            self.add_barrier(number)
 
     def _where(self) -> str:
         num_claimed = self.statistics.num_claimed

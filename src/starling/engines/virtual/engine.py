@@ -142,7 +142,7 @@ class VirtualEngine:
         before, simulation = self._current, self._simulation
         for life, learner in zip(before.lives, before.learners, strict=True):
             if not life.is_dead:
-                learner.course.leave(before.membership.number)
+                learner.end_membership(before.membership.number)
         self._changes.pause()
         self._wait_for(simulation.environment.timeout(simulation.cluster.watch.regroup))
         living = simulation.living()

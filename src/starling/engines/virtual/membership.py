@@ -271,14 +271,14 @@ class VirtualMembership:
     def finish(self) -> list[LearnerState]:
         """All learners are done: report it. The final states, by rank."""
         num_portions = self.batches.num_portions
-        return [learner.course.finish(num_portions) for learner in self.learners]
+        return [learner.finish(num_portions) for learner in self.learners]
 
     def consensus_distance(self) -> float | None:
         """That of all learners' weights; None if these are no numbers."""
         if not self.computation.holds_weights:
             return None
         weights = [learner.replica.weights for learner in self.learners]
-        found = {shard.piece.start: shard for learner in self.learners for shard in learner.course.shards.held}
+        found = {shard.piece.start: shard for learner in self.learners for shard in learner.shards.held}
         if not found:
             return consensus_distance(weights, consensus(weights, []))
         model = torch.cat([found[start].weights for start in sorted(found)])
