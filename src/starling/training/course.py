@@ -29,7 +29,6 @@ from starling.training.job import (
     Observer,
     Spent,
     StepReport,
-    Tally,
 )
 from starling.training.loading import Loaded
 from starling.training.shards import ReplicaLearner, Shards
@@ -83,7 +82,6 @@ class CourseLearner(ReplicaLearner):
         self._forking = threading.Lock()
         self.num_done = 0  # claims of this learner
         self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
-        self.gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self.is_averaged = False  # whether a mean of the newest gradient has begun
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
         self._observer = observer
@@ -102,22 +100,18 @@ class CourseLearner(ReplicaLearner):
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
-        self._num_not_finite = self._num_not_finite_in_a_row = 0
         self._open: deque[Sequence[Loaded]] = deque()  # claimed and not done
         self._epochs = self._fraction = 0.0
         self._rate = 0.0  # the learning rate of the claimed mini-batch, in units of its peak
         self._portion = 0
-        self._epoch_steps, self._epoch_begin = 0, 0.0
+        self.statistics.num_claimed = self.statistics.not_finite_in_a_row = 0
+        self._epoch_begin = self.now() - self.statistics.seconds
         self._last_end: int | None = None  # the portion before which an epoch ended last
         self._run_end: int | None = None  # the portion before which the run ends
         self._over_at: float | None = None
         self._spent_when_over = Spent()
         if start is not None:
             self._restore(start)
-        if (tally := life.tally) is not None:  # continue counting from that of the previous membership
-            self._epoch_steps, self._num_not_finite = tally.num_steps, tally.num_not_finite
-            self._epoch_begin = self.now() - tally.seconds
-            self.statistics.spent, self.statistics.averaging = tally.spent, tally.averaging
 
     @abstractmethod
     def named_buffers(self) -> dict[str, Tensor]:
@@ -164,18 +158,12 @@ class CourseLearner(ReplicaLearner):
     def learning_rate(self, piece: slice | None = None) -> float | Tensor:
         return self._rate
 
-    @property
-    def staleness(self) -> int:
-        return self.replica.version - self.gradient_version
-
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
-        replica = self.replica
-        when = self.gradient_version if read_at is None else read_at
-        self.statistics.averaging.staleness[replica.version - when] += 1
+        self.count_staleness(read_at)
         rate = self._rate * scale
         if self._weight != 1.0 and self._is_own(gradient):
             gradient, rate = gradient / self._weight, rate * self._weight
-        self._count_not_finite(replica.step(gradient, rate))
+        self.count_finite(self.replica.step(gradient, rate))
         if self.job.strategy.steps_itself:
             self._finish_ticket()
 
@@ -185,16 +173,8 @@ class CourseLearner(ReplicaLearner):
         is_mean = self.is_averaged or self.job.strategy.averages_gradients(self.job.options)
         return not is_mean and gradient.data_ptr() == self.replica.gradients.data_ptr()
 
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        is_finite = math.isfinite(self.replica.clip(gradient))
-        self._count_not_finite(is_finite)
-        return gradient if is_finite else None
-
-    def _count_not_finite(self, is_finite: bool) -> None:
-        """Count non-finite gradients, which are skipped. Raises NonFiniteError after many in a row."""
-        self._num_not_finite_in_a_row = 0 if is_finite else self._num_not_finite_in_a_row + 1
-        self._num_not_finite += not is_finite
-        if self._num_not_finite_in_a_row == self.job.most_not_finite:
+    def count_finite(self, is_finite: bool) -> None:
+        if self.statistics.count_finite(is_finite) == self.job.most_not_finite:
             ticket, _ = self.claimed()[0]
             number = f"mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1}"
             what = f"the gradient of {number} is not finite"
@@ -233,7 +213,7 @@ class CourseLearner(ReplicaLearner):
         self._portion = self.tickets.number_of(loaded[0][0])
         self._pass_barriers(self._portion)
         self._save_complete()
-        self._epoch_steps += self._is_reporting
+        self.statistics.num_steps += self._is_reporting
         progress = self.tickets.progress(self._portion, minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
         following = self.tickets.progress(self._portion + 1, minutes)
@@ -261,12 +241,9 @@ class CourseLearner(ReplicaLearner):
 
     def end_membership(self, membership: int) -> None:
         """Membership number `membership` has ended: save in the learner's `Life` what it needs in the next one."""
-        life, statistics = self.life, self.statistics
-        life.past = Past(membership, self.num_done, self._minutes)
-        life.state = self.state(Position()).copy()
-        with statistics.lock:
-            seconds = self.now() - self._epoch_begin
-            life.tally = Tally(self._epoch_steps, seconds, statistics.spent, statistics.averaging, self._num_not_finite)
+        self.life.past = Past(membership, self.num_done, self._minutes)
+        self.life.state = self.state(Position()).copy()
+        self.statistics.seconds = self.now() - self._epoch_begin
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
         """Report the end of the run, and return the final state. Of the `num_portions` that all learners claimed, all
@@ -360,18 +337,17 @@ class CourseLearner(ReplicaLearner):
         report = EpochReport(
             rank=self.life.name,
             epoch=epoch,
-            num_steps=self._epoch_steps,
+            num_steps=statistics.num_steps,
             seconds=now - self._epoch_begin,
             spent=spent,
             averaging=averaging,
             consensus_distance=self.consensus_distance(),
-            num_not_finite=self._num_not_finite,
+            num_not_finite=statistics.num_not_finite,
             is_last=is_last,
         )
-        self._num_not_finite = 0
+        statistics.num_not_finite = 0
         self._observer.on_epoch(report, state)
-        statistics.spent = Spent()
-        self._epoch_steps, self._epoch_begin = 0, now
+        statistics.spent, statistics.num_steps, self._epoch_begin = Spent(), 0, now
 
     def gradient_task(self) -> tuple[GradientTask, list[Sequence[Examples]]]:
         """What the gradient of the claimed mini-batches depends on, and these; injected faults are carried out."""

@@ -3,6 +3,7 @@
 And the learner that holds them beside its replica."""
 
 import copy
+import math
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -249,6 +250,8 @@ class ReplicaLearner(Learner):
     replica: Replica
     shards: Shards
     statistics: Statistics
+    gradient_version = 0
+    """The version of the weights at which the newest gradient is taken."""
 
     @property
     def weights(self) -> Tensor:
@@ -270,6 +273,24 @@ class ReplicaLearner(Learner):
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         return self.shards.keep(piece, make_optimizer)
+
+    @property
+    def staleness(self) -> int:
+        return self.version - self.gradient_version
+
+    def count_staleness(self, read_at: int | None) -> None:
+        """Count a gradient whose weights were read at that version; None: the newest gradient."""
+        when = self.gradient_version if read_at is None else read_at
+        self.statistics.averaging.staleness[self.version - when] += 1
+
+    def clip(self, gradient: Tensor) -> Tensor | None:
+        is_finite = math.isfinite(self.replica.clip(gradient))
+        self.count_finite(is_finite)
+        return gradient if is_finite else None
+
+    @abstractmethod
+    def count_finite(self, is_finite: bool) -> None:
+        """Count gradients that are not finite, which are skipped. Raises NonFiniteError after many in a row."""
 
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
         return self.replica.pieces(largest, optimizer_state)

@@ -14,7 +14,7 @@ from starling.consensus import ROUNDING
 from starling.errors import ConfigError, PeerLost
 from starling.training.batch_shares import shares_for
 from starling.training.faults import Kill, NotFinite, Pause, faults_of
-from starling.training.job import Job, Tally
+from starling.training.job import Job, Statistics
 from starling.training.membership import Membership
 from starling.training.stragglers import Delays
 from starling.training.tickets import SyncGroupTickets, position_after
@@ -48,8 +48,7 @@ class Life:
     state: LearnerState | None = None
     """Its state at the end of the last membership, or from a checkpoint; None: no state yet."""
     past: Past = field(default_factory=Past)
-    tally: Tally | None = None
-    """Its counters for the epoch that a membership change interrupted."""
+    statistics: Statistics = field(default_factory=Statistics)
 
     @classmethod
     def begin(cls, job: Job, name: int, is_new: bool, **more: Any) -> Self:

@@ -232,7 +232,7 @@ class JoinedLearner:
         averaging, spent = run.statistics.averaging, run.statistics.spent
         return LoopStats(
             steps=self._num_calls,
-            steps_skipped=run.num_not_finite,
+            steps_skipped=run.statistics.num_not_finite,
             rounds=averaging.rounds,
             rounds_per_gradient=averaging.rounds / max(1, self._num_calls),
             staleness=dict(sorted(averaging.staleness.items())),

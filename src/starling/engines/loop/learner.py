@@ -79,7 +79,6 @@ class LoopLearner(ConnectedLearner):
         self._me = f"learner {peers.membership.members[peers.rank]}"
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
-        self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self._is_ending = self._has_finished = False
         self._changed = threading.Condition()  # something was announced, or failed
         self._listener: AnnouncementListener | None = None
@@ -141,29 +140,18 @@ class LoopLearner(ConnectedLearner):
         replica = self.replica
         if at is not replica.loop:
             replica.refresh_loop(None if at is replica.weights else at)
-        self._gradient_version = replica.version if at is replica.weights else replica.loop_version
+        self.gradient_version = replica.version if at is replica.weights else replica.loop_version
         gradient = replica.next_gradient()
         self._gradient = LoopGradient(lambda: gradient)
         return self._gradient
 
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        is_finite = math.isfinite(self.replica.clip(gradient))
-        self._count_finite(is_finite)
-        return gradient if is_finite else None
-
-    @property
-    def staleness(self) -> int:
-        return self.replica.version - self._gradient_version
-
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
-        replica = self.replica
-        when = self._gradient_version if read_at is None else read_at
-        self.statistics.averaging.staleness[replica.version - when] += 1
-        is_finite = replica.step(gradient, scale)
+        self.count_staleness(read_at)
+        is_finite = self.replica.step(gradient, scale)
         if self._run.gradient == "given":
             self._run.gradient = "used"
         self.rounds.gradient_made()
-        self._count_finite(is_finite)
+        self.count_finite(is_finite)
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         super().apply(delta, piece)
@@ -339,12 +327,9 @@ class LoopLearner(ConnectedLearner):
         begun, self._resumed_at = self._resumed_at, time.monotonic()
         self.statistics.spent.computing += self._resumed_at - begun
 
-    def _count_finite(self, is_finite: bool) -> None:
-        """Count gradients that are not finite. Raises NonFiniteError after many in a row."""
+    def count_finite(self, is_finite: bool) -> None:
         run = self._run
-        run.num_not_finite += not is_finite
-        run.not_finite_in_a_row = 0 if is_finite else run.not_finite_in_a_row + 1
-        if run.not_finite_in_a_row == run.most_not_finite:
+        if self.statistics.count_finite(is_finite) == run.most_not_finite:
             raise NonFiniteError(
                 f"{self._me}: the gradient of step {run.steps_begun} is not finite, nor were the "
                 f"{run.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
@@ -372,8 +357,8 @@ class LoopLearner(ConnectedLearner):
     def _step_without_gradient(self) -> None:
         """Make a step of the strategy with a gradient that is not finite, which changes no weights. Where learners step
         with the mean of their gradients, none of them makes it."""
-        run, parameters = self._run, self.replica.parameters
-        before = run.num_not_finite, run.not_finite_in_a_row
+        run, statistics, parameters = self._run, self.statistics, self.replica.parameters
+        before = statistics.num_not_finite, statistics.not_finite_in_a_row
         gradients = [parameter.grad for parameter in parameters]
         try:
             for parameter in parameters:
@@ -384,7 +369,7 @@ class LoopLearner(ConnectedLearner):
             run.num_steps += 1
         finally:
             run.gradient = "none"
-            run.num_not_finite, run.not_finite_in_a_row = before
+            statistics.num_not_finite, statistics.not_finite_in_a_row = before
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 

@@ -44,13 +44,13 @@ SMALLEST_UNIT = 1 << 20
 class IslandGroup(PassWithBackend):
     """The communication within one island, of the foreground alone. All processes create theirs together."""
 
-    def __init__(self, peers: Peers, size: int) -> None:
+    def __init__(self, peers: Peers, size: int, statistics: Statistics) -> None:
         super().__init__()
         first = peers.rank - peers.rank % size
         self.ranks = range(first, first + size)
         self.member = peers.rank - first
         self.timeout = timedelta(seconds=peers.timeout_seconds)
-        self.statistics = Statistics()
+        self.statistics = statistics
         self.seconds = 0.0
         """The time spent in communication so far."""
         self._waits = peers.waits

@@ -26,7 +26,7 @@ from starling.training.checks import changed_beneath, check_elementwise
 from starling.training.course import CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.training.flat import Model, load_buffers
-from starling.training.job import Job, Observer, Statistics
+from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.replica import Replica
 from starling.training.shards import MakeOptimizer
@@ -68,11 +68,9 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             self._make_replica(job, flat),
             job.seed,
             peers.place.has_own_device(flat.weights.device),
-            Statistics(),
+            life.statistics,
             row_size=job.island.size,
         )
-        if self._island is not None:
-            self._island.statistics = self.statistics
         self._barrier = CheckpointBarrier(self.peers, save_requests, self._add_barrier, self.naming_the_lost)
         position, sync_groups = start.position if start else Position(), job.sync_groups(peers.world)
         shared_by = job.island.learners_per_batch

@@ -266,7 +266,7 @@ class _Member:
         """The model of a membership: this learner's own, or its part of its island's."""
         if self.flat is not None:
             return self.flat
-        island = IslandGroup(peers, self.job.island.size)
+        island = IslandGroup(peers, self.job.island.size, self.life.statistics)
         model, self._model = self._model or self.job.workload.make_model(), None
         if self.job.island.tensor > 1:
             from starling.engines.processes.tensor import TensorModel

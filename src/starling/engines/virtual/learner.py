@@ -17,7 +17,7 @@ from starling.errors import ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
 from starling.training.faults import Fault, Pause
-from starling.training.job import Observer, Spent, Statistics
+from starling.training.job import Observer, Spent
 from starling.training.membership import MembershipChanged
 from starling.training.pace import Pace
 
@@ -51,7 +51,7 @@ class VirtualLearner(Member):
         self.replica, self.now = computation.new_replica(), membership.now
         self.buffers = computation.new_buffers(start)
         """The model's buffers, of which each learner has its own."""
-        self.statistics = Statistics()
+        self.statistics = life.statistics
         self.statistics.under_way = self._spent_waiting
         self._membership, self._simulation, self._environment = membership, simulation, simulation.environment
         self._network, self._rounds = membership.network, membership.rounds
