@@ -31,6 +31,7 @@ from starling.training.job import (
     StepReport,
 )
 from starling.training.loading import Loaded
+from starling.training.pace import Rounds
 from starling.training.shards import ReplicaLearner, Shards
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
@@ -64,6 +65,7 @@ class CourseLearner(ReplicaLearner):
     """
 
     batches: BatchSource
+    rounds: Rounds
     cut_agreement: CutAgreement
     """States at checkpoint barriers are saved once all learners' have the same averaging rounds."""
     shard_of_island: ShardOfIsland | None = None
@@ -95,7 +97,7 @@ class CourseLearner(ReplicaLearner):
         # learners save at once if the model is in memory that they share or on a server that adds gradients
         is_cut = job.strategy.steps_itself and observer.saves and not replica.weights.is_meta
         is_cut = is_cut and sync_groups.size < sync_groups.num_workers
-        self.cuts = Cuts(replica, self.cut_agreement) if is_cut else None
+        self.cuts = self.rounds.cuts = Cuts(replica, self.cut_agreement) if is_cut else None
         """The states at checkpoint barriers that are not saved yet."""
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient

@@ -6,8 +6,8 @@ import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from starling.engines.processes.backend import (
 from starling.engines.processes.collectives import OrderedMean, SharedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
-from starling.engines.processes.rounds import Rounds, StoreBoard
+from starling.engines.processes.rounds import ProcessRounds, StoreBoard
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
 from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker
 from starling.errors import PeerLost, ProtocolError
@@ -117,7 +117,7 @@ class ConnectedLearner(ReplicaLearner):
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         self._links = self._make_links(peers) if self._device.type == "cpu" else None
         is_linked = self._links is not None and self._links.join(range(self.world))
-        self.rounds = Rounds(
+        self.rounds = ProcessRounds(
             LinkBoard(self._links) if self._links and is_linked else StoreBoard(place.store, self.rank, self.world)
         )
         self.reduces_in_backward = place.num_rows == 1 and not self._shares_memory()
@@ -373,8 +373,13 @@ class ConnectedLearner(ReplicaLearner):
     def keep_up(self, most: float) -> Handle[None]:
 
         def result() -> None:
-            kept_up = self.rounds.kept_up(most)
-            if kept_up is not None:
+            kept_up: Future[None] = Future()
+
+            def tell() -> None:
+                with suppress(InvalidStateError):  # the wait was released
+                    kept_up.set_result(None)
+
+            if not self.rounds.keeps_up(most, tell):
                 with self._waits.waiting(OWN_ROUND), self._counting_wait():
                     self.release.wait(kept_up)
 

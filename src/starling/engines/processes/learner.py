@@ -17,7 +17,7 @@ from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, Sav
 from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandGroup, IslandModel
-from starling.engines.processes.rounds import StoreCuts
+from starling.engines.processes.rounds import ProcessRounds, StoreCuts
 from starling.engines.processes.threads import GradientHandle
 from starling.engines.processes.tickets import DoneNotes
 from starling.errors import ConfigError, ProtocolError
@@ -40,6 +40,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
     """The learner that runs in this process, in one membership. It continues with the state in its `life`."""
 
     batches: ProcessBatches
+    rounds: ProcessRounds
 
     def __init__(
         self,
@@ -90,7 +91,6 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         self.shard_of_island = flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None
         self.cut_agreement = StoreCuts(self._place.store, self.rank, self.world, self.naming_the_lost)
         CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
-        self.rounds.cuts = self.cuts
 
     def _make_replica(self, job: Job, flat: Model) -> Replica:
         in_island = None if self._island is None else self._sum_over_island

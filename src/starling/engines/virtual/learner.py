@@ -19,7 +19,7 @@ from starling.training.checks import changed_beneath, check_group, check_mean, c
 from starling.training.faults import Fault, Pause
 from starling.training.job import Observer, Spent
 from starling.training.membership import MembershipChanged
-from starling.training.pace import Pace
+from starling.training.pace import Rounds
 
 T = TypeVar("T")
 FOREGROUND, BACKGROUND = "", "'s background"
@@ -54,21 +54,17 @@ class VirtualLearner(Member):
         self.statistics = life.statistics
         self.statistics.under_way = self._spent_waiting
         self._membership, self._simulation, self._environment = membership, simulation, simulation.environment
-        self._network, self._rounds = membership.network, membership.rounds
+        self._network, self.rounds = membership.network, Rounds(membership.rounds)
         self._record = partial(simulation.record, life.name)
         self._activity = FOREGROUND
-        self._is_finished = self._has_left = False
+        self._has_left = False
         self._wait: tuple[float, float] | None = None
         """The wait of the foreground that is under way: since when, and how many seconds of it are own computation."""
         self._num_means: dict[str, int] = {}  # a mean is identified by its place in each learner's sequence
-        self._pace = Pace()
-        self._next_round = 0
-        self._round_waited_for: int | None = None
-        self._kept_up: tuple[float, simpy.Event] | None = None
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
         part = life.name % job.workload.num_parts
         self.batches = VirtualBatches(membership.batches, job.sync_groups(self.world).of(rank), rank, part)
-        self.cut_agreement, life.state = self._rounds, start
+        self.cut_agreement, life.state = membership.rounds, start
         super().__init__(job, rank, self.world, life, membership.batches.tickets, observer)
 
     def claim(self) -> bool:
@@ -111,8 +107,7 @@ class VirtualLearner(Member):
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         super().step(gradient, read_at, scale)
         self._record("step", b"")
-        self._pace.gradient_made()
-        self._open_round()
+        self.rounds.gradient_made()
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         self.replica.apply(delta, piece, in_round=self._activity == BACKGROUND)
@@ -160,34 +155,19 @@ class VirtualLearner(Member):
         self._drive(activity, BACKGROUND)
 
     def round(self, period: float) -> Handle[int | None]:
-        number, self._next_round = self._next_round, self._next_round + 1
-        if self.cuts is not None:
-            self.cuts.completed(number)
-        self._complete_round()
-        self._pace.period = period
-        self._round_waited_for = number
-        self._open_round()
+        (number, _), board = self.rounds.begin(period), self._membership.rounds
 
         def result() -> int | None:
-            self._round_waited_for = None
-            takes_place = self._rounds.enter(number)
+            takes_place = board.enter(number)
             self._record("round", struct.pack("<q", number if takes_place else -1))
-            if not takes_place:
-                self._complete_round()
-                return None
-            if self.cuts is not None:
-                self.cuts.entered(number)
-            self._pace.entered()
-            self.statistics.averaging.rounds += 1
-            return number
+            self.statistics.averaging.rounds += takes_place
+            return self.rounds.enter(number, takes_place)
 
-        return VirtualHandle(self._rounds.event(number), result, lambda: f"round {number} to open")
+        return VirtualHandle(board.event(number), result, lambda: f"round {number} to open")
 
     def keep_up(self, most: float) -> Handle[None]:
         event = self._environment.event()
-        if self._pace.lags(most):
-            self._kept_up = most, event
-        else:
+        if self.rounds.keeps_up(most, event.succeed):
             event.callbacks = None  # it has happened, and takes no place in the queue of events
         return VirtualHandle(event, lambda: None, lambda: "its own averaging round")
 
@@ -215,10 +195,9 @@ class VirtualLearner(Member):
         if has_ended:
             self._record("end", b"")
         if kind == FOREGROUND:  # after its background has left, the foreground may continue
-            self._is_finished |= has_ended
             self._has_left |= not has_ended
             if has_ended:
-                self._rounds.finish()
+                self.rounds.finish()
         while membership.reasons and not life.is_dead and (seconds := self._simulation.seconds_out_of_reach(life)) > 0:
             try:  # a learner that is paused or cut off does not hear at once that a membership is over
                 yield self._environment.timeout(seconds)
@@ -276,18 +255,6 @@ class VirtualLearner(Member):
         number = self._num_means[self._activity] = self._num_means.get(self._activity, -1) + 1
         self.statistics.averaging.bytes_sent += num_bytes
         return self._network.mean(self.rank, self._group, self._activity, number, of)
-
-    def _open_round(self) -> None:
-        """Open the round that the background waits for, if it is time."""
-        if self._round_waited_for is not None and self._pace.may_open and not self._is_finished:
-            self._rounds.open(self._round_waited_for)
-            self._pace.opened()
-
-    def _complete_round(self) -> None:
-        self._pace.completed()
-        if self._kept_up is not None and not self._pace.lags(self._kept_up[0]):
-            kept_up, self._kept_up = self._kept_up[1], None
-            kept_up.succeed()
 
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         def result() -> T:

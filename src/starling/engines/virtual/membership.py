@@ -102,7 +102,7 @@ class VirtualBatches:
 
 
 class VirtualRounds:
-    """The averaging rounds of all learners; `starling.engines.processes.rounds` has the rule."""
+    """The averaging rounds of all learners: the `Board` of their `Rounds`."""
 
     def __init__(self, environment: simpy.Environment, world: int) -> None:
         self._environment = environment
@@ -117,8 +117,7 @@ class VirtualRounds:
         """The event that round `number` opens, or will never open."""
         return self._events.setdefault(number, self._environment.event())
 
-    def open(self, number: int) -> None:
-        """Open a round, unless it is open."""
+    def open(self, number: int, is_behind: bool) -> None:
         if number == self._num_opened:
             self._num_opened += 1
             self.event(number).succeed()
@@ -132,10 +131,11 @@ class VirtualRounds:
         self._first_free = max(self._first_free, number + 1)
         return True
 
-    def finish(self) -> None:
-        """A learner will make no more gradients; after the last learner no round opens."""
-        if self._is_last("finished", 0):
-            self.event(self._num_opened).succeed()
+    def finish(self) -> bool:
+        return self._is_last("finished", 0)
+
+    def end(self, from_number: int) -> None:
+        self.event(self._num_opened).succeed()
 
     def passed(self, barrier: int, num_entered: int) -> None:
         """A learner has passed a checkpoint barrier; the last one places its cut, as `CutAgreement` has it."""
