@@ -426,7 +426,7 @@ class Dummy:
             elif time.monotonic() < begin + CLAIMING + ROUNDS:
                 is_open = board.open(num_rounds, is_behind=True)
             else:
-                board.end(num_rounds)
+                board.leave(num_rounds)
                 is_open = False
             if not is_open:
                 break

@@ -154,8 +154,7 @@ def test_rounds_open_for_all_and_end_for_all() -> None:
             if rank == number % 2:
                 board.open(number, is_behind=False)
             seen.append(board.await_open(number))
-        if board.finish():
-            board.end(3)
+        board.finish(3)
         return [*seen, board.await_open(3)]
 
     assert linked(2, go) == [[True, True, True, False]] * 2

@@ -108,7 +108,8 @@ def test_a_background_that_opens_a_round_need_not_ask_whether_it_is_open() -> No
     assert board.num_asked == 0
     rounds.gradient_made()
     rounds.gradient_made()
-    other.end(1)
+    for each in (board, other):
+        each.finish(1)
     assert rounds.next(1.0) is None
     assert board.num_asked == 0
 

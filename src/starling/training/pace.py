@@ -81,11 +81,9 @@ class Board(Protocol):
         """Open a round for all learners. `is_behind` is true if the background calls. Several learners may open the
         same round. False if it never will: the rounds have ended; None: the board does not say."""
 
-    def finish(self) -> bool:
-        """A learner opens no more rounds. Returns whether it is the last learner to finish."""
-
-    def end(self, from_number: int, /) -> None:
-        """End the rounds: the first unopened round from `from_number` on will never open."""
+    def finish(self, first_unopened: int, /) -> None:
+        """A learner opens no more rounds. The last one ends the rounds: the first unopened round from `first_unopened`
+        on will never open."""
 
 
 class Rounds:
@@ -170,5 +168,4 @@ class Rounds:
             self._is_finished = True
             self._waiting = None
             first_unopened = max(0, self._next - 1)
-        if self._board.finish():
-            self._board.end(first_unopened)
+        self._board.finish(first_unopened)

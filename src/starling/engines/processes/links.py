@@ -47,7 +47,7 @@ _RELEASED = "this learner has stopped waiting"
 _NOTE = struct.Struct("<iiqq")
 _HELLO = struct.Struct("<iq")
 _PAGE = mmap.PAGESIZE
-_OPENED, _ENDED, _FINISHED, _NUM_WORDS = range(4)
+_OPENED, _FINISHED, _NUM_WORDS = range(3)
 """Indices of a learner's words about rounds: the number of rounds it has opened, whether the rounds have ended, and
 whether it has finished opening rounds."""
 
@@ -373,22 +373,16 @@ class LinkBoard:
 
     def await_open(self, number: int) -> bool:
         while not self._has_left:
+            is_over = all(words[_FINISHED] for words in self._words)  # first: who has finished has opened its rounds
             if any(words[_OPENED] > number for words in self._words):
                 return True
-            if any(words[_ENDED] for words in self._words):
+            if is_over:
                 return False
             self._links.await_ring()
         return False
 
-    def finish(self) -> bool:
+    def finish(self, first_unopened: int) -> None:
         self._words[0][_FINISHED] = 1
-        self._links.ring()  # the system call orders the write before the reads, so that the last learner sees all
-        return all(
-            words[_FINISHED] for words in self._words
-        )  # several learners may find that they are the last; their `end` has the same effect
-
-    def end(self, from_number: int) -> None:
-        self._words[0][_ENDED] = 1
         self._links.ring()
 
     def leave(self, number: int) -> None:

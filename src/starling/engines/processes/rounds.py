@@ -50,13 +50,12 @@ class StoreBoard:
             self._own.delete_key(_key(number - DRIFT))
         return has_opened
 
-    def finish(self) -> bool:
-        return bool(self._store.add("rounds/finished", 1) == self._world)
-
-    def end(self, from_number: int) -> None:
-        while self._store.check([_key(from_number)]):
-            from_number += 1
-        self._store.add(_key(from_number), ENDED)
+    def finish(self, first_unopened: int) -> None:
+        if self._store.add("rounds/finished", 1) < self._world:
+            return
+        while self._store.check([_key(first_unopened)]):
+            first_unopened += 1
+        self._store.add(_key(first_unopened), ENDED)
 
     def leave(self, number: int) -> None:
         """End this learner's wait for a round, regardless of the others."""

@@ -131,11 +131,9 @@ class VirtualRounds:
         self._first_free = max(self._first_free, number + 1)
         return True
 
-    def finish(self) -> bool:
-        return self._is_last("finished", 0)
-
-    def end(self, from_number: int) -> None:
-        self.event(self._num_opened).succeed()
+    def finish(self, first_unopened: int) -> None:
+        if self._is_last("finished", 0):
+            self.event(self._num_opened).succeed()
 
     def passed(self, barrier: int, num_entered: int) -> None:
         """A learner has passed a checkpoint barrier; the last one places its cut, as `CutAgreement` has it."""
