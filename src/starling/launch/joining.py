@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from starling.configuration import Config
 from starling.engines.loop.joined import JoinedLearner
+from starling.engines.loop.life import Coordination
 from starling.engines.loop.optimizers import OptimizerList, as_one, members_of, parameters_of
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
@@ -74,9 +75,8 @@ def join(
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     checked = _checked(chosen, options)
     _check(joined, chosen, checked, timeout_seconds, most_not_finite, on_loss)
-    coordination: CoordinatorLink | None = None
     if not is_learner():
-        place = Place(0, 1, 0, 1, HashStore())
+        coordination: Coordination = Coordination(Place(0, 1, 0, 1, HashStore()))
     elif dist.is_initialized():
         raise ConfigError(
             "torch.distributed already has a process group: remove your call of init_process_group, because "
@@ -85,15 +85,15 @@ def join(
     elif on_loss == "continue":
         chosen.validate(checked, number_of_learners())
         coordination = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
-        place = coordination.place
-        _surviving[:] = [place]
+        _surviving[:] = [coordination.place]
     else:
-        place = _new_place(timeout_seconds)
+        coordination = Coordination(_new_place(timeout_seconds))
         _surviving.clear()
+    place = coordination.place
     chosen.validate(checked, place.world)
     is_in_step = chosen.sync_groups(checked, place.world).size == place.world
     check_modules(model, chosen.name, is_in_step)
-    return JoinedLearner(place, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
+    return JoinedLearner(coordination, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite)
 
 
 def _check(

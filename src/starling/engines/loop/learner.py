@@ -66,15 +66,12 @@ class LoopLearner(ConnectedLearner):
     """A learner whose gradients come from a user's loop. The loop's thread calls all methods, unless noted otherwise.
 
     While the loop computes, an `AnnouncementListener` responds to the other learners, which it hears over `listening`.
-    A learner that survives losses belongs to one membership, which it enters with a `plan`; another one continues the
-    `run`.
+    It belongs to one membership, which it enters with a `plan`; another one continues the `run`.
     """
 
     replica: LoopReplica
 
-    def __init__(
-        self, peers: Peers, run: LoopRun, plan: LoopPlan | None = None, listening: Store | None = None
-    ) -> None:
+    def __init__(self, peers: Peers, run: LoopRun, plan: LoopPlan, listening: Store | None = None) -> None:
         self._run = run
         self._me = f"learner {peers.membership.members[peers.rank]}"
         self.survives = peers.feed.is_watched
@@ -94,15 +91,12 @@ class LoopLearner(ConnectedLearner):
         self._begin(plan, listening)
         self.begin_computing()
 
-    def _begin(self, plan: LoopPlan | None, listening: Store | None) -> None:
+    def _begin(self, plan: LoopPlan, listening: Store | None) -> None:
         """Meet the other learners, and run the strategy to its first gradient."""
         try:
             if self.world > 1:
                 self._meet(listening)
-                # at the start of a run that survives no losses, all copy learner 0's model
-                plan = plan or LoopPlan(0, tuple(range(1, self.world)), (0,) * self.world)
-            if plan is not None:
-                self._continue(plan)
+            self._continue(plan)
         except BaseException:
             super().leave()
             raise
