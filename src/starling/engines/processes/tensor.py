@@ -71,14 +71,14 @@ class TensorModel(IslandModel):
 
     def use_weights(self, weights: Tensor) -> None:
         self.weights = weights
-        for number, view in enumerate(split(weights, self._like)):
+        for number, view in enumerate(split(weights, self.parameters)):
             dim = self._dims[number]
             if dim is not None:
                 self._computed[number]._local_tensor = view.narrow(dim, 0, self._spans[number][1])  # type: ignore[attr-defined]
 
     def prepare(self) -> None:
         """Gather the parameters that are not cut from the ranks to which their parts belong."""
-        parts = split(self.weights, self._like)
+        parts = split(self.weights, self.parameters)
         with torch.no_grad():
             for numbers in self._gathered_together:
                 self._gather([parts[number] for number in numbers], numbers)
