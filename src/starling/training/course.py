@@ -110,8 +110,7 @@ class CourseLearner(ReplicaLearner):
         self._epoch_begin = self.now() - self.statistics.seconds
         self._last_end: int | None = None  # the portion before which an epoch ended last
         self._run_end: int | None = None  # the portion before which the run ends
-        self._over_at: float | None = None
-        self._spent_when_over = Spent()
+        self._over: tuple[float, Spent] | None = None  # when its last claim was done, and the time spent until then
         if start is not None:
             self._restore(start)
 
@@ -196,7 +195,7 @@ class CourseLearner(ReplicaLearner):
     def claim(self) -> bool:
         if not self.job.strategy.steps_itself:
             self._finish_ticket()
-        if self._over_at is not None or not self._is_worker:
+        if self._over is not None or not self._is_worker:
             return False
         if self.statistics.num_claimed == 0:
             self.shards.forget_saved()
@@ -206,7 +205,7 @@ class CourseLearner(ReplicaLearner):
         if most is None or minutes < most:
             loaded = self.batches.next(self.statistics.num_claimed)
         if loaded is None:
-            self._over_at, self._spent_when_over = self.now(), self.statistics.spent
+            self._over = self.now(), self.statistics.spent
             self.statistics.spent = Spent()  # time after the last claim is not training time
             return False
         self.newest_claim = loaded
@@ -329,11 +328,9 @@ class CourseLearner(ReplicaLearner):
                 self.shards.fork(barrier.number)
 
     def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:
-        now, statistics = self.now(), self.statistics
-        spent = statistics.spent
-        if self._over_at is not None:
-            now, spent = self._over_at, self._spent_when_over
-            self._spent_when_over = Spent()
+        statistics = self.statistics
+        now, spent = self._over or (self.now(), statistics.spent)
+        self._over = self._over and (now, Spent())
         with statistics.lock:
             averaging, statistics.averaging = statistics.averaging, Averaging()
         report = EpochReport(
@@ -373,12 +370,11 @@ class CourseLearner(ReplicaLearner):
         flat: Model,
         before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
         must_reach_all: bool = False,
-        num_passes: Callable[[int], int] | None = None,
     ) -> float:
         """Compute the gradient of the claimed mini-batches in `flat.gradients`, and return its loss; see
         `starling.training.gradient`."""
         task, batches = self.gradient_task()
-        computed = compute_gradient(self.job, task, batches, model, flat, before_last, must_reach_all, num_passes)
+        computed = compute_gradient(self.job, task, batches, model, flat, before_last, must_reach_all)
         self.computed(computed)
         return computed.loss
 

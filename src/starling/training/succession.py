@@ -109,6 +109,13 @@ class MembershipStart:
             strategy=beyond_membership(own.strategy),
         )
 
+    def with_source(self, rank: int, own: LearnerState, source: LearnerState) -> LearnerState:
+        """The state of learner `rank` with what it copies of the state of its `source`."""
+        state = own.with_strategy_of(source)
+        if rank not in self.takers:
+            return state
+        return replace(state, weights=source.weights, buffers=source.buffers, optimizer=source.optimizer)
+
 
 def next_membership(job: Job, before: Membership, change: Membership, is_ordered: bool = False) -> Membership:
     """The membership after `before`: those of the living learners in `change` with which the strategy can continue.

@@ -16,7 +16,7 @@ from starling.engines.processes.batches import ProcessBatches
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
 from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedLearner
 from starling.engines.processes.handshake import Peers
-from starling.engines.processes.island import GATHERING, IslandGroup, IslandModel
+from starling.engines.processes.island import GATHERING, IslandModel
 from starling.engines.processes.rounds import ProcessRounds, StoreCuts
 from starling.engines.processes.threads import GradientHandle
 from starling.engines.processes.tickets import DoneNotes
@@ -53,8 +53,8 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         observer: Observer,
         save_requests: SaveRequests | None = None,
     ) -> None:
-        self._island = flat.island if isinstance(flat, IslandModel) else None
-        start = life.state
+        part = self._part = flat if isinstance(flat, IslandModel) else None
+        start, weights, make_optimizer = life.state, flat.weights, job.make_optimizer
         if start is not None:
             load_buffers(flat.model, start.buffers)
         self._flat = flat
@@ -62,13 +62,20 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
         self._begun = time.monotonic()
+        in_island = None if part is None else self._sum_over_island
+        replica = Replica(
+            weights, flat.gradients, flat.parameters, make_optimizer, job.clip_norm, sum_over_island=in_island
+        )
+        if part is not None:
+            check_elementwise(replica.optimizer)
+            self.shard_of_island = part.shard_of_island(replica.optimizer)
         ConnectedLearner.__init__(
             self,
             peers,
             job.sync_groups_of_row(peers.world),
-            self._make_replica(job, flat),
+            replica,
             job.seed,
-            peers.place.has_own_device(flat.weights.device),
+            peers.place.has_own_device(weights.device),
             life.statistics,
             row_size=job.island.size,
         )
@@ -88,18 +95,8 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             DoneNotes(peers.store, peers.rank, sync_groups.num_workers) if is_noting else None,
             self.now,
         )
-        self.shard_of_island = flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None
         self.cut_agreement = StoreCuts(self._place.store, self.rank, self.world, self.naming_the_lost)
         CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
-
-    def _make_replica(self, job: Job, flat: Model) -> Replica:
-        in_island = None if self._island is None else self._sum_over_island
-        replica = Replica(
-            flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm, sum_over_island=in_island
-        )
-        if in_island is not None:
-            check_elementwise(replica.optimizer)
-        return replica
 
     def drive(self) -> LearnerState:
         """Run the strategy to its end; returns this learner's final state."""
@@ -193,10 +190,10 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
     def _compute(self, flat: Model, reduced: bool) -> Tensor:
         """The gradient of the claimed mini-batch, or the sync group's mean of it."""
         begin, waited = time.monotonic(), 0.0
-        if self._island is not None:
-            before = self._island.seconds
-            loss = self._compute_in_island(flat, self._island)
-            waited = self._island.seconds - before
+        if self._part is not None:
+            before = self._part.island.seconds
+            loss = self._compute_part(flat, self._part)
+            waited = self._part.island.seconds - before
         elif not reduced or len(self.sync_group) == 1:
             loss = self.compute_gradient(flat.model, flat)
         else:
@@ -221,33 +218,24 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         self.report_step(loss)
         return flat.gradients
 
-    def _compute_in_island(self, flat: Model, island: IslandGroup) -> float:
-        """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of its own.
-
-        All ranks make as many passes as the one with the most micro-batches, since they communicate in each.
-        """
-        with self.naming_the_lost(GATHERING), island.telling_failures():
-            if isinstance(flat, IslandModel):
-                flat.prepare()
-            loss = self.compute_gradient(
-                flat.model, flat, num_passes=lambda num_parts: int(max(island.gathered(num_parts)))
-            )
-        if self.unused and isinstance(flat, IslandModel):
+    def _compute_part(self, flat: Model, part: IslandModel) -> float:
+        """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of its own."""
+        with self.naming_the_lost(GATHERING), part.island.telling_failures():
+            loss = self.compute_gradient(flat.model, flat)
+        if self.unused:
             raise ConfigError(
-                f"learner {self.peers.rank}: parameter {flat.name_of(min(self.unused))} took no part in "
+                f"learner {self.peers.rank}: parameter {part.name_of(min(self.unused))} took no part in "
                 f"mini-batch {self.claimed()[0][0].step}, but an island needs a gradient of every parameter from "
                 "every mini-batch; use it in each, freeze it, or leave out island"
             )
         return loss
 
     def _sum_over_island(self, number: float) -> float:
-        if self._island is None:
-            return number
         with self.naming_the_lost("the norm of a gradient"):
-            return self._island.sum(number)
+            return number if self._part is None else self._part.island.sum(number)
 
     def _refuse_in_island(self, what: str) -> None:
-        if self._island is not None:
+        if self._part is not None:
             raise ConfigError(f"island: {self.job.strategy.name} {what}, which an island cannot; leave out island")
 
     def _add_barrier(self, number: int, signal_number: int) -> None:

@@ -9,7 +9,7 @@ Learners may die, pause, be cut off or join at any event: the living continue in
 import gc
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import simpy
@@ -158,12 +158,8 @@ class VirtualEngine:
         starts = [plan.state(rank, life.state) for rank, life in enumerate(lives)]
         if plan.source is not None:  # the takers have its state, and all have its strategy state
             source = starts[plan.source]
-            for rank in plan.takers:
-                theirs = source.copy()
-                starts[rank] = replace(
-                    starts[rank], weights=theirs.weights, buffers=theirs.buffers, optimizer=theirs.optimizer
-                )
-            starts = [state.with_strategy_of(source) for state in starts]
+            copies = [source.copy() if rank in plan.takers else source for rank in range(plan.world)]
+            starts = [plan.with_source(rank, starts[rank], copies[rank]) for rank in range(plan.world)]
         self._current = self._begin(following, plan, starts)
         self._changes.begin(following, plan.position, True)
 
