@@ -46,17 +46,9 @@ class LoopGradient(Handle[Tensor]):
     """The gradient that the loop computes next, or the mean `of` it: awaiting it waits for the loop."""
 
     def __init__(self, result: Callable[[], Tensor], of: "LoopGradient | None" = None) -> None:
-        self._result, self._of = cache(result), of
-        self._is_supplied = False
-
-    @property
-    def is_supplied(self) -> bool:
-        """Whether the loop has computed it."""
-        return self._is_supplied if self._of is None else self._of.is_supplied
-
-    def supply(self) -> None:
-        """The loop has computed it."""
-        self._is_supplied = True
+        self._result, self.own = cache(result), of or self
+        self.is_supplied = False
+        """Of the loop's `own` gradient: whether the loop has computed it."""
 
     def result(self) -> Tensor:
         return self._result()
@@ -170,7 +162,7 @@ class LoopLearner(ConnectedLearner):
             check_group(self.rank, group, self.sync_group, self.world)
             return of
         mean = super().mean
-        if of.is_supplied:
+        if of.own.is_supplied:
             return mean(self.replica.own_gradient(), group)
         return LoopGradient(lambda: mean(self.replica.own_gradient(), group).result(), of)
 
@@ -201,7 +193,7 @@ class LoopLearner(ConnectedLearner):
         if listener is not None and listener.ended:
             self._news()
         if run.gradient == "given":
-            self._gradient.supply()
+            self._gradient.is_supplied = True
             self._proceed()
         elif run.gradient == "alone":
             self.replica.step(self.replica.next_gradient(), 1.0)
@@ -269,7 +261,7 @@ class LoopLearner(ConnectedLearner):
     def announce_failure(self, error: BaseException | None) -> None:
         """Notify the others that this learner ends without having closed."""
         if self._listener is not None:
-            self._listener.announce("lost_peer" if isinstance(error, PeerLost) else "failed", one_line(error))
+            self._listener.announce("failed", [isinstance(error, PeerLost), one_line(error)])
 
     def finish(self, is_final_wanted: bool) -> None:
         """Run the strategy to its end once all learners have made their last steps. If any learner wants the consensus
@@ -358,7 +350,7 @@ class LoopLearner(ConnectedLearner):
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, math.nan)
             run.gradient = "given"
-            self._gradient.supply()
+            self._gradient.is_supplied = True
             self._proceed()
             run.num_steps += 1
         finally:
@@ -414,7 +406,7 @@ class LoopLearner(ConnectedLearner):
         return f"learner {self.peers.membership.members[rank]}"
 
     def _meet_all(
-        self, listener: AnnouncementListener, stage: str, wait: Callable[[], object], word: int | Sequence[int] = 0
+        self, listener: AnnouncementListener, stage: str, wait: Callable[[], object], word: object = 0
     ) -> None:
         """Announce that this learner has reached a stage, call `wait`, then meet all learners in a closing barrier,
         which fails immediately if one of them dies. A learner that survives losses hears of a death without it."""
@@ -511,12 +503,9 @@ class LoopLearner(ConnectedLearner):
         listener = self._listener
         if listener is None:
             return
-        for rank, why in list(listener.failed.items()):
-            if rank != self.rank:
-                self.fail(PeerLost(f"{self._me} lost {self._name(rank)}, {self._where()}: {why}"))
-        for rank, why in list(listener.lost_peer.items()):
+        for rank, (has_lost_peer, why) in list(listener.failed.items()):
             if rank != self.rank and self.release.error is None:
-                lost = self._name_lost(None)
+                lost = self._name_lost(None) if has_lost_peer else self._name(rank)
                 self.fail(PeerLost(f"{self._me} lost {lost}, {self._where()}: {why}"))
         with suppress(dist.DistError):  # a lost store is noticed elsewhere
             if listener.unequal and self.release.error is None:
@@ -550,8 +539,10 @@ class LoopLearner(ConnectedLearner):
             lost = self.peers.silent()
         except dist.DistError:
             return f"the store, which {'the coordinator' if self.survives else 'learner 0 or the launcher'} hosts,"
-        failed = [f"{self._name(rank)} ({why})" for rank, why in self._listener.failed.items() if rank != self.rank]
-        return failed[0] if failed else lost
+        for rank, (has_lost_peer, why) in list(self._listener.failed.items()):
+            if rank != self.rank and not has_lost_peer:
+                return f"{self._name(rank)} ({why})"
+        return lost
 
     def _where(self) -> str:
         return f"{'closing after ' if self._run.is_over else ''}step {self._run.steps_begun}"
@@ -580,7 +571,7 @@ def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:
 
 
 def _waits_for_loop(handle: Handle[Any]) -> bool:
-    return isinstance(handle, LoopGradient) and not handle.is_supplied
+    return isinstance(handle, LoopGradient) and not handle.own.is_supplied
 
 
 def one_line(error: BaseException | None) -> str:
