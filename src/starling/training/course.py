@@ -89,10 +89,10 @@ class CourseLearner(ReplicaLearner):
         self._observer = observer
         self.shards = Shards(self, self._set_rates, start.shards if start else ())
         sync_groups = job.sync_groups(world)
-        self._is_worker = rank < sync_groups.num_workers
-        self._group = sync_groups.of(rank)
+        self.is_worker = rank < sync_groups.num_workers
+        self.claimers = sync_groups.of(rank)  # the learners that claim mini-batches together
         self._rank, self._world = rank, world
-        self._weight = tickets.weight(rank - self._group.start)
+        self._weight = tickets.weight(rank - self.claimers.start)
         self._is_reporting = rank % job.island.learners_per_batch == 0  # for all that compute its mini-batches
         # learners save at once if the model is in memory that they share or on a server that adds gradients
         is_cut = job.strategy.steps_itself and observer.saves and not replica.weights.is_meta
@@ -150,7 +150,7 @@ class CourseLearner(ReplicaLearner):
         factor, portion = step_metadata.tolist()
         if self.cuts is not None:
             self._fork_shards(int(portion))
-        if not self._is_worker:  # a server learns the progress of the run only from step metadata
+        if not self.is_worker:  # a server learns the progress of the run only from step metadata
             self._pass_barriers(int(portion))
             self._save_complete()
         for group, peak in zip(optimizer.param_groups if peaks else (), peaks, strict=True):
@@ -195,7 +195,7 @@ class CourseLearner(ReplicaLearner):
     def claim(self) -> bool:
         if not self.job.strategy.steps_itself:
             self._finish_ticket()
-        if self._over is not None or not self._is_worker:
+        if self._over is not None or not self.is_worker:
             return False
         if self.statistics.num_claimed == 0:
             self.shards.forget_saved()
@@ -266,7 +266,7 @@ class CourseLearner(ReplicaLearner):
         weights, shards = self.replica.on_host(), tuple(shard.state() for shard in self.shards.held)
         under_shards = None
         if shards:
-            if self._is_worker and self.job.strategy.steps_itself:  # its weights are more than a copy of the shards'
+            if self.is_worker and self.job.strategy.steps_itself:  # its weights are more than a copy of the shards'
                 under_shards = torch.cat([weights[shard.start : shard.stop] for shard in shards])
             weights = weights.clone()
             for shard in shards:
@@ -285,12 +285,12 @@ class CourseLearner(ReplicaLearner):
             shard_of_island=self.shard_of_island,
             of_strategy=self.job.strategy.described(self.job.options),
             under_shards=under_shards,
-            is_worker=self._is_worker,
+            is_worker=self.is_worker,
         )
 
     def _pass_barriers(self, portion: int) -> None:
         """Pass all checkpoint barriers up to `portion`: several if this learner had no mini-batch between them."""
-        if not self._is_worker:  # a worker has waited for this when the portion was drawn
+        if not self.is_worker:  # a worker has waited for this when the portion was drawn
             self.batches.reach(portion)
         for barrier in self._barriers.until(portion):
             ended = barrier.ended[-1] + 1 if barrier.ended else None
@@ -389,7 +389,7 @@ class CourseLearner(ReplicaLearner):
 
         No communication is needed: every member knows the others' tickets, and their sizes from the plan.
         """
-        unit, member, shares = self.job.weighting, self._rank - self._group.start, self.tickets.shares
+        unit, member, shares = self.job.weighting, self._rank - self.claimers.start, self.tickets.shares
         sizes = [(1.0,) * share for share in shares]
         if unit != "batches" and self.tickets.portion_size > 1:
             planned = [self._sizes_of(other, unit) for other in range(len(shares))]
@@ -399,7 +399,7 @@ class CourseLearner(ReplicaLearner):
     def _sizes_of(self, member: int, unit: Unit) -> tuple[float, ...]:
         """The planned sizes of a member's mini-batches in this portion, which are of that member's part of the data."""
         workload, per_batch = self.job.workload, self.job.island.learners_per_batch
-        part = (self._group.start + member) // per_batch % workload.num_parts
+        part = (self.claimers.start + member) // per_batch % workload.num_parts
         tickets = (replace(ticket, part=part) for ticket in self.tickets.tickets(self._portion, member))
         return tuple(workload.planned_size(ticket, unit) for ticket in tickets)
 

@@ -4,22 +4,24 @@ On the CPU learners communicate by shared memory on one machine and by gloo betw
 each learner has its own device; everything else uses gloo through host memory.
 """
 
+import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count, islice
 
 from torch import Tensor
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ReducingModel
-from starling.engines.processes.batches import ProcessBatches
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
 from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandModel
 from starling.engines.processes.rounds import ProcessRounds, StoreCuts
 from starling.engines.processes.threads import GradientHandle
-from starling.engines.processes.tickets import DoneNotes
+from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Shard
 from starling.training.checks import changed_beneath, check_elementwise
@@ -27,19 +29,22 @@ from starling.training.course import CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.training.flat import Model, load_buffers
 from starling.training.job import Job, Observer
-from starling.training.loading import Loader
+from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.replica import Replica
 from starling.training.shards import MakeOptimizer
 from starling.training.stragglers import Stragglers
 from starling.training.succession import Life
 from starling.training.tickets import SyncGroupTickets
-from starling.workload import Position
+from starling.workload import Position, Ticket
+
+KEPT_TIMES = 1 << 16
+"""Claims of a sync group whose time stays in the store: learners that agree every H steps are up to H claims apart."""
 
 
 class ProcessLearner(CourseLearner, ConnectedLearner):
     """The learner that runs in this process, in one membership. It continues with the state in its `life`."""
 
-    batches: ProcessBatches
+    batches: "ProcessBatches"
     rounds: ProcessRounds
 
     def __init__(
@@ -80,23 +85,12 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             row_size=job.island.size,
         )
         self._barrier = CheckpointBarrier(self.peers, save_requests, self._add_barrier, self.naming_the_lost)
-        position, sync_groups = start.position if start else Position(), job.sync_groups(peers.world)
-        shared_by = job.island.learners_per_batch
-        tickets = SyncGroupTickets(job.workload, position, job.budget, sync_groups.size, shares, shared_by)
-        # if all learners have the same model, the number of their mini-batches determines which tickets are done
-        is_noting = peers.feed.is_watched and not job.strategy.has_one_model
-        self.batches = ProcessBatches(
-            job,
-            tickets,
-            (life.name if shared_by == 1 else peers.rank // shared_by) % job.workload.num_parts,
-            loader,
-            self,
-            self._barrier,
-            DoneNotes(peers.store, peers.rank, sync_groups.num_workers) if is_noting else None,
-            self.now,
-        )
+        position, per_batch = start.position if start else Position(), job.island.learners_per_batch
+        size = job.sync_groups(peers.world).size
+        tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, per_batch)
         self.cut_agreement = StoreCuts(self._place.store, self.rank, self.world, self.naming_the_lost)
         CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
+        self.batches = ProcessBatches(self, loader, self._barrier)
 
     def drive(self) -> LearnerState:
         """Run the strategy to its end; returns this learner's final state."""
@@ -248,3 +242,130 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
     def _where(self) -> str:
         num_claimed = self.statistics.num_claimed
         return f"round {num_claimed}" if len(self.sync_group) == self.world else f"after {num_claimed} claims"
+
+
+class ProcessBatches:
+    """The `BatchSource` of a learner process: its sync group claims portions of tickets through the store, and loading
+    processes prepare mini-batches ahead. Unless all learners have one model, the store has which tickets are done."""
+
+    def __init__(self, learner: "ProcessLearner", loader: Loader, barrier: CheckpointBarrier) -> None:
+        job, peers, num_workers = learner.job, learner.peers, learner.job.sync_groups(learner.peers.world).num_workers
+        self._learner, self._peers, self._tickets, self._barrier = learner, peers, learner.tickets, barrier
+        self._is_whole = len(learner.claimers) == peers.world
+        self._member = peers.rank - learner.claimers.start
+        per_batch = job.island.learners_per_batch
+        self._part = (learner.life.name if per_batch == 1 else peers.rank // per_batch) % job.workload.num_parts
+        # if all learners have the same model, the number of their mini-batches determines which tickets are done
+        is_noting = peers.feed.is_watched and not job.strategy.has_one_model
+        self._notes = DoneNotes(peers.store, peers.rank, num_workers) if is_noting else None
+        self._drawn_ahead: set[int] = set()  # portions that this sync group has drawn and not yet claimed
+        self._newest_drawn = 0
+        self._draws = Draws(peers, learner.claimers)
+        self._resumed_at: float | None = None  # when the last mini-batch was given out
+        is_counted = job.budget.steps is not None or job.budget.epochs is not None
+        self._loader, self._lookahead = loader, Lookahead(is_counted)
+        self._batches = loader.load(self._drawn(), self._num_ahead)
+
+    def next(self, claim: int) -> Sequence[Loaded] | None:
+        begin = time.monotonic()
+        with self._peers.waits.waiting("data"):
+            loaded = list(islice(self._batches, self._tickets.shares[self._member]))
+        now = time.monotonic()
+        self._learner.statistics.spent.waiting_for_data += now - begin
+        if self._is_whole:  # nothing is drawn
+            return loaded or None
+        if self._resumed_at is not None:
+            spent = self._learner.job.budget.fraction(self._tickets.progress(self._newest_drawn, minutes=0.0))
+            self._lookahead.began(self._draws.drawn_at, begin - self._resumed_at, spent)
+        self._resumed_at = now
+        if loaded:
+            self._drawn_ahead.discard(self._tickets.number_of(loaded[0][0]))
+            self._draw_ahead(now)
+        return loaded or None
+
+    def agreed_seconds(self, claim: int) -> float:
+        """The clock of the sync group's first learner, through the store."""
+        if len(self._learner.claimers) == 1:
+            return self._learner.now()
+        store, first, what = self._peers.store, self._learner.claimers.start, "agreeing on the time"
+        key = f"clock/{first}/{{}}".format
+        if self._member == 0:
+            store.set(key(claim), repr(self._learner.now()))
+            store.delete_key(key(claim - KEPT_TIMES))
+        with self._learner.naming_the_lost(what):
+            self._peers.await_keys([key(claim)], what, [first])
+            return float(store.get(key(claim)))
+
+    def reach(self, portion: int) -> None:
+        """Wait until it is known whether there is a checkpoint barrier before `portion`."""
+        self._barrier.reach(portion)
+
+    def done(self, ticket: Ticket) -> None:
+        if self._notes is not None:
+            self._notes.add(ticket)
+
+    def drawn_by_all(self) -> tuple[int, list[int]]:
+        """The number of portions drawn by all sync groups, and the portions that remain undone because they were drawn
+        ahead when the time budget was spent. Waits until all learners have made their last claims."""
+        if self._is_whole:
+            return self._learner.statistics.num_claimed, []
+        undone = self._undone() if self._learner.is_worker and self._member == 0 else ()
+        what = "collecting the last claims"
+        with self._learner.naming_the_lost(what):
+            found = self._peers.gather_all("claimed", sorted(undone), what)
+        return int(self._peers.store.add("claims", 0)), sorted(number for each in found for number in each)
+
+    def _drawn(self) -> Iterator[Ticket]:
+        """Draw this learner's tickets."""
+        for number in self._numbers() if self._learner.is_worker else ():
+            self.reach(number)
+            if not (drawn := self._tickets.drawn(number, self._member)):
+                return
+            if not self._is_whole:
+                self._drawn_ahead.add(number)
+                self._newest_drawn = number
+            for ticket in drawn:
+                yield replace(ticket, part=self._part)
+
+    def _numbers(self) -> Iterator[int]:
+        """Draw portions for this sync group: their numbers."""
+        if self._is_whole:
+            yield from count()
+        while True:
+            yield self._take()
+
+    def _take(self) -> int:
+        with self._learner.naming_the_lost(CLAIMING):
+            return self._draws.take()
+
+    def _draw_ahead(self, now: float) -> None:
+        """Begin to draw what will be wanted after the mini-batch that begins, so that nothing waits for the store."""
+        num_more = 1 + self._loader.is_ahead
+        if self._member == 0:
+            num_more = self._lookahead.num(now, self._loader.load_seconds, 1 + self._loader.is_ahead)
+            num_more -= len(self._drawn_ahead)
+        for _ in range(num_more - self._draws.num_under_way):
+            self._draws.begin()
+
+    def _undone(self) -> set[int]:
+        """The portions that were drawn ahead and will not be claimed; draws that are under way are completed."""
+        undone = set(self._drawn_ahead)
+        for _ in range(self._draws.num_under_way):
+            number = self._take()
+            self.reach(number)
+            if not self._tickets.is_beyond(number):
+                undone.add(number)
+        return undone
+
+    def _num_ahead(self) -> int:
+        """The number of portions that may be drawn ahead of the one that is about to begin."""
+        if self._is_whole:
+            return sys.maxsize  # no other learner would take them
+        if self._member == 0:
+            return self._lookahead.num(time.monotonic(), self._loader.load_seconds)
+        # only what the first has drawn: waiting for more would keep the group from the step that the first is in
+        return len(self._drawn_ahead) - 1 + self._draws.num_known
+
+    def close(self) -> None:
+        """End the thread that draws."""
+        self._draws.close()

@@ -72,7 +72,7 @@ class VirtualLearner(Member):
         claimed, step = super().claim(), -1
         if claimed:
             first, tickets = self.claimed()[0][0], self.tickets
-            step = first.step - tickets.places(self.rank - self._group.start).start + tickets.portion_size
+            step = first.step - tickets.places(self.rank - self.claimers.start).start + tickets.portion_size
         self._record("claim", struct.pack("<q", step))
         return claimed
 
@@ -120,18 +120,18 @@ class VirtualLearner(Member):
         return VirtualHandle(self._environment.timeout(0.0), lambda: shards, lambda: "shared memory")
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
-        check_group(self.rank, group, self._group, self.world)
+        check_group(self.rank, group, self.claimers, self.world)
         if isinstance(of, Tensor):
             check_mean(self.rank, of, self.weights)
         else:
             self.is_averaged = True
         if isinstance(of, VirtualGradient) and not of.event.processed:
             of.give_away(given_away(self.rank))
-        size, num_bytes = len(self._group), self.weights.nbytes if isinstance(of, Handle) else of.nbytes
+        size, num_bytes = len(self.claimers), self.weights.nbytes if isinstance(of, Handle) else of.nbytes
         return self._join_mean(of, 2 * (size - 1) * num_bytes // size)
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
-        return self._join_mean(part, 2 * (len(self._group) - 1) * part.message_bytes)
+        return self._join_mean(part, 2 * (len(self.claimers) - 1) * part.message_bytes)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         check_peer(self.rank, peer, self.world)
@@ -254,7 +254,7 @@ class VirtualLearner(Member):
     def _join_mean(self, of: Tensor | Handle[Tensor] | EncodedMean, num_bytes: int) -> Handle[Tensor]:
         number = self._num_means[self._activity] = self._num_means.get(self._activity, -1) + 1
         self.statistics.averaging.bytes_sent += num_bytes
-        return self._network.mean(self.rank, self._group, self._activity, number, of)
+        return self._network.mean(self.rank, self.claimers, self._activity, number, of)
 
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         def result() -> T:
