@@ -79,9 +79,9 @@ class CourseLearner(ReplicaLearner):
         start, replica = life.state, self.replica
         job.validate(world)
         self.job, self.life, self.tickets = job, life, tickets
-        self._barriers = Barriers(tickets, job.checkpoint_every)
-        self._barriers_of_pushes = Barriers(tickets, job.checkpoint_every)
-        self._forking = threading.Lock()
+        self.barriers = Barriers(tickets, job.checkpoint_every)
+        self._ahead: deque[Barrier] = deque()  # reached by a push of another learner's, and not passed
+        self._reaching = threading.Lock()
         self.num_done = 0  # claims of this learner
         self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
         self.is_averaged = False  # whether a mean of the newest gradient has begun
@@ -149,7 +149,7 @@ class CourseLearner(ReplicaLearner):
         """Set the learning rates of a shard's optimizer."""
         factor, portion = step_metadata.tolist()
         if self.cuts is not None:
-            self._fork_shards(int(portion))
+            self._reach(int(portion))
         if not self.is_worker:  # a server learns the progress of the run only from step metadata
             self._pass_barriers(int(portion))
             self._save_complete()
@@ -234,12 +234,6 @@ class CourseLearner(ReplicaLearner):
             raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
         return self.newest_claim
 
-    def add_barrier(self, number: int) -> None:
-        """Add a checkpoint barrier before portion `number`, which no learner has claimed. May be called by any
-        thread."""
-        self._barriers.add(number)
-        self._barriers_of_pushes.add(number)
-
     def end_membership(self, membership: int) -> None:
         """Membership number `membership` has ended: save in the learner's `Life` what it needs in the next one."""
         self.life.past = Past(membership, self.num_done, self._minutes)
@@ -249,15 +243,15 @@ class CourseLearner(ReplicaLearner):
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
         """Report the end of the run, and return the final state. Of the `num_portions` that all learners claimed, all
         except the `undone` ones are done."""
-        self._barriers.end_at(num_portions)
-        self._barriers_of_pushes.end_at(num_portions)
+        self.barriers.end_at(num_portions)
         self._run_end = num_portions
         if self.cuts is not None:
             self.cuts.save(is_over=True)
         self._pass_barriers(min([num_portions, *undone]))
         state = self.state(self.tickets.position(num_portions, undone))
         if undone or self._last_end != num_portions:
-            self._end_epoch(self._barriers.epoch, state, is_last=True)
+            epoch = next((each.ended[0] for each in self._ahead if each.ended), self.barriers.epoch)
+            self._end_epoch(epoch, state, is_last=True)
         return state
 
     def state(self, position: Position, epochs_ended: int | None = None) -> LearnerState:
@@ -290,9 +284,9 @@ class CourseLearner(ReplicaLearner):
 
     def _pass_barriers(self, portion: int) -> None:
         """Pass all checkpoint barriers up to `portion`: several if this learner had no mini-batch between them."""
-        if not self.is_worker:  # a worker has waited for this when the portion was drawn
-            self.batches.reach(portion)
-        for barrier in self._barriers.until(portion):
+        self._reach(portion)
+        while self._ahead and self._ahead[0].number <= portion:
+            barrier = self._ahead.popleft()
             ended = barrier.ended[-1] + 1 if barrier.ended else None
             state = self._save(self.state(self.tickets.position(barrier.number), ended), barrier)
             for epoch in barrier.ended:
@@ -304,7 +298,6 @@ class CourseLearner(ReplicaLearner):
         cuts, number, save = self.cuts, barrier.number, self._observer.on_barrier
         forks = None
         if cuts is not None and self.job.strategy.is_served:
-            self._fork_shards(number)
             forks = partial(self.shards.with_forks, portion=number)
         if cuts is not None and self._run_end is None:
             cuts.add(state, save, forks)
@@ -319,13 +312,15 @@ class CourseLearner(ReplicaLearner):
         if self.cuts is not None:
             self.cuts.save()
 
-    def _fork_shards(self, portion: int) -> None:
-        """Copy the shards at the barriers up to `portion`, before they take a push from after these. Called by the
-        foreground and the background."""
+    def _reach(self, portion: int) -> None:
+        """Find the barriers up to `portion`. At each a server copies its shards, before they take a push from after it.
+        Called by the foreground and the background."""
         self.batches.reach(portion)
-        with self._forking:
-            for barrier in self._barriers_of_pushes.until(portion):
-                self.shards.fork(barrier.number)
+        with self._reaching:
+            for barrier in self.barriers.until(portion):
+                if self.cuts is not None and self.job.strategy.is_served:
+                    self.shards.fork(barrier.number)
+                self._ahead.append(barrier)
 
     def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:
         statistics = self.statistics

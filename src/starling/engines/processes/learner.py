@@ -237,7 +237,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         if signal_number:
             self.tickets.end_at(number)
         else:
-            self.add_barrier(number)
+            self.barriers.add(number)
 
     def _where(self) -> str:
         num_claimed = self.statistics.num_claimed
