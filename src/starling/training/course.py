@@ -49,8 +49,7 @@ class BatchSource(Protocol):
         """The time of a claim on the engine's clock, the same for all learners of the sync group."""
 
     def reach(self, portion: int) -> None:
-        """Wait until it is known whether there is a checkpoint barrier before `portion`. Called by learners without
-        mini-batches of their own."""
+        """Wait until it is known whether there is a checkpoint barrier before `portion`. Called by any thread."""
 
     def done(self, ticket: Ticket) -> None:
         """Record that a mini-batch is done: the strategy has used its gradient."""

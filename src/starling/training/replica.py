@@ -63,13 +63,12 @@ class Replica:
 
         Returns False, without a step, if the gradient is not finite.
         """
-        if self._sum_over_island is not None:  # before the lock: other ranks must not wait for this one's background
-            norm = self.clip(gradient)
+        if gradient.data_ptr() != self._workspace.data_ptr():
+            gradient = self._workspace.copy_(gradient)
+        # before the lock: other ranks of an island must not wait for this one's background
+        if not math.isfinite(self.clip(gradient)):
+            return False
         with self._lock:
-            if gradient.data_ptr() != self._workspace.data_ptr():
-                gradient = self._workspace.copy_(gradient)
-            if not math.isfinite(self.clip(gradient) if self._sum_over_island is None else norm):
-                return False
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
             with self._as_parameter_gradients(gradient):

@@ -207,11 +207,12 @@ class LoopLife:
             try:
                 learner = self._enter(change)
                 break
-            except _LOSSES as error:
+            except _LOSSES:
                 self._cut()
                 self._stack.close()
                 if (later := self._later(change)) is None:
-                    raise self._failure.error or error from error
+                    self._failure.check()
+                    raise
                 change = later
         if change.number and learner.peers.rank == 0:
             _LOG.warning("%s: %d learners continue", change.reason or "the membership changed", learner.world)
