@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Self
 
@@ -103,7 +103,8 @@ class Model(ABC):
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter], weights: Tensor, gradients: Tensor) -> None:
         self.model, self.parameters, self.weights = model, parameters, weights
         self.use_gradients(gradients)
-        self._reached: list[int] = []
+        self._reached: list[Tensor] = []  # parameters that received a gradient since `reached()` was last called
+        self._numbers: dict[int, int] = {}  # of the parameters of the module, by their identity
 
     def twin(self) -> Self:
         """The model for gradients at other weights, which shares buffers and gradients."""
@@ -122,14 +123,14 @@ class Model(ABC):
 
     def reached(self) -> set[int]:
         """The numbers of the parameters that received a gradient since the last call."""
-        found = set(self._reached)
+        found = {self._numbers[id(parameter)] for parameter in self._reached}
         self._reached.clear()
         return found
 
-    def noticing(self, number: int) -> Callable[[Tensor], None]:
-        """A hook that notices a parameter's gradient. It holds no reference to this object, which would be a cycle."""
-        reached = self._reached
-        return lambda _: reached.append(number)
+    def notice(self, number: int, parameter: Tensor) -> None:
+        """Notice from now on when a parameter of the module receives a gradient: that of the number."""
+        self._numbers[id(parameter)] = number
+        parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
 
     def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
         """The numbers of the parameters that are frozen: none of a model in shards."""
@@ -179,7 +180,7 @@ class FlatModel(Model):
         view_weights(model, parameters, weights)
         super().__init__(model, parameters, weights, torch.zeros_like(weights) if gradients is None else gradients)
         for number, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(self.noticing(number))  # type: ignore[no-untyped-call]
+            self.notice(number, parameter)
         self._frozen_numbers: dict[tuple[Freeze, ...], frozenset[int]] = {(): frozenset()}
         self._buffer_places = [(module, name) for module in self.model.modules() for name in module._buffers]
 

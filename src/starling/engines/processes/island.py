@@ -176,7 +176,7 @@ class ShardedModel(IslandModel):
             def look(*_: object, within: list[Any] = within) -> None:
                 while within:
                     part = within.pop()
-                    part._unsharded_param.register_post_accumulate_grad_hook(self.noticing(numbers[id(part)]))
+                    self.notice(numbers[id(part)], part._unsharded_param)
 
             unit.register_forward_pre_hook(look)
 

@@ -66,6 +66,7 @@ class TensorModel(IslandModel):
             self._gathered_together[-1].append(number)
             room -= size
         for number, parameter in enumerate(self._computed):
+            self._numbers[id(parameter)] = number
             parameter.register_post_accumulate_grad_hook(partial(self._collect, number))  # type: ignore[no-untyped-call]
         self.use_weights(self.weights)
 
@@ -102,7 +103,7 @@ class TensorModel(IslandModel):
         if dim is None:
             own = own[start : start + length]
         self.gradients_of[number].narrow(dim or 0, 0, length).add_(own)
-        self._reached.append(number)
+        self._reached.append(parameter)
 
 
 def _parallelize(model: nn.Module, island: IslandGroup) -> None:
