@@ -163,7 +163,7 @@ class Watch:
 
         def ended(end: float) -> None:
             self._events.averagings.append(Averaging(self._me.rank, begin, end))
-            if self._me.course.shards.held and tag == GRADIENT:
+            if self._me.shards.held and tag == GRADIENT:
                 number = self._num_arrived[peer] = self._num_arrived.get(peer, -1) + 1
                 self._arrived.append((peer, number))
 
@@ -177,7 +177,7 @@ class Watch:
 
     def _share(self, pieces: Sequence[slice]) -> Any:
         handle = self._asked["share"](pieces)
-        for shard in self._me.course.shards.held:
+        for shard in self._me.shards.held:
             self._watch_shard(shard, whose=lambda _: [(self._me.rank, self._num_begun - 1)])
         return handle
 
@@ -198,7 +198,7 @@ class Watch:
                 for of, when in zip(whose(len(read_at)), read_at, strict=True):
                     self._events.staleness[of] = max(self._events.staleness.get(of, 0), shard.num_steps - when)
 
-            if not self._me.course.job.strategy.steps_itself:  # else the learner's own step tells
+            if not self._me.job.strategy.steps_itself:  # else the learner's own step tells
                 self._when(handle, ended)
             return handle
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.budget import Budget
-from starling.engines.processes.rounds import Rounds, StoreBoard
+from starling.engines.processes.rounds import ProcessRounds, StoreBoard
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.learner import VirtualLearner
@@ -101,7 +101,7 @@ def test_a_background_that_opens_a_round_need_not_ask_whether_it_is_open() -> No
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     board, other = Counting(store, 0, 2), StoreBoard(store, 1, 2)
-    rounds = Rounds(board)
+    rounds = ProcessRounds(board)
     rounds.gradient_made()
     assert rounds.next(1.0) == 0
     assert other.await_open(0)
@@ -116,7 +116,7 @@ def test_a_background_that_opens_a_round_need_not_ask_whether_it_is_open() -> No
 
 def test_who_waits_for_its_own_round_is_woken_by_its_completion() -> None:
     """On the store of real processes: two gradients open a round and wait, until the background asks for the next."""
-    rounds = Rounds(StoreBoard(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 1))
+    rounds = ProcessRounds(StoreBoard(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 1))
     entered, complete = threading.Event(), threading.Event()
 
     def background() -> None:
@@ -129,11 +129,11 @@ def test_who_waits_for_its_own_round_is_woken_by_its_completion() -> None:
     rounds.gradient_made()
     assert entered.wait(timeout=30.0)
     rounds.gradient_made()
-    kept_up = rounds.kept_up(2.0)
-    assert kept_up is not None
-    assert not kept_up.done()
+    kept_up = threading.Event()
+    assert not rounds.keeps_up(2.0, kept_up.set)
+    assert not kept_up.is_set()
     complete.set()
-    kept_up.result(timeout=30.0)
+    assert kept_up.wait(timeout=30.0)
     rounds.finish()
     thread.join(timeout=30.0)
     assert not thread.is_alive()

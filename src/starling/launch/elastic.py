@@ -16,6 +16,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from starling.engines.loop.life import Coordination
 from starling.engines.processes.backend import check_files
 from starling.engines.processes.forks import clone_store
 from starling.engines.processes.place import Place
@@ -40,30 +41,27 @@ class _NotThere(Exception):  # noqa: N818 - not an error
     """No coordinator answers yet, or one whose run is ending."""
 
 
-class CoordinatorLink:
-    """This learner's connection to the coordinator, and the memberships heard from it."""
+class CoordinatorLink(Coordination):
+    """This learner's connection to the coordinator, and the memberships heard from it. Its place has the coordinator's
+    store."""
 
     def __init__(self, place: Place, line: socket.socket, store_connections: Connections, seconds: float) -> None:
-        self.place = place
-        """This process's place, with the coordinator's store."""
-        self.feed = MembershipFeed(place.rank, None, is_watched=True)
+        super().__init__(place, MembershipFeed(place.rank, None, is_watched=True))
         self._store_connections, self._seconds = store_connections, seconds
         self._refused = ""
         self._error: PeerLost | None = None
         self._on_lost: Callable[[PeerLost], None] = lambda error: None
-        self.listening: Store = clone_store(place.store)
+        self.listening = clone_store(place.store)
         self.listening.set_timeout(timedelta(days=20))
         store_connections.note()
         self._link = Link(line, self._lose, self._hear)
 
     def watch(self, on_lost: Callable[[PeerLost], None]) -> None:
-        """Call `on_lost` once if the connection is lost."""
         self._on_lost = on_lost
         if self._error is not None:
             on_lost(self._error)
 
     def await_first(self) -> Membership:
-        """Report that this learner is ready; the first membership that includes it. Raises PeerLost."""
         store, world = self.place.store, self.place.world
         store.set(f"came/{self.feed.name}", "")
         self._link.send(Ready())
@@ -80,7 +78,6 @@ class CoordinatorLink:
         return first
 
     def leave(self, error: BaseException | None) -> None:
-        """Disconnect: because the run has ended or, with `error`, because this learner ends without the others."""
         self._link.close(Ended(0) if error is None else Failed(type(error).__name__, str(error).partition("\n")[0]))
         await_coordinator(_REAP_SECONDS)
 

@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from starling.configuration import Config
 from starling.engines.loop.joined import JoinedLearner
+from starling.engines.loop.life import Coordination
 from starling.engines.loop.optimizers import OptimizerList, as_one, members_of, parameters_of
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, did_you_mean
@@ -74,7 +75,6 @@ def join(
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     checked = _checked(chosen, options)
     _check(joined, chosen, checked, timeout_seconds, most_not_finite, on_loss)
-    coordination: CoordinatorLink | None = None
     if is_learner() and dist.is_initialized():
         raise ConfigError(
             "torch.distributed already has a process group: remove your call of init_process_group, because "
@@ -82,17 +82,17 @@ def join(
         )
     if is_learner() and on_loss == "continue":
         chosen.validate(checked, number_of_learners())
-        coordination = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
-        place = coordination.place
-        _surviving[:] = [place]
+        coordination: Coordination = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
+        _surviving[:] = [coordination.place]
     else:
         place = shared_place(timeout_seconds)  # the number of earlier calls is the same on all learners
-        place = replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store))
+        coordination = Coordination(replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store)))
         _surviving.clear()
+    place = coordination.place
     chosen.validate(checked, place.world)
     is_in_step = chosen.sync_groups(checked, place.world).size == place.world
     check_modules(model, chosen.name, is_in_step)
-    return JoinedLearner(place, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite, coordination)
+    return JoinedLearner(coordination, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite)
 
 
 def _check(

@@ -1,9 +1,10 @@
 """A model with its parameters in one flat vector and its gradients in another."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -92,27 +93,56 @@ def avoid_cudnn_packing(model: nn.Module, weights: Tensor) -> None:
             part.data = view
 
 
-class Model(Protocol):
-    """What a gradient is computed with: a `FlatModel`, or one rank's part of a model in shards."""
+class Model(ABC):
+    """What a gradient is computed with: a `FlatModel`, or one rank's part of a model in shards.
 
-    model: nn.Module
-    parameters: list[nn.Parameter]
-    weights: Tensor
-    gradients: Tensor
-    """`[P]`, of which `gradients_of` are the parameters' views."""
-    gradients_of: list[Tensor]
+    The `parameters`, which the optimizer steps, are views into `weights` `[P]`, and `gradients_of`, which are their
+    gradients, into `gradients` `[P]`.
+    """
+
+    def __init__(self, model: nn.Module, parameters: list[nn.Parameter], weights: Tensor, gradients: Tensor) -> None:
+        self.model, self.parameters, self.weights = model, parameters, weights
+        self.use_gradients(gradients)
+        self._reached: list[Tensor] = []  # parameters that received a gradient since `reached()` was last called
+        self._numbers: dict[int, int] = {}  # of the parameters of the module, by their identity
 
     def twin(self) -> Self:
         """The model for gradients at other weights, which shares buffers and gradients."""
+        return copy.copy(self)
 
+    @abstractmethod
     def use_weights(self, weights: Tensor) -> None:
         """Compute with `weights` `[P]`; nothing is copied."""
 
+    def use_gradients(self, gradients: Tensor) -> None:
+        """Make `param.grad` views into `gradients` `[P]`; nothing is copied."""
+        self.gradients = gradients
+        self.gradients_of = split(gradients, self.parameters)
+        for parameter, view in zip(self.parameters, self.gradients_of, strict=True):
+            parameter.grad = view
+
     def reached(self) -> set[int]:
         """The numbers of the parameters that received a gradient since the last call."""
+        found = {self._numbers[id(parameter)] for parameter in self._reached}
+        self._reached.clear()
+        return found
+
+    def notice(self, number: int, parameter: Tensor) -> None:
+        """Notice from now on when a parameter of the module receives a gradient: that of the number."""
+        self._numbers[id(parameter)] = number
+        parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
 
     def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
-        """The numbers of the parameters that are frozen."""
+        """The numbers of the parameters that are frozen: none of a model in shards."""
+        return frozenset()
+
+    def prepare(self) -> None:  # noqa: B027 - most need nothing
+        """Called before each gradient."""
+
+    def num_passes(self, num_parts: int) -> int:
+        """How many passes a gradient of so many micro-batches makes: the last one is repeated with a weight of 0 if
+        need be."""
+        return num_parts
 
 
 def load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
@@ -140,44 +170,27 @@ def _do_nothing() -> None:
     """Replaces `flatten_parameters` of recurrent modules."""
 
 
-class FlatModel:
+class FlatModel(Model):
     """A model on `device` whose trainable parameters are views into `weights` `[P]` and whose gradients are views into
     `gradients` `[P]`. Two models may share one vector of gradients."""
 
     def __init__(self, model: nn.Module, device: torch.device, gradients: Tensor | None = None) -> None:
-        self.model = model.to(device)
-        self.parameters = trainable(self.model)
-        self.use_weights(torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters]))
-        self.use_gradients(torch.zeros_like(self.weights) if gradients is None else gradients)
-        self._reached: list[Tensor] = []  # parameters that received a gradient since `reached()` was last called
-        self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
+        parameters = trainable(model.to(device))
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        view_weights(model, parameters, weights)
+        super().__init__(model, parameters, weights, torch.zeros_like(weights) if gradients is None else gradients)
+        for number, parameter in enumerate(parameters):
+            self.notice(number, parameter)
         self._frozen_numbers: dict[tuple[Freeze, ...], frozenset[int]] = {(): frozenset()}
         self._buffer_places = [(module, name) for module in self.model.modules() for name in module._buffers]
 
-    def twin(self) -> "FlatModel":
-        """A copy of the model with its own weights that shares the buffers and the vector of gradients."""
+    def twin(self) -> Self:
         shared: dict[int, object] = {id(buffer): buffer for buffer in self.model.buffers()}
-        return FlatModel(copy.deepcopy(self.model, shared), self.weights.device, gradients=self.gradients)
+        return type(self)(copy.deepcopy(self.model, shared), self.weights.device, gradients=self.gradients)
 
     def use_weights(self, weights: Tensor) -> None:
-        """Make the parameters views into `weights` `[P]`; nothing is copied."""
         self.weights = weights
         view_weights(self.model, self.parameters, weights)
-
-    def use_gradients(self, gradients: Tensor) -> None:
-        """Make `param.grad` views into `gradients` `[P]`; nothing is copied."""
-        self.gradients = gradients
-        self.gradients_of = split(gradients, self.parameters)
-        for parameter, view in zip(self.parameters, self.gradients_of, strict=True):
-            parameter.grad = view
-
-    def reached(self) -> set[int]:
-        """The numbers of the parameters that received a gradient since the last call."""
-        found = {self._numbers[id(parameter)] for parameter in self._reached}
-        self._reached.clear()
-        return found
 
     def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
         """The numbers of the parameters that are frozen.

@@ -56,16 +56,15 @@ def compute_gradient(
     flat: Model,
     before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
     must_reach_all: bool = False,
-    num_passes: Callable[[int], int] | None = None,
 ) -> Computed:
     """Compute the gradient of the mini-batches of a task's tickets in `flat.gradients`.
 
     Loss and gradient are weighted means over all micro-batches; those of weight 0 are not computed. Parameters without
     a gradient get NO_GRADIENT. All micro-batches except the last are computed inside `before_last()`. With
-    `must_reach_all` the last backward reaches every parameter, because DDP waits for all of them. `num_passes` returns
-    how many passes to make for so many micro-batches: the last one is repeated with a weight of 0 if need be.
+    `must_reach_all` the last backward reaches every parameter, because DDP waits for all of them.
     """
     device = flat.weights.device
+    flat.prepare()
     flat.gradients.zero_()
     batch = [examples for each in batches for examples in each]
     places = [(number, place) for number, each in enumerate(batches) for place in range(len(each))]
@@ -74,7 +73,7 @@ def compute_gradient(
     shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
     summed, counted = [0.0] * len(batches), [0.0] * len(batches)
     total, whole = 0.0, math.nan if task.is_spoilt else sum(shares)
-    num_more = 0 if num_passes is None else num_passes(len(parts)) - len(parts)
+    num_more = flat.num_passes(len(parts)) - len(parts)
     parts, shares = parts + parts[-1:] * num_more, shares + [0.0] * num_more
     flat.reached()
     used: set[int] = set()

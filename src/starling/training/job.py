@@ -171,11 +171,18 @@ class Averaging:
 
 
 class Statistics:
-    """One learner's counters of time, communication and staleness."""
+    """One learner's counters of time, communication and staleness since its last epoch ended, across memberships."""
 
     def __init__(self) -> None:
         self.num_claimed = 0
-        """Portions of tickets claimed by its sync group."""
+        """Portions of tickets claimed by its sync group in this membership."""
+        self.num_steps = 0
+        """Mini-batches since its epoch began."""
+        self.seconds = 0.0
+        """How long its epoch lasted in earlier memberships."""
+        self.num_not_finite = 0
+        """Gradients that were not finite, and made no optimizer step: of its epoch or, of a loop, of the run."""
+        self.not_finite_in_a_row = 0
         self.spent = Spent()
         self.averaging = Averaging()
         self.lock = threading.Lock()
@@ -183,20 +190,15 @@ class Statistics:
         self.under_way: Callable[[], Spent] = Spent
         """What belongs to `spent` of a wait that has begun: `spent` has only those that are over."""
 
+    def count_finite(self, is_finite: bool) -> int:
+        """Count a gradient. Returns how many in a row, up to this one, were not finite."""
+        self.num_not_finite += not is_finite
+        self.not_finite_in_a_row = 0 if is_finite else self.not_finite_in_a_row + 1
+        return self.not_finite_in_a_row
+
     def spent_now(self) -> Spent:
         """`spent` at this moment, as a copy."""
         return Spent(*map(add, astuple(self.spent), astuple(self.under_way())))
-
-
-@dataclass(frozen=True)
-class Tally:
-    """A learner's counters since its last epoch ended."""
-
-    num_steps: int
-    seconds: float
-    spent: Spent
-    averaging: Averaging
-    num_not_finite: int
 
 
 @dataclass(frozen=True)

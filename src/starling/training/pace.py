@@ -1,4 +1,10 @@
-"""When a learner opens the next averaging round, and whether its background keeps up."""
+"""One learner's averaging rounds: when it opens the next one, and whether its background keeps up."""
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from starling.training.cuts import Cuts
 
 ENOUGH_GRADIENTS = 100
 """Below this number of gradients a learner's rate of rounds is not checked."""
@@ -66,3 +72,100 @@ class Pace:
     def _most(self) -> float:
         """The bound of credit and debt: the credit of one gradient, but at least one round."""
         return max(1.0, 1.0 / self.period)
+
+
+class Board(Protocol):
+    """Which rounds have opened, and which is the last, for all learners of a membership."""
+
+    def open(self, number: int, is_behind: bool, /) -> bool | None:
+        """Open a round for all learners. `is_behind` is true if the background calls. Several learners may open the
+        same round. False if it never will: the rounds have ended; None: the board does not say."""
+
+    def finish(self, first_unopened: int, /) -> None:
+        """A learner opens no more rounds. The last one ends the rounds: the first unopened round from `first_unopened`
+        on will never open."""
+
+
+class Rounds:
+    """One learner's part in the averaging rounds, on every engine.
+
+    A learner that has made enough gradients opens a round on the `board`; all backgrounds wait for it. The last learner
+    to make its last gradient marks the first unopened round as the end. So all learners take part in the same rounds,
+    and no learner waits for a neighbour that has left.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.cuts: Cuts | None = None
+        """The states of this learner that wait for rounds, if it saves any."""
+        self._lock = threading.Lock()
+        self.pace = Pace()
+        self._next = 0
+        self._waiting: int | None = None
+        self._kept_up: tuple[float, Callable[[], object]] | None = None
+        self._is_finished = self._is_over = False
+
+    def gradient_made(self) -> None:
+        """Called by the foreground after each gradient; opens the round that the background waits for, if it is due."""
+        with self._lock:
+            self.pace.gradient_made()
+            if self._waiting is not None and self.pace.may_open:
+                self._board.open(self._waiting, False)
+                self._waiting = None
+                self.pace.opened()
+
+    def begin(self, period: float) -> tuple[int, bool | None]:
+        """The background has completed its round. Returns the number of the next one, for which it then waits, and
+        whether it will open, if that is known."""
+        if self.cuts is not None:
+            self.cuts.completed(self._next)
+        with self._lock:
+            self._completed()
+            if self._is_over:
+                return self._next, False
+            number, self._next, self.pace.period = self._next, self._next + 1, period
+            if not self.pace.may_open or self._is_finished:
+                self._waiting = number
+                return number, None
+            self.pace.opened()
+            return number, self._board.open(number, True)
+
+    def enter(self, number: int, is_open: bool) -> int | None:
+        """The background enters a round that has opened. Returns its number; None if it will never open."""
+        with self._lock:
+            self._waiting = None
+            if not is_open:
+                self._completed()
+                return None
+            self.pace.entered()
+        if self.cuts is not None:
+            self.cuts.entered(number)
+        return number
+
+    def keeps_up(self, most: float, tell: Callable[[], object]) -> bool:
+        """Called by the foreground: whether the learner is less than `most` gradients ahead of the last round that its
+        background completed. Otherwise `tell` is called as soon as it is."""
+        with self._lock:
+            if self.pace.lags(most):
+                self._kept_up = most, tell
+            return self._kept_up is None
+
+    def _completed(self) -> None:
+        self.pace.completed()
+        if self._kept_up is not None and not self.pace.lags(self._kept_up[0]):
+            tell, self._kept_up = self._kept_up[1], None
+            tell()
+
+    def end(self) -> int:
+        """The foreground takes part in no more rounds. Returns the number of the one for which the background waits."""
+        with self._lock:
+            self._is_over = True
+            return max(0, self._next - 1)
+
+    def finish(self) -> None:
+        """Called by the foreground after its last gradient."""
+        with self._lock:
+            self._is_finished = True
+            self._waiting = None
+            first_unopened = max(0, self._next - 1)
+        self._board.finish(first_unopened)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import name_of_state
 from starling.errors import ConfigError
-from starling.learner import Learner
 from starling.training.flat import split, split_gradient
 from starling.training.streams import lock_for
 
@@ -65,13 +63,12 @@ class Replica:
 
         Returns False, without a step, if the gradient is not finite.
         """
-        if self._sum_over_island is not None:  # before the lock: other ranks must not wait for this one's background
-            norm = self.clip(gradient)
+        if gradient.data_ptr() != self._workspace.data_ptr():
+            gradient = self._workspace.copy_(gradient)
+        # before the lock: other ranks of an island must not wait for this one's background
+        if not math.isfinite(self.clip(gradient)):
+            return False
         with self._lock:
-            if gradient.data_ptr() != self._workspace.data_ptr():
-                gradient = self._workspace.copy_(gradient)
-            if not math.isfinite(self.clip(gradient) if self._sum_over_island is None else norm):
-                return False
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
             with self._as_parameter_gradients(gradient):
@@ -299,32 +296,3 @@ class OptimizerMemory:
                 if name not in names:
                     names.append(name)
         return names
-
-
-class ReplicaLearner(Learner):
-    """What all learners do with their replica, on every engine."""
-
-    replica: Replica
-
-    @property
-    def weights(self) -> Tensor:
-        return self.replica.weights
-
-    @property
-    def version(self) -> int:
-        return self.replica.version
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        return [parameter.shape for parameter in self.replica.parameters]
-
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.replica.replace(weights, piece)
-
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, optimizer_state)
-
-    def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
-    ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)

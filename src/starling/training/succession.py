@@ -14,7 +14,7 @@ from starling.consensus import ROUNDING
 from starling.errors import ConfigError, PeerLost
 from starling.training.batch_shares import shares_for
 from starling.training.faults import Kill, NotFinite, Pause, faults_of
-from starling.training.job import Job, Tally
+from starling.training.job import Job, Statistics
 from starling.training.membership import Membership
 from starling.training.stragglers import Delays
 from starling.training.tickets import SyncGroupTickets, position_after
@@ -48,8 +48,7 @@ class Life:
     state: LearnerState | None = None
     """Its state at the end of the last membership, or from a checkpoint; None: no state yet."""
     past: Past = field(default_factory=Past)
-    tally: Tally | None = None
-    """Its counters for the epoch that a membership change interrupted."""
+    statistics: Statistics = field(default_factory=Statistics)
 
     @classmethod
     def begin(cls, job: Job, name: int, is_new: bool, **more: Any) -> Self:
@@ -109,6 +108,13 @@ class MembershipStart:
             epochs_ended=None,
             strategy=beyond_membership(own.strategy),
         )
+
+    def with_source(self, rank: int, own: LearnerState, source: LearnerState) -> LearnerState:
+        """The state of learner `rank` with what it copies of the state of its `source`."""
+        state = own.with_strategy_of(source)
+        if rank not in self.takers:
+            return state
+        return replace(state, weights=source.weights, buffers=source.buffers, optimizer=source.optimizer)
 
 
 def next_membership(job: Job, before: Membership, change: Membership, is_ordered: bool = False) -> Membership:

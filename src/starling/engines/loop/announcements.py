@@ -73,10 +73,8 @@ class AnnouncementListener(threading.Thread):
         self.settled: dict[int, int] = {}
         """The ranks whose weights are final, each with whether it wants the final consensus."""
         self.closed: dict[int, str] = {}
-        self.failed: dict[int, str] = {}
-        """The error of each rank that failed."""
-        self.lost_peer: dict[int, str] = {}
-        """The error of each rank that failed because it had lost a peer."""
+        self.failed: dict[int, tuple[bool, str]] = {}
+        """Of each rank that failed: whether that was because it had lost a peer, and its error."""
         self.final: Future[Consensus | None] = Future()
         """The consensus of the final weights, once all have settled; None if no learner wants it."""
         self._store = peers.store
@@ -91,7 +89,7 @@ class AnnouncementListener(threading.Thread):
         self._requests: dict[int, Future[Consensus]] = {}
         self._under_way: tuple[int, Future[Consensus]] | None = None
 
-    def announce(self, what: str, word: int | str | Sequence[int] = "") -> int:
+    def announce(self, what: str, word: object = "") -> int:
         """Tell all learners, including this one; returns the number of the announcement."""
         number = self._store.add("announced", 1) - 1
         self._store.set(f"announced/{number}", json.dumps([self._rank, what, word]))

@@ -27,8 +27,7 @@ from starling.engines.loop.life import Coordination, LoopLife
 from starling.engines.loop.optimizers import describe, members_of, parameters_of
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.loop.run import LoopRun
-from starling.engines.processes.handshake import Handshake, Peers
-from starling.engines.processes.place import Place
+from starling.engines.processes.handshake import Handshake
 from starling.engines.processes.threads import end_now
 from starling.errors import ConfigError, FinishedApart, ProtocolError
 from starling.strategies import Strategy
@@ -73,7 +72,7 @@ class JoinedLearner:
 
     def __init__(
         self,
-        place: Place,
+        coordination: Coordination,
         model: nn.Module,
         optimizer: Optimizer,
         strategy: Strategy,
@@ -81,16 +80,16 @@ class JoinedLearner:
         seed: int,
         timeout_seconds: float,
         most_not_finite: int,
-        coordination: Coordination | None = None,
     ) -> None:
         """Connect to the other learners. Raises the errors listed at `starling.join`."""
+        place, survives = coordination.place, coordination.feed.is_watched
         sync_groups = strategy.sync_groups(options, place.world)
         if sync_groups.num_workers < place.world:
             raise ConfigError(
                 f"strategy.servers: with own, {place.world - sync_groups.num_workers} of {place.world} processes would "
                 "have no loop; with starling.join use servers='beside'"
             )
-        world = place.world if coordination is None else max(2, place.world)  # others may join later
+        world = max(2, place.world) if survives else place.world  # others may join later
         self._is_in_step = strategy.sync_groups(options, world).size == world
         refuses = None if strategy.adopts_changes(options) else strategy.name
         replica = self._replica = LoopReplica(model, optimizer, self._is_in_step, refuses)
@@ -100,15 +99,14 @@ class JoinedLearner:
             num_parameters=len(replica.weights),
             dtype=str(replica.weights.dtype),
             configuration=f"{options.model_dump_json()}, seed {seed}, model {_digest(model)}, "
-            f"{len(optimizer.param_groups)} parameter groups" + (", on_loss continue" if coordination else ""),
+            f"{len(optimizer.param_groups)} parameter groups" + (", on_loss continue" if survives else ""),
             optimizer=describe(optimizer),
         )
         self._is_closed = self._has_warned = False
         self._num_calls = 0
         self._consensus_distance: float | None = None
         self._run = LoopRun(strategy, options, replica, seed, most_not_finite)
-        root = Peers(place, timeout_seconds, feed=coordination.feed if coordination else None)
-        self._life = LoopLife(root, self._run, handshake, coordination)
+        self._life = LoopLife(coordination, timeout_seconds, self._run, handshake)
         replica.adopted.leave()
         self._learner_id = place.rank
         self._hooks = StepHooks(replica, f"learner {place.rank}")
@@ -232,7 +230,7 @@ class JoinedLearner:
         averaging, spent = run.statistics.averaging, run.statistics.spent
         return LoopStats(
             steps=self._num_calls,
-            steps_skipped=run.num_not_finite,
+            steps_skipped=run.statistics.num_not_finite,
             rounds=averaging.rounds,
             rounds_per_gradient=averaging.rounds / max(1, self._num_calls),
             staleness=dict(sorted(averaging.staleness.items())),

@@ -46,17 +46,9 @@ class LoopGradient(Handle[Tensor]):
     """The gradient that the loop computes next, or the mean `of` it: awaiting it waits for the loop."""
 
     def __init__(self, result: Callable[[], Tensor], of: "LoopGradient | None" = None) -> None:
-        self._result, self._of = cache(result), of
-        self._is_supplied = False
-
-    @property
-    def is_supplied(self) -> bool:
-        """Whether the loop has computed it."""
-        return self._is_supplied if self._of is None else self._of.is_supplied
-
-    def supply(self) -> None:
-        """The loop has computed it."""
-        self._is_supplied = True
+        self._result, self.own = cache(result), of or self
+        self.is_supplied = False
+        """Of the loop's `own` gradient: whether the loop has computed it."""
 
     def result(self) -> Tensor:
         return self._result()
@@ -66,20 +58,16 @@ class LoopLearner(ConnectedLearner):
     """A learner whose gradients come from a user's loop. The loop's thread calls all methods, unless noted otherwise.
 
     While the loop computes, an `AnnouncementListener` responds to the other learners, which it hears over `listening`.
-    A learner that survives losses belongs to one membership, which it enters with a `plan`; another one continues the
-    `run`.
+    It belongs to one membership, which it enters with a `plan`; another one continues the `run`.
     """
 
     replica: LoopReplica
 
-    def __init__(
-        self, peers: Peers, run: LoopRun, plan: LoopPlan | None = None, listening: Store | None = None
-    ) -> None:
+    def __init__(self, peers: Peers, run: LoopRun, plan: LoopPlan, listening: Store | None = None) -> None:
         self._run = run
         self._me = f"learner {peers.membership.members[peers.rank]}"
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
-        self._gradient_version = 0  # the version of the weights at which the newest gradient is taken
         self._is_ending = self._has_finished = False
         self._changed = threading.Condition()  # something was announced, or failed
         self._listener: AnnouncementListener | None = None
@@ -95,15 +83,12 @@ class LoopLearner(ConnectedLearner):
         self._begin(plan, listening)
         self.begin_computing()
 
-    def _begin(self, plan: LoopPlan | None, listening: Store | None) -> None:
+    def _begin(self, plan: LoopPlan, listening: Store | None) -> None:
         """Meet the other learners, and run the strategy to its first gradient."""
         try:
             if self.world > 1:
                 self._meet(listening)
-                # at the start of a run that survives no losses, all copy learner 0's model
-                plan = plan or LoopPlan(0, tuple(range(1, self.world)), (0,) * self.world)
-            if plan is not None:
-                self._continue(plan)
+            self._continue(plan)
         except BaseException:
             super().leave()
             raise
@@ -141,29 +126,18 @@ class LoopLearner(ConnectedLearner):
         replica = self.replica
         if at is not replica.loop:
             replica.refresh_loop(None if at is replica.weights else at)
-        self._gradient_version = replica.version if at is replica.weights else replica.loop_version
+        self.gradient_version = replica.version if at is replica.weights else replica.loop_version
         gradient = replica.next_gradient()
         self._gradient = LoopGradient(lambda: gradient)
         return self._gradient
 
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        is_finite = math.isfinite(self.replica.clip(gradient))
-        self._count_finite(is_finite)
-        return gradient if is_finite else None
-
-    @property
-    def staleness(self) -> int:
-        return self.replica.version - self._gradient_version
-
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
-        replica = self.replica
-        when = self._gradient_version if read_at is None else read_at
-        self.statistics.averaging.staleness[replica.version - when] += 1
-        is_finite = replica.step(gradient, scale)
+        self.count_staleness(read_at)
+        is_finite = self.replica.step(gradient, scale)
         if self._run.gradient == "given":
             self._run.gradient = "used"
         self.rounds.gradient_made()
-        self._count_finite(is_finite)
+        self.count_finite(is_finite)
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         super().apply(delta, piece)
@@ -188,7 +162,7 @@ class LoopLearner(ConnectedLearner):
             check_group(self.rank, group, self.sync_group, self.world)
             return of
         mean = super().mean
-        if of.is_supplied:
+        if of.own.is_supplied:
             return mean(self.replica.own_gradient(), group)
         return LoopGradient(lambda: mean(self.replica.own_gradient(), group).result(), of)
 
@@ -219,7 +193,7 @@ class LoopLearner(ConnectedLearner):
         if listener is not None and listener.ended:
             self._news()
         if run.gradient == "given":
-            self._gradient.supply()
+            self._gradient.is_supplied = True
             self._proceed()
         elif run.gradient == "alone":
             self.replica.step(self.replica.next_gradient(), 1.0)
@@ -287,7 +261,7 @@ class LoopLearner(ConnectedLearner):
     def announce_failure(self, error: BaseException | None) -> None:
         """Notify the others that this learner ends without having closed."""
         if self._listener is not None:
-            self._listener.announce("lost_peer" if isinstance(error, PeerLost) else "failed", one_line(error))
+            self._listener.announce("failed", [isinstance(error, PeerLost), one_line(error)])
 
     def finish(self, is_final_wanted: bool) -> None:
         """Run the strategy to its end once all learners have made their last steps. If any learner wants the consensus
@@ -338,12 +312,9 @@ class LoopLearner(ConnectedLearner):
         begun, self._resumed_at = self._resumed_at, time.monotonic()
         self.statistics.spent.computing += self._resumed_at - begun
 
-    def _count_finite(self, is_finite: bool) -> None:
-        """Count gradients that are not finite. Raises NonFiniteError after many in a row."""
+    def count_finite(self, is_finite: bool) -> None:
         run = self._run
-        run.num_not_finite += not is_finite
-        run.not_finite_in_a_row = 0 if is_finite else run.not_finite_in_a_row + 1
-        if run.not_finite_in_a_row == run.most_not_finite:
+        if self.statistics.count_finite(is_finite) == run.most_not_finite:
             raise NonFiniteError(
                 f"{self._me}: the gradient of step {run.steps_begun} is not finite, nor were the "
                 f"{run.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
@@ -371,19 +342,19 @@ class LoopLearner(ConnectedLearner):
     def _step_without_gradient(self) -> None:
         """Make a step of the strategy with a gradient that is not finite, which changes no weights. Where learners step
         with the mean of their gradients, none of them makes it."""
-        run, parameters = self._run, self.replica.parameters
-        before = run.num_not_finite, run.not_finite_in_a_row
+        run, statistics, parameters = self._run, self.statistics, self.replica.parameters
+        before = statistics.num_not_finite, statistics.not_finite_in_a_row
         gradients = [parameter.grad for parameter in parameters]
         try:
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, math.nan)
             run.gradient = "given"
-            self._gradient.supply()
+            self._gradient.is_supplied = True
             self._proceed()
             run.num_steps += 1
         finally:
             run.gradient = "none"
-            run.num_not_finite, run.not_finite_in_a_row = before
+            statistics.num_not_finite, statistics.not_finite_in_a_row = before
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
@@ -434,7 +405,7 @@ class LoopLearner(ConnectedLearner):
         return f"learner {self.peers.membership.members[rank]}"
 
     def _meet_all(
-        self, listener: AnnouncementListener, stage: str, wait: Callable[[], object], word: int | Sequence[int] = 0
+        self, listener: AnnouncementListener, stage: str, wait: Callable[[], object], word: object = 0
     ) -> None:
         """Announce that this learner has reached a stage, call `wait`, then meet all learners in a closing barrier,
         which fails immediately if one of them dies. A learner that survives losses hears of a death without it."""
@@ -533,12 +504,9 @@ class LoopLearner(ConnectedLearner):
         listener = self._listener
         if listener is None:
             return
-        for rank, why in list(listener.failed.items()):
-            if rank != self.rank:
-                self.fail(PeerLost(f"{self._me} lost {self._name(rank)}, {self._where()}: {why}"))
-        for rank, why in list(listener.lost_peer.items()):
+        for rank, (has_lost_peer, why) in list(listener.failed.items()):
             if rank != self.rank and self.release.error is None:
-                lost = self._name_lost(None)
+                lost = self._name_lost(None) if has_lost_peer else self._name(rank)
                 self.fail(PeerLost(f"{self._me} lost {lost}, {self._where()}: {why}"))
         with suppress(dist.DistError):  # a lost store is noticed elsewhere
             if listener.unequal and self.release.error is None:
@@ -572,8 +540,10 @@ class LoopLearner(ConnectedLearner):
             lost = self.peers.silent()
         except dist.DistError:
             return f"the store, which {'the coordinator' if self.survives else 'learner 0 or the launcher'} hosts,"
-        failed = [f"{self._name(rank)} ({why})" for rank, why in self._listener.failed.items() if rank != self.rank]
-        return failed[0] if failed else lost
+        for rank, (has_lost_peer, why) in list(self._listener.failed.items()):
+            if rank != self.rank and not has_lost_peer:
+                return f"{self._name(rank)} ({why})"
+        return lost
 
     def _where(self) -> str:
         return f"{'closing after ' if self._run.is_over else ''}step {self._run.steps_begun}"
@@ -602,7 +572,7 @@ def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:
 
 
 def _waits_for_loop(handle: Handle[Any]) -> bool:
-    return isinstance(handle, LoopGradient) and not handle.is_supplied
+    return isinstance(handle, LoopGradient) and not handle.own.is_supplied
 
 
 def one_line(error: BaseException | None) -> str:

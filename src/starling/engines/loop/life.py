@@ -1,6 +1,6 @@
 """A loop's learner across memberships: each membership has a `LoopLearner`, which continues with the progress.
 
-Without a feed of memberships there is one, and the loss of a learner is an error. With one, a thread regroups the
+If the learners are not watched there is one, and the loss of a learner is an error. Otherwise a thread regroups the
 learners after each change while the loop computes, evaluates or saves; a call of the loop that the change interrupts is
 repeated by the learner of the next membership.
 """
@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.engines.loop.announcements import UNEQUAL
 from starling.engines.loop.learner import LoopLearner
-from starling.engines.loop.run import LoopPlan, LoopRun, Past, plan
+from starling.engines.loop.run import LoopRun, Past, plan
 from starling.engines.processes.backend import ConnectionFailed
 from starling.engines.processes.handshake import Handshake, Peers
+from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections, process_group
 from starling.engines.processes.threads import Release
 from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError
@@ -34,18 +35,22 @@ _LOSSES = (MembershipChanged, PeerLost, ConnectionFailed, DistError)
 _LOG = logging.getLogger("starling")
 
 
-class Coordination(Protocol):
-    """This learner's connection to the process that announces memberships."""
+class Coordination:
+    """How a learner at `place` hears of memberships: of one alone, which no learner may leave."""
 
-    feed: MembershipFeed
-    listening: Store
-    """The store, over a connection that nothing else uses."""
+    listening: Store | None = None
+    """The store, over a connection that nothing else uses; None: there is none yet."""
+
+    def __init__(self, place: Place, feed: MembershipFeed | None = None) -> None:
+        self.place = place
+        self.feed = feed or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
 
     def await_first(self) -> Membership:
         """Report that this learner is ready; the first membership that includes it. Raises PeerLost."""
+        return self.feed.first()
 
     def watch(self, on_lost: Callable[[PeerLost], None]) -> None:
-        """Call `on_lost` once if the connection is lost."""
+        """Call `on_lost` once if the connection to who announces memberships is lost."""
 
     def leave(self, error: BaseException | None) -> None:
         """Disconnect: because the run has ended or, with `error`, because this learner ends without the others."""
@@ -61,35 +66,29 @@ class LoopLife:
     learner: LoopLearner
     """The learner of the present membership."""
 
-    def __init__(self, root: Peers, run: LoopRun, handshake: Handshake, coordination: Coordination | None) -> None:
-        """Enter the first membership of the learners `root`."""
-        self._root = root
-        self._run, self._handshake, self._coordination, self._feed = run, handshake, coordination, root.feed
+    def __init__(self, coordination: Coordination, timeout_seconds: float, run: LoopRun, handshake: Handshake) -> None:
+        """Enter the first membership."""
+        self._coordination, self._feed = coordination, coordination.feed
+        self._root = Peers(coordination.place, timeout_seconds, feed=self._feed)
+        self._run, self._handshake = run, handshake
         self._stack = ExitStack()
         self._connections: Connections | None = None
         self._lock = threading.RLock()  # held while the loop is in a learner, and while learners are regrouped
         self._changed = threading.Condition()
         self._failure = Release()
         self._is_over = False
-        if coordination is None:
-            if root.world > 1:
-                root.shake_hands(handshake)
-            self.learner = self._connect(root)
-            return
         try:
-            self._begin(coordination)
+            coordination.watch(self._fail)
+            if self._feed.is_watched:
+                self._root.check_alike(handshake)
+            first = coordination.await_first()
+            run.has_joined = first.number > 0
+            self._regroup(first)
         except BaseException as error:
             coordination.leave(error)
             raise
-
-    def _begin(self, coordination: Coordination) -> None:
-        coordination.watch(self._fail)
-        self._root.check_alike(self._handshake)
-        first = coordination.await_first()
-        self._run.has_joined = first.number > 0
-        self._regroup(coordination, first)
-        thread = threading.Thread(target=self._follow, args=[coordination], name="starling-regroup", daemon=True)
-        thread.start()
+        if self._feed.is_watched:
+            threading.Thread(target=self._follow, name="starling-regroup", daemon=True).start()
 
     def run(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `action` on the learner, repeated with the next one if a membership change interrupts it.
@@ -100,7 +99,7 @@ class LoopLife:
                     learner = self.learner
                     return action(learner, *args, **kwargs)
             except _LOSSES as error:
-                if self._coordination is None or error is self._failure.error:
+                if error is self._failure.error:
                     raise
                 interruption = error
             self._await_next(learner.peers.membership, interruption)  # here, so that what it raises is shown alone
@@ -111,7 +110,7 @@ class LoopLife:
             with suppress(Closed):
                 self.run(LoopLearner.close)
         except PeerLost as error:
-            if self._coordination is None or self._run.final is None:
+            if not self._feed.is_watched or self._run.final is None:
                 raise
             raise FinishedApart(
                 f"learner {self._root.rank} has finished apart from the others, which may end with another model than "
@@ -119,10 +118,9 @@ class LoopLife:
             ) from error
         with self._lock:
             self._is_over = True
-            if self._coordination is not None:
-                self._coordination.leave(None)
-            elif self._root.world > 1:
-                self._root.part()
+            if not self._feed.is_watched:
+                self.learner.peers.part()
+            self._coordination.leave(None)
             self._stack.close()
 
     def abandon(self, error: BaseException | None) -> None:
@@ -131,25 +129,12 @@ class LoopLife:
         self._is_over = True
         unclosed = ProtocolError(f"learner {self._root.rank} ended without close()")
         self.learner.fail(error or unclosed)
-        if self._coordination is not None:
-            self._coordination.leave(error or unclosed)
-        else:
+        self._coordination.leave(error or unclosed)
+        if not self._feed.is_watched:
             with suppress(DistError):  # the store may be gone as well
                 self.learner.announce_failure(error)
 
     # implementation
-
-    def _connect(self, peers: Peers, how: LoopPlan | None = None, listening: Store | None = None) -> LoopLearner:
-        """Connect to the other learners of a membership."""
-        self._connections = None
-        if peers.world == 1:
-            return LoopLearner(peers, self._run, how, listening)
-        connections = self._stack.enter_context(process_group(peers, self._run.replica.weights.device))
-        self._connections = connections
-        with peers.telling(lambda change: connections.cut_all()):
-            learner = LoopLearner(peers, self._run, how, listening)
-        connections.note()
-        return learner
 
     def _fail(self, error: BaseException) -> None:
         """End this learner with `error`. Called by another thread."""
@@ -183,18 +168,18 @@ class LoopLife:
     def _later(self, membership: Membership) -> Membership | None:
         """Wait for a later membership, at most for `REGROUP`; None if none comes or this learner has failed."""
         deadline = time.monotonic() + REGROUP
-        while time.monotonic() < deadline and not self._has_ended:
+        while self._feed.is_watched and time.monotonic() < deadline and not self._has_ended:
             if change := self._feed.beyond(membership, 0.2):
                 return change
         return None
 
-    def _follow(self, coordination: Coordination) -> None:
+    def _follow(self) -> None:
         """Regroup after each change of the membership. The target of a thread."""
         try:
             while (change := self._feed.beyond(self.learner.peers.membership, _FOREVER)) and not self._is_over:
                 with self._lock:
                     if not self._is_over and not self._leave():
-                        self._regroup(coordination, change)
+                        self._regroup(change)
         except BaseException as error:
             self._fail(error)
 
@@ -216,17 +201,18 @@ class LoopLife:
         self._stack.close()
         return False
 
-    def _regroup(self, coordination: Coordination, change: Membership) -> None:
+    def _regroup(self, change: Membership) -> None:
         """Enter the membership `change`, or a later one if that changes meanwhile."""
         while True:
             try:
-                learner = self._enter(coordination, change)
+                learner = self._enter(change)
                 break
-            except _LOSSES as error:
+            except _LOSSES:
                 self._cut()
                 self._stack.close()
                 if (later := self._later(change)) is None:
-                    raise self._failure.error or error from error
+                    self._failure.check()
+                    raise
                 change = later
         if change.number and learner.peers.rank == 0:
             _LOG.warning("%s: %d learners continue", change.reason or "the membership changed", learner.world)
@@ -234,7 +220,7 @@ class LoopLife:
             self.learner = learner
             self._changed.notify_all()
 
-    def _enter(self, coordination: Coordination, membership: Membership) -> LoopLearner:
+    def _enter(self, membership: Membership) -> LoopLearner:
         name = self._feed.name
         if name not in membership.members:
             raise PeerLost(f"learner {name} was taken for lost, and the others continue without it")
@@ -254,6 +240,13 @@ class LoopLife:
             )
         is_in_step = run.strategy.sync_group_size(run.options, 2) == 2
         how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state)
-        learner = self._connect(peers, how, PrefixStore(membership.key, coordination.listening))
+        listening = self._coordination.listening and PrefixStore(membership.key, self._coordination.listening)
+        self._connections = None
+        if peers.world > 1:
+            self._connections = self._stack.enter_context(process_group(peers, run.replica.weights.device))
+        with peers.telling(lambda change: self._connections.cut_all() if self._connections else None):
+            learner = LoopLearner(peers, run, how, listening)
+        if self._connections is not None:
+            self._connections.note()
         self._stack.enter_context(learner.ending(self._cut))
         return learner

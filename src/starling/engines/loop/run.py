@@ -57,9 +57,8 @@ class LoopRun:
         """Whether the loop has made its last step."""
         self.final: Consensus | None = None
         self.consensus_bytes = 0
-        self.most_not_finite, self.num_not_finite, self.not_finite_in_a_row = most_not_finite, 0, 0
-        """Gradients that were not finite, and made no optimizer step: how many in a row end the run, and how many there
-        were."""
+        self.most_not_finite = most_not_finite
+        """How many gradients in a row that are not finite end the run."""
 
     @property
     def steps_begun(self) -> int:

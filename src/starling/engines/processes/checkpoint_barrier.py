@@ -13,12 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistError
 
-from starling.engines.processes.forks import clone_store
 from starling.engines.processes.handshake import Peers, do_nothing
 
 POLL_SECONDS = 0.2
@@ -87,13 +86,11 @@ class CheckpointBarrier(threading.Thread):
         naming_the_lost: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
     ) -> None:
         super().__init__(name=f"starling-barriers-{peers.rank}", daemon=True)  # it must not keep a failed learner alive
-        self._timeout_seconds = peers.timeout_seconds
         self._rank, self._world = peers.rank, peers.world
-        self._naming_the_lost, self._look_around = naming_the_lost, peers.look_around
+        self._naming_the_lost, self._peers = naming_the_lost, peers
         self._has_requests = save_requests is not None
-        if save_requests is not None:  # its own connection: a store serves one request at a time
-            place = replace(peers.place, store=clone_store(peers.store))
-            self._peers = peers.but(place=place, timeout_seconds=math.inf, look_around=self._check_closed)
+        if save_requests is not None:
+            self._beside = peers.beside(self._check_closed, peers.waits)
         self._requests = save_requests or SaveRequests()
         self._on_barrier = on_barrier
         self._changed = threading.Condition()
@@ -129,17 +126,16 @@ class CheckpointBarrier(threading.Thread):
         self._wait(math.inf)
 
     def _wait(self, portion: float) -> None:
-        begin = time.monotonic()
+        def is_agreed() -> bool:
+            if self._limit is None or portion < self._limit:
+                return True
+            if self._error is not None:
+                raise self._error
+            self._changed.wait(WAKE_SECONDS)
+            return False
+
         with self._naming_the_lost(AGREEING), self._changed:
-            while self._limit is not None and portion >= self._limit:
-                if self._error is not None:
-                    raise self._error
-                if time.monotonic() - begin > self._timeout_seconds:
-                    raise DistStoreError(
-                        f"Timed out: no checkpoint barrier was agreed on for {self._timeout_seconds:g} s"
-                    )
-                self._look_around()
-                self._changed.wait(WAKE_SECONDS)
+            self._peers.await_done(is_agreed, "no checkpoint barrier was agreed on")
 
     def run(self) -> None:
         try:
@@ -157,7 +153,7 @@ class CheckpointBarrier(threading.Thread):
 
     def _request(self, number: int) -> tuple[int, int]:
         """Wait for the request of barrier `number`. Returns the signal that stops the run or 0, and the margin."""
-        store, key = self._peers.store, f"barriers/{number}"
+        store, key = self._beside.store, f"barriers/{number}"
         while True:
             self._check_closed()
             wanted = self._requests.wanted(self._rank == 0)
@@ -172,16 +168,16 @@ class CheckpointBarrier(threading.Thread):
         return signal_number, margin
 
     def _agree(self, number: int, signal_number: int, margin: int) -> None:
-        store, key = self._peers.store, f"barriers/{number}/{{}}".format
+        store, key = self._beside.store, f"barriers/{number}/{{}}".format
         with self._changed:
             answer, self._limit = self._reached, self._reached + margin
         store.set(key(self._rank), str(answer))
         if self._rank == 0:
             keys = [key(rank) for rank in range(self._world)]
-            self._peers.await_keys(keys, AGREEING, range(self._world))
+            self._beside.await_keys(keys, AGREEING, range(self._world))
             store.set(key("place"), str(max(int(store.get(each)) for each in keys) + margin))
             self._forget(number - 1)  # all have answered, so all know the place of the previous barrier
-        self._peers.await_keys([key("place")], AGREEING, [0])
+        self._beside.await_keys([key("place")], AGREEING, [0])
         barrier = int(store.get(key("place")))
         with self._changed:
             if signal_number:
@@ -198,7 +194,7 @@ class CheckpointBarrier(threading.Thread):
 
     def _forget(self, number: int) -> None:
         for word in ("", "/place", *(f"/{rank}" for rank in range(self._world))):
-            self._peers.store.delete_key(f"barriers/{number}{word}")
+            self._beside.store.delete_key(f"barriers/{number}{word}")
 
     def _check_closed(self) -> None:
         if self._is_closed.is_set():

@@ -6,8 +6,8 @@ import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -31,7 +31,7 @@ from starling.engines.processes.backend import (
 from starling.engines.processes.collectives import OrderedMean, SharedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
-from starling.engines.processes.rounds import Rounds, StoreBoard
+from starling.engines.processes.rounds import ProcessRounds, StoreBoard
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
 from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker, Workers
 from starling.errors import PeerLost, ProtocolError
@@ -40,8 +40,8 @@ from starling.strategies import SyncGroups
 from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
 from starling.training.membership import Membership, MembershipChanged
-from starling.training.replica import Replica, ReplicaLearner
-from starling.training.shards import MakeOptimizer, Shards, host_copy
+from starling.training.replica import Replica
+from starling.training.shards import ReplicaLearner, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
@@ -78,7 +78,6 @@ class ConnectedLearner(ReplicaLearner):
     rank: int = 0
     world: int = 1
     seed: int = 0
-    shards: Shards
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class ConnectedLearner(ReplicaLearner):
             in_row = peers if place.num_rows == 1 else peers.but(place=place, waits=Waits())  # those name whole ranks
             links = self._links = MemoryLinks(in_row, replica.weights.nbytes if self._device.type == "cpu" else 0)
         is_linked = links.join(range(self.world))
-        self.rounds = Rounds(LinkBoard(links) if is_linked else StoreBoard(place.store, self.rank, self.world))
+        self.rounds = ProcessRounds(LinkBoard(links) if is_linked else StoreBoard(place.store, self.rank, self.world))
         groups = [
             range(first, first + sync_groups.size) for first in range(0, sync_groups.num_workers, sync_groups.size)
         ]
@@ -292,9 +291,6 @@ class ConnectedLearner(ReplicaLearner):
             memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
         return weights_in(memory), memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
 
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.shards.keep(piece, make_optimizer)
-
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         self.replica.apply(delta, piece, in_round=self.is_behind)
 
@@ -363,8 +359,13 @@ class ConnectedLearner(ReplicaLearner):
     def keep_up(self, most: float) -> Handle[None]:
 
         def result() -> None:
-            kept_up = self.rounds.kept_up(most)
-            if kept_up is not None:
+            kept_up: Future[None] = Future()
+
+            def tell() -> None:
+                with suppress(InvalidStateError):  # the wait was released
+                    kept_up.set_result(None)
+
+            if not self.rounds.keeps_up(most, tell):
                 with self._waiting(OWN_ROUND):
                     self.release.wait(kept_up)
 

@@ -6,6 +6,7 @@ processes that do not belong to the run, and those of an earlier run, are reject
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ import torch
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from starling.engines.processes.forks import clone_store
 from starling.engines.processes.place import Place
 from starling.engines.processes.run_token import new_challenge, sign, verified
 from starling.engines.processes.stalls import Waits
@@ -106,6 +108,20 @@ class Peers:
         """The same learners, met in another way: with other arguments of the constructor."""
         now = {name: getattr(self, name) for name in ("place", "timeout_seconds", "waits", "feed", "membership")}
         return Peers(**{**now, "look_around": self.look_around, **changes})
+
+    def beside(self, look_around: Callable[[], None], waits: Waits) -> "Peers":
+        """The same learners over another connection to the store, which serves one request at a time: for a thread that
+        waits until `look_around` raises."""
+        place = replace(self.place, store=clone_store(self.store))
+        return self.but(place=place, timeout_seconds=math.inf, waits=waits, look_around=look_around)
+
+    def await_done(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait until `is_done`, which itself waits a moment; `DistStoreError` with `what` after the time-out."""
+        begin = time.monotonic()
+        while not is_done():
+            self.look_around()
+            if time.monotonic() - begin > self.timeout_seconds:
+                raise DistStoreError(f"Timed out: {what} for {self.timeout_seconds:g} s")
 
     def telling(self, on_change: Callable[[Membership], None]) -> AbstractContextManager[None]:
         """A context in which `on_change` is called, by any thread, once a later membership is announced."""

@@ -9,15 +9,13 @@ FSDP2 has no public way to place its parts in given memory: `use_weights` sets t
 checks.
 """
 
-import copy
 import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,8 +29,7 @@ from starling.engines.processes.backend import PassWithBackend, local_group
 from starling.engines.processes.handshake import Peers
 from starling.errors import CheckpointError, ConfigError
 from starling.strategies.islands import Island
-from starling.training.flat import split, trainable
-from starling.training.freezing import Freeze
+from starling.training.flat import Model, split, trainable
 from starling.training.job import Statistics
 from starling.training.shards import MakeOptimizer
 
@@ -44,13 +41,13 @@ SMALLEST_UNIT = 1 << 20
 class IslandGroup(PassWithBackend):
     """The communication within one island, of the foreground alone. All processes create theirs together."""
 
-    def __init__(self, peers: Peers, size: int) -> None:
+    def __init__(self, peers: Peers, size: int, statistics: Statistics) -> None:
         super().__init__()
         first = peers.rank - peers.rank % size
         self.ranks = range(first, first + size)
         self.member = peers.rank - first
         self.timeout = timedelta(seconds=peers.timeout_seconds)
-        self.statistics = Statistics()
+        self.statistics = statistics
         self.seconds = 0.0
         """The time spent in communication so far."""
         self._waits = peers.waits
@@ -100,47 +97,23 @@ class IslandGroup(PassWithBackend):
             self.seconds += time.monotonic() - begin
 
 
-class IslandModel:
+class IslandModel(Model):
     """One rank's part of a model that its island holds: what `FlatModel` is to a learner with a model of its own.
 
-    `weights` and `gradients` `[P']` hold this rank's part of every parameter. `parameters` are views into `weights`
-    with the parts' shapes, for the optimizer. A `twin` is the same model at other weights. `whole` are the parameters
-    of the model before it is cut, by name.
+    `weights` and `gradients` `[P']` hold this rank's part of every parameter. `whole` are the parameters of the model
+    before it is cut, by name.
     """
 
     def __init__(self, model: nn.Module, island: IslandGroup, whole: Mapping[str, Tensor], cut: Cut) -> None:
-        self.model, self.cut, self.island = model, cut, island
-        self._named = list(whole)
+        self.cut, self.island, self._named = cut, island, list(whole)
         every = torch.cat([parameter.detach().reshape(-1) for parameter in whole.values()])
-        self.weights = cut.part(every, island.member)
-        self._reached: list[int] = []
-        self.gradients = torch.zeros_like(self.weights)
-        self._like = [torch.empty(shape, device="meta") for shape in cut.local_shapes]
-        self.gradients_of = split(self.gradients, self._like)
-        self.parameters = [nn.Parameter(view) for view in split(self.weights, self._like)]
-        for parameter, gradient in zip(self.parameters, self.gradients_of, strict=True):
-            parameter.grad = gradient
+        weights = cut.part(every, island.member)
+        shapes = [torch.empty(shape, device="meta") for shape in cut.local_shapes]
+        parameters = [nn.Parameter(view) for view in split(weights, shapes)]
+        super().__init__(model, parameters, weights, torch.zeros_like(weights))
 
-    def twin(self) -> Self:
-        """The same model, to be used at other weights."""
-        return copy.copy(self)
-
-    def use_weights(self, weights: Tensor) -> None:
-        """Compute with `weights` `[P']` from now on; nothing is copied."""
-        raise NotImplementedError
-
-    def prepare(self) -> None:
-        """Called before each gradient."""
-
-    def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
-        """None: a `Job` with islands thaws nothing."""
-        return frozenset()
-
-    def reached(self) -> set[int]:
-        """The numbers of the parameters that received a gradient since the last call."""
-        found = set(self._reached)
-        self._reached.clear()
-        return found
+    def num_passes(self, num_parts: int) -> int:
+        return int(max(self.island.gathered(num_parts)))  # the same on all ranks, since they communicate in each
 
     def name_of(self, number: int) -> str:
         """The name of a parameter in the model."""
@@ -188,7 +161,7 @@ class ShardedModel(IslandModel):
     def use_weights(self, weights: Tensor) -> None:
         self.weights = weights
         with torch.no_grad():
-            for part, view in zip(self._fsdp, split(weights, self._like), strict=True):
+            for part, view in zip(self._fsdp, split(weights, self.parameters), strict=True):
                 part._sharded_param_data = view.view(-1)
                 part.sharded_param._local_tensor = view[: part.sharded_size[0]]
 
@@ -202,8 +175,7 @@ class ShardedModel(IslandModel):
             def look(*_: object, within: list[Any] = within) -> None:
                 while within:
                     part = within.pop()
-                    note = partial(lambda number, _: self._reached.append(number), numbers[id(part)])
-                    part._unsharded_param.register_post_accumulate_grad_hook(note)
+                    self.notice(numbers[id(part)], part._unsharded_param)
 
             unit.register_forward_pre_hook(look)
 
@@ -275,17 +247,15 @@ def _comms(island: IslandGroup) -> tuple[Any, Any]:
     """What FSDP2 gathers and reduces with."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-    class Gather(AllGather):
+    class Allocates:
         def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
 
+    class Gather(Allocates, AllGather):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
             island.all_gather(output_tensor, input_tensor)
 
-    class Reduce(ReduceScatter):
-        def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
-
+    class Reduce(Allocates, ReduceScatter):
         def __call__(
             self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
         ) -> None:

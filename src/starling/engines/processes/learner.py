@@ -4,40 +4,48 @@ On the CPU learners communicate by shared memory on one machine and by gloo betw
 each learner has its own device; everything else uses gloo through host memory.
 """
 
+import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count, islice
 
 from torch import Tensor
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.backend import ReducingModel
-from starling.engines.processes.batches import ProcessBatches
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
 from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedLearner
 from starling.engines.processes.handshake import Peers
-from starling.engines.processes.island import GATHERING, IslandGroup, IslandModel
-from starling.engines.processes.rounds import StoreCuts
+from starling.engines.processes.island import GATHERING, IslandModel
+from starling.engines.processes.rounds import ProcessRounds, StoreCuts
 from starling.engines.processes.threads import GradientHandle
-from starling.engines.processes.tickets import DoneNotes
+from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Shard
 from starling.training.checks import changed_beneath, check_elementwise
-from starling.training.course import Course, CourseLearner
+from starling.training.course import CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.training.flat import Model, load_buffers
-from starling.training.job import Job, Observer, Statistics
-from starling.training.loading import Loader
+from starling.training.job import Job, Observer
+from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.replica import Replica
 from starling.training.shards import MakeOptimizer
 from starling.training.stragglers import Stragglers
 from starling.training.succession import Life
 from starling.training.tickets import SyncGroupTickets
-from starling.workload import Position
+from starling.workload import Position, Ticket
+
+KEPT_TIMES = 1 << 16
+"""Claims of a sync group whose time stays in the store: learners that agree every H steps are up to H claims apart."""
 
 
 class ProcessLearner(CourseLearner, ConnectedLearner):
     """The learner that runs in this process, in one membership. It continues with the state in its `life`."""
+
+    batches: "ProcessBatches"
+    rounds: ProcessRounds
 
     def __init__(
         self,
@@ -50,68 +58,51 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         observer: Observer,
         save_requests: SaveRequests | None = None,
     ) -> None:
-        self._island = flat.island if isinstance(flat, IslandModel) else None
-        start = life.state
+        part = self._part = flat if isinstance(flat, IslandModel) else None
+        start, weights, make_optimizer = life.state, flat.weights, job.make_optimizer
         if start is not None:
             load_buffers(flat.model, start.buffers)
-        self._job, self._flat, self._life = job, flat, life
+        self._flat = flat
         self._has_delays = job.stragglers != Stragglers()
         self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
         self._begun = time.monotonic()
-        super().__init__(
+        in_island = None if part is None else self._sum_over_island
+        replica = Replica(
+            weights, flat.gradients, flat.parameters, make_optimizer, job.clip_norm, sum_over_island=in_island
+        )
+        if part is not None:
+            check_elementwise(replica.optimizer)
+            self.shard_of_island = part.shard_of_island(replica.optimizer)
+        ConnectedLearner.__init__(
+            self,
             peers,
             job.sync_groups_of_row(peers.world),
-            self._make_replica(job, flat),
+            replica,
             job.seed,
-            peers.place.has_own_device(flat.weights.device),
-            Statistics(),
+            peers.place.has_own_device(weights.device),
+            life.statistics,
             row_size=job.island.size,
         )
-        if self._island is not None:
-            self._island.statistics = self.statistics
         self._barrier = CheckpointBarrier(self.peers, save_requests, self._add_barrier, self.naming_the_lost)
-        position, sync_groups = start.position if start else Position(), job.sync_groups(peers.world)
-        shared_by = job.island.learners_per_batch
-        tickets = SyncGroupTickets(job.workload, position, job.budget, sync_groups.size, shares, shared_by)
-        # if all learners have the same model, the number of their mini-batches determines which tickets are done
-        is_noting = peers.feed.is_watched and not job.strategy.has_one_model
-        self.batches = ProcessBatches(
-            job,
-            tickets,
-            (life.name if shared_by == 1 else peers.rank // shared_by) % job.workload.num_parts,
-            loader,
-            self,
-            self._barrier,
-            DoneNotes(peers.store, peers.rank, sync_groups.num_workers) if is_noting else None,
-            self.now,
-        )
-        self.shard_of_island = flat.shard_of_island(self.replica.optimizer) if isinstance(flat, IslandModel) else None
+        position, per_batch = start.position if start else Position(), job.island.learners_per_batch
+        size = job.sync_groups(peers.world).size
+        tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, per_batch)
         self.cut_agreement = StoreCuts(self._place.store, self.rank, self.world, self.naming_the_lost)
-        self.course = Course(job, self, peers.rank, peers.world, life, tickets, observer)
-        self.shards = self.course.shards
-        self.rounds.cuts = self.course.cuts
-
-    def _make_replica(self, job: Job, flat: Model) -> Replica:
-        in_island = None if self._island is None else self._sum_over_island
-        replica = Replica(
-            flat.weights, flat.gradients, flat.parameters, job.make_optimizer, job.clip_norm, sum_over_island=in_island
-        )
-        if in_island is not None:
-            check_elementwise(replica.optimizer)
-        return replica
+        CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
+        self.batches = ProcessBatches(self, loader, self._barrier)
 
     def drive(self) -> LearnerState:
         """Run the strategy to its end; returns this learner's final state."""
-        coroutine = self._job.strategy.start(self, self._job.options)
+        coroutine = self.job.strategy.start(self, self.job.options)
         try:
             while True:
                 coroutine.send(None)  # waiting happens in `Handle.result`
         except StopIteration:
             self.end_rounds()
             num_drawn, undone = self.batches.drawn_by_all()
-            self.batches.settle()
-            return self.course.finish(self.course.tickets.handed_out(num_drawn), undone)
+            self._barrier.settle()  # all learners have made their last claims
+            return self.finish(self.tickets.handed_out(num_drawn), undone)
         finally:
             self.batches.close()
 
@@ -128,9 +119,9 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         """Leave a membership that has ended and whose connections have been cut, and save this learner's `Life`."""
         super().leave()  # before saving, because the background changes the weights
         self._reducing.clear()  # their hooks would act on later gradients
-        self.course.leave(self.peers.membership.number)
+        self.end_membership(self.peers.membership.number)
 
-    # what the course needs
+    # what all learners with tickets need
 
     def now(self) -> float:
         return time.monotonic() - self._begun
@@ -144,18 +135,14 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         else:
             kill_this_process()
 
-    def consensus_distance(self) -> None:
-        """Unknown: it takes all learners' weights."""
-
     # the contract with the strategy
 
     def claim(self) -> bool:
         self.release.check()
-        return self.course.claim()
+        return super().claim()
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
-        course, version = self.course, self.replica.version
-        claimed = course.begin_gradient()
+        version, claimed = self.replica.version, self.begin_gradient()
         is_mine = at is self.replica.weights
         if not is_mine:
             self._elsewhere = self._elsewhere or self._flat.twin()
@@ -164,7 +151,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         def result(reduced: bool) -> Tensor:
             if is_mine and self.replica.version != version:
                 raise changed_beneath(self.peers.rank)
-            if course.newest_claim is not claimed:
+            if self.newest_claim is not claimed:
                 raise ProtocolError(f"learner {self.peers.rank} claimed again before it awaited its gradient")
             return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
 
@@ -174,7 +161,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         begin = time.monotonic()
-        self.course.step(gradient, read_at, scale)
+        super().step(gradient, read_at, scale)
         if self._background is not None:
             self.rounds.gradient_made()
         self.statistics.spent.computing += time.monotonic() - begin
@@ -188,21 +175,20 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         return super().share(pieces)
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
-        self.course.is_averaged |= isinstance(of, Handle)
+        self.is_averaged |= isinstance(of, Handle)
         return super().mean(of, group)
 
     # implementation
 
     def _compute(self, flat: Model, reduced: bool) -> Tensor:
         """The gradient of the claimed mini-batch, or the sync group's mean of it."""
-        begin, course = time.monotonic(), self.course
-        waited = 0.0
-        if self._island is not None:
-            before = self._island.seconds
-            loss = self._compute_in_island(flat, self._island)
-            waited = self._island.seconds - before
+        begin, waited = time.monotonic(), 0.0
+        if self._part is not None:
+            before = self._part.island.seconds
+            loss = self._compute_part(flat, self._part)
+            waited = self._part.island.seconds - before
         elif not reduced or len(self.sync_group) == 1:
-            loss = course.compute_gradient(flat.model, flat)
+            loss = self.compute_gradient(flat.model, flat)
         else:
             self.count_mean(flat.gradients.nbytes)
             is_elsewhere = flat is not self._flat
@@ -210,54 +196,171 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
                 self._reducing[is_elsewhere] = self.reducing(flat.model)
             reducing = self._reducing[is_elsewhere]
             with self.naming_the_lost(MEAN_OF_GRADIENT), reducing.reducing():
-                loss = course.compute_gradient(reducing.model, flat, reducing.model.no_sync, must_reach_all=True)
+                loss = self.compute_gradient(reducing.model, flat, reducing.model.no_sync, must_reach_all=True)
                 self.await_device()
         if flat is not self._flat:
             flat.use_weights(self.replica.weights)  # release the snapshot
         if self._has_delays:
-            time.sleep(self._life.delays.after(time.monotonic() - begin - waited))
+            time.sleep(self.life.delays.after(time.monotonic() - begin - waited))
         self.statistics.spent.computing += time.monotonic() - begin - waited
         self.statistics.spent.waiting_for_peers += waited
-        course.report_step(loss)
+        self.report_step(loss)
         return flat.gradients
 
-    def _compute_in_island(self, flat: Model, island: IslandGroup) -> float:
-        """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of its own.
-
-        All ranks make as many passes as the one with the most micro-batches, since they communicate in each.
-        """
-        course = self.course
-        with self.naming_the_lost(GATHERING), island.telling_failures():
-            if isinstance(flat, IslandModel):
-                flat.prepare()
-            loss = course.compute_gradient(
-                flat.model, flat, num_passes=lambda num_parts: int(max(island.gathered(num_parts)))
-            )
-        if course.unused and isinstance(flat, IslandModel):
+    def _compute_part(self, flat: Model, part: IslandModel) -> float:
+        """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of its own."""
+        with self.naming_the_lost(GATHERING), part.island.telling_failures():
+            loss = self.compute_gradient(flat.model, flat)
+        if self.unused:
             raise ConfigError(
-                f"learner {self.peers.rank}: parameter {flat.name_of(min(course.unused))} took no part in "
-                f"mini-batch {course.claimed()[0][0].step}, but an island needs a gradient of every parameter from "
+                f"learner {self.peers.rank}: parameter {part.name_of(min(self.unused))} took no part in "
+                f"mini-batch {self.claimed()[0][0].step}, but an island needs a gradient of every parameter from "
                 "every mini-batch; use it in each, freeze it, or leave out island"
             )
         return loss
 
     def _sum_over_island(self, number: float) -> float:
-        if self._island is None:
-            return number
         with self.naming_the_lost("the norm of a gradient"):
-            return self._island.sum(number)
+            return number if self._part is None else self._part.island.sum(number)
 
     def _refuse_in_island(self, what: str) -> None:
-        if self._island is not None:
-            raise ConfigError(f"island: {self._job.strategy.name} {what}, which an island cannot; leave out island")
+        if self._part is not None:
+            raise ConfigError(f"island: {self.job.strategy.name} {what}, which an island cannot; leave out island")
 
     def _add_barrier(self, number: int, signal_number: int) -> None:
         """Add a checkpoint barrier before portion `number`, which no learner has reached."""
         if signal_number:
-            self.course.tickets.end_at(number)
+            self.tickets.end_at(number)
         else:
-            self.course.add_barrier(number)
+            self.barriers.add(number)
 
     def _where(self) -> str:
         num_claimed = self.statistics.num_claimed
         return f"round {num_claimed}" if len(self.sync_group) == self.world else f"after {num_claimed} claims"
+
+
+class ProcessBatches:
+    """The `BatchSource` of a learner process: its sync group claims portions of tickets through the store, and loading
+    processes prepare mini-batches ahead. Unless all learners have one model, the store has which tickets are done."""
+
+    def __init__(self, learner: "ProcessLearner", loader: Loader, barrier: CheckpointBarrier) -> None:
+        job, peers, num_workers = learner.job, learner.peers, learner.job.sync_groups(learner.peers.world).num_workers
+        self._learner, self._peers, self._tickets, self._barrier = learner, peers, learner.tickets, barrier
+        self._is_whole = len(learner.claimers) == peers.world
+        self._member = peers.rank - learner.claimers.start
+        per_batch = job.island.learners_per_batch
+        self._part = (learner.life.name if per_batch == 1 else peers.rank // per_batch) % job.workload.num_parts
+        # if all learners have the same model, the number of their mini-batches determines which tickets are done
+        is_noting = peers.feed.is_watched and not job.strategy.has_one_model
+        self._notes = DoneNotes(peers.store, peers.rank, num_workers) if is_noting else None
+        self._drawn_ahead: set[int] = set()  # portions that this sync group has drawn and not yet claimed
+        self._newest_drawn = 0
+        self._draws = Draws(peers, learner.claimers)
+        self._resumed_at: float | None = None  # when the last mini-batch was given out
+        is_counted = job.budget.steps is not None or job.budget.epochs is not None
+        self._loader, self._lookahead = loader, Lookahead(is_counted)
+        self._batches = loader.load(self._drawn(), self._num_ahead)
+
+    def next(self, claim: int) -> Sequence[Loaded] | None:
+        begin = time.monotonic()
+        with self._peers.waits.waiting("data"):
+            loaded = list(islice(self._batches, self._tickets.shares[self._member]))
+        now = time.monotonic()
+        self._learner.statistics.spent.waiting_for_data += now - begin
+        if self._is_whole:  # nothing is drawn
+            return loaded or None
+        if self._resumed_at is not None:
+            spent = self._learner.job.budget.fraction(self._tickets.progress(self._newest_drawn, minutes=0.0))
+            self._lookahead.began(self._draws.drawn_at, begin - self._resumed_at, spent)
+        self._resumed_at = now
+        if loaded:
+            self._drawn_ahead.discard(self._tickets.number_of(loaded[0][0]))
+            self._draw_ahead(now)
+        return loaded or None
+
+    def agreed_seconds(self, claim: int) -> float:
+        """The clock of the sync group's first learner, through the store."""
+        if len(self._learner.claimers) == 1:
+            return self._learner.now()
+        store, first, what = self._peers.store, self._learner.claimers.start, "agreeing on the time"
+        key = f"clock/{first}/{{}}".format
+        if self._member == 0:
+            store.set(key(claim), repr(self._learner.now()))
+            store.delete_key(key(claim - KEPT_TIMES))
+        with self._learner.naming_the_lost(what):
+            self._peers.await_keys([key(claim)], what, [first])
+            return float(store.get(key(claim)))
+
+    def reach(self, portion: int) -> None:
+        """Wait until it is known whether there is a checkpoint barrier before `portion`."""
+        self._barrier.reach(portion)
+
+    def done(self, ticket: Ticket) -> None:
+        if self._notes is not None:
+            self._notes.add(ticket)
+
+    def drawn_by_all(self) -> tuple[int, list[int]]:
+        """The number of portions drawn by all sync groups, and the portions that remain undone because they were drawn
+        ahead when the time budget was spent. Waits until all learners have made their last claims."""
+        if self._is_whole:
+            return self._learner.statistics.num_claimed, []
+        undone = self._undone() if self._learner.is_worker and self._member == 0 else ()
+        what = "collecting the last claims"
+        with self._learner.naming_the_lost(what):
+            found = self._peers.gather_all("claimed", sorted(undone), what)
+        return int(self._peers.store.add("claims", 0)), sorted(number for each in found for number in each)
+
+    def _drawn(self) -> Iterator[Ticket]:
+        """Draw this learner's tickets."""
+        for number in self._numbers() if self._learner.is_worker else ():
+            self.reach(number)
+            if not (drawn := self._tickets.drawn(number, self._member)):
+                return
+            if not self._is_whole:
+                self._drawn_ahead.add(number)
+                self._newest_drawn = number
+            for ticket in drawn:
+                yield replace(ticket, part=self._part)
+
+    def _numbers(self) -> Iterator[int]:
+        """Draw portions for this sync group: their numbers."""
+        if self._is_whole:
+            yield from count()
+        while True:
+            yield self._take()
+
+    def _take(self) -> int:
+        with self._learner.naming_the_lost(CLAIMING):
+            return self._draws.take()
+
+    def _draw_ahead(self, now: float) -> None:
+        """Begin to draw what will be wanted after the mini-batch that begins, so that nothing waits for the store."""
+        num_more = 1 + self._loader.is_ahead
+        if self._member == 0:
+            num_more = self._lookahead.num(now, self._loader.load_seconds, 1 + self._loader.is_ahead)
+            num_more -= len(self._drawn_ahead)
+        for _ in range(num_more - self._draws.num_under_way):
+            self._draws.begin()
+
+    def _undone(self) -> set[int]:
+        """The portions that were drawn ahead and will not be claimed; draws that are under way are completed."""
+        undone = set(self._drawn_ahead)
+        for _ in range(self._draws.num_under_way):
+            number = self._take()
+            self.reach(number)
+            if not self._tickets.is_beyond(number):
+                undone.add(number)
+        return undone
+
+    def _num_ahead(self) -> int:
+        """The number of portions that may be drawn ahead of the one that is about to begin."""
+        if self._is_whole:
+            return sys.maxsize  # no other learner would take them
+        if self._member == 0:
+            return self._lookahead.num(time.monotonic(), self._loader.load_seconds)
+        # only what the first has drawn: waiting for more would keep the group from the step that the first is in
+        return len(self._drawn_ahead) - 1 + self._draws.num_known
+
+    def close(self) -> None:
+        """End the thread that draws."""
+        self._draws.close()

@@ -87,13 +87,11 @@ def run_learner(
         PeerLost: A learner is lost, or does not respond within `timeout_seconds`, and the run cannot continue.
     """
     feed = membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
-    life = Life.begin(job, feed.name, feed.is_new)
-    life.state = start
+    life, root = Life.begin(job, feed.name, feed.is_new, state=start), Peers(place, timeout_seconds, waits, feed)
     with Loader(job.workload, job.num_workers, ignores_signals=save_requests is not None) as loader:
         check_island(job.island, device)
-        peers = Peers(place, timeout_seconds, waits, feed)
         changes = changes or MembershipObserver()
-        return _Member(job, peers, device, digest, observer, loader, changes, save_requests, life).run()
+        return _Member(job, root, device, digest, observer, loader, changes, save_requests, life).run()
 
 
 def warm_up(job: Job, flat: FlatModel | None) -> None:
@@ -137,13 +135,20 @@ class _Member:
 
     def run(self) -> LearnerState | None:
         """Run through memberships until the run ends."""
-        membership = self._first_membership()
+        if self.feed.is_new:
+            self.root.check_alike(self._handshake(0))
+            warm_up(self.job, self.flat)
+        membership = self.feed.first()
         while True:
             try:
                 return self._be_in(membership)
             except Exception as error:
                 change = self._what_changed(membership, error)
-            self._leave()
+            if self.learner is not None:
+                self.learner.leave()
+                self.learner = None
+                gc.collect()  # DDP reducers of this membership
+            self.changes.pause()
             try:
                 membership = next_membership(self.job, membership, change, is_ordered=True)
             except PeerLost:
@@ -151,12 +156,6 @@ class _Member:
                 raise
             if self.feed.name not in membership.members:
                 return None
-
-    def _first_membership(self) -> Membership:
-        if self.feed.is_new:
-            self.root.check_alike(self._handshake(0))
-            warm_up(self.job, self.flat)
-        return self.feed.first()
 
     def _what_changed(self, membership: Membership, error: Exception) -> Membership:
         """The membership after this one; if there is none, `error` is raised."""
@@ -169,14 +168,6 @@ class _Member:
             end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
         raise error
 
-    def _leave(self) -> None:
-        """Leave the membership that has ended."""
-        if self.learner is not None:
-            self.learner.leave()
-            self.learner = None
-            gc.collect()  # DDP reducers of this membership
-        self.changes.pause()
-
     def _be_in(self, membership: Membership) -> LearnerState:
         peers = self.root.enter(membership)
         if self.feed.is_watched:
@@ -188,20 +179,13 @@ class _Member:
         self.is_connected = True
         with process_group(peers, self.device) as connections:
             try:
-                with peers.telling(
-                    lambda change: connections.cut_all()
-                ):  # creating the sync groups' process groups blocks, too
+                # creating the sync groups' process groups blocks, too
+                with peers.telling(lambda change: connections.cut_all()):
                     flat = self._make_model(peers)
                     self._begin_state(peers, plan, flat)
+                    life, shares, requests = self.life, plan.shares, self.save_requests
                     learner = self.learner = ProcessLearner(
-                        self.job,
-                        peers,
-                        flat,
-                        self.life,
-                        plan.shares,
-                        self.loader,
-                        self.observer,
-                        self.save_requests,
+                        self.job, peers, flat, life, shares, self.loader, self.observer, requests
                     )
                 self._check_weights(peers, learner)
                 connections.note()
@@ -210,7 +194,12 @@ class _Member:
                 with learner.ending(connections.cut), learner.agreeing():
                     state = learner.drive()
                     self.changes.end()
-                    self._part(peers)
+                    is_over = True
+                    try:
+                        peers.part()
+                    except MembershipChanged:  # some learners continue in a next membership: then all do
+                        is_over = False
+                    peers.end(is_over)
                     return state
             except BaseException:
                 connections.cut()  # so that no thread keeps waiting for the remaining learners
@@ -228,12 +217,12 @@ class _Member:
             self.changes.begin(membership, position, is_first)
             return plan
 
-        def tell(plan: MembershipStart) -> None:
-            self.changes.begin(membership, plan.position, True)
-
-        plan = agree_on_plan(self.root.store, peers, self.life.past, self.job, tell)
+        begin = self.changes.begin
+        plan = agree_on_plan(
+            self.root.store, peers, self.life.past, self.job, lambda plan: begin(membership, plan.position, True)
+        )
         if not is_first:
-            self.changes.begin(membership, plan.position, False)
+            begin(membership, plan.position, False)
         return plan
 
     def _speeds(self, peers: Peers) -> list[float] | None:
@@ -258,15 +247,13 @@ class _Member:
             return
         sources = range(plan.source, plan.source + size)
         shared = [share_state(state, source) for source in sources][rank % size]
-        life.state = state.with_strategy_of(shared)
-        if rank in plan.takers:
-            life.state = replace(life.state, weights=shared.weights, buffers=shared.buffers, optimizer=shared.optimizer)
+        life.state = plan.with_source(rank, state, shared)
 
     def _make_model(self, peers: Peers) -> Model:
         """The model of a membership: this learner's own, or its part of its island's."""
         if self.flat is not None:
             return self.flat
-        island = IslandGroup(peers, self.job.island.size)
+        island = IslandGroup(peers, self.job.island.size, self.life.statistics)
         model, self._model = self._model or self.job.workload.make_model(), None
         if self.job.island.tensor > 1:
             from starling.engines.processes.tensor import TensorModel
@@ -288,15 +275,6 @@ class _Member:
         own, what = json.dumps(sketch(learner.weights)), "comparing the weights of all learners"
         if problem := peers.gather("weights", own, compare, what):
             raise ProtocolError(problem.decode())
-
-    def _part(self, peers: Peers) -> None:
-        """Pass the closing barrier, unless some learners continue in a next membership: then all do."""
-        is_over = True
-        try:
-            peers.part()
-        except MembershipChanged:
-            is_over = False
-        peers.end(is_over)
 
     def _handshake(self, world: int) -> Handshake:
         return Handshake(

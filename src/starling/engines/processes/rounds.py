@@ -1,17 +1,15 @@
-"""Averaging rounds in the background: which learner opens them, and after which round they end for all learners."""
+"""Averaging rounds of learner processes: which have opened, which is the last, and where checkpoints cut them."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes.forks import clone_store
 from starling.engines.processes.links import LinkBoard
-from starling.training.cuts import CutAgreement, Cuts
-from starling.training.pace import Pace
+from starling.training.cuts import CutAgreement
+from starling.training.pace import Rounds
 
 ENDED = 1 << 30
 """Added to a round's key if the round will never open."""
@@ -38,8 +36,6 @@ class StoreBoard:
         self._rank, self._world = rank, world
 
     def open(self, number: int, is_behind: bool) -> bool:
-        """Open a round for all learners. `is_behind` is true if the background calls. Several learners may open the
-        same round. False if it never will: the rounds have ended."""
         if not is_behind:
             return int(self._store.add(_key(number), 1)) < ENDED
         return self._enter(number, int(self._own.add(_key(number), 1)))
@@ -55,8 +51,6 @@ class StoreBoard:
         return has_opened
 
     def finish(self, first_unopened: int) -> None:
-        """This learner opens no more rounds. The last one ends the rounds: the first unopened round from
-        `first_unopened` on will never open."""
         if self._store.add("rounds/finished", 1) < self._world:
             return
         while self._store.check([_key(first_unopened)]):
@@ -123,94 +117,21 @@ class StoreCuts(CutAgreement):
         return [int(self._store.get(f"cuts/{barrier}/entered/{rank}")) for rank in range(self._world)]
 
 
-class Rounds:
-    """One learner's part in the averaging rounds.
-
-    A learner that has made enough gradients opens a round on the `board`; all backgrounds wait for it. The last learner
-    to make its last gradient marks the first unopened round as the end. So all learners take part in the same rounds,
-    and no learner waits for a neighbour that has left.
-    """
+class ProcessRounds(Rounds):
+    """The rounds of a learner that is a process, whose background waits in them."""
 
     def __init__(self, board: StoreBoard | LinkBoard) -> None:
-        self._board = board
-        self.cuts: Cuts | None = None
-        """The states of this learner that wait for rounds, if it saves any."""
-        self._lock = threading.Lock()
-        self.pace = Pace()
-        self._next = 0
-        self._waiting: int | None = None
-        self._kept_up: tuple[float, Future[None]] | None = None
-        self._is_finished = False
-        self._is_over = False
-
-    def gradient_made(self) -> None:
-        """Called by the foreground after each gradient; opens the round that the background waits for, if it is due."""
-        with self._lock:
-            self.pace.gradient_made()
-            if self._waiting is not None and self.pace.may_open:
-                self._board.open(self._waiting, is_behind=False)
-                self._waiting = None
-                self.pace.opened()
+        super().__init__(board)
+        self._own_board = board
 
     def next(self, period: float) -> int | None:
         """Called by the background: wait for the next round. Returns its number, or None after the last."""
-        if self.cuts is not None:
-            self.cuts.completed(self._next)
-        with self._lock:
-            self.pace.completed()
-            self._look_at_lag()
-            if self._is_over:
-                return None
-            number, self._next = self._next, self._next + 1
-            self.pace.period = period
-            opens = self.pace.may_open and not self._is_finished
-            if opens:
-                has_opened = self._board.open(number, is_behind=True)
-                self.pace.opened()
-            else:
-                self._waiting = number
-        if not opens:
-            has_opened = self._board.await_open(number)
-        with self._lock:
-            self._waiting = None
-            if not has_opened:
-                self.pace.completed()
-                self._look_at_lag()
-                return None
-            self.pace.entered()
-        if self.cuts is not None:
-            self.cuts.entered(number)
-        return number
-
-    def kept_up(self, most: float) -> "Future[None] | None":
-        """Called by the foreground: a future that is done once the learner is less than `most` gradients ahead of the
-        last round that its background completed; None if it is already."""
-        with self._lock:
-            if not self.pace.lags(most):
-                return None
-            self._kept_up = most, Future()
-            return self._kept_up[1]
-
-    def _look_at_lag(self) -> None:
-        if self._kept_up is not None and not self.pace.lags(self._kept_up[0]):
-            kept_up, self._kept_up = self._kept_up[1], None
-            with suppress(InvalidStateError):  # the wait was released
-                kept_up.set_result(None)
+        number, is_open = self.begin(period)
+        return self.enter(number, self._own_board.await_open(number) if is_open is None else is_open)
 
     def leave(self) -> None:
         """Called by the foreground when it leaves these rounds, regardless of the others."""
-        with self._lock:
-            self._is_over = True
-            waited_for = max(0, self._next - 1)
-        self._board.leave(waited_for)
-
-    def finish(self) -> None:
-        """Called by the foreground after its last gradient."""
-        with self._lock:
-            self._is_finished = True
-            self._waiting = None
-            first_unopened = max(0, self._next - 1)
-        self._board.finish(first_unopened)
+        self._own_board.leave(self.end())
 
 
 def _key(number: int) -> str:

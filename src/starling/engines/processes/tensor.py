@@ -66,19 +66,20 @@ class TensorModel(IslandModel):
             list(numbers) for _, numbers in groupby(whole_ones, lambda number: ends[number] // GATHERED_TOGETHER)
         ]
         for number, parameter in enumerate(self._computed):
+            self._numbers[id(parameter)] = number
             parameter.register_post_accumulate_grad_hook(partial(self._collect, number))  # type: ignore[no-untyped-call]
         self.use_weights(self.weights)
 
     def use_weights(self, weights: Tensor) -> None:
         self.weights = weights
-        for number, view in enumerate(split(weights, self._like)):
+        for number, view in enumerate(split(weights, self.parameters)):
             dim = self._dims[number]
             if dim is not None:
                 self._computed[number]._local_tensor = view.narrow(dim, 0, self._spans[number][1])  # type: ignore[attr-defined]
 
     def prepare(self) -> None:
         """Gather the parameters that are not cut from the ranks to which their parts belong."""
-        parts = split(self.weights, self._like)
+        parts = split(self.weights, self.parameters)
         with torch.no_grad():
             for numbers in self._gathered_together:
                 self._gather([parts[number] for number in numbers], numbers)
@@ -102,7 +103,7 @@ class TensorModel(IslandModel):
         if dim is None:
             own = own[start : start + length]
         self.gradients_of[number].narrow(dim or 0, 0, length).add_(own)
-        self._reached.append(number)
+        self._reached.append(parameter)
 
 
 def _parallelize(model: nn.Module, island: IslandGroup) -> None:

@@ -10,13 +10,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import replace
 from functools import partial
 
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-from starling.engines.processes.forks import clone_store
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.threads import Worker
@@ -64,12 +61,7 @@ class Draws:
     def begin(self) -> None:
         """Begin one more draw."""
         if self._own is None:
-            self._own = self._peers.but(
-                place=replace(self._peers.place, store=clone_store(self._peers.store)),
-                timeout_seconds=float("inf"),
-                waits=Waits(),
-                look_around=self._check_closed,
-            )
+            self._own = self._peers.beside(self._check_closed, Waits())
         self._begun.append((time.monotonic(), self._worker.submit(partial(self._draw, self._own, self._num_begun))))
         self._num_begun += 1
 
@@ -78,12 +70,9 @@ class Draws:
         peers = self._peers
         if self.num_under_way == 0:
             self.begin()
-        begin, (begun_at, drawn) = time.monotonic(), self._begun[0]
+        begun_at, drawn = self._begun[0]
         with peers.waits.waiting(CLAIMING, () if self._is_first else [self._group.start]):
-            while not wait([drawn], POLL_SECONDS).done:
-                peers.look_around()
-                if time.monotonic() - begin > peers.timeout_seconds:
-                    raise DistStoreError(f"Timed out: no draw for {peers.timeout_seconds:g} s")
+            peers.await_done(lambda: bool(wait([drawn], POLL_SECONDS).done), "no draw")
         self.drawn_at, number = begun_at, drawn.result()
         self._begun.popleft()
         return number

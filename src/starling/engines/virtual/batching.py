@@ -82,7 +82,7 @@ class BatchedGradients(RealGradients):
         return replica
 
     def gradient(self, learner: Member, at: Tensor) -> Loss:
-        batch = learner.course.claimed()[0][1]
+        batch = learner.claimed()[0][1]
         if self.problem is not None or len(batch) != 1:
             return super().gradient(learner, at)
         if id(learner) in self._begun:  # its gradient before was not awaited

@@ -12,14 +12,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import current_process
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from starling.checkpoint.state import LearnerState
 from starling.errors import ConfigError
-from starling.training.course import Course
+from starling.training.course import CourseLearner
 from starling.training.flat import FlatModel, load_buffers, split
 from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Job
@@ -32,19 +32,12 @@ Loss = Callable[[], float | None]
 """The loss of a gradient; None where there is none to report."""
 
 
-class Member(Protocol):
+class Member(CourseLearner):
     """A learner of a membership."""
 
-    course: Course
-    replica: Replica
     buffers: Buffers
-    now: Callable[[], float]
-    """Simulated seconds."""
 
-    @property
-    def rank(self) -> int:
-        """Its number among the learners."""
-
+    @abstractmethod
     def begin(self) -> None:
         """Start the strategy."""
 
@@ -118,7 +111,7 @@ class RealGradients(Computation):
         model.use_weights(at)
         model.use_gradients(learner.replica.gradients)
         model.use_buffers(learner.buffers)
-        loss = learner.course.compute_gradient(model.model, model)
+        loss = learner.compute_gradient(model.model, model)
         learner.buffers = model.own_buffers()  # a module may have replaced them
         return loss
 
@@ -172,7 +165,7 @@ class HostProcesses(RealGradients):
         before = self._begun.get(id(learner))
         if before is not None:  # it was not awaited
             self._wait_for(before)
-        task, batches = learner.course.gradient_task()
+        task, batches = learner.gradient_task()
         begun = self._begun[id(learner)] = _Begun(learner, at, task, batches)
         self._receive(timeout=0.0)
         self._hand_out()
@@ -218,7 +211,7 @@ class HostProcesses(RealGradients):
             learner = begun.learner
             learner.replica.gradients.copy_(self._memory[slot, 1])
             learner.buffers, begun.loss = buffers, computed.loss
-            learner.course.computed(computed)
+            learner.computed(computed)
             del self._begun[id(learner)]
 
 

@@ -146,7 +146,7 @@ class VirtualEngine:
         before, simulation = self._current, self._simulation
         for life, learner in zip(before.lives, before.learners, strict=True):
             if not life.is_dead:
-                learner.course.leave(before.membership.number)
+                learner.end_membership(before.membership.number)
         self._changes.pause()
         self._wait_for(simulation.environment.timeout(simulation.cluster.watch.regroup))
         living = simulation.living()
@@ -162,12 +162,8 @@ class VirtualEngine:
         starts = [plan.state(rank, life.state) for rank, life in enumerate(lives)]
         if plan.source is not None:  # the takers have its state, and all have its strategy state
             source = starts[plan.source]
-            for rank in plan.takers:
-                theirs = source.copy()
-                starts[rank] = replace(
-                    starts[rank], weights=theirs.weights, buffers=theirs.buffers, optimizer=theirs.optimizer
-                )
-            starts = [state.with_strategy_of(source) for state in starts]
+            copies = [source.copy() if rank in plan.takers else source for rank in range(plan.world)]
+            starts = [plan.with_source(rank, starts[rank], copies[rank]) for rank in range(plan.world)]
         self._current = self._begin(following, plan, starts)
         self._changes.begin(following, plan.position, True)
 

@@ -9,17 +9,17 @@ import simpy
 from torch import Tensor
 
 from starling.checkpoint.state import LearnerState
+from starling.engines.virtual.computation import Member
 from starling.engines.virtual.membership import Activity, Killed, VirtualBatches, VirtualMembership
 from starling.engines.virtual.network import VirtualGradient, VirtualHandle, first_of
+from starling.engines.virtual.simulation import VirtualLife
 from starling.errors import ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
-from starling.training.course import Course, CourseLearner
 from starling.training.faults import Fault, Pause
-from starling.training.job import Observer, Spent, Statistics
+from starling.training.job import Observer, Spent
 from starling.training.membership import MembershipChanged
-from starling.training.pace import Pace
-from starling.training.shards import MakeOptimizer
+from starling.training.pace import Rounds
 
 T = TypeVar("T")
 FOREGROUND, BACKGROUND = "", "'s background"
@@ -34,57 +34,44 @@ class Failed(Exception):  # noqa: N818 - carries what a strategy raised
         self.error = error
 
 
-class VirtualLearner(CourseLearner):
+class VirtualLearner(Member):
     """A learner of a membership that is a coroutine on the simulated clock, or two of them."""
+
+    rank: int = 0
+    world: int = 1
+    seed: int = 0
+    life: VirtualLife
 
     def __init__(
         self, membership: VirtualMembership, rank: int, observer: Observer, start: LearnerState | None
     ) -> None:
         simulation, computation, life = membership.simulation, membership.computation, membership.lives[rank]
-        job, world = simulation.job, membership.world
+        job = simulation.job
+        self.rank, self.world, self.seed = rank, membership.world, job.seed
         self.replica, self.now = computation.new_replica(), membership.now
         self.buffers = computation.new_buffers(start)
         """The model's buffers, of which each learner has its own."""
-        self.statistics = Statistics()
+        self.statistics = life.statistics
         self.statistics.under_way = self._spent_waiting
         self._membership, self._simulation, self._environment = membership, simulation, simulation.environment
-        self._network, self._rounds, self._life, self._rank = membership.network, membership.rounds, life, rank
+        self._network, self.rounds = membership.network, Rounds(membership.rounds)
         self._record = partial(simulation.record, life.name)
-        self._sync_group = job.sync_groups(world).of(rank)
         self._activity = FOREGROUND
-        self._is_finished = self._has_left = False
+        self._has_left = False
         self._wait: tuple[float, float] | None = None
         """The wait of the foreground that is under way: since when, and how many seconds of it are own computation."""
         self._num_means: dict[str, int] = {}  # a mean is identified by its place in each learner's sequence
-        self._pace = Pace()
-        self._next_round = 0
-        self._round_waited_for: int | None = None
-        self._kept_up: simpy.Event | None = None
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
-        self.batches = VirtualBatches(membership.batches, self._sync_group, rank, life.name)
-        self.shard_of_island, self.cut_agreement = None, self._rounds
-        life.state = start
-        self.course = Course(job, self, rank, world, life, membership.batches.tickets, observer)
-        self.shards = self.course.shards
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world(self) -> int:
-        return self._membership.world
-
-    @property
-    def seed(self) -> int:
-        return self._simulation.job.seed
+        self.batches = VirtualBatches(membership.batches, job.sync_groups(self.world).of(rank), rank, life.name)
+        self.cut_agreement, life.state = membership.rounds, start
+        super().__init__(job, rank, self.world, life, membership.batches.tickets, observer)
 
     def claim(self) -> bool:
         self._membership.check()
-        claimed, step = self.course.claim(), -1
+        claimed, step = super().claim(), -1
         if claimed:
-            first, tickets = self.course.claimed()[0][0], self.course.tickets
-            step = first.step - tickets.places(self._rank - self._sync_group.start).start + tickets.portion_size
+            first, tickets = self.claimed()[0][0], self.tickets
+            step = first.step - tickets.places(self.rank - self.claimers.start).start + tickets.portion_size
             step //= tickets.ranks_per_learner
         self._record("claim", struct.pack("<q", step))
         return claimed
@@ -92,25 +79,25 @@ class VirtualLearner(CourseLearner):
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         begun = self._membership.computation.gradient(self, at)
         is_mine = at is self.weights  # what `at` is otherwise need not be kept
-        version, times = self.replica.version, self._life.times
-        num_draws = len(self.course.begin_gradient()) // self.course.tickets.ranks_per_learner
+        version, times = self.replica.version, self.life.times
+        num_draws = len(self.begin_gradient()) // self.tickets.ranks_per_learner
         seconds = sum(times.draw() for _ in range(num_draws))
         self.statistics.averaging.bytes_sent += times.communication_bytes
-        seconds += self._life.delays.after(seconds) + self._pause
+        seconds += self.life.delays.after(seconds) + self._pause
         self._pause = 0.0
-        waiting = self._simulation.seconds_cut_off(self._life)  # a claim is answered once it is heard
+        waiting = self._simulation.seconds_cut_off(self.life)  # a claim is answered once it is heard
 
         def finish(_: object) -> None:
-            if self._life.is_dead or self._has_left:
+            if self.life.is_dead or self._has_left:
                 return
             loss = begun()
             self._record("gradient", struct.pack("<d", loss or 0.0))
             if loss is not None:
-                self.course.report_step(loss)
+                self.report_step(loss)
 
         def result() -> Tensor:
             if is_mine and self.replica.version != version:
-                raise changed_beneath(self._rank)
+                raise changed_beneath(self.rank)
             return self.replica.gradients
 
         event = self._environment.timeout(seconds + waiting)
@@ -119,20 +106,13 @@ class VirtualLearner(CourseLearner):
         return VirtualGradient(event, result, lambda: "its own gradient", computing=computing)
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
-        self.course.step(gradient, read_at, scale)
+        super().step(gradient, read_at, scale)
         self._record("step", b"")
-        self._pace.gradient_made()
-        self._open_round()
+        self.rounds.gradient_made()
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         self.replica.apply(delta, piece, in_round=self._activity == BACKGROUND)
         self._record("apply", b"")
-
-    def snapshot(self, piece: slice | None = None) -> Tensor:
-        return self.replica.snapshot(piece)
-
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.shards.keep(piece, make_optimizer)
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         for piece in pieces:
@@ -141,28 +121,28 @@ class VirtualLearner(CourseLearner):
         return VirtualHandle(self._environment.timeout(0.0), lambda: shards, lambda: "shared memory")
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
-        check_group(self._rank, group, self._sync_group, self.world)
+        check_group(self.rank, group, self.claimers, self.world)
         if isinstance(of, Tensor):
-            check_mean(self._rank, of, self.weights)
+            check_mean(self.rank, of, self.weights)
         else:
-            self.course.is_averaged = True
+            self.is_averaged = True
         if isinstance(of, VirtualGradient) and not of.event.processed:
-            of.give_away(given_away(self._rank))
-        size, num_bytes = len(self._sync_group), self.weights.nbytes if isinstance(of, Handle) else of.nbytes
+            of.give_away(given_away(self.rank))
+        size, num_bytes = len(self.claimers), self.weights.nbytes if isinstance(of, Handle) else of.nbytes
         return self._join_mean(of, 2 * (size - 1) * num_bytes // size)
 
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
-        return self._join_mean(part, 2 * (len(self._sync_group) - 1) * part.message_bytes)
+        return self._join_mean(part, 2 * (len(self.claimers) - 1) * part.message_bytes)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        check_peer(self._rank, peer, self.world)
-        self.statistics.averaging.bytes_sent += tensor.nbytes if peer != self._rank else 0
-        return self._network.send(self._rank, peer, tensor, tag)
+        check_peer(self.rank, peer, self.world)
+        self.statistics.averaging.bytes_sent += tensor.nbytes if peer != self.rank else 0
+        return self._network.send(self.rank, peer, tensor, tag)
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        check_peer(self._rank, peer, self.world)
+        check_peer(self.rank, peer, self.world)
         return self._network.receive(
-            self._rank, peer, tag, lambda theirs: check_received(self._rank, peer, tag, theirs, like)
+            self.rank, peer, tag, lambda theirs: check_received(self.rank, peer, tag, theirs, like)
         )
 
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
@@ -176,52 +156,36 @@ class VirtualLearner(CourseLearner):
         self._drive(activity, BACKGROUND)
 
     def round(self, period: float) -> Handle[int | None]:
-        number, self._next_round = self._next_round, self._next_round + 1
-        if self.course.cuts is not None:
-            self.course.cuts.completed(number)
-        self._complete_round()
-        self._pace.period = period
-        self._round_waited_for = number
-        self._open_round()
+        (number, _), board = self.rounds.begin(period), self._membership.rounds
 
         def result() -> int | None:
-            self._round_waited_for = None
-            takes_place = self._rounds.enter(number)
+            takes_place = board.enter(number)
             self._record("round", struct.pack("<q", number if takes_place else -1))
-            if not takes_place:
-                self._complete_round()
-                return None
-            if self.course.cuts is not None:
-                self.course.cuts.entered(number)
-            self._pace.entered()
-            self.statistics.averaging.rounds += 1
-            return number
+            self.statistics.averaging.rounds += takes_place
+            return self.rounds.enter(number, takes_place)
 
-        return VirtualHandle(self._rounds.event(number), result, lambda: f"round {number} to open")
+        return VirtualHandle(board.event(number), result, lambda: f"round {number} to open")
 
     def keep_up(self, most: float) -> Handle[None]:
         event = self._environment.event()
-        if self._pace.lags(most):
-            self._kept_up = event
-        else:
+        if self.rounds.keeps_up(most, event.succeed):
             event.callbacks = None  # it has happened, and takes no place in the queue of events
         return VirtualHandle(event, lambda: None, lambda: "its own averaging round")
 
     def begin(self) -> None:
         """Start the strategy."""
-        job = self._simulation.job
-        self._drive(job.strategy.start(self, job.options), FOREGROUND)
+        self._drive(self.job.strategy.start(self, self.job.options), FOREGROUND)
 
     def _drive(self, coroutine: Coroutine[Any, Any, None], kind: str) -> None:
         """Begin to drive a coroutine."""
-        activity = self._membership.activities[self._rank, kind] = Activity(self._rank)
+        activity = self._membership.activities[self.rank, kind] = Activity(self.rank)
         activity.process = self._environment.process(self._drive_to_end(activity, coroutine, kind))
 
     def _drive_to_end(
         self, activity: Activity, coroutine: Coroutine[Any, Any, None], kind: str
     ) -> Generator[simpy.Event, None, None]:
         """Run a coroutine to its end, or until this learner leaves its membership or dies."""
-        membership, life, has_ended = self._membership, self._life, False
+        membership, life, has_ended = self._membership, self.life, False
         try:
             if not (life.is_dead or membership.reasons):
                 has_ended = yield from self._advance(activity, coroutine, kind)
@@ -232,17 +196,16 @@ class VirtualLearner(CourseLearner):
         if has_ended:
             self._record("end", b"")
         if kind == FOREGROUND:  # after its background has left, the foreground may continue
-            self._is_finished |= has_ended
             self._has_left |= not has_ended
             if has_ended:
-                self._rounds.finish()
+                self.rounds.finish()
         while membership.reasons and not life.is_dead and (seconds := self._simulation.seconds_out_of_reach(life)) > 0:
             try:  # a learner that is paused or cut off does not hear at once that a membership is over
                 yield self._environment.timeout(seconds)
             except simpy.Interrupt:
                 continue
         coroutine.close()
-        del membership.activities[self._rank, kind]
+        del membership.activities[self.rank, kind]
         membership.look_whether_over()
 
     def _advance(
@@ -250,7 +213,7 @@ class VirtualLearner(CourseLearner):
     ) -> Generator[simpy.Event, None, bool]:
         """Whenever the coroutine waits for a handle, wait for its event. True at its end; False if this learner dies or
         must leave before that."""
-        membership, life = self._membership, self._life
+        membership, life = self._membership, self.life
         while True:
             membership.driven, self._activity = life, kind
             try:
@@ -261,7 +224,7 @@ class VirtualLearner(CourseLearner):
                 membership.driven = None
             if not isinstance(handle, VirtualHandle):
                 raise ProtocolError(
-                    f"learner {self._rank} awaited {handle!r}; a strategy awaits only what its learner started"
+                    f"learner {self.rank} awaited {handle!r}; a strategy awaits only what its learner started"
                 )
             activity.waits_for = handle
             if membership.reasons and not handle.is_own:
@@ -292,19 +255,7 @@ class VirtualLearner(CourseLearner):
     def _join_mean(self, of: Tensor | Handle[Tensor] | EncodedMean, num_bytes: int) -> Handle[Tensor]:
         number = self._num_means[self._activity] = self._num_means.get(self._activity, -1) + 1
         self.statistics.averaging.bytes_sent += num_bytes
-        return self._network.mean(self._rank, self._sync_group, self._activity, number, of)
-
-    def _open_round(self) -> None:
-        """Open the round that the background waits for, if it is time."""
-        if self._round_waited_for is not None and self._pace.may_open and not self._is_finished:
-            self._rounds.open(self._round_waited_for)
-            self._pace.opened()
-
-    def _complete_round(self) -> None:
-        self._pace.completed()
-        if self._kept_up is not None:
-            self._kept_up.succeed()
-            self._kept_up = None
+        return self._network.mean(self.rank, self.claimers, self._activity, number, of)
 
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
         def result() -> T:
@@ -323,4 +274,4 @@ class VirtualLearner(CourseLearner):
         self._simulation.inject(fault)
 
     def consensus_distance(self) -> float | None:
-        return self._membership.consensus_distance() if self._rank == 0 else None
+        return self._membership.consensus_distance() if self.rank == 0 else None

@@ -109,7 +109,7 @@ class VirtualBatches:
 
 
 class VirtualRounds(CutAgreement):
-    """The averaging rounds of all learners; `starling.engines.processes.rounds` has the rule."""
+    """The averaging rounds of all learners: the `Board` of their `Rounds`."""
 
     def __init__(self, environment: simpy.Environment, world: int) -> None:
         self._environment = environment
@@ -124,8 +124,7 @@ class VirtualRounds(CutAgreement):
         """The event that round `number` opens, or will never open."""
         return self._events.setdefault(number, self._environment.event())
 
-    def open(self, number: int) -> None:
-        """Open a round, unless it is open."""
+    def open(self, number: int, is_behind: bool) -> None:
         if number == self._num_opened:
             self._num_opened += 1
             self.event(number).succeed()
@@ -139,8 +138,7 @@ class VirtualRounds(CutAgreement):
         self._first_free = max(self._first_free, number + 1)
         return True
 
-    def finish(self) -> None:
-        """A learner will make no more gradients; after the last learner no round opens."""
+    def finish(self, first_unopened: int) -> None:
         if self._is_last("finished", 0):
             self.event(self._num_opened).succeed()
 
@@ -261,14 +259,14 @@ class VirtualMembership:
     def finish(self) -> list[LearnerState]:
         """All learners are done: report it. The final states, by rank."""
         num_portions = self.batches.num_portions
-        return [learner.course.finish(num_portions) for learner in self.learners]
+        return [learner.finish(num_portions) for learner in self.learners]
 
     def consensus_distance(self) -> float | None:
         """That of all learners' weights; None if these are no numbers."""
         if not self.computation.holds_weights:
             return None
         weights = [learner.replica.weights for learner in self.learners]
-        found = {shard.piece.start: shard for learner in self.learners for shard in learner.course.shards.held}
+        found = {shard.piece.start: shard for learner in self.learners for shard in learner.shards.held}
         if not found:
             return consensus_distance(weights, consensus(weights, []))
         model = torch.cat([found[start].weights for start in sorted(found)])
