@@ -9,8 +9,8 @@ from pydantic import Field
 
 from starling.errors import ConfigError
 from starling.learner import Learner, LoopEnded
-from starling.strategies.base import Strategy, never, one_learner
-from starling.strategies.parameter_server import Remote, check_servers, num_workers, without_servers_lost
+from starling.strategies.base import never, one_learner
+from starling.strategies.parameter_server import Remote, ServedStrategy
 from starling.strategies.server import Served, Server, ServerOptions
 
 if TYPE_CHECKING:
@@ -263,7 +263,6 @@ class AeasgdOptions(AsyncLocalOptions):
 
 
 def _check(options: AsyncLocalOptions, world: int) -> None:
-    check_servers(options, world)
     if options.spread * options.pushes(world) > 1.0:
         raise ConfigError(
             f"strategy.spread: {options.spread:g} of the momentum's step with each of {options.pushes(world)} pushes "
@@ -271,20 +270,9 @@ def _check(options: AsyncLocalOptions, world: int) -> None:
         )
 
 
-def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> Strategy:
-    return Strategy(
-        name,
-        summary,
-        async_local,
-        one_learner,
-        options,
-        num_workers=num_workers,
-        check=_check,
-        survivors=without_servers_lost,
-        is_served=True,
-        adopts_changes=never,
-        family="async-local",
-        kind="periodic",
+def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> ServedStrategy:
+    return ServedStrategy(
+        name, summary, async_local, one_learner, options, check=_check, adopts_changes=never, kind="periodic"
     )
 
 

@@ -435,7 +435,6 @@ def _strategy(name: str, summary: str, options: type[LocalOptions]) -> Strategy:
         check=_check,
         adopts_changes=lambda options: _takes_means(options) and options.pull is None,
         keeps_state=True,
-        family="local",
         kind="periodic",
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from starling.errors import ConfigError, PeerLost
 from starling.learner import Handle, Learner, LoopEnded
-from starling.strategies.base import Strategy, all_but_the_lost, never
+from starling.strategies.base import Strategy, SyncGroups, never
 from starling.strategies.server import AGE, GRADIENT, REPORT, WEIGHTS, Report, Served, Server, ServerOptions
 
 if TYPE_CHECKING:
@@ -166,45 +166,43 @@ class Remote:
         self._sending.clear()
 
 
-def check_servers(options: Served, world: int) -> None:
-    """Raise ConfigError if there are too few learners."""
-    if options.servers == "own" and world <= options.shards:
-        raise ConfigError(
-            f"strategy.shards: with {options.shards} servers as learners of their own, none of the {world} learners is "
-            "a worker; start more learners, or choose servers: beside"
-        )
-    if options.shards > world:
-        raise ConfigError(
-            f"strategy.shards: {options.shards} servers, but only {world} learners to run them; choose at most {world}"
-        )
+class ServedStrategy(Strategy):
+    """A strategy whose options are `Served`: servers keep the model, and the run ends if one is lost."""
+
+    is_served = True
+
+    def sync_groups(self, options: Served, world: int) -> SyncGroups:
+        return SyncGroups(len(options.workers(world)), self.sync_group_size(options, world))
+
+    def survivors(self, options: Served, world: int, lost: Collection[int]) -> Sequence[int]:
+        for shard in range(options.shards):
+            if (server := options.server(shard, world)) in lost:
+                raise PeerLost(f"learner {server} of {world} was a server; its shard of the model is lost")
+        left = super().survivors(options, world, lost)
+        self.validate(options, len(left))
+        return left
+
+    def validate(self, options: Served, world: int) -> None:
+        if options.servers == "own" and world <= options.shards:
+            raise ConfigError(
+                f"strategy.shards: with {options.shards} servers as learners of their own, none of the {world} "
+                "learners is a worker; start more learners, or choose servers: beside"
+            )
+        if options.shards > world:
+            raise ConfigError(
+                f"strategy.shards: {options.shards} servers, but only {world} learners to run them; choose at most "
+                f"{world}"
+            )
+        super().validate(options, world)
 
 
-def num_workers(options: Served, world: int) -> int:
-    """The learners that compute."""
-    return len(options.workers(world))
-
-
-def without_servers_lost(options: Served, world: int, lost: Collection[int]) -> Sequence[int]:
-    """All learners that are not lost. PeerLost if a server is lost, ConfigError if too few remain."""
-    for shard in range(options.shards):
-        if (server := options.server(shard, world)) in lost:
-            raise PeerLost(f"learner {server} of {world} was a server; its shard of the model is lost")
-    left = all_but_the_lost(options, world, lost)
-    check_servers(options, len(left))
-    return left
-
-
-PARAMETER_SERVER = Strategy(
+PARAMETER_SERVER = ServedStrategy(
     "parameter-server",
     "workers push gradients to servers, which keep the model",
     parameter_server,
-    lambda options, world: num_workers(options, world) if options.update == "hybrid" else 1,
+    lambda options, world: len(options.workers(world)) if options.update == "hybrid" else 1,
     ServerOptions,
-    num_workers=num_workers,
-    check=check_servers,
-    survivors=without_servers_lost,
     averages_gradients=lambda options: options.update == "hybrid",
-    is_served=True,
     adopts_changes=never,
     kind="server",
     steps_itself=False,
