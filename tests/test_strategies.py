@@ -108,6 +108,7 @@ def test_a_strategy_imports_nothing_but_learner_topology_and_torch(file: Path) -
         "copy",
         "dataclasses",
         "functools",
+        "itertools",
         "math",
         "typing",
     }

@@ -331,7 +331,7 @@ class RunConfig(Config):
     def num_workers(self) -> int:
         """How many learners compute gradients, each of its own mini-batches; a tensor island counts as one."""
         groups = self.between.sync_groups(self.strategy.options, self.learners)
-        return groups.num_workers // self.island.learners_per_batch
+        return groups.num_workers // self.island.tensor
 
     @property
     def sync_group_size(self) -> int:

@@ -11,7 +11,7 @@ from pydantic import Field
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.strategies.mixing import averages_both_ways
-from starling.topology import Topology, accelerated_contraction, acceleration_constants, find_topology
+from starling.topology import accelerated_contraction, acceleration_constants, find_topology
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,11 +109,8 @@ def check_acceleration(acceleration: Accelerated, compression: object, pattern: 
             f"{pattern} does not have; choose pattern ring, or leave it out: where neighbours change at random, there "
             "is nothing to accelerate"
         )
-    if isinstance(acceleration, Acceleration):
-        _check_constants(acceleration, topology, pattern)
-
-
-def _check_constants(acceleration: Acceleration, topology: Topology, pattern: str) -> None:
+    if not isinstance(acceleration, Acceleration):
+        return
     factor = accelerated_contraction(topology.matrix(0), acceleration.rate, acceleration.step)
     if not factor < 1.0:
         raise ConfigError(

@@ -14,7 +14,7 @@ from starling.strategies.parameter_server import Remote, ServedStrategy
 from starling.strategies.server import Served, Server, ServerOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class AsyncLocalOptions(Served):
@@ -44,12 +44,10 @@ class AsyncLocalOptions(Served):
         piece = self.kept(me)
         if piece is None:
             return None
-        from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
+        from starling.strategies.delayed_nesterov import Loans
 
-        def optimizer(parameters: list[nn.Parameter]) -> DelayedNesterov:
-            return DelayedNesterov(parameters, self.rate, self.momentum, self.pushes(me.world), self.spread)
-
-        return Server(me, piece, self.workers(me.world), ServerOptions(), Loans(optimizer))
+        loans = Loans(self.rate, self.momentum, self.pushes(me.world), self.spread)
+        return Server(me, piece, self.workers(me.world), ServerOptions(), loans)
 
 
 async def async_local(me: Learner, options: AsyncLocalOptions) -> None:

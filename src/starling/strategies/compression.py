@@ -56,20 +56,6 @@ def find_encoding(compression: Encoded) -> Encoding | None:
     return {"none": None, "bfloat16": Bfloat16(), "int8": Integers(8), "int4": Integers(4)}[compression]
 
 
-def encode(encoding: Encoding, vector: Tensor) -> Tensor:
-    """The bytes of a vector; in a simulation of time alone, their number."""
-    if vector.device.type != "meta":
-        return encoding.encode(vector)
-    import torch
-
-    return torch.empty(encoding.num_bytes(len(vector)), dtype=torch.uint8, device="meta")
-
-
-def decode(encoding: Encoding, encoded: Tensor, like: Tensor) -> Tensor:
-    """The vector that was encoded, of the size of `like`."""
-    return like if like.device.type == "meta" else encoding.decode(encoded, len(like))
-
-
 class Means:
     """The means of one strategy: as they are, or of vectors that travel encoded, with error feedback.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,22 +15,22 @@ class Loans:
     """The copies of theta that a server has lent to workers and not had back, by number: each is for one push.
 
     A worker whose membership has ended cannot know whether its last push has arrived. It pushes again, and the server
-    takes it only if that copy is still out. The numbers are kept by the server's optimizer, which `make` makes, so
-    that a checkpoint has them as they are after the same push as theta. The ages are for statistics.
+    takes it only if that copy is still out. The numbers are kept by the server's optimizer, so that a checkpoint has
+    them as they are after the same push as theta. The ages are for statistics.
     """
 
     DROPPED = ("_optimizer", "_ages")
     """The optimizer is not dropped, but saved with the server's shard."""
 
-    def __init__(self, make: Callable[[list[nn.Parameter]], DelayedNesterov]) -> None:
-        self._make = make
+    def __init__(self, rate: float, momentum: float, delay: int, spread: float) -> None:
+        self._settings = rate, momentum, delay, spread
         self._optimizer: DelayedNesterov | None = None
         self._kept = dict(NO_LOANS)  # in a simulation of time alone, without an optimizer
         self._ages: dict[int, int] = {}
 
     def optimizer(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
         """The server's optimizer."""
-        self._optimizer = self._make(parameters)
+        self._optimizer = DelayedNesterov(parameters, *self._settings)
         return self._optimizer
 
     @property

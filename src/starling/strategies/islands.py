@@ -32,11 +32,6 @@ class Island(Config):
         """The number of learners of one island."""
         return self.sharded * self.tensor
 
-    @property
-    def learners_per_batch(self) -> int:
-        """How many learners compute each mini-batch together: the first of them reports it."""
-        return self.tensor
-
 
 NO_ISLANDS = Island()
 """Each learner has a model of its own."""

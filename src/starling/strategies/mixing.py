@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Learner
-from starling.strategies.compression import Encoded, decode, encode, find_encoding
+from starling.strategies.compression import Encoded, find_encoding
 from starling.topology import Topology, check_pattern, find_topology
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from starling.strategies.encoding import Encoding
 
 T = TypeVar("T")
 Pattern = Annotated[str, AfterValidator(check_pattern)]
@@ -124,39 +122,41 @@ class Encoder:
 
     def encode(self, mine: Tensor, piece: slice) -> Tensor:
         """Encode `mine`, and change it to what the receivers will decode."""
-        if self._rounds:
-            import torch
+        import torch
 
+        if self._rounds:
             error = self._errors[piece]
             error.add_(mine)  # w + e
             sent = error.to(torch.bfloat16)
             mine.copy_(sent)
             error.sub_(mine)
             return sent
-        return mine if self._encoding is None else self._encode_change(self._encoding, mine, piece)
-
-    def _encode_change(self, encoding: Encoding, mine: Tensor, piece: slice) -> Tensor:
+        if self._encoding is None:
+            return mine
         public = self._errors[piece]
         if int(self._begun) < self._num_pieces:
             self._begun.add_(1)
             public.copy_(mine)
             return mine
         mine.sub_(public)
-        sent = encode(encoding, mine)
-        mine.copy_(decode(encoding, sent, mine))
+        if mine.is_meta:
+            return mine.new_empty(self._encoding.num_bytes(len(mine)), dtype=torch.uint8)
+        sent = self._encoding.encode(mine)
+        mine.copy_(self._encoding.decode(sent, len(mine)))
         public.add_(mine)
         return sent
 
     def change(self, own: Tensor, theirs: Sequence[tuple[float, Tensor]], piece: slice) -> Tensor:
         """The change to my weights, from what I sent, decoded, and what others sent, each with its weight."""
+        if own.is_meta:
+            return own
         if self._encoding is None:
             return sum_of_differences(own, theirs)
-        sent = []
-        for weight, vector in theirs:
-            is_whole = vector.dtype == own.dtype
-            sent.append((weight, vector if is_whole else decode(self._encoding, vector, own)))
-        difference = self._differences[piece].add_(sum_of_differences(own, sent))
-        return difference * self._gamma
+        decoded = []
+        for weight, sent in theirs:
+            is_whole = sent.dtype == own.dtype
+            decoded.append((weight, sent if is_whole else self._encoding.decode(sent, len(own))))
+        return self._differences[piece].add_(sum_of_differences(own, decoded)) * self._gamma
 
 
 class Mixing:
@@ -285,9 +285,4 @@ def _parts(vector: Tensor) -> list[slice]:
 def one_ahead(work: Iterable[T]) -> Iterator[T]:
     """Yield the items of `work`, each after the next one has been created, so that the next piece is already under way
     while one is awaited."""
-    made: deque[T] = deque()
-    for item in work:
-        made.append(item)
-        if len(made) > 1:
-            yield made.popleft()
-    yield from made
+    return (item for item, _ in pairwise(chain[Any](work, [None])))

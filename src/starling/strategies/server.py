@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner
-from starling.strategies.staleness import Staleness, correction, keeping, rate_scale
+from starling.strategies.staleness import Staleness, correction, rate_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -271,9 +271,9 @@ class Push:
     worker: int
     """Its rank in this membership, or `EARLIER`."""
     report: Report
+    """`age` is the number of the shard's steps in the weights at which the gradient was taken; before this membership,
+    below 0 or 0."""
     gradient: Tensor
-    read_at: int
-    """The number of the shard's steps in the weights at which it was taken; before this membership, below 0 or 0."""
 
 
 class Kept:
@@ -302,7 +302,7 @@ class Kept:
             return []
         gradients, told, number = self._rows
         return [
-            Push(EARLIER, Report(0.0, -float(told[row, 0]), told[row, 1:]), gradients[row], -int(told[row, 0]))
+            Push(EARLIER, Report(0.0, -float(told[row, 0]), told[row, 1:]), gradients[row])
             for row in range(int(number))
         ]
 
@@ -313,7 +313,7 @@ class Kept:
         gradients, told, number = self._rows
         row = int(number)
         gradients[row].copy_(push.gradient)
-        told[row, 0] = num_steps - push.read_at
+        told[row, 0] = num_steps - push.report.age
         told[row, 1:] = push.report.step_metadata
         number += 1
         return replace(push, gradient=gradients[row])
@@ -339,7 +339,7 @@ class Server:
     ) -> None:
         self._me, self._options = me, options
         self._rule = options.rule(len(workers))
-        self._correction = correction(options.staleness, keeping(me))
+        self._correction = correction(options.staleness, me)
         self._loans = loans
         self._shard = me.keep(piece, None if loans is None else loans.optimizer)
         self._most = 0.0  # the largest number of mini-batches reported
@@ -376,10 +376,9 @@ class Server:
         """Handle a worker's message. Returns the tag of its next message, or None after its last."""
         if worker in self._announced:
             report = self._announced.pop(worker)
-            age = int(report.age)
-            read_at = age if self._loans is None else self._loans.pay_back(age)
-            if read_at is not None:
-                push = Push(worker, report, message, read_at)
+            age = report.age if self._loans is None else self._loans.pay_back(int(report.age))
+            if age is not None:
+                push = Push(worker, replace(report, age=age), message)
                 self._waiting.append(self._kept.keep(push, self._shard.num_steps))
             await self._record(worker, report)
             return REPORT
@@ -413,7 +412,7 @@ class Server:
         """Make a step with the waiting gradients, in the order of their workers' ranks, after those of earlier
         memberships."""
         pushes, self._waiting = sorted(self._waiting, key=lambda push: push.worker), []
-        read_at = [push.read_at for push in pushes]
+        read_at = [int(push.report.age) for push in pushes]
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
         scale = rate_scale(staleness) if self._options.scale_by_staleness else 1.0
         newest = max((push.report for push in pushes), key=lambda report: report.age)

@@ -112,7 +112,7 @@ class Course:
         self._sync_group = sync_groups.of(rank)
         self._rank, self._world = rank, world
         self._weight = tickets.weight(rank - self._sync_group.start)
-        self._is_reporting = rank % job.island.learners_per_batch == 0  # for all that compute its mini-batches
+        self._is_reporting = rank % job.island.tensor == 0  # for all that compute the same mini-batches
         # learners save at once if the model is in memory that they share or on a server that adds gradients
         is_cut = job.strategy.steps_itself and observer.saves and not host.replica.weights.is_meta
         is_cut = is_cut and sync_groups.size < sync_groups.num_workers
@@ -432,7 +432,7 @@ class Course:
 
     def _sizes_of(self, member: int, unit: Unit) -> tuple[float, ...]:
         """The planned sizes of a member's mini-batches in this portion, which are of that member's part of the data."""
-        workload, per_batch = self.job.workload, self.job.island.learners_per_batch
+        workload, per_batch = self.job.workload, self.job.island.tensor
         part = (self._sync_group.start + member) // per_batch % workload.num_parts
         tickets = (replace(ticket, part=part) for ticket in self.tickets.tickets(self._portion, member))
         return tuple(workload.planned_size(ticket, unit) for ticket in tickets)

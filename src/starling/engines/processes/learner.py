@@ -22,6 +22,7 @@ from starling.engines.processes.threads import GradientHandle
 from starling.engines.processes.tickets import DoneNotes
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Shard
+from starling.strategies.islands import NO_ISLANDS, between_islands
 from starling.training.checks import changed_beneath, check_elementwise
 from starling.training.course import Course, CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
@@ -59,9 +60,10 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
         self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
         self._begun = time.monotonic()
+        row = between_islands(job.strategy, NO_ISLANDS)  # what the ranks that hold the same shard of a model see
         super().__init__(
             peers,
-            job.sync_groups_of_row(peers.world),
+            row.sync_groups(job.options, peers.world // job.island.size),
             self._make_replica(job, flat),
             job.seed,
             peers.place.has_own_device(flat.weights.device),
@@ -72,7 +74,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             self._island.statistics = self.statistics
         self._barrier = CheckpointBarrier(self.peers, save_requests, self._add_barrier, self.naming_the_lost)
         position, sync_groups = start.position if start else Position(), job.sync_groups(peers.world)
-        shared_by = job.island.learners_per_batch
+        shared_by = job.island.tensor
         tickets = SyncGroupTickets(job.workload, position, job.budget, sync_groups.size, shares, shared_by)
         # if all learners have the same model, the number of their mini-batches determines which tickets are done
         is_noting = peers.feed.is_watched and not job.strategy.has_one_model

@@ -46,7 +46,7 @@ class SimulatedIslands:
                 "them; choose a multiple or a divisor"
             )
         self._size, self._given, self._ranks = size, job, world
-        self._batches = size // job.island.learners_per_batch
+        self._batches = size // job.island.tensor
         self._links, self._compute = Links(cluster), compute
         self._traffic = traffic_of(job.workload) if job.island.tensor > 1 else None
         self.workload = Joined(job.workload, self._batches, job.weighting)
