@@ -10,7 +10,7 @@ from pydantic import Field
 from starling.errors import ConfigError
 from starling.learner import Learner, LoopEnded
 from starling.strategies.base import never, one_learner
-from starling.strategies.parameter_server import Remote, ServedStrategy
+from starling.strategies.parameter_server import ServedStrategy, Servers
 from starling.strategies.server import Served, Server, ServerOptions
 
 if TYPE_CHECKING:
@@ -154,14 +154,12 @@ class Centre:
         import torch
 
         size = len(me.weights)
-        pieces = options.pieces(size)
-        self._servers = [Remote(me, options.server(s, me.world), piece, 2) for s, piece in enumerate(pieces)]
-        counts = torch.zeros(2 + len(pieces), dtype=torch.int64)
+        self._servers = Servers(me, options, age_numbers=2)
+        counts = torch.zeros(2 + len(self._servers.pieces), dtype=torch.int64)
         self._counts = me.strategy_state("counts", counts, is_common=False)
         """The steps since the last push began, those in a push that is not known to have arrived, and each server's
         loan."""
-        for server, loan in zip(self._servers, self._counts[2:].tolist(), strict=True):
-            server.age = float(loan)
+        self._servers.ages = list(map(float, self._counts[2:].tolist()))
         zeros = me.weights.new_zeros(size)
         is_elastic = options.elasticity is not None
         self.theta = zeros if is_elastic else me.strategy_state("theta", zeros, is_common=False)
@@ -197,20 +195,17 @@ class Centre:
 
     def ask(self) -> None:
         """Request theta; `answer` waits for it."""
-        for server in self._servers:
-            server.pull()
+        self._servers.ask()
 
     async def answer(self) -> Tensor:
         """Wait for theta `[P]`, if it was requested: then all that was sent before has arrived."""
-        found = [(server, await server.weights()) for server in self._servers]
-        for server in self._servers:
-            await server.settle()
-        for number, (server, weights) in enumerate(found):
-            if weights is not None:
-                self.theta[server.piece] = weights.to(self.theta.device)
-                self._counts[2 + number] = int(server.age)
-                self._counts[1] = 0
-        most, every = self._servers[0].most_finished, self._options.every
+        found = await self._servers.weights()
+        await self._servers.settle()
+        for server, weights in found:
+            self.theta[self._servers.pieces[server]] = weights.to(self.theta.device)
+            self._counts[2 + server] = int(self._servers.ages[server])
+            self._counts[1] = 0
+        most, every = self._servers.most_finished, self._options.every
         if self._options.by_speed and min(most, self._num_pushed) > 0:
             self._period = min(every, max(1, round(every * self._num_pushed / most)))
         return self.theta
@@ -236,15 +231,12 @@ class Centre:
     async def _send(self, difference: Tensor) -> None:
         num_batches = int(self._counts[1])
         self._num_pushed += num_batches
-        for server in self._servers:
-            server.push(difference, server.age, num_batches)
-        for server in self._servers:
-            await server.settle()
+        self._servers.push(difference, self._servers.ages, num_batches)
+        await self._servers.settle()
 
     async def leave(self) -> Tensor:
         """Report that this worker pushes no more; the final theta `[P]`, once all workers have left."""
-        for server in self._servers:
-            server.leave()
+        self._servers.leave()
         await self.answer()
         return await self.pull()
 
