@@ -95,16 +95,8 @@ class LearnerState:
 
     def copy(self) -> LearnerState:
         """A deep copy in CPU memory, which later training does not change."""
-        shards = (replace(shard, weights=own(shard.weights), optimizer=own(shard.optimizer)) for shard in self.shards)
-        return replace(
-            self,
-            weights=own(self.weights),
-            buffers=own(self.buffers),
-            optimizer=own(self.optimizer),
-            strategy=own(self.strategy),
-            shards=tuple(shards),
-            under_shards=own(self.under_shards),
-        )
+        tensors = ("weights", "buffers", "optimizer", "strategy", "shards", "under_shards")
+        return replace(self, **{name: own(getattr(self, name)) for name in tensors})
 
     def with_strategy_of(self, other: LearnerState) -> LearnerState:
         """This state with the common part of another learner's strategy state."""
@@ -192,11 +184,13 @@ def buffers_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def own(value: Any) -> Any:
-    """A copy of nested dictionaries, lists and tuples, with every tensor copied to new CPU memory."""
+    """A copy of nested dictionaries, lists, tuples and shards, with every tensor copied to new CPU memory."""
     from torch import Tensor
 
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
+    if isinstance(value, ShardState):
+        return replace(value, weights=own(value.weights), optimizer=own(value.optimizer))
     if isinstance(value, dict):
         return {key: own(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,18 +16,15 @@ WIDE_BLOCK = 4096
 """The numbers of which some are chosen together, with places in 2 bytes."""
 
 
-class Encoding(ABC):
+class Encoding(Protocol):
     """Turns a float32 vector `[n]` into bytes, and bytes into a vector near it."""
 
-    @abstractmethod
     def num_bytes(self, size: int) -> int:
         """The bytes of an encoded vector `[size]`."""
 
-    @abstractmethod
     def encode(self, vector: Tensor) -> Tensor:
         """The bytes `[num_bytes(n)]` of a vector `[n]`, uint8."""
 
-    @abstractmethod
     def decode(self, encoded: Tensor, size: int) -> Tensor:
         """The vector `[size]` that the receivers of `encoded` use."""
 

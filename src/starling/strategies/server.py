@@ -16,7 +16,7 @@ pulls the final weights::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -52,8 +52,9 @@ class Rule:
     most_kept = 0
     """The most gradients that wait for others although their workers continue: the next membership needs them."""
 
-    def finish(self, worker: int, num_waiting: int) -> bool:
-        """Record that a worker has finished a mini-batch, with or without a finite gradient.
+    def finish(self, num_finished: Collection[float], num_waiting: int) -> bool:
+        """Record that a worker has finished a mini-batch, with or without a finite gradient; the workers have now
+        finished so many.
 
         Returns whether the `num_waiting` gradients that have arrived since the last step now make a step.
         """
@@ -97,7 +98,7 @@ class Summed(Rule):
     def __init__(self, n: int) -> None:
         self._n, self.most_kept = n, n - 1
 
-    def finish(self, worker: int, num_waiting: int) -> bool:
+    def finish(self, num_finished: Collection[float], num_waiting: int) -> bool:
         return num_waiting == self._n
 
 
@@ -109,22 +110,11 @@ class Hybrid(Rule):
         w <- w - a (1/N) sum_l g_l(w)
 
     This is `allreduce` with the step made by the server. Non-finite gradients are left out of the mean. With `combine`
-    sum, the sum is not divided.
+    sum, the sum is not divided. No worker may be ahead of another: the staleness bound is 0.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-        self._finished: set[int] = set()  # since the last step
-
-    def finish(self, worker: int, num_waiting: int) -> bool:
-        self._finished.add(worker)
-        is_complete = len(self._finished) == self._num_workers
-        if is_complete:
-            self._finished.clear()
-        return is_complete
-
-    def grant(self, worker: int) -> bool:
-        return worker not in self._finished
+    def finish(self, num_finished: Collection[float], num_waiting: int) -> bool:
+        return min(num_finished) == max(num_finished)
 
 
 class Synchronous(Rule):
@@ -138,7 +128,7 @@ class Synchronous(Rule):
     def __init__(self) -> None:
         self._turn: int | None = None
 
-    def finish(self, worker: int, num_waiting: int) -> bool:
+    def finish(self, num_finished: Collection[float], num_waiting: int) -> bool:
         self._turn = None
         return num_waiting == 1
 
@@ -220,13 +210,11 @@ class ServerOptions(Served):
             )
         return self
 
-    def rule(self, num_workers: int) -> Rule:
+    def rule(self) -> Rule:
         """A new `Rule`, as named by `update`."""
-        if self.update == "synchronous":
-            return Synchronous()
-        if self.update == "hybrid":
-            return Hybrid(num_workers)
-        return Summed(self.sum or 1) if self.update == "summed" else Asynchronous()
+        if self.sum is not None:
+            return Summed(self.sum)
+        return {"synchronous": Synchronous, "hybrid": Hybrid, "asynchronous": Asynchronous}[self.update]()
 
     def combined(self, gradients: Sequence[Tensor]) -> Tensor:
         """The gradient of a step: the sum of these, in order, or their mean; none of them is overwritten."""
@@ -338,7 +326,7 @@ class Server:
         self, me: Learner, piece: slice, workers: range, options: ServerOptions, loans: Loans | None = None
     ) -> None:
         self._me, self._options = me, options
-        self._rule = options.rule(len(workers))
+        self._rule = options.rule()
         self._correction = correction(options.staleness, me)
         self._loans = loans
         self._shard = me.keep(piece, None if loans is None else loans.optimizer)
@@ -400,7 +388,7 @@ class Server:
             is_due = self._have_all_left  # the remaining gradients, though too few for the rule
         else:
             self._most = max(self._most, report.num_finished)
-            is_due = self._rule.finish(worker, len(self._waiting))
+            is_due = self._rule.finish(self._finished.values(), len(self._waiting))
         if is_due and self._waiting:
             await self._step()
 
@@ -441,7 +429,7 @@ class Server:
         """
         if math.isinf(self._finished[worker]):
             return self._have_all_left
-        bound = self._options.staleness_bound
+        bound = 0 if self._options.update == "hybrid" else self._options.staleness_bound
         ahead = self._finished[worker] + self._options.overlap - min(self._finished.values())
         return (bound is None or ahead <= bound) and self._rule.grant(worker)
 
