@@ -41,7 +41,15 @@ class LoopEnded(Exception):  # noqa: N818 - not an error
     """
 
 
-class EncodedMean(ABC):
+def divided(change: Tensor, rate: float | Tensor, at_rest: float | Tensor = 0.0) -> Tensor:
+    """A change of weights `[n]` divided by their `Learner.learning_rate`; `at_rest` where that is 0, because steps have
+    moved nothing there."""
+    if isinstance(rate, float):
+        return change / rate if rate else 0.0 * change + at_rest
+    return (change / rate).where(rate != 0.0, at_rest)
+
+
+class EncodedMean(Protocol):
     """One learner's part in a mean of vectors that travel encoded: what it sends, and what it makes of what it gets.
 
     Each of L learners owns one of L equal chunks. An engine sends `messages` to the owners, and what each owner then
@@ -53,16 +61,13 @@ class EncodedMean(ABC):
     message_bytes: int
     """The bytes of one encoded chunk."""
 
-    @abstractmethod
     def messages(self) -> list[Tensor]:
         """Encode each owner's chunk: a message `[message_bytes]` for each learner, in the order of ranks; zeros for
         this learner."""
 
-    @abstractmethod
     def combine(self, received: Sequence[Tensor]) -> Tensor:
         """Encode the mean of this learner's chunk, from what each learner sent it; its own place is not read."""
 
-    @abstractmethod
     def result(self, combined: Sequence[Tensor]) -> Tensor:
         """The mean `[n]`, from the encoded means of all chunks."""
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-NO_LOANS: dict[str, Any] = {"num_loans": 0, "out": ()}
-
 
 class Loans:
     """The copies of theta that a server has lent to workers and not had back, by number: each is for one push.
@@ -24,8 +22,7 @@ class Loans:
 
     def __init__(self, rate: float, momentum: float, delay: int, spread: float) -> None:
         self._settings = rate, momentum, delay, spread
-        self._optimizer: DelayedNesterov | None = None
-        self._kept = dict(NO_LOANS)  # in a simulation of time alone, without an optimizer
+        self.optimizer([nn.Parameter(torch.empty(0))])  # in a simulation of time alone there is no other
         self._ages: dict[int, int] = {}
 
     def optimizer(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
@@ -35,7 +32,7 @@ class Loans:
 
     @property
     def _group(self) -> dict[str, Any]:
-        return self._kept if self._optimizer is None else self._optimizer.param_groups[0]
+        return self._optimizer.param_groups[0]
 
     def lend(self, number: int, age: int) -> int:
         """The number of a copy of this age for a worker: that of the one it has, unless it has pushed since."""
@@ -52,10 +49,7 @@ class Loans:
         if number <= group["num_loans"] and number not in group["out"]:
             return None
         _lend_up_to(group, number)  # it may have been lent after the server was saved
-        if self._optimizer is None:
-            group["out"] = tuple(each for each in group["out"] if each != number)
-        else:
-            self._optimizer.loan = number
+        self._optimizer.loan = number
         return self._ages.pop(number, 0)
 
 
@@ -78,7 +72,7 @@ class DelayedNesterov(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: list[nn.Parameter], rate: float, momentum: float, delay: int, spread: float) -> None:
-        super().__init__(parameters, {"num_pushes": 0, **NO_LOANS})
+        super().__init__(parameters, {"num_pushes": 0, "num_loans": 0, "out": ()})
         self.loan = 0
         """The loan that the next push pays back."""
         self._rate, self._momentum, self._delay, self._spread = rate, momentum, delay, spread

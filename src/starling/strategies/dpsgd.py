@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from starling.errors import ConfigError
-from starling.learner import Learner
+from starling.learner import Learner, divided
 from starling.strategies.base import Strategy
 from starling.strategies.mixing import Gossip, MixingOptions, averages_both_ways, check_mixing
-from starling.strategies.rates import divided
 from starling.strategies.staleness import is_finite
 from starling.topology import find_topology, lazy
 

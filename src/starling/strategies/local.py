@@ -10,10 +10,9 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.errors import ConfigError
-from starling.learner import Learner, LoopEnded
+from starling.learner import Learner, LoopEnded, divided
 from starling.strategies.base import Strategy
 from starling.strategies.compression import Compression, LowRank, Means, TopK
-from starling.strategies.rates import divided
 from starling.topology import pairs
 
 if TYPE_CHECKING:

@@ -246,11 +246,6 @@ class Report:
 
         return torch.cat([torch.tensor([self.num_finished, self.age], dtype=torch.float64), self.step_metadata])
 
-    @classmethod
-    def decode(cls, message: Tensor) -> Report:
-        """The inverse of `encode`."""
-        return cls(float(message[0]), float(message[1]), message[2:])
-
 
 @dataclass(frozen=True)
 class Push:
@@ -370,7 +365,7 @@ class Server:
                 self._waiting.append(self._kept.keep(push, self._shard.num_steps))
             await self._record(worker, report)
             return REPORT
-        report = Report.decode(message)
+        report = Report(float(message[0]), float(message[1]), message[2:])
         if report.num_finished == self._finished[worker]:
             self._asking[worker] = int(report.age)
             return None if report.is_last else REPORT
