@@ -8,9 +8,6 @@ from starling.configuration import Config, canonical
 from starling.learner import Learner
 from starling.strategies.compression import LowRank
 
-Count = Callable[[Any, int], int]
-"""A number of learners, from a strategy's options and the world size. It never raises: `validate` reports problems."""
-
 
 class NoOptions(Config):
     """The options of a strategy without options."""
@@ -69,9 +66,9 @@ class Strategy:
     """One line, for `starling strategies`."""
     run: Callable[..., Coroutine[Any, Any, None]]
     """The algorithm, a coroutine function: `run(learner)`, or `run(learner, options)` if the strategy has options."""
-    sync_group_size: Count = all_learners
-    """How many learners claim mini-batches together, one each, and compute in step: all by default; 1 if no learner
-    waits for another's gradient."""
+    sync_group_size: Callable[[Any, int], int] = all_learners
+    """How many learners claim mini-batches together, one each, and compute in step, from the options and the number of
+    learners: all by default; 1 if no learner waits for another's gradient."""
     options: type[Config] = NoOptions
     """The strategy's options: a subclass of `starling.Config`."""
     check: Callable[[Any, int], None] | None = None
@@ -134,8 +131,7 @@ class Strategy:
             PeerLost: The strategy cannot continue without the lost learners.
             ConfigError: The options do not fit the new number of learners.
         """
-        rank_of = {name: rank for rank, name in enumerate(members)}
-        ranks = self.survivors(options, len(members), [rank_of[name] for name in lost])
+        ranks = self.survivors(options, len(members), [members.index(name) for name in lost])
         left = [members[rank] for rank in ranks]
         num_workers = self.sync_groups(options, len(left)).num_workers
         following = (*left[:num_workers], *joined, *left[num_workers:])

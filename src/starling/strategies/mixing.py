@@ -51,10 +51,8 @@ def has_fixed_neighbours(topology: Topology) -> bool:
 
 def averages_both_ways(topology: Topology) -> bool:
     """Whether the neighbours are the same in each round, and mix each other with equal weights."""
-    if not has_fixed_neighbours(topology):
-        return False
     mixing = topology.matrix(0)
-    return bool(abs(mixing - mixing.T).max() <= 1e-9)
+    return has_fixed_neighbours(topology) and bool(abs(mixing - mixing.T).max() <= 1e-9)
 
 
 def check_mixing(options: MixingOptions, world: int) -> None:

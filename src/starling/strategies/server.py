@@ -268,43 +268,33 @@ class Kept:
     def __init__(self, me: Learner, piece: slice, room: int) -> None:
         import torch
 
-        self._rows: tuple[Tensor, Tensor, Tensor] | None = None
-        if room:
-            place, device = f"waiting {piece.start}", "meta" if me.weights.is_meta else "cpu"
-            gradients = torch.zeros(room, piece.stop - piece.start, dtype=me.weights.dtype, device=device)
-            told = torch.zeros(room, 1 + len(me.step_metadata), dtype=torch.float64)
-            self._rows = (
-                me.strategy_state(f"{place} gradients", gradients, is_common=False),
-                me.strategy_state(f"{place} staleness", told, is_common=False),
-                me.strategy_state(f"{place} number", torch.zeros(1, dtype=torch.int64), is_common=False),
-            )
+        def kept(name: str, initial: Tensor) -> Tensor:
+            return me.strategy_state(f"waiting {piece.start} {name}", initial, is_common=False) if room else initial
+
+        size, device = piece.stop - piece.start, "meta" if me.weights.is_meta else "cpu"
+        self._gradients = kept("gradients", torch.zeros(room, size, dtype=me.weights.dtype, device=device))
+        self._told = kept("staleness", torch.zeros(room, 1 + len(me.step_metadata), dtype=torch.float64))
+        self._number = kept("number", torch.zeros(1, dtype=torch.int64))
 
     def pushes(self) -> list[Push]:
         """Those of earlier memberships, in the order in which they arrived. Their workers may be others by now."""
-        if self._rows is None:
-            return []
-        gradients, told, number = self._rows
-        return [
-            Push(EARLIER, Report(0.0, -float(told[row, 0]), told[row, 1:]), gradients[row])
-            for row in range(int(number))
-        ]
+        rows = list(zip(self._told, self._gradients, strict=True))[: int(self._number)]
+        return [Push(EARLIER, Report(0.0, -float(told[0]), told[1:]), gradient) for told, gradient in rows]
 
     def keep(self, push: Push, num_steps: int) -> Push:
         """Keep a gradient that has arrived after so many steps, if there is room: one without room makes a step now."""
-        if self._rows is None or int(self._rows[2]) == len(self._rows[0]):
+        row = int(self._number)
+        if row == len(self._gradients):
             return push
-        gradients, told, number = self._rows
-        row = int(number)
-        gradients[row].copy_(push.gradient)
-        told[row, 0] = num_steps - push.report.age
-        told[row, 1:] = push.report.step_metadata
-        number += 1
-        return replace(push, gradient=gradients[row])
+        self._gradients[row].copy_(push.gradient)
+        self._told[row, 0] = num_steps - push.report.age
+        self._told[row, 1:] = push.report.step_metadata
+        self._number += 1
+        return replace(push, gradient=self._gradients[row])
 
     def clear(self) -> None:
         """All have made a step."""
-        if self._rows is not None:
-            self._rows[2].zero_()
+        self._number.zero_()
 
 
 class Server:
