@@ -153,14 +153,13 @@ class Centre:
     def __init__(self, me: Learner, options: AsyncLocalOptions) -> None:
         import torch
 
-        size = len(me.weights)
         self._servers = Servers(me, options, age_numbers=2)
         counts = torch.zeros(2 + len(self._servers.pieces), dtype=torch.int64)
         self._counts = me.strategy_state("counts", counts, is_common=False)
         """The steps since the last push began, those in a push that is not known to have arrived, and each server's
         loan."""
         self._servers.ages = list(map(float, self._counts[2:].tolist()))
-        zeros = me.weights.new_zeros(size)
+        zeros = me.weights.new_zeros(len(me.weights))
         is_elastic = options.elasticity is not None
         self.theta = zeros if is_elastic else me.strategy_state("theta", zeros, is_common=False)
         """theta as it was pulled last, `[P]`."""

@@ -30,13 +30,9 @@ class Loans:
         self._optimizer = DelayedNesterov(parameters, *self._settings)
         return self._optimizer
 
-    @property
-    def _group(self) -> dict[str, Any]:
-        return self._optimizer.param_groups[0]
-
     def lend(self, number: int, age: int) -> int:
         """The number of a copy of this age for a worker: that of the one it has, unless it has pushed since."""
-        group = self._group
+        group = self._optimizer.param_groups[0]
         if number not in group["out"]:
             number = group["num_loans"] + 1
             group["num_loans"], group["out"] = number, (*group["out"], number)
@@ -45,7 +41,7 @@ class Loans:
 
     def pay_back(self, number: int) -> int | None:
         """Expect that the push for a copy is taken next; its age, 0 if that is unknown. None: it has been taken."""
-        group = self._group
+        group = self._optimizer.param_groups[0]
         if number <= group["num_loans"] and number not in group["out"]:
             return None
         _lend_up_to(group, number)  # it may have been lent after the server was saved

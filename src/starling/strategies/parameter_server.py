@@ -53,13 +53,12 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
     """
     kept, workers = options.kept(me), options.workers(me.world)
     server = None if kept is None else Server(me, kept, workers, options)
-    if me.rank not in workers:
+    if me.rank in workers:
         if server is not None:
-            await server.serve()
-        return
-    if server is not None:
-        me.background(server.serve())
-    await _work(me, Servers(me, options), options)
+            me.background(server.serve())
+        await _work(me, Servers(me, options), options)
+    elif server is not None:
+        await server.serve()
 
 
 async def _work(me: Learner, servers: Servers, options: ServerOptions) -> None:

@@ -84,8 +84,7 @@ class Compensation(Correction):
         self._mean_square: Tensor | None = None
 
     def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
-        factor = self._options.delay_compensation
-        change = gradient * gradient * moved * factor
+        change = gradient * gradient * moved * self._options.delay_compensation
         if (rho := self._options.mean_square) is not None:
             if self._mean_square is None:
                 zeros = gradient.new_zeros(len(gradient))
@@ -168,8 +167,7 @@ class StaleSteps:
     def snapshot(self) -> Tensor:
         """Phi `[P]`, where the next gradient is to be taken."""
         phi = self._me.snapshot()
-        if self._correction is not None:
-            self._taken_at = phi
+        self._taken_at = None if self._correction is None else phi
         return phi
 
     def step(self, gradient: Tensor) -> None:
