@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def divided(change: Tensor, rate: float | Tensor, at_rest: float | Tensor = 0.0)
     return (change / rate).where(rate != 0.0, at_rest)
 
 
-class EncodedMean(Protocol):
+class EncodedMean(ABC):
     """One learner's part in a mean of vectors that travel encoded: what it sends, and what it makes of what it gets.
 
     Each of L learners owns one of L equal chunks. An engine sends `messages` to the owners, and what each owner then
@@ -61,33 +61,39 @@ class EncodedMean(Protocol):
     message_bytes: int
     """The bytes of one encoded chunk."""
 
+    @abstractmethod
     def messages(self) -> list[Tensor]:
         """Encode each owner's chunk: a message `[message_bytes]` for each learner, in the order of ranks; zeros for
         this learner."""
 
+    @abstractmethod
     def combine(self, received: Sequence[Tensor]) -> Tensor:
         """Encode the mean of this learner's chunk, from what each learner sent it; its own place is not read."""
 
+    @abstractmethod
     def result(self, combined: Sequence[Tensor]) -> Tensor:
         """The mean `[n]`, from the encoded means of all chunks."""
 
 
-@runtime_checkable
-class Shard(Protocol):
+class Shard(ABC):
     """A model shard: a piece of the weights in host memory with its own optimizer, kept by a server or shared by all
     learners."""
 
     @property
+    @abstractmethod
     def piece(self) -> slice:
         """The shard's place in the weights `[P]`."""
 
     @property
+    @abstractmethod
     def num_steps(self) -> int:
         """The number of optimizer steps that all learners have made on the shard."""
 
+    @abstractmethod
     def read(self) -> Handle[Tensor]:
         """Start copying the shard's weights `[n]`."""
 
+    @abstractmethod
     def step(self, gradient: Tensor, step_metadata: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
         """Start an optimizer step on the shard with `gradient` `[n]`, which is in host memory.
 
@@ -96,8 +102,7 @@ class Shard(Protocol):
         """
 
 
-@runtime_checkable
-class Learner(Protocol):
+class Learner(ABC):
     """One of the learners that train a model together, as seen by its strategy.
 
     Weights and gradients are flat vectors `[P]`, in the same order on all learners. Weights change only through `step`,
@@ -105,42 +110,52 @@ class Learner(Protocol):
     """
 
     @property
+    @abstractmethod
     def rank(self) -> int:
         """This learner's rank, in [0, world)."""
 
     @property
+    @abstractmethod
     def world(self) -> int:
         """The number of learners, L."""
 
     @property
+    @abstractmethod
     def seed(self) -> int:
         """The run's seed. It is the same on all learners, so that they draw the same numbers without communication."""
 
     @property
+    @abstractmethod
     def weights(self) -> Tensor:
         """This learner's weights `[P]`; the model's parameters are views into them. Do not write to them directly."""
 
     @property
+    @abstractmethod
     def shapes(self) -> Sequence[torch.Size]:
         """The shapes of the parameters that are views into `weights`, in their order; of an island, of this rank's
         parts. Empty in a simulation of time alone."""
 
+    @abstractmethod
     def claim(self) -> bool:
         """Take the next mini-batch from the budget that all learners share; False once it is spent."""
 
     @property
+    @abstractmethod
     def version(self) -> int:
         """The number of changes that have been made to `weights`."""
 
     @property
+    @abstractmethod
     def step_metadata(self) -> Tensor:
         """The step metadata of the claimed mini-batch, such as its learning rate: `[k]`, float64, in host memory. k is
         constant, and the same on all learners."""
 
+    @abstractmethod
     def learning_rate(self, piece: slice | None = None) -> float | Tensor:
         """The local optimizer's present learning rate, if it is the same for all weights; otherwise that of each weight
         `[P]`, or of those in a piece `[n]`. On Starling's own engines it is in units of its peak."""
 
+    @abstractmethod
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         """Start computing the gradient `[P]` of the claimed mini-batch at the weights `at`.
 
@@ -148,6 +163,7 @@ class Learner(Protocol):
         `snapshot()`. The result is valid until this learner starts its next gradient.
         """
 
+    @abstractmethod
     def clip(self, gradient: Tensor) -> Tensor | None:
         """Clip a gradient `[P]` in place to the run's maximum norm. `step` clips its gradient itself.
 
@@ -155,6 +171,7 @@ class Learner(Protocol):
         such gradients in a row.
         """
 
+    @abstractmethod
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         """Start averaging the present value of a vector over a group of learners (None: all), summed in rank order.
 
@@ -164,6 +181,7 @@ class Learner(Protocol):
         computed, and the backend chooses the order of the sum.
         """
 
+    @abstractmethod
     def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
         """Start averaging vectors that travel encoded over this learner's sync group, `part` being its own part.
 
@@ -171,6 +189,7 @@ class Learner(Protocol):
         `strategies.compression`, which keeps the residuals.
         """
 
+    @abstractmethod
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Start sending `tensor` to `peer`, which receives it under the same `tag`. A learner may send to itself.
 
@@ -178,12 +197,14 @@ class Learner(Protocol):
         a peer on the same machine may read it in place. Messages with the same tag arrive in order.
         """
 
+    @abstractmethod
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         """Start receiving a tensor that `peer` sends under `tag`, with the shape, dtype and device of `like`.
 
         Do not write to the result: it may be the peer's memory.
         """
 
+    @abstractmethod
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
         """Wait until one of `handles` is finished, and return its key. The wait has no time-out as long as all peers
         are alive.
@@ -191,12 +212,15 @@ class Learner(Protocol):
         Unfinished handles may be passed again under the same key.
         """
 
+    @abstractmethod
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
         """Start sending `tensor` to `peer`, and receiving one of the same shape from it, both under `tag`."""
 
+    @abstractmethod
     def background(self, activity: Coroutine[Any, Any, None]) -> None:
         """Start a second coroutine of this learner, concurrent with the first. An error in it ends the learner."""
 
+    @abstractmethod
     def round(self, period: float) -> Handle[int | None]:
         """Wait for the next averaging round of the run; the result is its number, or None after the last one.
 
@@ -205,6 +229,7 @@ class Learner(Protocol):
         gradient of the fastest learner.
         """
 
+    @abstractmethod
     def keep_up(self, most: float) -> Handle[None]:
         """Wait until this learner has made fewer than `most` gradients since the last round that its background
         coroutine completed.
@@ -213,9 +238,11 @@ class Learner(Protocol):
         """
 
     @property
+    @abstractmethod
     def staleness(self) -> int:
         """The number of changes that have been made to `weights` since those of the newest gradient were read."""
 
+    @abstractmethod
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         """Make a step of the local optimizer on `weights` with `gradient` `[P]`.
 
@@ -223,15 +250,19 @@ class Learner(Protocol):
         `scale` multiplies the learning rate.
         """
 
+    @abstractmethod
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         """Add `delta` to the weights `[P]`, or to a piece of them, one that `pieces` has returned."""
 
+    @abstractmethod
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         """Overwrite this learner's weights with `weights` `[P]`, or a piece of them with `weights` `[n]`."""
 
+    @abstractmethod
     def snapshot(self, piece: slice | None = None) -> Tensor:
         """A copy of `weights`, or of a piece of them."""
 
+    @abstractmethod
     def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
         """Divide `weights` into pieces of at most `largest` numbers, so that each is changed and sent quickly.
 
@@ -239,6 +270,7 @@ class Learner(Protocol):
         of the weights. The pieces are the same on all learners.
         """
 
+    @abstractmethod
     def strategy_state(
         self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
     ) -> Tensor:
@@ -253,6 +285,7 @@ class Learner(Protocol):
         the background writes `for_membership` is saved as it is between two rounds, with the weights.
         """
 
+    @abstractmethod
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         """Keep a piece of the model for all learners, initialised with this learner's weights.
 
@@ -260,6 +293,7 @@ class Learner(Protocol):
         `make_optimizer` makes of the piece's parameters, with constant rates.
         """
 
+    @abstractmethod
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
         """Start sharing the model with all learners, in memory that all change without a lock.
 

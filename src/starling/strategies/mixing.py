@@ -55,8 +55,9 @@ def averages_both_ways(topology: Topology) -> bool:
     return has_fixed_neighbours(topology) and bool(abs(mixing - mixing.T).max() <= 1e-9)
 
 
-def check_mixing(options: MixingOptions, world: int) -> None:
-    """Raise ConfigError if the pattern does not suit this number of learners, or its neighbours the compression."""
+def check_mixing(options: MixingOptions, world: int) -> Topology:
+    """The pattern of so many learners. Raises ConfigError if it does not suit their number, or its neighbours the
+    compression."""
     topology = find_topology(options.pattern, world, seed=0)
     if options.compression in ("none", "bfloat16"):
         if options.consensus_rate != 1.0:
@@ -67,6 +68,7 @@ def check_mixing(options: MixingOptions, world: int) -> None:
             f"pattern {options.pattern} neighbours change from round to round; choose pattern ring or complete, or "
             "compression bfloat16"
         )
+    return topology
 
 
 class Encoder:
