@@ -95,7 +95,7 @@ def learn(rank: int, folder: Path, name: str, steps: int) -> None:
     job = Job(
         Published(),
         STRATEGIES["allreduce"],
-        Budget(steps=steps * world // island.learners_per_batch),
+        Budget(steps=steps * world // island.tensor),
         partial(torch.optim.AdamW, lr=1e-3),
         island=island,
     )

@@ -30,8 +30,8 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=li
 
 
 def page_of(name: str) -> str:
-    """The name of a strategy's page: its family's, if it has one."""
-    return STRATEGIES[name].family or name
+    """The name of a strategy's page: that of its coroutine, which several strategies may share."""
+    return STRATEGIES[name].run.__name__.replace("_", "-")
 
 
 def page(name: str) -> str:
@@ -86,12 +86,12 @@ def test_a_page_shows_the_whole_text_of_its_strategy(strategy: Strategy) -> None
 
 @every_strategy
 def test_a_page_names_every_option_with_its_default(strategy: Strategy) -> None:
-    """One row of the table for each field of the options, and no other rows. The methods of a family have a table of
+    """One row of the table for each field of the options, and no other rows. Methods that share a page have a table of
     the defaults in which they differ from the first."""
     _, _, text = page(strategy.name).partition("## Options")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|$", text, re.MULTILINE))
     of_method = re.search(rf"^\| `{strategy.name}` \| (.+?) \|", page(strategy.name), re.MULTILINE)
-    if strategy.family:
+    if page_of(strategy.name) != strategy.name:
         assert of_method is not None
         rows |= {name: f"`{value}`" for name, value in re.findall(r"`(\w+): (.+?)`", of_method[1])}
     fields: type[BaseModel] = strategy.options

@@ -41,6 +41,14 @@ class LoopEnded(Exception):  # noqa: N818 - not an error
     """
 
 
+def divided(change: Tensor, rate: float | Tensor, at_rest: float | Tensor = 0.0) -> Tensor:
+    """A change of weights `[n]` divided by their `Learner.learning_rate`; `at_rest` where that is 0, because steps have
+    moved nothing there."""
+    if isinstance(rate, float):
+        return change / rate if rate else 0.0 * change + at_rest
+    return (change / rate).where(rate != 0.0, at_rest)
+
+
 class EncodedMean(ABC):
     """One learner's part in a mean of vectors that travel encoded: what it sends, and what it makes of what it gets.
 

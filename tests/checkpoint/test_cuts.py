@@ -21,7 +21,7 @@ from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.membership import VirtualRounds
 from starling.experiment.observers import Keep, Saver
-from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
+from starling.strategies.delayed_nesterov import Loans
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.job import EpochReport, Observer
 from starling.training.replica import Replica
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_servers_and_workers_has_each_mini_batch_once(servers: d
 
 def test_a_server_lends_no_number_that_a_saved_worker_holds() -> None:
     """Two workers hold copies that were lent after the server's copy of its shard was made."""
-    loans = Loans(lambda parameters: DelayedNesterov(parameters, 1.0, 0.0, 1, 0.0))
+    loans = Loans(1.0, 0.0, 1, 0.0)
     theta, copied = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizer = loans.optimizer([theta])
     fork = optimizer.fork([copied])
@@ -184,7 +184,7 @@ def test_a_server_lends_no_number_that_a_saved_worker_holds() -> None:
     optimizer.step()
     fork.step_as(optimizer)
     fork.catch_up(optimizer)
-    resumed = Loans(lambda parameters: DelayedNesterov(parameters, 1.0, 0.0, 1, 0.0))
+    resumed = Loans(1.0, 0.0, 1, 0.0)
     resumed.optimizer([nn.Parameter(torch.zeros(1))]).load_state_dict(fork.state_dict())
     assert [resumed.pay_back(number) for number in held] == [0, None, 0]
     assert resumed.lend(0, age=0) not in held

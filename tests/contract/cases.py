@@ -77,7 +77,7 @@ class Choice:
 
     def share(self, world: int) -> float:
         """By how much of itself each gradient moves the mean of `world` learners' weights."""
-        return 1.0 if self.counts_whole else 1.0 / self.strategy.num_workers(self.options(world), world)
+        return 1.0 if self.counts_whole else 1.0 / self.strategy.sync_groups(self.options(world), world).num_workers
 
     @property
     def is_synchronous(self) -> bool:

@@ -355,7 +355,7 @@ def test_a_resume_pushes_what_was_not_pushed() -> None:
 def test_a_server_takes_a_push_once() -> None:
     """A copy that has been lent is for one push; a worker that has not pushed gets the same one again."""
     loans, theta = (
-        Loans(lambda parameters: DelayedNesterov(parameters, 1.0, 0.0, 1, 0.0)),
+        Loans(1.0, 0.0, 1, 0.0),
         torch.nn.Parameter(torch.zeros(2)),
     )
     optimizer = loans.optimizer([theta])
@@ -368,7 +368,7 @@ def test_a_server_takes_a_push_once() -> None:
         if expected is not None:
             theta.grad = torch.ones(2)
             optimizer.step()
-    other = Loans(lambda parameters: DelayedNesterov(parameters, 1.0, 0.0, 1, 0.0))
+    other = Loans(1.0, 0.0, 1, 0.0)
     other.optimizer([theta]).load_state_dict(optimizer.state_dict())
     assert other.pay_back(first) is None
     assert other.pay_back(second) == 0

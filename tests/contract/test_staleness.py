@@ -2,7 +2,8 @@
 
 import heapq
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.timing import simulate_timing
+from starling.learner import Learner
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
@@ -101,7 +103,8 @@ def test_every_asynchronous_server_has_the_weights_of_each_gradient(rule: str, o
 @pytest.mark.parametrize("rule", RULES)
 def test_a_gradient_that_is_not_stale_is_not_changed(rule: str) -> None:
     """To the bit, marks of weights without a gradient included; nor are such marks changed in a stale one."""
-    mine = correction(ServerOptions.model_validate(RULES[rule]).staleness, lambda name, initial: initial)
+    me = cast(Learner, SimpleNamespace(strategy_state=lambda name, initial, is_common: initial))
+    mine = correction(ServerOptions.model_validate(RULES[rule]).staleness, me)
     assert mine is not None
     gradient = torch.tensor([0.5, -0.0, 3.0, -2.0])
     for age in range(3):

@@ -35,8 +35,8 @@ def test_ranks_claim_together_and_strategies_see_islands() -> None:
     assert adpsgd.sync_groups(8).size == 2
     assert list(adpsgd.sync_groups(8).of(5)) == [4, 5]
     assert allreduce.sync_groups(8).size == 8
-    assert adpsgd.sync_groups_of_row(8).size == 1
-    assert allreduce.sync_groups_of_row(8).size == 4
+    for each, size in ((adpsgd, 1), (allreduce, 4)):
+        assert between_islands(each.strategy, Island()).sync_groups(each.options, 8 // TWO.size).size == size
 
 
 def test_an_island_is_lost_with_one_rank_and_joins_whole() -> None:

@@ -57,6 +57,11 @@ class ShardState:
     optimizer: dict[str, Any]
     """The `state_dict` of the shard's optimizer."""
 
+    def encode(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The shard as JSON, without its weights; the tensors of its optimizer are added to `tensors`."""
+        optimizer = encode_state(self.optimizer, f"shard.{self.start}", tensors)
+        return {"start": self.start, "stop": self.stop, "optimizer": optimizer}
+
 
 @dataclass(frozen=True)
 class LearnerState:
@@ -136,14 +141,7 @@ class LearnerState:
             "is_worker": self.is_worker,
             "of_strategy": self.of_strategy,
             **({"island": self.shard_of_island.encode()} if self.shard_of_island else {}),
-            "shards": [
-                {
-                    "start": shard.start,
-                    "stop": shard.stop,
-                    "optimizer": encode_state(shard.optimizer, f"shard.{shard.start}", tensors),
-                }
-                for shard in self.shards
-            ],
+            "shards": [shard.encode(tensors) for shard in self.shards],
         }
         return scalars | {"is_finite": all_finite(tensors.values())}, tensors
 

@@ -30,7 +30,6 @@ from starling.errors import ConfigError, did_you_mean
 from starling.launch.elastic import CoordinatorLink, connect
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.strategies import Strategy, find_strategy
-from starling.strategies.base import all_but_the_lost
 from starling.timeouts import CONNECT
 from starling.training.flat import trainable
 
@@ -128,7 +127,7 @@ def _check(
         raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
     if on_loss not in ("stop", "continue"):
         raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
-    if on_loss == "continue" and (strategy.is_served or strategy.survivors is not all_but_the_lost):
+    if on_loss == "continue" and (strategy.is_served or type(strategy).survivors is not Strategy.survivors):
         why = "its servers hold the model" if strategy.is_served else "its super-learners need all their learners"
         raise ConfigError(
             f"on_loss: {strategy.name} cannot continue without any one of its learners, because {why}; choose another "

@@ -83,7 +83,7 @@ def worth(arm: Arm, learners: int, staleness: float) -> float:
         learners: How many there are.
         staleness: The mean that a simulation found.
     """
-    in_parts = 1 < arm.strategy.sync_group_size(arm.options, learners) < learners
+    in_parts = 1 < arm.strategy.sync_groups(arm.options, learners).size < learners
     if learners == 1 or (arm.strategy.averages_gradients(arm.options) and staleness == 0.0 and not in_parts):
         return 1.0
     period = float(getattr(arm.options, "period", 1.0))

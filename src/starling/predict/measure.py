@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter
 from starling.configuration import Config
 from starling.learner import Learner
 from starling.recipe.run import StrategyChoice
-from starling.strategies import Strategy
+from starling.strategies import Strategy, SyncGroups
 from starling.strategies.mixing import Encoder, Mixing, MixingOptions
 from starling.topology import Topology, find_topology
 
@@ -173,11 +173,13 @@ async def time_strategy(me: Learner, options: TimeOptions) -> None:
 
 
 MEASURING = Strategy(MEASURE, "measure gradients, exchanges and means", measure, options=MeasureOptions)
-TIMING = Strategy(
-    TIME,
-    "time another strategy",
-    time_strategy,
-    sync_group_size=lambda options, world: options.strategy.sync_group_size(world),
-    options=TimeOptions,
-    num_workers=lambda options, world: options.strategy.num_workers(world),
-)
+
+
+class TimingStrategy(Strategy):
+    """Learners claim mini-batches as under the other strategy."""
+
+    def sync_groups(self, options: TimeOptions, world: int) -> SyncGroups:
+        return options.strategy.strategy.sync_groups(options.strategy.options, world)
+
+
+TIMING = TimingStrategy(TIME, "time another strategy", time_strategy, options=TimeOptions)

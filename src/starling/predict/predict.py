@@ -56,7 +56,7 @@ class Machines:
         only, each learner brings a link of its own.
         """
         costs, num_models = self.costs, learners // self.island.size
-        group = arm.strategy.sync_group_size(arm.options, num_models)
+        group = arm.strategy.sync_groups(arm.options, num_models).size
         means_only = arm.name in AVERAGING
         link = costs.means if means_only else costs.messages
         if arm.strategy.averages_gradients(arm.options) and means_only and not is_compressed(arm.options):

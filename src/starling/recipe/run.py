@@ -351,12 +351,13 @@ class RunConfig(Config):
     @property
     def num_workers(self) -> int:
         """How many learners compute gradients, each of its own mini-batches; a tensor island counts as one."""
-        return self.between.num_workers(self.strategy.options, self.learners) // self.island.learners_per_batch
+        groups = self.between.sync_groups(self.strategy.options, self.learners)
+        return groups.num_workers // self.island.tensor
 
     @property
     def sync_group_size(self) -> int:
         """How many learners claim mini-batches together."""
-        return self.between.sync_group_size(self.strategy.options, self.learners)
+        return self.between.sync_groups(self.strategy.options, self.learners).size
 
     @property
     def super_learner_size(self) -> int:

@@ -47,7 +47,8 @@ def _reduced(strategy: Strategy) -> str | tuple[Any, ...]:
     return object.__reduce_ex__(strategy, 2)
 
 
-copyreg.pickle(Strategy, _reduced)
+for kind in {type(strategy) for strategy in _OWN}:
+    copyreg.pickle(kind, _reduced)
 
 
 _REGISTRY = Registry(

@@ -9,12 +9,12 @@ from pydantic import Field
 
 from starling.errors import ConfigError
 from starling.learner import Learner, LoopEnded
-from starling.strategies.base import Strategy, never, one_learner
-from starling.strategies.parameter_server import Remote, check_servers, num_workers, without_servers_lost
+from starling.strategies.base import never, one_learner
+from starling.strategies.parameter_server import ServedStrategy, Servers
 from starling.strategies.server import Served, Server, ServerOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class AsyncLocalOptions(Served):
@@ -44,12 +44,10 @@ class AsyncLocalOptions(Served):
         piece = self.kept(me)
         if piece is None:
             return None
-        from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
+        from starling.strategies.delayed_nesterov import Loans
 
-        def optimizer(parameters: list[nn.Parameter]) -> DelayedNesterov:
-            return DelayedNesterov(parameters, self.rate, self.momentum, self.pushes(me.world), self.spread)
-
-        return Server(me, piece, self.workers(me.world), ServerOptions(), Loans(optimizer))
+        loans = Loans(self.rate, self.momentum, self.pushes(me.world), self.spread)
+        return Server(me, piece, self.workers(me.world), ServerOptions(), loans)
 
 
 async def async_local(me: Learner, options: AsyncLocalOptions) -> None:
@@ -155,16 +153,13 @@ class Centre:
     def __init__(self, me: Learner, options: AsyncLocalOptions) -> None:
         import torch
 
-        size = len(me.weights)
-        pieces = options.pieces(size)
-        self._servers = [Remote(me, options.server(s, me.world), piece, 2) for s, piece in enumerate(pieces)]
-        counts = torch.zeros(2 + len(pieces), dtype=torch.int64)
+        self._servers = Servers(me, options, age_numbers=2)
+        counts = torch.zeros(2 + len(self._servers.pieces), dtype=torch.int64)
         self._counts = me.strategy_state("counts", counts, is_common=False)
         """The steps since the last push began, those in a push that is not known to have arrived, and each server's
         loan."""
-        for server, loan in zip(self._servers, self._counts[2:].tolist(), strict=True):
-            server.age = float(loan)
-        zeros = me.weights.new_zeros(size)
+        self._servers.ages = list(map(float, self._counts[2:].tolist()))
+        zeros = me.weights.new_zeros(len(me.weights))
         is_elastic = options.elasticity is not None
         self.theta = zeros if is_elastic else me.strategy_state("theta", zeros, is_common=False)
         """theta as it was pulled last, `[P]`."""
@@ -199,20 +194,17 @@ class Centre:
 
     def ask(self) -> None:
         """Request theta; `answer` waits for it."""
-        for server in self._servers:
-            server.pull()
+        self._servers.ask()
 
     async def answer(self) -> Tensor:
         """Wait for theta `[P]`, if it was requested: then all that was sent before has arrived."""
-        found = [(server, await server.weights()) for server in self._servers]
-        for server in self._servers:
-            await server.settle()
-        for number, (server, weights) in enumerate(found):
-            if weights is not None:
-                self.theta[server.piece] = weights.to(self.theta.device)
-                self._counts[2 + number] = int(server.age)
-                self._counts[1] = 0
-        most, every = self._servers[0].most_finished, self._options.every
+        found = await self._servers.weights()
+        await self._servers.settle()
+        for server, weights in found:
+            self.theta[self._servers.pieces[server]] = weights.to(self.theta.device)
+            self._counts[2 + server] = int(self._servers.ages[server])
+            self._counts[1] = 0
+        most, every = self._servers.most_finished, self._options.every
         if self._options.by_speed and min(most, self._num_pushed) > 0:
             self._period = min(every, max(1, round(every * self._num_pushed / most)))
         return self.theta
@@ -238,15 +230,12 @@ class Centre:
     async def _send(self, difference: Tensor) -> None:
         num_batches = int(self._counts[1])
         self._num_pushed += num_batches
-        for server in self._servers:
-            server.push(difference, server.age, num_batches)
-        for server in self._servers:
-            await server.settle()
+        self._servers.push(difference, self._servers.ages, num_batches)
+        await self._servers.settle()
 
     async def leave(self) -> Tensor:
         """Report that this worker pushes no more; the final theta `[P]`, once all workers have left."""
-        for server in self._servers:
-            server.leave()
+        self._servers.leave()
         await self.answer()
         return await self.pull()
 
@@ -263,7 +252,6 @@ class AeasgdOptions(AsyncLocalOptions):
 
 
 def _check(options: AsyncLocalOptions, world: int) -> None:
-    check_servers(options, world)
     if options.spread * options.pushes(world) > 1.0:
         raise ConfigError(
             f"strategy.spread: {options.spread:g} of the momentum's step with each of {options.pushes(world)} pushes "
@@ -271,20 +259,9 @@ def _check(options: AsyncLocalOptions, world: int) -> None:
         )
 
 
-def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> Strategy:
-    return Strategy(
-        name,
-        summary,
-        async_local,
-        one_learner,
-        options,
-        num_workers=num_workers,
-        check=_check,
-        survivors=without_servers_lost,
-        is_served=True,
-        adopts_changes=never,
-        family="async-local",
-        kind="periodic",
+def _strategy(name: str, summary: str, options: type[AsyncLocalOptions]) -> ServedStrategy:
+    return ServedStrategy(
+        name, summary, async_local, one_learner, options, check=_check, adopts_changes=never, kind="periodic"
     )
 
 

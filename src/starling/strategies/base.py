@@ -8,9 +8,6 @@ from starling.configuration import Config, canonical
 from starling.learner import Learner
 from starling.strategies.compression import LowRank
 
-Count = Callable[[Any, int], int]
-"""A number of learners, from a strategy's options and the world size. It never raises: `validate` reports problems."""
-
 
 class NoOptions(Config):
     """The options of a strategy without options."""
@@ -36,12 +33,6 @@ def never(options: Config) -> bool:
     return False
 
 
-def all_but_the_lost(options: Config, world: int, lost: Collection[int]) -> Sequence[int]:
-    """The ranks of all learners that are not lost."""
-    gone = set(lost)
-    return [rank for rank in range(world) if rank not in gone]
-
-
 @dataclass(frozen=True)
 class SyncGroups:
     """Which learners claim mini-batches together: the first `num_workers`, in groups of `size`. The others claim
@@ -63,37 +54,31 @@ class Strategy:
     """A strategy: how learners agree, and what engines and recipes must know about it.
 
     Most strategies set only `name`, `summary` and `run`. The defaults of the other fields describe a strategy whose
-    learners step together, each with its own model.
+    learners step together, each with its own model. A strategy with learners that serve others, or that cannot continue
+    without some of them, is a subclass.
     """
 
+    is_served = False
+    """Whether servers keep the model. If not, the model is the mean of all learners' weights."""
     name: str
     """The name in a recipe."""
     summary: str
     """One line, for `starling strategies`."""
     run: Callable[..., Coroutine[Any, Any, None]]
     """The algorithm, a coroutine function: `run(learner)`, or `run(learner, options)` if the strategy has options."""
-    sync_group_size: Count = all_learners
-    """How many learners claim mini-batches together, one each, and compute in step: all by default; 1 if no learner
-    waits for another's gradient."""
+    sync_group_size: Callable[[Any, int], int] = all_learners
+    """How many learners claim mini-batches together, one each, and compute in step, from the options and the number of
+    learners: all by default; 1 if no learner waits for another's gradient."""
     options: type[Config] = NoOptions
     """The strategy's options: a subclass of `starling.Config`."""
-    num_workers: Count = all_learners
-    """How many learners claim mini-batches. These have the lowest ranks; the others serve them."""
     check: Callable[[Any, int], None] | None = None
     """Raises ConfigError if the options do not fit this number of learners; `validate` calls it. None: all fit."""
-    survivors: Callable[[Any, int, Collection[int]], Sequence[int]] = all_but_the_lost
-    """The ranks that can continue, from the options, the number of learners and the lost ranks. Raises PeerLost if no
-    learner can continue."""
     averages_gradients: Callable[[Any], bool] = never
     """Whether, with these options, a step uses the mean gradient of a sync group."""
-    is_served: bool = False
-    """Whether servers keep the model. If not, the model is the mean of all learners' weights."""
     has_one_model: bool = False
     """Whether all learners have the same weights after each step."""
     keeps_state: bool = False
     """Whether it keeps a common `Learner.strategy_state`."""
-    family: str = ""
-    """The strategies that share a text and a page; empty: the strategy's own name."""
     kind: str = "others"
     """The heading under which `starling strategies` lists it, such as `gossip`."""
     adopts_changes: Callable[[Any], bool] = always
@@ -112,7 +97,7 @@ class Strategy:
         their weights because they have none yet (`has_common` False)."""
         return self.has_one_model or (self.has_common_state(options) and not has_common)
 
-    def validate(self, options: Config, world: int) -> None:
+    def validate(self, options: Any, world: int) -> None:
         """Check that `options` fit `world` learners.
 
         Raises:
@@ -121,9 +106,14 @@ class Strategy:
         if self.check is not None:
             self.check(options, world)
 
-    def sync_groups(self, options: Config, world: int) -> SyncGroups:
-        """Which of `world` learners claim mini-batches together."""
-        return SyncGroups(self.num_workers(options, world), self.sync_group_size(options, world))
+    def sync_groups(self, options: Any, world: int) -> SyncGroups:
+        """Which of `world` learners claim mini-batches together. It never raises: `validate` reports problems."""
+        return SyncGroups(world, self.sync_group_size(options, world))
+
+    def survivors(self, options: Any, world: int, lost: Collection[int]) -> Sequence[int]:
+        """The ranks of those of `world` learners that can continue without the lost ones. Raises PeerLost if none
+        can."""
+        return [rank for rank in range(world) if rank not in lost]
 
     def has_common_state(self, options: Config) -> bool:
         """Whether it keeps a common `Learner.strategy_state` with these options."""
@@ -141,10 +131,9 @@ class Strategy:
             PeerLost: The strategy cannot continue without the lost learners.
             ConfigError: The options do not fit the new number of learners.
         """
-        rank_of = {name: rank for rank, name in enumerate(members)}
-        ranks = self.survivors(options, len(members), [rank_of[name] for name in lost])
+        ranks = self.survivors(options, len(members), [members.index(name) for name in lost])
         left = [members[rank] for rank in ranks]
-        num_workers = self.num_workers(options, len(left))
+        num_workers = self.sync_groups(options, len(left)).num_workers
         following = (*left[:num_workers], *joined, *left[num_workers:])
         self.validate(options, len(following))
         return following

@@ -56,20 +56,6 @@ def find_encoding(compression: Encoded) -> Encoding | None:
     return {"none": None, "bfloat16": Bfloat16(), "int8": Integers(8), "int4": Integers(4)}[compression]
 
 
-def encode(encoding: Encoding, vector: Tensor) -> Tensor:
-    """The bytes of a vector; in a simulation of time alone, their number."""
-    if vector.device.type != "meta":
-        return encoding.encode(vector)
-    import torch
-
-    return torch.empty(encoding.num_bytes(len(vector)), dtype=torch.uint8, device="meta")
-
-
-def decode(encoding: Encoding, encoded: Tensor, like: Tensor) -> Tensor:
-    """The vector that was encoded, of the size of `like`."""
-    return like if like.device.type == "meta" else encoding.decode(encoded, len(like))
-
-
 class Means:
     """The means of one strategy: as they are, or of vectors that travel encoded, with error feedback.
 
@@ -80,29 +66,34 @@ class Means:
     """
 
     def __init__(self, me: Learner, compression: Compression, feedback: float = 1.0) -> None:
-        self._feedback = feedback
-        self._me, self.are_encoded = me, compression != "none" and me.world > 1
-        self._encoding: Encoding | None = None
-        self._factors: Factors | None = None
+        self._me, self._feedback = me, feedback
+        self.are_encoded = compression != "none" and me.world > 1
+        self._how: Encoding | Factors | None = None
         if self.are_encoded:
             import torch
 
             is_on_host = not (isinstance(compression, LowRank) or me.weights.is_meta)
             zeros = torch.zeros(len(me.weights)) if is_on_host else me.weights.new_zeros(len(me.weights))
             self._residual = me.strategy_state("residual", zeros, is_common=False)
-            if isinstance(compression, LowRank):
-                self._factors = Factors(me, compression.low_rank)
-            else:
-                self._encoding = find_encoding(compression)
+            self._how = Factors(me, compression) if isinstance(compression, LowRank) else find_encoding(compression)
 
     def start(self, of: Tensor | Handle[Tensor], piece: slice | None = None) -> Awaitable[Tensor]:
         """Start averaging a vector `[P]` over all learners, or the `piece` of one. A gradient's handle is first
         awaited if vectors are encoded."""
-        if self._factors is not None:
-            return self._factors.mean(of, self._residual)
-        if self._encoding is None:
+        if self._how is None:
             return self._me.mean(of)
-        return _UnderWay(self._me, self._encoding, of, self._residual[piece or slice(None)], self._feedback)
+        if isinstance(of, Handle):
+            return self._of_gradient(of)
+        if isinstance(self._how, Factors):
+            return self._how.mean(of, self._residual)
+        from starling.strategies.encoding import PartOfMean
+
+        residual = self._residual[piece or slice(None)]
+        added = residual if self._feedback == 1.0 else self._feedback * residual
+        return _UnderWay(self._me, PartOfMean(self._how, of, added, self._me.rank, self._me.world), residual)
+
+    async def _of_gradient(self, gradient: Handle[Tensor]) -> Tensor:
+        return await self.start(await gradient)
 
     def forget(self) -> None:
         """Set the residual to 0, because something else is averaged from now on."""
@@ -129,7 +120,7 @@ class Factors:
         arXiv 1905.13727.
     """
 
-    def __init__(self, me: Learner, rank: int) -> None:
+    def __init__(self, me: Learner, compression: LowRank) -> None:
         import torch
 
         if me.weights.device.type == "meta":
@@ -137,7 +128,7 @@ class Factors:
                 "strategy.compression: the bytes of low_rank depend on the shapes of the model's matrices, which a "
                 "simulation of time alone does not know; choose another compression to plan with"
             )
-        self._me, self._rank = me, rank
+        self._me, self._rank = me, (rank := compression.low_rank)
         self._matrices: list[tuple[slice, int, int]] = []  # place in the weights, rows, columns
         self._others: list[slice] = []
         start = 0
@@ -153,11 +144,10 @@ class Factors:
         random = torch.randn(size, generator=torch.Generator().manual_seed(me.seed))
         self._basis = me.strategy_state("basis", random.to(me.weights.device))
 
-    async def mean(self, of: Tensor | Handle[Tensor], residual: Tensor) -> Tensor:
+    async def mean(self, vector: Tensor, residual: Tensor) -> Tensor:
         """The mean of vectors `[P]`; `residual` `[P]` changes."""
         import torch
 
-        vector = await of if isinstance(of, Handle) else of
         total, others = vector + residual, [vector[piece] for piece in self._others]
         matrices = [total[place].view(rows, columns) for place, rows, columns in self._matrices]
         bases = self._split(self._basis, [columns for _, _, columns in self._matrices])
@@ -173,42 +163,27 @@ class Factors:
         for (place, _, _), matrix, p, q_own, q in zip(self._matrices, matrices, left, own, bases, strict=True):
             residual[place] = (matrix - p @ q_own.T).view(-1)
             mean[place] = (p @ q.T).view(-1)
-        for piece in self._others:
-            mean[piece] = first[start : start + piece.stop - piece.start]
-            start += piece.stop - piece.start
+        for piece, other in zip(self._others, torch.split(first[start:], [len(each) for each in others]), strict=True):
+            mean[piece] = other
         return mean.masked_fill_(mean == 0.0, -0.0)  # the mark of a parameter without a gradient
 
     def _split(self, vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Views of a vector's beginning as matrices `[size, r]`."""
-        views, start = [], 0
-        for size in sizes:
-            views.append(vector[start : start + size * self._rank].view(size, self._rank))
-            start += size * self._rank
-        return views
+        import torch
+
+        numbers = [size * self._rank for size in sizes]
+        return [each.view(-1, self._rank) for each in torch.split(vector[: sum(numbers)], numbers)]
 
 
 class _UnderWay:
     """An encoded mean that has begun; when it is awaited, the residual changes."""
 
-    def __init__(
-        self, me: Learner, encoding: Encoding, of: Tensor | Handle[Tensor], residual: Tensor, feedback: float
-    ) -> None:
-        self._me, self._encoding, self._residual, self._feedback = me, encoding, residual, feedback
-        self._work = of if isinstance(of, Handle) else self._begin(of)
+    def __init__(self, me: Learner, part: PartOfMean, residual: Tensor) -> None:
+        self._part, self._residual, self._device = part, residual, me.weights.device
+        self._mean = me.encoded_mean(part)
 
     def __await__(self) -> Generator[Handle[Any], None, Tensor]:
-        return self._finish().__await__()
-
-    def _begin(self, vector: Tensor) -> tuple[PartOfMean, Handle[Tensor]]:
-        from starling.strategies.encoding import PartOfMean
-
-        residual = self._residual if self._feedback == 1.0 else self._feedback * self._residual
-        part = PartOfMean(self._encoding, vector, residual, self._me.rank, self._me.world)
-        return part, self._me.encoded_mean(part)
-
-    async def _finish(self) -> Tensor:
-        part, handle = self._begin(await self._work) if isinstance(self._work, Handle) else self._work
-        mean = await handle
-        if not part.vector.is_meta and bool(mean.isfinite().all()):
-            self._residual.copy_(part.residual)
-        return mean.to(self._me.weights.device)
+        mean = yield from self._mean.__await__()
+        if not self._part.vector.is_meta and bool(mean.isfinite().all()):
+            self._residual.copy_(self._part.residual)
+        return mean.to(self._device)

@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-
-NO_LOANS: dict[str, Any] = {"num_loans": 0, "out": ()}
 
 
 class Loans:
     """The copies of theta that a server has lent to workers and not had back, by number: each is for one push.
 
     A worker whose membership has ended cannot know whether its last push has arrived. It pushes again, and the server
-    takes it only if that copy is still out. The numbers are kept by the server's optimizer, which `make` makes, so
-    that a checkpoint has them as they are after the same push as theta. The ages are for statistics.
+    takes it only if that copy is still out. The numbers are kept by the server's optimizer, so that a checkpoint has
+    them as they are after the same push as theta. The ages are for statistics.
     """
 
     DROPPED = ("_optimizer", "_ages")
     """The optimizer is not dropped, but saved with the server's shard."""
 
-    def __init__(self, make: Callable[[list[nn.Parameter]], DelayedNesterov]) -> None:
-        self._make = make
-        self._optimizer: DelayedNesterov | None = None
-        self._kept = dict(NO_LOANS)  # in a simulation of time alone, without an optimizer
+    def __init__(self, rate: float, momentum: float, delay: int, spread: float) -> None:
+        self._settings = rate, momentum, delay, spread
+        self.optimizer([nn.Parameter(torch.empty(0))])  # in a simulation of time alone there is no other
         self._ages: dict[int, int] = {}
 
     def optimizer(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
         """The server's optimizer."""
-        self._optimizer = self._make(parameters)
+        self._optimizer = DelayedNesterov(parameters, *self._settings)
         return self._optimizer
-
-    @property
-    def _group(self) -> dict[str, Any]:
-        return self._kept if self._optimizer is None else self._optimizer.param_groups[0]
 
     def lend(self, number: int, age: int) -> int:
         """The number of a copy of this age for a worker: that of the one it has, unless it has pushed since."""
-        group = self._group
+        group = self._optimizer.param_groups[0]
         if number not in group["out"]:
             number = group["num_loans"] + 1
             group["num_loans"], group["out"] = number, (*group["out"], number)
@@ -49,14 +41,11 @@ class Loans:
 
     def pay_back(self, number: int) -> int | None:
         """Expect that the push for a copy is taken next; its age, 0 if that is unknown. None: it has been taken."""
-        group = self._group
+        group = self._optimizer.param_groups[0]
         if number <= group["num_loans"] and number not in group["out"]:
             return None
         _lend_up_to(group, number)  # it may have been lent after the server was saved
-        if self._optimizer is None:
-            group["out"] = tuple(each for each in group["out"] if each != number)
-        else:
-            self._optimizer.loan = number
+        self._optimizer.loan = number
         return self._ages.pop(number, 0)
 
 
@@ -79,7 +68,7 @@ class DelayedNesterov(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: list[nn.Parameter], rate: float, momentum: float, delay: int, spread: float) -> None:
-        super().__init__(parameters, {"num_pushes": 0, **NO_LOANS})
+        super().__init__(parameters, {"num_pushes": 0, "num_loans": 0, "out": ()})
         self.loan = 0
         """The loan that the next push pays back."""
         self._rate, self._momentum, self._delay, self._spread = rate, momentum, delay, spread

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from starling.errors import ConfigError
-from starling.learner import Learner
+from starling.learner import Learner, divided
 from starling.strategies.base import Strategy
 from starling.strategies.mixing import Gossip, MixingOptions, averages_both_ways, check_mixing
-from starling.strategies.rates import divided
 from starling.strategies.staleness import is_finite
 from starling.topology import find_topology, lazy
 
@@ -251,7 +250,7 @@ def _zeros(me: Learner) -> Tensor:
 
 
 def _check(options: DpsgdOptions, world: int) -> None:
-    check_mixing(options, world)
+    topology = check_mixing(options, world)
     if options.correction == "none":
         return
     if options.momentum == "quasi-global":
@@ -265,7 +264,7 @@ def _check(options: DpsgdOptions, world: int) -> None:
     if options.correction == "d2":
         if options.mean_every is not None:
             raise ConfigError("strategy.mean_every: d2 needs the same neighbours in each step; leave it out")
-        if not averages_both_ways(find_topology(options.pattern, world, seed=0)):
+        if not averages_both_ways(topology):
             raise ConfigError(
                 f"strategy.correction: d2 needs the same neighbours in each step, in both directions, which pattern "
                 f"{options.pattern} does not have; choose pattern ring or complete, or correction tracking"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,18 +16,15 @@ WIDE_BLOCK = 4096
 """The numbers of which some are chosen together, with places in 2 bytes."""
 
 
-class Encoding(ABC):
+class Encoding(Protocol):
     """Turns a float32 vector `[n]` into bytes, and bytes into a vector near it."""
 
-    @abstractmethod
     def num_bytes(self, size: int) -> int:
         """The bytes of an encoded vector `[size]`."""
 
-    @abstractmethod
     def encode(self, vector: Tensor) -> Tensor:
         """The bytes `[num_bytes(n)]` of a vector `[n]`, uint8."""
 
-    @abstractmethod
     def decode(self, encoded: Tensor, size: int) -> Tensor:
         """The vector `[size]` that the receivers of `encoded` use."""
 
@@ -195,34 +192,23 @@ class PartOfMean(EncodedMean):
         self._chunk = -(-len(vector) // num_learners)
         self.message_bytes = encoding.num_bytes(self._chunk)
         if not vector.is_meta:
-            self._own, self._errors = self._padded(vector), self._padded(residual)
+            self._own, self._errors = self._chunks(vector), self._chunks(residual)
 
     def messages(self) -> list[Tensor]:
         """Encode each owner's chunk: a message `[message_bytes]` for each learner, in the order of ranks; zeros for
         this learner."""
-        sent = []
-        for owner in range(self._num):
-            if owner == self._place:
-                sent.append(torch.zeros(self.message_bytes, dtype=torch.uint8))
-                continue
-            errors = self._errors[self._at(owner)]
-            errors.add_(self._own[self._at(owner)])
-            sent.append(self._encoding.encode(errors))
-            errors.sub_(self._encoding.decode(sent[-1], self._chunk))
-        return sent
+        nothing = torch.zeros(self.message_bytes, dtype=torch.uint8)
+        owners = range(self._num)
+        return [nothing if owner == self._place else self._encoded(owner, self._own[owner]) for owner in owners]
 
     def combine(self, received: Sequence[Tensor]) -> Tensor:
         """Encode the mean of this learner's chunk, from what each learner sent it; this learner's own place is not
         read."""
-        own = self._own[self._at(self._place)]
+        own = self._own[self._place]
         total = torch.zeros_like(own)
         for place, each in enumerate(received):
             total.add_(own if place == self._place else self._encoding.decode(each, self._chunk))
-        errors = self._errors[self._at(self._place)]
-        errors.add_(total.div_(len(received)))
-        encoded = self._encoding.encode(errors)
-        errors.sub_(self._encoding.decode(encoded, self._chunk))
-        return encoded
+        return self._encoded(self._place, total.div_(len(received)))
 
     def result(self, combined: Sequence[Tensor]) -> Tensor:
         """The mean `[n]`, from the encoded means of all chunks."""
@@ -232,12 +218,16 @@ class PartOfMean(EncodedMean):
     @property
     def residual(self) -> Tensor:
         """What the residual `[n]` becomes once the mean is used."""
-        return self._errors[: len(self.vector)]
+        return self._errors.view(-1)[: len(self.vector)]
 
-    def _at(self, owner: int) -> slice:
-        return slice(owner * self._chunk, (owner + 1) * self._chunk)
+    def _encoded(self, owner: int, vector: Tensor) -> Tensor:
+        """Encode a vector for the chunk of an owner, with its errors, which become those of this encoding."""
+        errors = self._errors[owner].add_(vector)
+        encoded = self._encoding.encode(errors)
+        errors.sub_(self._encoding.decode(encoded, self._chunk))
+        return encoded
 
-    def _padded(self, vector: Tensor) -> Tensor:
+    def _chunks(self, vector: Tensor) -> Tensor:
         padded = torch.zeros(self._chunk * self._num)
         padded[: len(vector)] = vector
-        return padded
+        return padded.view(self._num, self._chunk)

@@ -103,20 +103,21 @@ def _check(options: HierarchicalOptions, world: int) -> None:
     check_mixing(options, world // options.per_node)
 
 
-def _whole_super_learners(options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
-    """The learners of super-learners that are complete: one that lost a learner cannot continue."""
-    broken = {rank // options.per_node for rank in lost}
-    return [rank for rank in range(world) if rank // options.per_node not in broken]
+class OfSuperLearners(Strategy):
+    """A super-learner that lost a learner cannot continue."""
+
+    def survivors(self, options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
+        broken = {rank // options.per_node for rank in lost}
+        return [rank for rank in range(world) if rank // options.per_node not in broken]
 
 
-HADPSGD = Strategy(
+HADPSGD = OfSuperLearners(
     "hadpsgd",
     "step together within a super-learner, adpsgd between super-learners",
     hadpsgd,
     lambda options, world: options.per_node,
     HierarchicalOptions,
     check=_check,
-    survivors=_whole_super_learners,
     averages_gradients=lambda options: options.per_node > 1,
     kind="gossip",
 )

@@ -1,6 +1,6 @@
 """Islands: super-learners whose ranks hold one model together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from starling.configuration import Config
 from starling.errors import ConfigError
-from starling.strategies.base import Strategy
+from starling.strategies.base import Strategy, SyncGroups, always
 
 
 class Island(Config):
@@ -32,11 +32,6 @@ class Island(Config):
         """The number of learners of one island."""
         return self.sharded * self.tensor
 
-    @property
-    def learners_per_batch(self) -> int:
-        """How many learners compute each mini-batch together: the first of them reports it."""
-        return self.tensor
-
 
 NO_ISLANDS = Island()
 """Each learner has a model of its own."""
@@ -44,51 +39,50 @@ NO_ISLANDS = Island()
 
 @dataclass(frozen=True)
 class IslandStrategy(Strategy):
-    """A strategy between islands, whose numbers of learners count the ranks of all islands. Rank i of an island
-    exchanges with rank i of the others, as one of the learners of `between`."""
+    """A strategy between islands, for engines and recipes, whose learners are the ranks of islands.
+
+    Rank i of an island exchanges with rank i of the others, as one of the learners of `between`. The ranks of an island
+    claim mini-batches together, one each, or under `tensor` one for all. An island that loses a rank is lost.
+    """
 
     between: Strategy = None  # type: ignore[assignment]
     island: Island = NO_ISLANDS
 
-    def __reduce__(self) -> tuple[Callable[[Strategy, Island], Strategy], tuple[Strategy, Island]]:
-        return between_islands, (self.between, self.island)
+    def sync_groups(self, options: Any, world: int) -> SyncGroups:
+        size = self.island.size
+        groups = self.between.sync_groups(options, max(1, world // size))
+        return SyncGroups(size * groups.num_workers, size * groups.size)
 
+    def survivors(self, options: Any, world: int, lost: Collection[int]) -> Sequence[int]:
+        size = self.island.size
+        kept = self.between.survivors(options, world // size, {rank // size for rank in lost})
+        return [island * size + member for island in kept for member in range(size)]
 
-def between_islands(strategy: Strategy, island: Island) -> Strategy:
-    """`strategy` between islands, for engines and recipes, whose learners are the ranks of islands.
-
-    The ranks of an island claim mini-batches together, one each, or under `tensor` one for all. An island that loses a
-    rank is lost.
-    """
-    between = strategy.between if isinstance(strategy, IslandStrategy) else strategy
-    size = island.size
-    if size == 1:
-        return between
-
-    def check(options: Any, world: int) -> None:
+    def validate(self, options: Any, world: int) -> None:
+        between, size = self.between, self.island.size
         if between.is_served or not between.steps_itself:
             raise ConfigError(
                 f"island: {between.name} keeps its model outside the learners, so that islands cannot hold it; choose "
                 "another strategy, such as allreduce or adpsgd, or leave out island"
             )
         if world % size:
-            kind = "tensor" if island.tensor > 1 else "sharded"
+            kind = "tensor" if self.island.tensor > 1 else "sharded"
             raise ConfigError(
                 f"island.{kind}: {world} learners cannot be divided into islands of {size}; choose a multiple of "
                 f"{size} learners"
             )
         between.validate(options, world // size)
 
-    def survivors(options: Any, world: int, lost: Any) -> Sequence[int]:
-        kept = between.survivors(options, world // size, {rank // size for rank in lost})
-        return [island * size + member for island in kept for member in range(size)]
+    def __reduce__(self) -> tuple[Callable[[Strategy, Island], Strategy], tuple[Strategy, Island]]:
+        return between_islands, (self.between, self.island)
 
+
+def between_islands(strategy: Strategy, island: Island) -> Strategy:
+    """`strategy` between such islands; itself between learners alone."""
+    between = strategy.between if isinstance(strategy, IslandStrategy) else strategy
+    if island.size == 1:
+        return between
     given = {field.name: getattr(between, field.name) for field in fields(Strategy)}
-    given |= {
-        "sync_group_size": lambda options, world: size * between.sync_group_size(options, max(1, world // size)),
-        "num_workers": lambda options, world: size * between.num_workers(options, max(1, world // size)),
-        "check": check,
-        "survivors": survivors,
-        "averages_gradients": lambda options: island.sharded > 1 or between.averages_gradients(options),
-    }
+    if island.sharded > 1:
+        given["averages_gradients"] = always
     return IslandStrategy(**given, between=between, island=island)

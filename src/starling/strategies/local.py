@@ -10,10 +10,9 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.errors import ConfigError
-from starling.learner import Learner, LoopEnded
+from starling.learner import Learner, LoopEnded, divided
 from starling.strategies.base import Strategy
 from starling.strategies.compression import Compression, LowRank, Means, TopK
-from starling.strategies.rates import divided
 from starling.topology import pairs
 
 if TYPE_CHECKING:
@@ -124,18 +123,15 @@ class Period:
         import torch
 
         self._me, self._options = me, options
-        momentum = 1.0 - 1.0 / me.world if options.momentum is None else options.momentum
+        self._momentum = 1.0 - 1.0 / me.world if options.momentum is None else options.momentum
         self.means = Means(me, options.compression, options.feedback)
-        self._momentum = momentum
         self._pairs = Pairs(me, options) if options.among == "pairs" else None
         needs_theta = self.means.are_encoded or (self._pairs is not None and self._pairs.needs_theta)
-        is_taken = options.rate == 1.0 and momentum == 0.0 and not options.elastic
+        is_taken = options.rate == 1.0 and self._momentum == 0.0 and not options.elastic
         self._is_mean = is_taken and not needs_theta
         largest = -(-len(me.weights) // options.fragments)
-        self._fragments = list(me.pieces(largest))
-        self._states = (
-            [] if options.optimizer_state == "local" else list(me.pieces(largest, True))[len(self._fragments) :]
-        )
+        self._fragments = me.pieces(largest)
+        self._states = [] if options.optimizer_state == "local" else me.pieces(largest, True)[len(self._fragments) :]
         self._steps = me.strategy_state("steps", torch.zeros(1, dtype=torch.int64))
         if not self._is_mean:
             is_common = self._pairs is None
@@ -145,7 +141,9 @@ class Period:
         if options.overlap:
             whole = self._theta - me.weights if self.means.are_encoded else me.weights
             self._sent = me.strategy_state("sent", whole, is_common=False)
-            self._start_again()
+            for fragment, since in self._since():
+                if since < options.overlap:  # it was being averaged when the checkpoint was saved
+                    self._under_way = fragment, self._start(self._sent[fragment], fragment)
 
     @property
     def _local_steps(self) -> int:
@@ -180,12 +178,13 @@ class Period:
                 if not overlap:
                     await self._merge()
         if self._local_steps % self._options.every == 0:
-            await self._agree_on_states()
+            for piece in self._states:
+                mine, is_mean = self._me.snapshot(piece), self._options.optimizer_state == "averaged"
+                self._me.replace(await self._me.mean(mine) if is_mean else 0.0 * mine, piece)
 
     async def end(self) -> None:
         """Agree on all weights, unless that has just been done."""
-        if self._under_way is not None:
-            await self._merge()
+        await self._merge()
         options = self._options
         is_partial = len(self._fragments) > 1 or options.overlap > 0 or options.elastic or options.share < 1.0
         if not is_partial and self._local_steps % options.every == 0:
@@ -207,12 +206,6 @@ class Period:
         mine = self._me.snapshot(fragment)
         return self._theta[fragment] - mine if self.means.are_encoded else mine
 
-    def _start_again(self) -> None:
-        """Average again the fragment that was being averaged when the checkpoint was saved."""
-        for fragment, since in self._since():
-            if since < self._options.overlap:
-                self._under_way = fragment, self._start(self._sent[fragment], fragment)
-
     def _start(self, mine: Tensor, fragment: slice) -> Awaitable[Tensor]:
         """Start averaging a fragment."""
         if self._pairs is None:
@@ -227,21 +220,17 @@ class Period:
 
     def _agree(self, fragment: slice, mean: Tensor, is_last: bool = False) -> None:
         """Make a step of the outer optimizer, and take its result, or as much of it as the options say."""
-        blend = 0.0 if is_last else self._options.blend
-        drawn = self._drawn(fragment) if self._options.elastic and not is_last else None
+        options, drawn = self._options, None
+        if options.elastic and not is_last:  # towards theta, from both as they were when the mean began
+            sent = self._sent[fragment] if options.overlap else self._mine(fragment)
+            drawn = options.rate / self._me.world * (sent if self.means.are_encoded else self._theta[fragment] - sent)
         theta = mean if self._is_mean else self._outer_step(fragment, mean)
         if drawn is not None:
             self._me.apply(drawn, fragment)
             return
-        if blend:
-            theta = blend * self._me.snapshot(fragment) + (1.0 - blend) * theta
+        if options.blend and not is_last:
+            theta = options.blend * self._me.snapshot(fragment) + (1.0 - options.blend) * theta
         self._me.replace(theta, fragment)
-
-    def _drawn(self, fragment: slice) -> Tensor:
-        """By how much theta draws this learner's weights, from both as they were when the mean began."""
-        sent = self._sent[fragment] if self._options.overlap else self._mine(fragment)
-        apart = sent if self.means.are_encoded else self._theta[fragment] - sent
-        return self._options.rate / self._me.world * apart
 
     async def _average_a_share(self) -> None:
         """Average one random weight of each of k equal parts of the weights, the same on all learners."""
@@ -271,14 +260,6 @@ class Period:
         v.mul_(beta).add_(difference)
         step = (beta * v).add_(difference).mul_(options.rate * a) if options.nesterov else options.rate * a * v
         return theta.sub_(step)
-
-    async def _agree_on_states(self) -> None:
-        """Average, or zero, what the learners' optimizers keep for each weight."""
-        for piece in self._states:
-            mine = self._me.snapshot(piece)
-            self._me.replace(
-                await self._me.mean(mine) if self._options.optimizer_state == "averaged" else 0.0 * mine, piece
-            )
 
 
 class Pairs:
@@ -435,7 +416,6 @@ def _strategy(name: str, summary: str, options: type[LocalOptions]) -> Strategy:
         check=_check,
         adopts_changes=lambda options: _takes_means(options) and options.pull is None,
         keeps_state=True,
-        family="local",
         kind="periodic",
     )
 

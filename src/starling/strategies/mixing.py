@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Learner
-from starling.strategies.compression import Encoded, decode, encode, find_encoding
+from starling.strategies.compression import Encoded, find_encoding
 from starling.topology import Topology, check_pattern, find_topology
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from starling.strategies.encoding import Encoding
 
 T = TypeVar("T")
 Pattern = Annotated[str, AfterValidator(check_pattern)]
@@ -53,14 +51,13 @@ def has_fixed_neighbours(topology: Topology) -> bool:
 
 def averages_both_ways(topology: Topology) -> bool:
     """Whether the neighbours are the same in each round, and mix each other with equal weights."""
-    if not has_fixed_neighbours(topology):
-        return False
     mixing = topology.matrix(0)
-    return bool(abs(mixing - mixing.T).max() <= 1e-9)
+    return has_fixed_neighbours(topology) and bool(abs(mixing - mixing.T).max() <= 1e-9)
 
 
-def check_mixing(options: MixingOptions, world: int) -> None:
-    """Raise ConfigError if the pattern does not suit this number of learners, or its neighbours the compression."""
+def check_mixing(options: MixingOptions, world: int) -> Topology:
+    """The pattern of so many learners. Raises ConfigError if it does not suit their number, or its neighbours the
+    compression."""
     topology = find_topology(options.pattern, world, seed=0)
     if options.compression in ("none", "bfloat16"):
         if options.consensus_rate != 1.0:
@@ -71,6 +68,7 @@ def check_mixing(options: MixingOptions, world: int) -> None:
             f"pattern {options.pattern} neighbours change from round to round; choose pattern ring or complete, or "
             "compression bfloat16"
         )
+    return topology
 
 
 class Encoder:
@@ -124,39 +122,41 @@ class Encoder:
 
     def encode(self, mine: Tensor, piece: slice) -> Tensor:
         """Encode `mine`, and change it to what the receivers will decode."""
-        if self._rounds:
-            import torch
+        import torch
 
+        if self._rounds:
             error = self._errors[piece]
             error.add_(mine)  # w + e
             sent = error.to(torch.bfloat16)
             mine.copy_(sent)
             error.sub_(mine)
             return sent
-        return mine if self._encoding is None else self._encode_change(self._encoding, mine, piece)
-
-    def _encode_change(self, encoding: Encoding, mine: Tensor, piece: slice) -> Tensor:
+        if self._encoding is None:
+            return mine
         public = self._errors[piece]
         if int(self._begun) < self._num_pieces:
             self._begun.add_(1)
             public.copy_(mine)
             return mine
         mine.sub_(public)
-        sent = encode(encoding, mine)
-        mine.copy_(decode(encoding, sent, mine))
+        if mine.is_meta:
+            return mine.new_empty(self._encoding.num_bytes(len(mine)), dtype=torch.uint8)
+        sent = self._encoding.encode(mine)
+        mine.copy_(self._encoding.decode(sent, len(mine)))
         public.add_(mine)
         return sent
 
     def change(self, own: Tensor, theirs: Sequence[tuple[float, Tensor]], piece: slice) -> Tensor:
         """The change to my weights, from what I sent, decoded, and what others sent, each with its weight."""
+        if own.is_meta:
+            return own
         if self._encoding is None:
             return sum_of_differences(own, theirs)
-        sent = []
-        for weight, vector in theirs:
-            is_whole = vector.dtype == own.dtype
-            sent.append((weight, vector if is_whole else decode(self._encoding, vector, own)))
-        difference = self._differences[piece].add_(sum_of_differences(own, sent))
-        return difference * self._gamma
+        decoded = []
+        for weight, sent in theirs:
+            is_whole = sent.dtype == own.dtype
+            decoded.append((weight, sent if is_whole else self._encoding.decode(sent, len(own))))
+        return self._differences[piece].add_(sum_of_differences(own, decoded)) * self._gamma
 
 
 class Mixing:
@@ -285,9 +285,4 @@ def _parts(vector: Tensor) -> list[slice]:
 def one_ahead(work: Iterable[T]) -> Iterator[T]:
     """Yield the items of `work`, each after the next one has been created, so that the next piece is already under way
     while one is awaited."""
-    made: deque[T] = deque()
-    for item in work:
-        made.append(item)
-        if len(made) > 1:
-            yield made.popleft()
-    yield from made
+    return (item for item, _ in pairwise(chain[Any](work, [None])))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from starling.errors import ConfigError, PeerLost
 from starling.learner import Handle, Learner, LoopEnded
-from starling.strategies.base import Strategy, all_but_the_lost, never
+from starling.strategies.base import Strategy, SyncGroups, never
 from starling.strategies.server import AGE, GRADIENT, REPORT, WEIGHTS, Report, Served, Server, ServerOptions
 
 if TYPE_CHECKING:
@@ -51,160 +51,160 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
         (`scale_by_staleness`). `staleness.py` has those of the corrections.
         The names `synchronous`, `hybrid` and `asynchronous` come from the parameter server of Deep Speech.
     """
-    kept, pieces, workers = options.kept(me), options.pieces(len(me.weights)), options.workers(me.world)
+    kept, workers = options.kept(me), options.workers(me.world)
     server = None if kept is None else Server(me, kept, workers, options)
-    if me.rank not in workers:
+    if me.rank in workers:
         if server is not None:
-            await server.serve()
-        return
-    if server is not None:
-        me.background(server.serve())
-    await _work(me, [Remote(me, options.server(s, me.world), piece) for s, piece in enumerate(pieces)], options)
+            me.background(server.serve())
+        await _work(me, Servers(me, options), options)
+    elif server is not None:
+        await server.serve()
 
 
-async def _work(me: Learner, servers: Sequence[Remote], options: ServerOptions) -> None:
+async def _work(me: Learner, servers: Servers, options: ServerOptions) -> None:
+    in_turn = options.update == "synchronous"  # the first server grants the turn for all servers
     with suppress(LoopEnded):
-        await _pull(servers, options)
+        await servers.pull(in_turn)
         while me.claim():
-            ages = [server.age for server in servers]
+            ages = list(servers.ages)
             gradient = me.clip(await me.gradient(me.weights))
-            for server in servers:
-                await server.arrive()
-                await server.settle()
+            await servers.arrive()
+            await servers.settle()
             if options.overlap and gradient is not None:
                 gradient = gradient.clone()  # the next gradient overwrites it
-            for server, age in zip(servers, ages, strict=True):
-                server.push(gradient, age)
+            servers.push(gradient, ages)
             if options.overlap:
-                for server in servers:
-                    server.pull()
+                servers.ask()
             else:
-                for server in servers:
-                    await server.settle()
-                await _pull(servers, options)
-    for server in servers:
-        server.leave()
-    for server in servers:
-        await server.arrive()
-    await _pull(servers, options)
+                await servers.settle()
+                await servers.pull(in_turn)
+    servers.leave()
+    await servers.arrive()
+    await servers.pull(in_turn)
 
 
-async def _pull(servers: Sequence[Remote], options: ServerOptions) -> None:
-    for server in servers:
-        server.pull()
-        if options.update == "synchronous":  # the first server grants the turn for all servers
-            await server.arrive()
-    for server in servers:
-        await server.arrive()
-        await server.settle()
+class Servers:
+    """A worker's connection to all servers. All count from 0 in each membership."""
 
+    DROPPED = ("ages", "most_finished", "_num_finished")
 
-class Remote:
-    """A worker's connection to one server. Both count from 0 in each membership."""
-
-    DROPPED = ("age", "most_finished", "_num_finished")
-
-    def __init__(self, me: Learner, rank: int, piece: slice, age_numbers: int = 1) -> None:
+    def __init__(self, me: Learner, options: Served, age_numbers: int = 1) -> None:
         import torch
 
-        self.piece = piece
-        self._me, self._rank = me, rank
-        self.age = 0.0
-        """The number of the server's steps that are in this worker's weights."""
+        self.pieces = options.pieces(len(me.weights))
+        self._me, self._ranks = me, [options.server(s, me.world) for s in range(len(self.pieces))]
+        self.ages = [0.0] * len(self.pieces)
+        """The number of each server's steps that are in this worker's weights."""
         self.most_finished = 0.0
-        """The largest number of mini-batches that a worker had reported then, if the server tells it."""
+        """The largest number of mini-batches that a worker had reported to the first server then, if it tells it."""
         self._num_finished = 0.0
         self._like_age = torch.zeros(age_numbers, dtype=torch.float64)
-        self._like_weights = torch.empty(piece.stop - piece.start, dtype=me.weights.dtype)  # host memory, as sent
-        self._arriving: tuple[Handle[Tensor], Handle[Tensor]] | None = None
+        self._like_weights = torch.empty(0, dtype=me.weights.dtype)  # host memory, as sent
+        self._arriving: dict[int, tuple[Handle[Tensor], Handle[Tensor]]] = {}
         self._sending: list[Handle[None]] = []
 
-    def pull(self) -> None:
-        """Request the server's weights; `arrive` waits for them."""
-        age = self._me.receive(self._rank, self._like_age, AGE)
-        self._arriving = age, self._me.receive(self._rank, self._like_weights, WEIGHTS)
-        self._report(self.age)
+    def ask(self) -> None:
+        """Request the servers' weights; `arrive` waits for them."""
+        for server in range(len(self.pieces)):
+            self._ask(server)
+
+    async def pull(self, in_turn: bool) -> None:
+        """Request the servers' weights, in turn or of all at once, and overwrite this worker's weights with them."""
+        for server in range(len(self.pieces)):
+            self._ask(server)
+            if in_turn:
+                await self.arrive()
+        await self.arrive()
+        await self.settle()
 
     async def arrive(self) -> None:
         """Wait for the requested weights, if any, and overwrite this worker's weights with them."""
-        if (weights := await self.weights()) is not None:
-            self._me.replace(weights, self.piece)
+        for server, weights in await self.weights():
+            self._me.replace(weights, self.pieces[server])
 
-    async def weights(self) -> Tensor | None:
-        """Wait for the requested weights `[n]`; None: none were requested."""
-        if self._arriving is None:
-            return None
-        age, weights = self._arriving
-        self._arriving, (self.age, *rest) = None, (await age).tolist()
-        self.most_finished = rest[0] if rest else 0.0
-        return await weights
+    async def weights(self) -> list[tuple[int, Tensor]]:
+        """Wait for the requested weights, if any: each server's number and its piece `[n]`."""
+        found = []
+        for server, (age, weights) in self._arriving.items():
+            self.ages[server], *rest = (await age).tolist()
+            if server == 0:
+                self.most_finished = rest[0] if rest else 0.0
+            found.append((server, await weights))
+        self._arriving.clear()
+        return found
 
-    def push(self, gradient: Tensor | None, age: float, num_batches: int = 1) -> None:
-        """Start sending the server its piece of a gradient `[P]`, which must not change before `settle` returns.
+    def push(self, gradient: Tensor | None, ages: Sequence[float], num_batches: int = 1) -> None:
+        """Start sending each server its piece of a gradient `[P]`, which must not change before `settle` returns.
 
-        `age` is that of the weights at which the gradient was taken. `gradient` is None if it was not finite, and
+        `ages` are those of the weights at which the gradient was taken. `gradient` is None if it was not finite, and
         otherwise comes from so many mini-batches.
         """
         self._num_finished += num_batches
-        self._report(math.nan if gradient is None else age)
-        if gradient is not None:
-            self._sending.append(self._me.send(self._rank, gradient[self.piece], GRADIENT))
+        for rank, piece, age in zip(self._ranks, self.pieces, ages, strict=True):
+            self._report(rank, math.nan if gradient is None else age)
+            if gradient is not None:
+                self._sending.append(self._me.send(rank, gradient[piece], GRADIENT))
 
     def leave(self) -> None:
-        """Report that this worker sends no more gradients, and request the final weights."""
+        """Report that this worker sends no more gradients."""
         self._num_finished = math.inf
-        self._report(self.age)
-
-    def _report(self, age: float) -> None:
-        report = Report(self._num_finished, age, self._me.step_metadata).encode()
-        self._sending.append(self._me.send(self._rank, report, REPORT))
+        for rank, age in zip(self._ranks, self.ages, strict=True):
+            self._report(rank, age)
 
     async def settle(self) -> None:
-        """Wait until everything sent to the server has arrived."""
+        """Wait until everything sent to the servers has arrived."""
         for sending in self._sending:
             await sending
         self._sending.clear()
 
+    def _ask(self, server: int) -> None:
+        rank, piece = self._ranks[server], self.pieces[server]
+        like = self._like_weights.new_empty(piece.stop - piece.start)
+        self._arriving[server] = self._me.receive(rank, self._like_age, AGE), self._me.receive(rank, like, WEIGHTS)
+        self._report(rank, self.ages[server])
 
-def check_servers(options: Served, world: int) -> None:
-    """Raise ConfigError if there are too few learners."""
-    if options.servers == "own" and world <= options.shards:
-        raise ConfigError(
-            f"strategy.shards: with {options.shards} servers as learners of their own, none of the {world} learners is "
-            "a worker; start more learners, or choose servers: beside"
-        )
-    if options.shards > world:
-        raise ConfigError(
-            f"strategy.shards: {options.shards} servers, but only {world} learners to run them; choose at most {world}"
-        )
+    def _report(self, rank: int, age: float) -> None:
+        report = Report(self._num_finished, age, self._me.step_metadata).encode()
+        self._sending.append(self._me.send(rank, report, REPORT))
 
 
-def num_workers(options: Served, world: int) -> int:
-    """The learners that compute."""
-    return len(options.workers(world))
+class ServedStrategy(Strategy):
+    """A strategy whose options are `Served`: servers keep the model, and the run ends if one is lost."""
+
+    is_served = True
+
+    def sync_groups(self, options: Served, world: int) -> SyncGroups:
+        return SyncGroups(len(options.workers(world)), self.sync_group_size(options, world))
+
+    def survivors(self, options: Served, world: int, lost: Collection[int]) -> Sequence[int]:
+        for shard in range(options.shards):
+            if (server := options.server(shard, world)) in lost:
+                raise PeerLost(f"learner {server} of {world} was a server; its shard of the model is lost")
+        left = super().survivors(options, world, lost)
+        self.validate(options, len(left))
+        return left
+
+    def validate(self, options: Served, world: int) -> None:
+        if options.servers == "own" and world <= options.shards:
+            raise ConfigError(
+                f"strategy.shards: with {options.shards} servers as learners of their own, none of the {world} "
+                "learners is a worker; start more learners, or choose servers: beside"
+            )
+        if options.shards > world:
+            raise ConfigError(
+                f"strategy.shards: {options.shards} servers, but only {world} learners to run them; choose at most "
+                f"{world}"
+            )
+        super().validate(options, world)
 
 
-def without_servers_lost(options: Served, world: int, lost: Collection[int]) -> Sequence[int]:
-    """All learners that are not lost. PeerLost if a server is lost, ConfigError if too few remain."""
-    for shard in range(options.shards):
-        if (server := options.server(shard, world)) in lost:
-            raise PeerLost(f"learner {server} of {world} was a server; its shard of the model is lost")
-    left = all_but_the_lost(options, world, lost)
-    check_servers(options, len(left))
-    return left
-
-
-PARAMETER_SERVER = Strategy(
+PARAMETER_SERVER = ServedStrategy(
     "parameter-server",
     "workers push gradients to servers, which keep the model",
     parameter_server,
-    lambda options, world: num_workers(options, world) if options.update == "hybrid" else 1,
+    lambda options, world: len(options.workers(world)) if options.update == "hybrid" else 1,
     ServerOptions,
-    num_workers=num_workers,
-    check=check_servers,
-    survivors=without_servers_lost,
     averages_gradients=lambda options: options.update == "hybrid",
-    is_served=True,
     adopts_changes=never,
     kind="server",
     steps_itself=False,

@@ -16,7 +16,7 @@ pulls the final weights::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Handle, Learner
-from starling.strategies.staleness import Staleness, correction, keeping, rate_scale
+from starling.strategies.staleness import Staleness, correction, rate_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,8 +52,9 @@ class Rule:
     most_kept = 0
     """The most gradients that wait for others although their workers continue: the next membership needs them."""
 
-    def finish(self, worker: int, num_waiting: int) -> bool:
-        """Record that a worker has finished a mini-batch, with or without a finite gradient.
+    def finish(self, num_finished: Collection[float], num_waiting: int) -> bool:
+        """Record that a worker has finished a mini-batch, with or without a finite gradient; the workers have now
+        finished so many.
 
         Returns whether the `num_waiting` gradients that have arrived since the last step now make a step.
         """
@@ -97,7 +98,7 @@ class Summed(Rule):
     def __init__(self, n: int) -> None:
         self._n, self.most_kept = n, n - 1
 
-    def finish(self, worker: int, num_waiting: int) -> bool:
+    def finish(self, num_finished: Collection[float], num_waiting: int) -> bool:
         return num_waiting == self._n
 
 
@@ -109,22 +110,11 @@ class Hybrid(Rule):
         w <- w - a (1/N) sum_l g_l(w)
 
     This is `allreduce` with the step made by the server. Non-finite gradients are left out of the mean. With `combine`
-    sum, the sum is not divided.
+    sum, the sum is not divided. No worker may be ahead of another: the staleness bound is 0.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-        self._finished: set[int] = set()  # since the last step
-
-    def finish(self, worker: int, num_waiting: int) -> bool:
-        self._finished.add(worker)
-        is_complete = len(self._finished) == self._num_workers
-        if is_complete:
-            self._finished.clear()
-        return is_complete
-
-    def grant(self, worker: int) -> bool:
-        return worker not in self._finished
+    def finish(self, num_finished: Collection[float], num_waiting: int) -> bool:
+        return min(num_finished) == max(num_finished)
 
 
 class Synchronous(Rule):
@@ -138,7 +128,7 @@ class Synchronous(Rule):
     def __init__(self) -> None:
         self._turn: int | None = None
 
-    def finish(self, worker: int, num_waiting: int) -> bool:
+    def finish(self, num_finished: Collection[float], num_waiting: int) -> bool:
         self._turn = None
         return num_waiting == 1
 
@@ -220,13 +210,11 @@ class ServerOptions(Served):
             )
         return self
 
-    def rule(self, num_workers: int) -> Rule:
+    def rule(self) -> Rule:
         """A new `Rule`, as named by `update`."""
-        if self.update == "synchronous":
-            return Synchronous()
-        if self.update == "hybrid":
-            return Hybrid(num_workers)
-        return Summed(self.sum or 1) if self.update == "summed" else Asynchronous()
+        if self.sum is not None:
+            return Summed(self.sum)
+        return {"synchronous": Synchronous, "hybrid": Hybrid, "asynchronous": Asynchronous}[self.update]()
 
     def combined(self, gradients: Sequence[Tensor]) -> Tensor:
         """The gradient of a step: the sum of these, in order, or their mean; none of them is overwritten."""
@@ -258,11 +246,6 @@ class Report:
 
         return torch.cat([torch.tensor([self.num_finished, self.age], dtype=torch.float64), self.step_metadata])
 
-    @classmethod
-    def decode(cls, message: Tensor) -> Report:
-        """The inverse of `encode`."""
-        return cls(float(message[0]), float(message[1]), message[2:])
-
 
 @dataclass(frozen=True)
 class Push:
@@ -271,9 +254,9 @@ class Push:
     worker: int
     """Its rank in this membership, or `EARLIER`."""
     report: Report
+    """`age` is the number of the shard's steps in the weights at which the gradient was taken; before this membership,
+    below 0 or 0."""
     gradient: Tensor
-    read_at: int
-    """The number of the shard's steps in the weights at which it was taken; before this membership, below 0 or 0."""
 
 
 class Kept:
@@ -285,43 +268,33 @@ class Kept:
     def __init__(self, me: Learner, piece: slice, room: int) -> None:
         import torch
 
-        self._rows: tuple[Tensor, Tensor, Tensor] | None = None
-        if room:
-            place, device = f"waiting {piece.start}", "meta" if me.weights.is_meta else "cpu"
-            gradients = torch.zeros(room, piece.stop - piece.start, dtype=me.weights.dtype, device=device)
-            told = torch.zeros(room, 1 + len(me.step_metadata), dtype=torch.float64)
-            self._rows = (
-                me.strategy_state(f"{place} gradients", gradients, is_common=False),
-                me.strategy_state(f"{place} staleness", told, is_common=False),
-                me.strategy_state(f"{place} number", torch.zeros(1, dtype=torch.int64), is_common=False),
-            )
+        def kept(name: str, initial: Tensor) -> Tensor:
+            return me.strategy_state(f"waiting {piece.start} {name}", initial, is_common=False) if room else initial
+
+        size, device = piece.stop - piece.start, "meta" if me.weights.is_meta else "cpu"
+        self._gradients = kept("gradients", torch.zeros(room, size, dtype=me.weights.dtype, device=device))
+        self._told = kept("staleness", torch.zeros(room, 1 + len(me.step_metadata), dtype=torch.float64))
+        self._number = kept("number", torch.zeros(1, dtype=torch.int64))
 
     def pushes(self) -> list[Push]:
         """Those of earlier memberships, in the order in which they arrived. Their workers may be others by now."""
-        if self._rows is None:
-            return []
-        gradients, told, number = self._rows
-        return [
-            Push(EARLIER, Report(0.0, -float(told[row, 0]), told[row, 1:]), gradients[row], -int(told[row, 0]))
-            for row in range(int(number))
-        ]
+        rows = list(zip(self._told, self._gradients, strict=True))[: int(self._number)]
+        return [Push(EARLIER, Report(0.0, -float(told[0]), told[1:]), gradient) for told, gradient in rows]
 
     def keep(self, push: Push, num_steps: int) -> Push:
         """Keep a gradient that has arrived after so many steps, if there is room: one without room makes a step now."""
-        if self._rows is None or int(self._rows[2]) == len(self._rows[0]):
+        row = int(self._number)
+        if row == len(self._gradients):
             return push
-        gradients, told, number = self._rows
-        row = int(number)
-        gradients[row].copy_(push.gradient)
-        told[row, 0] = num_steps - push.read_at
-        told[row, 1:] = push.report.step_metadata
-        number += 1
-        return replace(push, gradient=gradients[row])
+        self._gradients[row].copy_(push.gradient)
+        self._told[row, 0] = num_steps - push.report.age
+        self._told[row, 1:] = push.report.step_metadata
+        self._number += 1
+        return replace(push, gradient=self._gradients[row])
 
     def clear(self) -> None:
         """All have made a step."""
-        if self._rows is not None:
-            self._rows[2].zero_()
+        self._number.zero_()
 
 
 class Server:
@@ -338,8 +311,8 @@ class Server:
         self, me: Learner, piece: slice, workers: range, options: ServerOptions, loans: Loans | None = None
     ) -> None:
         self._me, self._options = me, options
-        self._rule = options.rule(len(workers))
-        self._correction = correction(options.staleness, keeping(me))
+        self._rule = options.rule()
+        self._correction = correction(options.staleness, me)
         self._loans = loans
         self._shard = me.keep(piece, None if loans is None else loans.optimizer)
         self._most = 0.0  # the largest number of mini-batches reported
@@ -376,14 +349,13 @@ class Server:
         """Handle a worker's message. Returns the tag of its next message, or None after its last."""
         if worker in self._announced:
             report = self._announced.pop(worker)
-            age = int(report.age)
-            read_at = age if self._loans is None else self._loans.pay_back(age)
-            if read_at is not None:
-                push = Push(worker, report, message, read_at)
+            age = report.age if self._loans is None else self._loans.pay_back(int(report.age))
+            if age is not None:
+                push = Push(worker, replace(report, age=age), message)
                 self._waiting.append(self._kept.keep(push, self._shard.num_steps))
             await self._record(worker, report)
             return REPORT
-        report = Report.decode(message)
+        report = Report(float(message[0]), float(message[1]), message[2:])
         if report.num_finished == self._finished[worker]:
             self._asking[worker] = int(report.age)
             return None if report.is_last else REPORT
@@ -401,7 +373,7 @@ class Server:
             is_due = self._have_all_left  # the remaining gradients, though too few for the rule
         else:
             self._most = max(self._most, report.num_finished)
-            is_due = self._rule.finish(worker, len(self._waiting))
+            is_due = self._rule.finish(self._finished.values(), len(self._waiting))
         if is_due and self._waiting:
             await self._step()
 
@@ -413,7 +385,7 @@ class Server:
         """Make a step with the waiting gradients, in the order of their workers' ranks, after those of earlier
         memberships."""
         pushes, self._waiting = sorted(self._waiting, key=lambda push: push.worker), []
-        read_at = [push.read_at for push in pushes]
+        read_at = [int(push.report.age) for push in pushes]
         staleness = self._shard.num_steps - sum(read_at) / len(read_at)
         scale = rate_scale(staleness) if self._options.scale_by_staleness else 1.0
         newest = max((push.report for push in pushes), key=lambda report: report.age)
@@ -442,7 +414,7 @@ class Server:
         """
         if math.isinf(self._finished[worker]):
             return self._have_all_left
-        bound = self._options.staleness_bound
+        bound = 0 if self._options.update == "hybrid" else self._options.staleness_bound
         ahead = self._finished[worker] + self._options.overlap - min(self._finished.values())
         return (bound is None or ahead <= bound) and self._rule.grant(worker)
 

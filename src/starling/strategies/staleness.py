@@ -8,7 +8,6 @@ workers' gradients have moved; on a learner of `adpsgd` w is its own weights, wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -35,13 +34,11 @@ class DelayCompensation(Config):
 
 Staleness = Literal["none", "gap-aware"] | DelayCompensation
 """What is made of stale gradients."""
-Keep = Callable[[str, "Tensor"], "Tensor"]
-"""Returns the tensor in which a rule keeps what it remembers, from a name and its initial value: that of a checkpoint,
-if there is one."""
 
 
 class Correction(ABC):
-    """Corrects gradients; it remembers the weights that each worker may be computing at, within a membership."""
+    """Corrects gradients; it remembers the weights that each worker may be computing at, within a membership. What else
+    a rule remembers is part of a learner's own state."""
 
     DROPPED: ClassVar[tuple[str, ...]] = ("_given",)
 
@@ -81,20 +78,22 @@ class Compensation(Correction):
         Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", arXiv 1609.08326.
     """
 
-    def __init__(self, options: DelayCompensation, keep: Keep) -> None:
+    def __init__(self, options: DelayCompensation, me: Learner) -> None:
         super().__init__()
-        self._options, self._keep = options, keep
+        self._options, self._me = options, me
         self._mean_square: Tensor | None = None
 
     def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
-        factor = self._options.delay_compensation
-        change = gradient * gradient * moved * factor
+        change = gradient * gradient * moved * self._options.delay_compensation
         if (rho := self._options.mean_square) is not None:
             if self._mean_square is None:
-                self._mean_square = self._keep("mean square", gradient.new_zeros(len(gradient)))
+                zeros = gradient.new_zeros(len(gradient))
+                self._mean_square = self._me.strategy_state("staleness mean square", zeros, is_common=False)
             self._mean_square.mul_(rho).add_(gradient * gradient * (1.0 - rho))
             change = change / (self._mean_square + EPSILON) ** 0.5
-        return _changed(gradient, change)
+        if gradient.is_meta:
+            return gradient
+        return (gradient + change).where(gradient != 0.0, gradient)  # of -0.0, there is none
 
 
 class GapAware(Correction):
@@ -111,12 +110,13 @@ class GapAware(Correction):
 
     DROPPED = (*Correction.DROPPED, "_before")
 
-    def __init__(self, keep: Keep) -> None:
+    def __init__(self, me: Learner) -> None:
         import torch
 
         super().__init__()
         self._before: Tensor | None = None  # the step that begins there is not counted if the server is saved now
-        self._steps = keep("steps", torch.zeros(2, dtype=torch.float64))  # their number and their whole length
+        zeros = torch.zeros(2, dtype=torch.float64)
+        self._steps = me.strategy_state("staleness steps", zeros, is_common=False)  # their number and whole length
 
     def before_step(self, now: Tensor) -> None:
         if self._before is not None:
@@ -137,16 +137,11 @@ class GapAware(Correction):
         return gradient / (1.0 + distance * num_steps / length)
 
 
-def correction(staleness: Staleness, keep: Keep) -> Correction | None:
-    """A correction, which remembers by `keep`; None: gradients are used as they are."""
+def correction(staleness: Staleness, me: Learner) -> Correction | None:
+    """The correction that a learner makes; None: gradients are used as they are."""
     if isinstance(staleness, DelayCompensation):
-        return Compensation(staleness, keep)
-    return GapAware(keep) if staleness == "gap-aware" else None
-
-
-def keeping(me: Learner) -> Keep:
-    """Keeps what a rule remembers with a learner's own state."""
-    return lambda name, initial: me.strategy_state(f"staleness {name}", initial, is_common=False)
+        return Compensation(staleness, me)
+    return GapAware(me) if staleness == "gap-aware" else None
 
 
 def rate_scale(staleness: float) -> float:
@@ -166,14 +161,13 @@ class StaleSteps:
 
     def __init__(self, me: Learner, staleness: Staleness, scale_by_staleness: bool) -> None:
         self._me, self._scales = me, scale_by_staleness
-        self._correction = correction(staleness, keeping(me))
+        self._correction = correction(staleness, me)
         self._taken_at: Tensor | None = None  # Phi; kept only for a correction
 
     def snapshot(self) -> Tensor:
         """Phi `[P]`, where the next gradient is to be taken."""
         phi = self._me.snapshot()
-        if self._correction is not None:
-            self._taken_at = phi
+        self._taken_at = None if self._correction is None else phi
         return phi
 
     def step(self, gradient: Tensor) -> None:
@@ -186,11 +180,6 @@ class StaleSteps:
         now = me.weights.clone()
         me.step(self._correction.corrected(gradient, now - phi), scale=scale)
         self._correction.stepped(now, me.weights)
-
-
-def _changed(gradient: Tensor, change: Tensor) -> Tensor:
-    """gradient + change; a gradient of -0.0, which marks that there is none, stays."""
-    return gradient + change if gradient.is_meta else (gradient + change).where(gradient != 0.0, gradient)
 
 
 def is_finite(gradient: Tensor) -> bool:

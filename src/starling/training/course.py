@@ -92,7 +92,7 @@ class CourseLearner(ReplicaLearner):
         self.claimers = sync_groups.of(rank)  # the learners that claim mini-batches together
         self._rank, self._world = rank, world
         self._weight = tickets.weight(rank - self.claimers.start)
-        self._is_reporting = rank % job.island.learners_per_batch == 0  # for all that compute its mini-batches
+        self._is_reporting = rank % job.island.tensor == 0  # for all that compute its mini-batches
         # learners save at once if the model is in memory that they share or on a server that adds gradients
         is_cut = job.strategy.steps_itself and observer.saves and not replica.weights.is_meta
         is_cut = is_cut and sync_groups.size < sync_groups.num_workers

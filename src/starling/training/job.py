@@ -15,7 +15,7 @@ from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.strategies import Strategy, SyncGroups, find_strategy
-from starling.strategies.islands import NO_ISLANDS, Island, IslandStrategy, between_islands
+from starling.strategies.islands import NO_ISLANDS, Island, between_islands
 from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault
 from starling.training.freezing import Freeze
@@ -97,12 +97,6 @@ class Job:
     def sync_groups(self, world: int) -> SyncGroups:
         """Which of `world` learners claim mini-batches together."""
         return self.strategy.sync_groups(self.options, world)
-
-    def sync_groups_of_row(self, world: int) -> SyncGroups:
-        """The sync groups of the learners that hold the same shard: those that `strategy` sees. Without islands, of
-        all `world` learners."""
-        strategy = self.strategy.between if isinstance(self.strategy, IslandStrategy) else self.strategy
-        return strategy.sync_groups(self.options, world // self.island.size)
 
 
 @dataclass

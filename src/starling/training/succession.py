@@ -162,7 +162,7 @@ def plan_after(
     )
     if job.strategy.has_one_model:
         # all learners are one sync group
-        per_batch = job.island.learners_per_batch
+        per_batch = job.island.tensor
         tickets = SyncGroupTickets(job.workload, before.position, job.budget, before.world, before.shares, per_batch)
         position = tickets.position(models[newest].num_done)
         current = [each.membership == last and each.num_done == models[newest].num_done for each in models]

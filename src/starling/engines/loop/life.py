@@ -238,7 +238,7 @@ class LoopLife:
                 f"learner {name} has joined, but all learners that had the run's model were lost before it was "
                 "copied; start the run again, from your loop's last checkpoint"
             )
-        is_in_step = run.strategy.sync_group_size(run.options, 2) == 2
+        is_in_step = run.strategy.sync_groups(run.options, 2).size == 2
         how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state)
         listening = self._coordination.listening and PrefixStore(membership.key, self._coordination.listening)
         self._connections = None

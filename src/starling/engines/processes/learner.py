@@ -24,6 +24,7 @@ from starling.engines.processes.threads import GradientHandle
 from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle, Shard
+from starling.strategies.islands import NO_ISLANDS, between_islands
 from starling.training.checks import changed_beneath, check_elementwise
 from starling.training.course import CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
@@ -74,10 +75,11 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         if part is not None:
             check_elementwise(replica.optimizer)
             self.shard_of_island = part.shard_of_island(replica.optimizer)
+        row = between_islands(job.strategy, NO_ISLANDS)  # what the ranks that hold the same shard of a model see
         ConnectedLearner.__init__(
             self,
             peers,
-            job.sync_groups_of_row(peers.world),
+            row.sync_groups(job.options, peers.world // job.island.size),
             replica,
             job.seed,
             peers.place.has_own_device(weights.device),
@@ -85,9 +87,9 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             row_size=job.island.size,
         )
         self._barrier = CheckpointBarrier(self.peers, save_requests, self._add_barrier, self.naming_the_lost)
-        position, per_batch = start.position if start else Position(), job.island.learners_per_batch
+        position, shared_by = start.position if start else Position(), job.island.tensor
         size = job.sync_groups(peers.world).size
-        tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, per_batch)
+        tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, shared_by)
         self.cut_agreement = StoreCuts(self._place.store, self.rank, self.world, self.naming_the_lost)
         CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
         self.batches = ProcessBatches(self, loader, self._barrier)
@@ -248,7 +250,7 @@ class ProcessBatches:
         self._learner, self._peers, self._tickets, self._barrier = learner, peers, learner.tickets, barrier
         self._is_whole = len(learner.claimers) == peers.world
         self._member = peers.rank - learner.claimers.start
-        per_batch = job.island.learners_per_batch
+        per_batch = job.island.tensor
         self._part = (learner.life.name if per_batch == 1 else peers.rank // per_batch) % job.workload.num_parts
         # if all learners have the same model, the number of their mini-batches determines which tickets are done
         is_noting = peers.feed.is_watched and not job.strategy.has_one_model

@@ -221,7 +221,7 @@ class SimulatedIslands(Observer):
                 "them; choose a multiple or a divisor"
             )
         self._size, self._given, self._ranks, self._observer = size, job, world, observer
-        self.ranks_per_learner = size // job.island.learners_per_batch
+        self.ranks_per_learner = size // job.island.tensor
         self._links, self._compute = Links(cluster), compute
         self._traffic = traffic_of(job.workload) if job.island.tensor > 1 else None
         self.job = replace(job, island=NO_ISLANDS, stragglers=Stragglers())

@@ -140,7 +140,7 @@ class Mean:
         if brought != self._brought:
             raise ProtocolError(f"learner {rank} cannot join a mean with {brought}: others brought {self._brought}")
         place = self.group.index(rank)
-        if isinstance(part, EncodedMean):
+        if not isinstance(part, Tensor):
             self._early[place] = part
             if len(self._early) == len(self.group):
                 self.result = self._decode(part)
@@ -261,7 +261,7 @@ class Network:
             if mean.join(rank, part):
                 del self._means[name]
                 names = [self._names[each] for each in group]
-                num_bytes = len(group) * part.message_bytes if isinstance(part, EncodedMean) else part.nbytes
+                num_bytes = part.nbytes if isinstance(part, Tensor) else len(group) * part.message_bytes
                 longer = self._links.jitter(names[0], names[-1])
                 self._happen(mean.event, self._links.reduce(names, self._environment.now, num_bytes, longer), group)
 

@@ -83,7 +83,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     recogniser.save(folder.initial)
     freeze(recogniser.model, recipe.freeze)
     workload = load_workload(recipe, folder)
-    num_at_once = recipe.sync_group_size // recipe.island.learners_per_batch
+    num_at_once = recipe.sync_group_size // recipe.island.tensor
     _check_share(len(workload.plan.utterances), num_at_once)
     for line in workload.plan.shares():
         say(line)
@@ -145,7 +145,7 @@ def _untrained(
 
 def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
     """Outputs, mini-batches, and how much the learners take at a time, in words."""
-    kind = "learner" if recipe.island.learners_per_batch == 1 else "island"
+    kind = "learner" if recipe.island.tensor == 1 else "island"
     learners = kind if recipe.num_workers == 1 else f"{kind}s"
     if states is None or recipe.sequences is None:
         seconds = recipe.batches.max_duration * recipe.batches.accumulate
