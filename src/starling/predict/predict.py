@@ -174,13 +174,13 @@ def simulate_briefly(arm: Arm, learners: int, machines: Machines, seed: int, rou
     simulation, does not count.
     """
     whole = run(arm, learners, machines, rounds * learners, seed)
-    made = [(each.num_gradients, each.spent) for each in whole.learners if each.num_gradients]
+    made = [(each.num_steps, each.spent) for each in whole.learners if each.num_steps]
     pace = sum(number / (spent.computing + _waiting(spent)) for number, spent in made)
     return _speed(arm, whole, 1.0 / pace, whole.bytes_sent / whole.num_gradients)
 
 
 def _speed(arm: Arm, found: TimingOutcome, seconds: Seconds, bytes_sent: float) -> Speed:
-    spent = [each.spent for each in found.learners if each.num_gradients]
+    spent = [each.spent for each in found.learners if each.num_steps]
     waiting = sum(map(_waiting, spent))
     total = max(sum(each.computing for each in spent) + waiting, 1e-12)
     return Speed(arm, len(found.learners), seconds, waiting / total, bytes_sent, found.staleness)

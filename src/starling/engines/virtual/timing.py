@@ -8,7 +8,7 @@ every gradient of that run is finite.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,32 +26,13 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, ProtocolError
 from starling.strategies import Strategy
 from starling.strategies.islands import NO_ISLANDS, Island
-from starling.training.job import Averaging, EpochReport, Job, Silence, Spent
+from starling.training.job import EpochReport, Job, Silence
 from starling.training.replica import OptimizerMemory, Replica
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import Traffic
 from starling.workload import Examples, Ticket, Workload
 
 BYTES_OF_A_WEIGHT = 4
-
-
-@dataclass
-class LearnerTiming:
-    """What one learner of a timing-only run did, and where its time went."""
-
-    num_gradients: int = 0
-    spent: Spent = field(default_factory=Spent)
-    averaging: Averaging = field(default_factory=Averaging)
-
-    def add(self, report: EpochReport) -> None:
-        """Add an epoch."""
-        self.num_gradients += report.num_steps
-        self.spent.computing += report.spent.computing
-        self.spent.waiting_for_data += report.spent.waiting_for_data
-        self.spent.waiting_for_peers += report.spent.waiting_for_peers
-        self.averaging.rounds += report.averaging.rounds
-        self.averaging.bytes_sent += report.averaging.bytes_sent
-        self.averaging.staleness += report.averaging.staleness
 
 
 @dataclass(frozen=True)
@@ -63,15 +44,15 @@ class TimingOutcome:
     num_events: int
     event_hash: str
     """SHA-256 over every event: time, learner and kind. That of a run with real gradients also covers the losses."""
-    learners: tuple[LearnerTiming, ...]
-    """By rank."""
+    learners: tuple[EpochReport, ...]
+    """By rank: what each learner did, and where its time went. A timing-only run is one epoch."""
     gradients_at: Mapping[int, Sequence[float]]
     """By rank of those that computed any: simulated seconds when each gradient was complete."""
 
     @property
     def num_gradients(self) -> int:
         """Of all learners together."""
-        return sum(learner.num_gradients for learner in self.learners)
+        return sum(learner.num_steps for learner in self.learners)
 
     @property
     def bytes_sent(self) -> int:
@@ -131,12 +112,11 @@ def simulate_timing(
         island=island,
         seed=seed,
     )
-    totals = Totals(world)
     counting = _Counting(num_bytes // BYTES_OF_A_WEIGHT, optimizer_vectors)
-    outcome = VirtualEngine(job, world, cluster, totals, computation=counting).run()
-    return TimingOutcome(
-        outcome.seconds, outcome.num_events, outcome.event_hash, totals.learners, counting.gradients_at
-    )
+    reports = _Reports()
+    outcome = VirtualEngine(job, world, cluster, reports, computation=counting).run()
+    learners = tuple(reports.by_rank[rank] for rank in range(world))
+    return TimingOutcome(outcome.seconds, outcome.num_events, outcome.event_hash, learners, counting.gradients_at)
 
 
 def _check(world: int, num_bytes: int, island: Island, traffic: Traffic | None) -> None:
@@ -155,14 +135,14 @@ def _check(world: int, num_bytes: int, island: Island, traffic: Traffic | None) 
         raise ConfigError(f"timing: {world} learners; it needs at least 1")
 
 
-class Totals(Silence):
-    """An observer that sums up each learner's epochs; `learners` are by rank."""
+class _Reports(Silence):
+    """An observer that keeps the learners' reports."""
 
-    def __init__(self, world: int) -> None:
-        self.learners = tuple(LearnerTiming() for _ in range(world))
+    def __init__(self) -> None:
+        self.by_rank: dict[int, EpochReport] = {}
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self.learners[report.rank].add(report)
+        self.by_rank[report.rank] = report
 
 
 class _Unloaded(Workload[Examples]):
@@ -237,8 +217,8 @@ class _CountingReplica(Replica):
 
 _META = torch.device("meta")
 _IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_", "clamp_")
-_MADE_OF_ONE = ("clone", "detach", "cpu", "contiguous", "__neg__")
-_MADE_OF_TWO = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
+_OF_ONE = ("clone", "detach", "cpu", "contiguous", "__neg__")
+_OF_TWO = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
 
 
 class Sizes(Tensor):
@@ -316,35 +296,20 @@ def _vector(length: int, dtype: torch.dtype) -> Sizes:
     return vector(length, dtype)
 
 
-def _answer_alone(name: str) -> Callable[..., Any]:
+def _answer(name: str) -> Callable[..., Any]:
     general = getattr(Tensor, name)
 
-    def answer(self: Sizes, *args: Any, **kwargs: Any) -> Any:
-        return general(self, *args, **kwargs) if self._length < 0 else _vector(self._length, self._dtype)
+    def answer(self: Sizes, *others: Any, **kwargs: Any) -> Any:
+        made = self._with(*others)
+        return general(self, *others, **kwargs) if made is None else made
 
     return answer
 
 
-def _answer_for_two(name: str) -> Callable[..., Any]:
-    general = getattr(Tensor, name)
-
-    def answer(self: Sizes, other: Any) -> Any:
-        made = self._with(other)
-        return general(self, other) if made is None else made
-
-    return answer
-
-
-def _stay(self: Sizes, *args: Any, **kwargs: Any) -> Sizes:
-    return self
-
-
-for _name in _MADE_OF_ONE:
-    setattr(Sizes, _name, _answer_alone(_name))
-for _name in _MADE_OF_TWO:
-    setattr(Sizes, _name, _answer_for_two(_name))
+for _name in (*_OF_ONE, *_OF_TWO):
+    setattr(Sizes, _name, _answer(_name))
 for _name in _IN_PLACE:
-    setattr(Sizes, _name, _stay)
+    setattr(Sizes, _name, lambda self, *args, **kwargs: self)
 _ELEMENTWISE = frozenset(
     (torch.add, torch.sub, torch.mul, torch.div, torch.empty_like, torch.zeros_like, torch.clone, torch.neg)
 )
