@@ -28,7 +28,7 @@ from starling.experiment.task import RunT, Task
 from starling.files import replace_file
 from starling.launch.launcher import launch
 from starling.predict.at_hand import Allowance, AtHand, Measuring
-from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
+from starling.predict.choosing import LONE, Choice, Surroundings, choose, explained, surroundings_of
 from starling.predict.costs import Costs
 from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
@@ -95,19 +95,15 @@ def settled(
         return run
     job = task.make_job(run, folder, learners_here)
     begin = time.monotonic()
-    choice = _lone() if run.learners == 1 else choose(job)
+    choice = LONE if run.learners == 1 else choose(job)
     found = run.model_copy(update={"strategy": choice.strategy})
     if say is None:
         return found
     seconds = time.monotonic() - begin
-    lines = choice.lines(f"choosing took {seconds:.1f} s")
-    for line in lines:
+    lines = "\n".join(choice.lines) + (f"; choosing took {seconds:.1f} s" if run.learners > 1 else "")
+    for line in lines.splitlines():
         say(line)
-    tree: dict[str, Any] = {
-        "why": [line.strip() for line in lines],
-        "seconds": round(seconds, 2),
-        **choice.model_dump(mode="json", include={"learners", "predicted", "measured"}),
-    }
+    tree = {"why": [line.strip() for line in lines.splitlines()], "seconds": round(seconds, 2), **choice.notes}
     notes = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     for file, text in ((folder.auto, notes), (folder.config, dump_recipe(found))):
         try:
@@ -141,7 +137,7 @@ def simulated_choice(run: RunConfig, cluster: Cluster, job: Job) -> Choice:
     )
     stragglers = run.stragglers.model_copy(update={"pauses": ()})
     around = Surroundings(run.learners, cluster.nodes.size, Machines(costs, stragglers, dict(cluster)), because)
-    return choose(around, options_of(run), job.weighting)
+    return explained(choose(around, options_of(run), job.weighting), around)
 
 
 def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
@@ -176,24 +172,16 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
         store.wait(keys, timedelta(seconds=seconds))
         figures = [TypeAdapter(AtHand).validate_json(store.get(key)) for key in keys]
         measured = time.monotonic()
-        choice = choose(surroundings_of(figures, per_node), options, job.weighting)
-        spent = {
+        around = surroundings_of(figures, per_node)
+        choice = explained(choose(around, options, job.weighting), around)
+        choice.notes["measured"] |= {
             "measuring_seconds": round(measured - begin, 2),
             "planning_seconds": round(time.monotonic() - measured, 2),
         }
-        choice = choice.model_copy(update={"measured": {**choice.measured, **spent}})
         store.set(_CHOICE, choice.model_dump_json())
         return choice
     store.wait([_CHOICE], timedelta(seconds=SET_UP))
     return Choice.model_validate_json(store.get(_CHOICE))
-
-
-def _lone() -> Choice:
-    """One learner is plain SGD under every strategy."""
-    alone = Predicted(
-        strategy={"name": "allreduce"}, gradients_per_second=0.0, cautious=0.0, worth=1.0, waiting=0.0, staleness=0.0
-    )
-    return Choice(learners=1, predicted=(alone,))
 
 
 def _settings(run: RunConfig) -> JobConfig:

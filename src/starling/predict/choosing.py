@@ -1,6 +1,5 @@
 """Which strategy `auto` chooses: the planner's predictions, and what a gradient is worth under each strategy."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -8,15 +7,14 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from starling.configuration import Config
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
 from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes, topologies
 from starling.predict.costs import Costs, JobFacts, fit_compute
-from starling.predict.deciding import TIE, Arm, ranked, tried, worth
-from starling.predict.predict import AVERAGING, Machines, Speed, simulate_briefly
+from starling.predict.deciding import TIE, Arm, Prediction, ranked, tried
+from starling.predict.predict import AVERAGING, Machines, of_seeds, simulate_briefly
 from starling.recipe.run import CANDIDATES, AutoOptions, StrategyChoice
 from starling.reporting.lines import mean_staleness
 from starling.training.stragglers import Stragglers
@@ -34,8 +32,6 @@ SIMULATED, MOST_ROUNDS, FEWEST_ROUNDS = 480, 32, 4
 CYCLES, MOST_TIMES = 4, 8
 """Rounds of averaging in a simulation, twice as many as a learner may be behind, unless that would take more than so
 many times as many gradients."""
-SEEDS = 3
-"""Simulations of each prediction, where times are drawn at random."""
 STEADY = 0.1
 """Standard deviation / mean up to which gradient times count as constant, for which one simulation is enough."""
 NOTABLE = 0.1
@@ -44,87 +40,23 @@ RESAMPLES = 1000
 SHORTEST: Seconds = 1e-6
 
 
-class Predicted(Config):
-    """What is predicted for one strategy."""
-
-    strategy: dict[str, Any]
-    """Its name and options, as in a recipe."""
-    gradients_per_second: float
-    """Of all learners together."""
-    cautious: float
-    """The same, the mean of predictions with rounds of averaging as measured and with longer ones."""
-    worth: float
-    """Of each gradient, relative to one of `allreduce`."""
-    waiting: float
-    """The share of the learners' time."""
-    staleness: float
-    """The mean."""
-
-    @property
-    def name(self) -> str:
-        """The strategy's name."""
-        return str(self.strategy["name"])
-
-    @property
-    def risk(self) -> float:
-        """The share of `gradients_per_second` that caution takes away."""
-        return 1.0 - self.cautious / self.gradients_per_second
-
-    @property
-    def progress(self) -> float:
-        """Gradients per second, with caution, counted by their worth: what is compared."""
-        return self.cautious * self.worth
-
-    def __str__(self) -> str:
-        return str(Arm.of(self.strategy))
-
-
 class Choice(Config):
     """What `auto` chose, and why."""
 
-    learners: int
-    predicted: tuple[Predicted, ...]
-    """The choice first, then the others, the best first."""
-    because: str = ""
-    measured: dict[str, Any] = Field(default_factory=dict)
-    """The figures behind the predictions, for people."""
+    strategy: StrategyChoice
+    """The choice, for a recipe."""
+    lines: tuple[str, ...]
+    """What and why, and how far the second choice is behind."""
+    notes: dict[str, Any]
+    """The figures behind it, for people: how many learners, what was predicted and measured."""
 
-    @property
-    def chosen(self) -> Predicted:
-        """The choice."""
-        return self.predicted[0]
 
-    @property
-    def strategy(self) -> StrategyChoice:
-        """The choice, for a recipe."""
-        return StrategyChoice.model_validate(self.chosen.strategy)
-
-    @property
-    def second(self) -> Predicted | None:
-        """The best of the other strategies."""
-        return next((each for each in self.predicted if each.name != self.chosen.name), None)
-
-    def lines(self, took: str = "") -> list[str]:
-        """What and why, and how far the second choice is behind; `took` says what measuring cost."""
-        chosen, second = self.chosen, self.second
-        if self.learners == 1:
-            return ["strategy auto: allreduce, because a single learner has no other to agree with"]
-        if second is None:
-            behind = "no other strategy was compared"
-        else:
-            behind = (
-                f"{second} is the second choice: {second.gradients_per_second:.3g} mini-batches/s, "
-                f"{max(0.0, 1.0 - second.progress / chosen.progress):.0%} behind if its mini-batches count "
-                f"{second.worth:.2f} and those of the first choice {chosen.worth:.2f}"
-            )
-            if max(chosen.risk, second.risk) > TIE:
-                behind += f", and rounds may take {LONGER:g} times as long"
-        return [
-            f"strategy auto: {chosen} for {self.learners} learners, {chosen.gradients_per_second:.3g} mini-batches/s "
-            f"predicted, {chosen.waiting:.0%} of the time waiting",
-            f"  because {self.because}",
-            f"  {behind}" + (f"; {took}" if took else ""),
-        ]
+LONE = Choice(
+    strategy=StrategyChoice(name="allreduce"),
+    lines=("strategy auto: allreduce, because a single learner has no other to agree with",),
+    notes={"learners": 1, "predicted": [{"strategy": {"name": "allreduce"}}], "measured": {}},
+)
+"""One learner is plain SGD under every strategy."""
 
 
 @dataclass(frozen=True)
@@ -258,14 +190,14 @@ def _ring(seconds: Seconds, num_bytes: int, world: int) -> LinkModel:
     return LinkModel(latency=0.0, bandwidth=messages * -(-num_bytes // world) / seconds)
 
 
-def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "batches") -> Choice:
+def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "batches") -> list[Prediction]:
     """The strategy that makes the most progress per second, and the others that were compared.
 
     Raises:
         ConfigError: None of `options.among` fits.
     """
     world = around.learners
-    found: list[Predicted] = []
+    found: list[Prediction] = []
     notes: list[str] = []
     for name in (each for each in CANDIDATES if each in options.among):
         try:
@@ -276,12 +208,51 @@ def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "b
         raise ConfigError(
             f"strategy auto: none of {', '.join(options.among)} fits {world} learners\n  " + "\n  ".join(notes)
         )
+    return ranked(found)
+
+
+def explained(found: Sequence[Prediction], around: Surroundings) -> Choice:
+    """The first of the predictions as a choice, with its reasons."""
+    predicted: list[dict[str, Any]] = [
+        {
+            "strategy": {"name": each.arm.name, **each.arm.given},
+            "gradients_per_second": 1.0 / each.seconds_per_gradient,
+            "cautious": each.caution / each.seconds_per_gradient,
+            "worth": each.worth,
+            "waiting": each.waiting,
+            "staleness": mean_staleness(each.staleness),
+        }
+        for each in found
+    ]
+    notes = {"learners": around.learners, "predicted": predicted, "measured": dict(around.measured)}
     return Choice(
-        learners=world, predicted=tuple(ranked(found)), because=around.because, measured=dict(around.measured)
+        strategy=StrategyChoice.model_validate(predicted[0]["strategy"]),
+        lines=tuple(_reasons(found, around)),
+        notes=notes,
     )
 
 
-def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Iterator[Predicted]:
+def _reasons(found: Sequence[Prediction], around: Surroundings) -> Iterator[str]:
+    chosen = found[0]
+    yield (
+        f"strategy auto: {chosen.arm} for {chosen.learners} learners, {1.0 / chosen.seconds_per_gradient:.3g} "
+        f"mini-batches/s predicted, {chosen.waiting:.0%} of the time waiting"
+    )
+    yield f"  because {around.because}"
+    second = next((each for each in found if each.arm.name != chosen.arm.name), None)
+    if second is None:
+        yield "  no other strategy was compared"
+        return
+    longer = min(chosen.caution, second.caution) < 1.0 - TIE
+    yield (
+        f"  {second.arm} is the second choice: {1.0 / second.seconds_per_gradient:.3g} mini-batches/s, "
+        f"{max(0.0, 1.0 - second.progress / chosen.progress):.0%} behind if its mini-batches count {second.worth:.2f} "
+        f"and those of the first choice {chosen.worth:.2f}"
+        + (f", and rounds may take {LONGER:g} times as long" if longer else "")
+    )
+
+
+def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Iterator[Prediction]:
     """A strategy with each set of options that is worth a try. ConfigError if it does not fit."""
     if name == "hadpsgd" and not has_nodes(around.learners, around.per_node):
         raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
@@ -297,33 +268,23 @@ def _patterns(around: Surroundings) -> list[str]:
     return [each for each in patterns if each != "ring" or not has_slower_ring]
 
 
-def _predict(around: Surroundings, weighting: Weighting, arm: Arm) -> Predicted:
+def _predict(around: Surroundings, weighting: Weighting, arm: Arm) -> Prediction:
     arm.strategy.validate(arm.options, around.learners)
     if problem := arm.strategy.weighting_problem(arm.options, weighting):
         raise ConfigError(problem)
-    speeds = _speeds(arm, around)
-    rate = cautious = 1.0 / fmean(speed.seconds_per_gradient for speed in speeds)
+    found = _simulated(arm, around)
     if around.figures and arm.name not in AVERAGING:
-        longer = fmean(speed.seconds_per_gradient for speed in _speeds(arm, around, LONGER))
-        cautious = fmean((rate, 1.0 / longer))
-    staleness = mean_staleness(sum((speed.staleness for speed in speeds), Counter[int]()))
-    return Predicted(
-        strategy={"name": arm.name, **arm.given},
-        gradients_per_second=rate,
-        cautious=cautious,
-        worth=worth(arm, around.learners, staleness),
-        waiting=fmean(speed.waiting for speed in speeds),
-        staleness=staleness,
-    )
+        longer = _simulated(arm, around, LONGER).seconds_per_gradient
+        return replace(found, caution=fmean((1.0, found.seconds_per_gradient / longer)))
+    return found
 
 
-def _speeds(arm: Arm, around: Surroundings, longer: float = 1.0) -> list[Speed]:
-    rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // around.learners))
+def _simulated(arm: Arm, around: Surroundings, longer: float = 1.0) -> Prediction:
+    learners, machines = around.learners, around.machines(arm, longer)
+    rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // learners))
     long_enough = CYCLES * int(getattr(arm.options, "period", 1.0))
-    rounds = max(rounds, min(long_enough, MOST_TIMES * SIMULATED // around.learners))
-    machines = around.machines(arm, longer)
-    seeds = range(SEEDS if machines.is_random else 1)
-    return [simulate_briefly(arm, around.learners, machines, seed, rounds) for seed in seeds]
+    rounds = max(rounds, min(long_enough, MOST_TIMES * SIMULATED // learners))
+    return of_seeds(partial(simulate_briefly, arm, learners, machines, rounds), arm, learners, machines)
 
 
 def _seconds(seconds: Seconds) -> str:

@@ -5,15 +5,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from starling.configuration import Config
-from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel, NodeModel
+from starling.engines.virtual.cluster import Cluster, LinkModel, MemoryModel, NodeModel
 from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.errors import ConfigError
 from starling.predict.costs import Costs, Seconds
-from starling.predict.deciding import Arm, worth
-from starling.reporting.lines import mean_staleness
+from starling.predict.deciding import Arm, Prediction
 from starling.strategies.compression import is_compressed
 from starling.strategies.islands import NO_ISLANDS, Island
 from starling.training.job import Spent
@@ -28,6 +28,8 @@ GRADIENTS = 480
 """Simulated for each prediction, shared by the learners."""
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
 """Gradients of each learner in a simulation."""
+SEEDS = 3
+"""Simulations of each prediction, where times are drawn at random."""
 CYCLES = 4
 """Rounds of averaging in a simulation, at least: twice as many as a learner may be behind."""
 
@@ -83,14 +85,6 @@ class Machines:
             cluster = change(cluster)
         return cluster
 
-    @property
-    def is_random(self) -> bool:
-        """Whether times are drawn at random."""
-        given = self.given.get("compute", self.costs.compute)
-        is_drawn = isinstance(given, ComputeModel) and given.distribution != "constant"
-        link = self.given.get("link", self.costs.messages)
-        return is_drawn or self.stragglers.jitter > 0.0 or (isinstance(link, LinkModel) and link.jitter > 0.0)
-
     def with_bandwidth(self, factor: float) -> "Machines":
         """The same machines, with so many times the bandwidth between nodes."""
 
@@ -125,32 +119,7 @@ def _changed(cluster: Cluster, **sections: Mapping[str, Any]) -> Cluster:
     return cluster.model_copy(update=new)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What a simulation of some learners under a strategy found, per gradient of all of them together."""
-
-    arm: Arm
-    learners: int
-    seconds_per_gradient: Seconds
-    """Of the run: the time from one gradient of any learner to the next."""
-    waiting: float
-    """The share of a learner's time in which it waits for data or peers, exchanges included."""
-    bytes_sent: float
-    """By all learners, for each gradient."""
-    staleness: Counter[int]
-
-    @property
-    def worth(self) -> float:
-        """Of a gradient, relative to one of `allreduce`."""
-        return worth(self.arm, self.learners, mean_staleness(self.staleness))
-
-    @property
-    def progress(self) -> float:
-        """Gradients per second, counted by their worth."""
-        return self.worth / self.seconds_per_gradient
-
-
-def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Speed:
+def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Prediction:
     """The steady speed of a strategy: what the second half of a simulation took.
 
     The beginning of a run, and its end, where learners wait for the last of them, are in both simulations, that of the
@@ -164,26 +133,45 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
     half, whole = (run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
     num_gradients = whole.num_gradients - half.num_gradients
     seconds, bytes_sent = whole.seconds - half.seconds, whole.bytes_sent - half.bytes_sent
-    return _speed(arm, whole, seconds / num_gradients, bytes_sent / num_gradients)
+    if seconds <= 0.0:  # both end with the same gradient of the slowest learner
+        return _paced(arm, whole)
+    return _prediction(arm, whole, seconds / num_gradients, bytes_sent / num_gradients)
 
 
-def simulate_briefly(arm: Arm, learners: int, machines: Machines, seed: int, rounds: int) -> Speed:
-    """The speed of a strategy from one short simulation: the sum of the learners' own paces.
+def simulate_briefly(arm: Arm, learners: int, machines: Machines, rounds: int, seed: int = 0) -> Prediction:
+    """The speed of a strategy from one short simulation."""
+    return _paced(arm, run(arm, learners, machines, rounds * learners, seed))
+
+
+def _paced(arm: Arm, whole: TimingOutcome) -> Prediction:
+    """The speed as the sum of the learners' own paces.
 
     A learner's pace ends with its last gradient. What the others then wait for the slowest, which would spoil a short
     simulation, does not count.
     """
-    whole = run(arm, learners, machines, rounds * learners, seed)
     made = [(each.num_steps, each.spent) for each in whole.learners if each.num_steps]
     pace = sum(number / (spent.computing + _waiting(spent)) for number, spent in made)
-    return _speed(arm, whole, 1.0 / pace, whole.bytes_sent / whole.num_gradients)
+    return _prediction(arm, whole, 1.0 / pace, whole.bytes_sent / whole.num_gradients)
 
 
-def _speed(arm: Arm, found: TimingOutcome, seconds: Seconds, bytes_sent: float) -> Speed:
+def of_seeds(simulating: Callable[[int], Prediction], arm: Arm, learners: int, machines: Machines) -> Prediction:
+    """What simulations of several seeds found together, or the only one where no time is drawn at random."""
+    cluster = machines.cluster(arm, learners)
+    is_random = cluster.compute.distribution != "constant" or max(cluster.link.jitter, machines.stragglers.jitter) > 0.0
+    found = [simulating(seed) for seed in range(SEEDS if is_random else 1)]
+    return replace(
+        found[0],
+        seconds=tuple(each.seconds_per_gradient for each in found),
+        waiting=fmean(each.waiting for each in found),
+        staleness=sum((each.staleness for each in found), Counter[int]()),
+    )
+
+
+def _prediction(arm: Arm, found: TimingOutcome, seconds: Seconds, bytes_sent: float) -> Prediction:
     spent = [each.spent for each in found.learners if each.num_steps]
     waiting = sum(map(_waiting, spent))
     total = max(sum(each.computing for each in spent) + waiting, 1e-12)
-    return Speed(arm, len(found.learners), seconds, waiting / total, bytes_sent, found.staleness)
+    return Prediction(arm, len(found.learners), (seconds,), waiting / total, bytes_sent, found.staleness)
 
 
 def _waiting(spent: Spent) -> Seconds:
