@@ -21,10 +21,11 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.planning import plan_recipe
 from starling.experiment.simulate import simulate
 from starling.predict import choosing, predict
-from starling.predict.at_hand import ACROSS, INSIDE, Allowance, AtHand, topologies
+from starling.predict.at_hand import ACROSS, INSIDE, Allowance, topologies
 from starling.predict.choosing import Surroundings, choose, explained, surroundings_of
 from starling.predict.costs import dump
 from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, Arm, Prediction, worth
+from starling.predict.measure import Figures
 from starling.predict.predict import Machines, simulate_briefly
 from starling.recipe.run import CANDIDATES, AutoOptions
 from starling.speech.recipe import check_recipe
@@ -39,26 +40,26 @@ MEGABYTE, GRADIENT = 1 << 20, 0.05
 FAST, SLOW_LINK = 0.001, 0.3
 
 
-def figures(slowest: float = 1.0, link: float = FAST, world: int = 4, per_node: int = 1) -> list[AtHand]:
+def figures(slowest: float = 1.0, link: float = FAST, world: int = 4, per_node: int = 1) -> list[Figures]:
     """What learners measure whose last one's gradients take `slowest` times as long; a mean of the model takes `link`
     seconds."""
-    exchanges = {"ring": link, "pairs": link / 2}
+    rounds = {"ring": link, "pairs": link / 2}
     if per_node > 1:
-        exchanges |= {INSIDE: FAST, ACROSS: link / per_node}
+        rounds |= {INSIDE: FAST, ACROSS: link / per_node}
     return [
-        AtHand(
+        Figures(
             gradients=[GRADIENT * (slowest if rank == world - 1 else 1.0)] * 4,
             steps=[0.0005] * 3,
             synchronous=[GRADIENT * slowest + link] * 3,
-            mean=link,
-            exchanges=exchanges,
+            means={MEGABYTE: link},
+            rounds=rounds,
             num_bytes=MEGABYTE,
         )
         for rank in range(world)
     ]
 
 
-def compared(measured: list[AtHand], per_node: int = 1, **options: Any) -> list[Prediction]:
+def compared(measured: list[Figures], per_node: int = 1, **options: Any) -> list[Prediction]:
     """The choice, and the others."""
     return choose(surroundings_of(measured, per_node), AutoOptions(**options))
 
@@ -67,7 +68,7 @@ def rate(found: Prediction) -> float:
     return 1.0 / found.seconds_per_gradient
 
 
-def reasons(measured: list[AtHand], **options: Any) -> tuple[str, ...]:
+def reasons(measured: list[Figures], **options: Any) -> tuple[str, ...]:
     return explained(compared(measured, **options), surroundings_of(measured, 1)).lines
 
 
@@ -264,7 +265,10 @@ def test_jitter_is_not_counted_twice() -> None:
     generator = torch.Generator().manual_seed(1)
     times = (0.05 + 0.05 * torch.rand(4, 200, generator=generator)).tolist()
     rounds = [max(each) + 0.01 for each in zip(*times, strict=True)]
-    measured = [AtHand(each, [0.0], rounds, 0.01, {"ring": 0.01}, num_bytes=MEGABYTE) for each in times]
+    measured = [
+        Figures(each, [0.0], rounds, means={MEGABYTE: 0.01}, rounds={"ring": 0.01}, num_bytes=MEGABYTE)
+        for each in times
+    ]
     assert surroundings_of(measured, 1).measured["mean_of_gradients_seconds"] == pytest.approx(0.01, rel=0.2)
 
 

@@ -423,7 +423,7 @@ def test_a_recurrent_layer_s_operations_are_counted() -> None:
 def test_real_learners_are_measured_as_they_are_started_and_planned_with() -> None:
     """One learner and two, processes of their own: every figure is there, and the plan rests on them."""
     said: list[str] = []
-    found = profile(job(), gradients=12, engine={"threads": 1}, validate=False, command="a test", say=said.append)
+    found = profile(job(), gradients=12, engine={"threads": 1}, command="a test", say=said.append)
     assert found.gradient.num_measured == 12
     assert 0.0 < found.gradient.low <= found.gradient.seconds <= found.gradient.high < 1.0
     assert found.job.model_bytes == 4 * (17 * 64 + 65 * 4)
@@ -431,7 +431,9 @@ def test_real_learners_are_measured_as_they_are_started_and_planned_with() -> No
     assert max(found.exchange.seconds_by_bytes) == found.job.model_bytes
     assert all(0.0 < seconds < 1.0 for seconds in found.exchange.seconds_by_bytes.values())
     assert found.memory_per_learner_bytes > 10**7 and found.mixing_bandwidth > 1e6
-    assert said == ["one learner: gradients", "two learners: exchanges and means"]
+    measured, checked = "two learners: exchanges and means", "two learners: validation with {}".format
+    assert said == ["one learner: gradients", measured, checked("allreduce"), checked("adpsgd")]
+    assert found.validation is not None and found.validation.error > 0.0
     planned = plan(job(), profile=found, learners=[2], strategies=["allreduce", "adpsgd"], crossings=False)
     assert all(row.hours > 0.0 for row in planned.rows)
 

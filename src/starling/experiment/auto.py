@@ -27,11 +27,12 @@ from starling.experiment.packing import JobConfig, packed_command
 from starling.experiment.task import RunT, Task
 from starling.files import replace_file
 from starling.launch.launcher import launch
-from starling.predict.at_hand import Allowance, AtHand, Measuring
+from starling.predict.at_hand import Allowance, Measuring
 from starling.predict.choosing import LONE, Choice, Surroundings, choose, explained, surroundings_of
 from starling.predict.costs import Costs
 from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
+from starling.predict.measure import Figures
 from starling.predict.predict import Machines
 from starling.recipe.file import parse_yaml
 from starling.recipe.run import AutoOptions, RunConfig, StrategyChoice, dump_recipe
@@ -145,7 +146,7 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
     options = options_of(run)
     place.use_threads(run.engine.threads)
     per_node = place.local_world if place.local_world < place.world else 1
-    found = AtHand()
+    found = Figures()
     gradients = job.budget.num_batches(job.workload.num_batches(0))
     allowance = Allowance(gradients, job.budget.minutes, options.seconds)
     bare = replace(
@@ -166,11 +167,11 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
         for prefix, measuring in ((_APART, bare), (_TOGETHER, together)):
             own = replace(place, store=PrefixStore(prefix, store))
             run_learner(measuring, own, device, prefix, Silence(), timeout_seconds=seconds)
-    store.set(_FIGURES.format(place.rank), TypeAdapter(AtHand).dump_json(found).decode())
+    store.set(_FIGURES.format(place.rank), TypeAdapter(Figures).dump_json(found).decode())
     if place.rank == 0:
         keys = [_FIGURES.format(rank) for rank in range(place.world)]
         store.wait(keys, timedelta(seconds=seconds))
-        figures = [TypeAdapter(AtHand).validate_json(store.get(key)) for key in keys]
+        figures = [TypeAdapter(Figures).validate_json(store.get(key)) for key in keys]
         measured = time.monotonic()
         around = surroundings_of(figures, per_node)
         choice = explained(choose(around, options, job.weighting), around)

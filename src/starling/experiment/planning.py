@@ -38,10 +38,11 @@ from starling.predict.costs import (
 )
 from starling.predict.deciding import TIE, Arm
 from starling.predict.facts import facts_of, memory_of
-from starling.predict.measure import MEASURE, TIME, WARM_UP, Figures
+from starling.predict.measure import MEASURE, WARM_UP, Figures
 from starling.predict.plan import NOT_PLANNED, Forecast, Plan, plan
 from starling.predict.predict import Machines, run
 from starling.recipe.run import RecipeConfig
+from starling.reporting.events import read_events
 from starling.reporting.progress import Say, say_on
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import NO_ISLANDS
@@ -98,16 +99,18 @@ def profile(
     bare = replace(job, stragglers=Stragglers(), faults=(), checkpoint_every=None, weighting="batches", batch_shares={})
     bare = replace(bare, island=NO_ISLANDS)
     say("one learner: gradients")
-    (alone,) = _run(bare, 1, {"name": MEASURE}, gradients + WARM_UP, engine)
+    (alone,) = _figures(bare, 1, gradients + WARM_UP, engine)
     say("two learners: exchanges and means")
-    pair = _run(bare, 2, {"name": MEASURE}, 2 * (MEANS + WARM_UP), engine)
+    pair = _figures(bare, 2, 2 * (MEANS + WARM_UP), engine)
     found = profile_of(alone, pair, facts, command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     if not validate:
         return found
     errors: dict[str, float] = {}
     for name in VALIDATED:
         say(f"two learners: validation with {name}")
-        errors[name] = _error(found, bare, name, gradients, engine)
+        measured = _seconds(bare, name, 2 * gradients, engine)
+        predicted = run(Arm.of({"name": name}), 2, Machines(found.costs), 2 * gradients)
+        errors[name] = abs(max(each.seconds for each in predicted.learners) / measured - 1.0)
     worst = max(errors, key=lambda name: errors[name])
     against = f"two learners of this machine with {' and '.join(VALIDATED)}, {found.date}; the worst is {worst}"
     return found.model_copy(update={"validation": Validation(error=round(errors[worst], 4), against=against)})
@@ -119,7 +122,7 @@ def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command
     halves = fit_link(_together(means))
     # a mean of two learners is simulated as two messages of half the bytes
     of_means = halves.model_copy(update={"latency": halves.latency / 2.0})
-    longer = max(SHORTEST, fmean(median(each.gradients) for each in pair) - median(alone.gradients))
+    longer = max(SHORTEST, fmean(median(each.synchronous) for each in pair) - median(alone.gradients))
     of_gradients = LinkModel(latency=0.0, bandwidth=alone.num_bytes / longer)
     return Profile(
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -141,24 +144,21 @@ def _together(found: Sequence[Mapping[int, float]]) -> dict[int, float]:
     return {num_bytes: fmean(each[num_bytes] for each in found) for num_bytes in found[0]}
 
 
-def _run(
-    job: Job, learners: int, strategy: Mapping[str, Any], steps: int, engine: Mapping[str, Any] | None
-) -> list[Figures]:
-    """Train with a budget of `steps` in a temporary folder; return the figures that each learner noted."""
+def _figures(job: Job, learners: int, steps: int, engine: Mapping[str, Any] | None) -> list[Figures]:
+    """What each learner notes that measures with a budget of `steps`."""
     with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
-        folder = Path(name)
-        job = replace(job, budget=Budget(steps=steps))
-        strategy = {**strategy, "folder": str(folder)}
-        train_quietly(job, learners, name="profile", exp=folder, engine=engine, strategy=strategy)
-        return [Figures.read(folder, rank) for rank in range(learners)]
+        measuring = {"name": MEASURE, "folder": name}
+        train_quietly(replace(job, budget=Budget(steps=steps)), learners, exp=name, engine=engine, strategy=measuring)
+        return [Figures.read(Path(name), rank) for rank in range(learners)]
 
 
-def _error(found: Profile, job: Job, name: str, gradients: int, engine: Mapping[str, Any] | None) -> float:
-    """|predicted / measured - 1| of the time that two learners take under a strategy."""
-    arm, steps = Arm.of({"name": name}), 2 * gradients
-    figures = _run(job, 2, {"name": TIME, "strategy": {"name": name}}, steps, engine)
-    measured = max(each.seconds for each in figures)
-    return abs(run(arm, 2, Machines(found.costs), steps).seconds / measured - 1.0)
+def _seconds(job: Job, strategy: str, steps: int, engine: Mapping[str, Any] | None) -> float:
+    """The time that two learners take under a strategy."""
+    with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
+        train_quietly(replace(job, budget=Budget(steps=steps)), 2, exp=name, engine=engine, strategy=strategy)
+        events = read_events(ExperimentFolder(Path(name) / "run").log / "events.jsonl")
+        epochs = [event["learners"] for event in events if event["kind"] == "epoch"]
+        return float(max(sum(epoch[rank]["seconds"] for epoch in epochs) for rank in epochs[0]))
 
 
 def _machine(device: str) -> MachineFacts:

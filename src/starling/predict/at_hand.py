@@ -4,13 +4,15 @@ Unlike a profile, which one and two learners make on one machine, this finds slo
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from statistics import fmean, median
 
+from torch import Tensor
+
 from starling.learner import Learner
-from starling.predict.measure import exchange, now
+from starling.predict.measure import SMALLEST, Figures, exchange, now, timed, timed_step
 from starling.strategies.hadpsgd import SideBySide
 from starling.topology import Topology, find_topology
 
@@ -31,34 +33,10 @@ CLEARLY = 0.5
 make without waiting, even if as much of a mean as possible were hidden behind the gradient."""
 PROBE = 16
 """The probe of a message is this part of the model. Where the model would take too long, the probe is scaled up."""
-SMALLEST = 256
-"""Numbers of the smallest message."""
 PATTERNS = ("ring", "pairs")
 """Random rings send twice as many messages as pairs over the same links, and cannot be faster."""
 INSIDE, ACROSS = "inside a node", "across nodes"
-
-
-@dataclass
-class AtHand:
-    """What one learner measured, in seconds."""
-
-    gradients: list[Seconds] = field(default_factory=list)
-    """Each from its claim, loading included; the others compute, too."""
-    steps: list[Seconds] = field(default_factory=list)
-    """The copy of the weights, and the optimizer's step."""
-    synchronous: list[Seconds] = field(default_factory=list)
-    """Steps of `allreduce`: from the claim until the mean of all gradients is there. Empty where one takes too long, or
-    `allreduce` would be slow anyway."""
-    mean: Seconds = 0.0
-    """Of all models."""
-    exchanges: dict[str, Seconds] = field(default_factory=dict)
-    """A round of averaging by pattern, while all learners average, and compute gradients. `INSIDE`: with the learners
-    of the same node; `ACROSS`: a share of the model with the learners' counterparts on other nodes."""
-    num_bytes: int = 0
-    """Of the weights."""
-    lost: float = 0.0
-    """The share of its time that this learner loses while a round is under way: its gradients wait for processor,
-    memory and links, claims for answers behind the weights."""
+"""Rounds with the learners of the same node; of a share of the model with the learners' counterparts on other nodes."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +59,7 @@ class Allowance:
 class Measuring:
     """Measures with a learner, in step with all others, what the machines cost, and fills in `found`."""
 
-    def __init__(self, me: Learner, allowance: Allowance, found: AtHand) -> None:
+    def __init__(self, me: Learner, allowance: Allowance, found: Figures) -> None:
         self._me, self._allowance, self._found = me, allowance, found
         self._tags = count()
 
@@ -115,16 +93,13 @@ class Measuring:
         async def mean(size: int) -> None:
             await me.mean(me.snapshot()[:size])
 
-        found.mean = await self._timed(mean, 1, 1, box / PARTS, most / PARTS)
-        expected = max(every) + found.mean
-        may_be_chosen = me.world / max(*every, found.mean) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
+        found.means[found.num_bytes] = took = await self._timed(mean, 1, 1, box / PARTS, most / PARTS)
+        expected = max(every) + took
+        may_be_chosen = me.world / max(*every, took) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
         if may_be_chosen and 2 * expected <= max(box, most):
             for _ in range(1 + max(1, min(MOST_REPEATS, int(box / expected)))):
-                begin = now(me)
-                me.claim()
-                gradient = await me.mean(me.gradient(me.weights))
-                found.synchronous.append(now(me) - begin)
-                me.step(gradient)
+                seconds, _ = await self._step(lambda weights: me.mean(me.gradient(me.weights)))
+                found.synchronous.append(seconds)
             del found.synchronous[0]  # the first one prepares
 
     async def _measure_rounds(self, patterns: Mapping[str, Topology], per_node: int, box: Seconds) -> None:
@@ -142,7 +117,7 @@ class Measuring:
                 for name, topology in patterns.items():
                     exchanging = partial(exchange, me, topology, self._tags)
                     share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
-                    found.exchanges[name] = await self._timed(exchanging, share, fewest, box, most, under_way)
+                    found.rounds[name] = await self._timed(exchanging, share, fewest, box, most, under_way)
             finally:
                 is_done = True
 
@@ -150,29 +125,18 @@ class Measuring:
         begin, made = now(me), 0
         me.background(average())
         while not is_done:
-            await self._gradient()
+            await self._step(me.gradient)
             made += 1
         if sum(under_way) >= TELLING * alone:
             found.lost = min(MOST_LOST, max(0.0, now(me) - begin - made * alone) / sum(under_way))
 
     async def _note_gradient(self) -> None:
-        gradient, step = await self._gradient()
+        gradient, step = await self._step(self._me.gradient)
         self._found.gradients.append(gradient)
         self._found.steps.append(step)
 
-    async def _gradient(self) -> tuple[Seconds, Seconds]:
-        """Claim, compute and apply a gradient. Seconds of the first two, and of the rest with the copy of the
-        weights."""
-        me = self._me
-        begin = now(me)
-        me.claim()
-        claimed = now(me)
-        weights = me.snapshot()
-        copied = now(me)
-        gradient = await me.gradient(weights)
-        computed = now(me)
-        me.step(gradient)
-        return claimed - begin + computed - copied, copied - claimed + now(me) - computed
+    async def _step(self, compute: Callable[[Tensor], Awaitable[Tensor]]) -> tuple[Seconds, Seconds]:
+        return await timed_step(self._me, compute) or (0.0, 0.0)  # the budget is never spent
 
     async def _gather(self, value: float) -> list[float]:
         """Every learner's value, by rank; all of them wait for it."""
@@ -203,10 +167,7 @@ class Measuring:
         times = [] if times is None else times
 
         async def mean_of(size: int, repeats: int) -> Seconds:
-            for _ in range(repeats):
-                begin = now(self._me)
-                await work(size)
-                times.append(now(self._me) - begin)
+            times.extend(await timed(self._me, partial(work, size), repeats))
             return fmean(times[-repeats:])
 
         size = max(1, len(self._me.weights) // share)

@@ -11,9 +11,10 @@ import numpy as np
 from starling.configuration import Config
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
-from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes, topologies
+from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, has_nodes, topologies
 from starling.predict.costs import Costs, JobFacts, fit_compute
 from starling.predict.deciding import TIE, Arm, Prediction, ranked, tried
+from starling.predict.measure import Figures
 from starling.predict.predict import AVERAGING, Machines, of_seeds, simulate_briefly
 from starling.recipe.run import CANDIDATES, AutoOptions, StrategyChoice
 from starling.reporting.lines import mean_staleness
@@ -68,7 +69,7 @@ class Surroundings:
     apart: Machines
     """The machines without what rounds of averaging do to them."""
     because: str = ""
-    figures: Sequence[AtHand] = ()
+    figures: Sequence[Figures] = ()
     """What each learner measured; empty: everything is certain to be as the machines say."""
     measured: Mapping[str, Any] = field(default_factory=dict)
     """The figures for people."""
@@ -123,7 +124,7 @@ class Surroundings:
         return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
 
 
-def surroundings_of(figures: Sequence[AtHand], per_node: int) -> Surroundings:
+def surroundings_of(figures: Sequence[Figures], per_node: int) -> Surroundings:
     """The machines of a run from what its learners measured, by rank."""
     world, num_bytes = len(figures), figures[0].num_bytes
     means = [fmean(each.gradients) for each in figures]
@@ -135,7 +136,7 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int) -> Surroundings:
     fitted = fit_compute(base * relative) if varies else ComputeModel(seconds=base)
     total = base + step
     compute = fitted.model_copy(update={"seconds": total, "spread": fitted.spread * base / total})
-    mean = max(SHORTEST, fmean(each.mean for each in figures))
+    mean = max(SHORTEST, fmean(each.means[num_bytes] for each in figures))
     longer = mean
     if all(each.synchronous for each in figures):
         synchronous = fmean(median(each.synchronous) for each in figures)
@@ -173,11 +174,11 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int) -> Surroundings:
     return Surroundings(world, per_node, Machines(costs, Stragglers(slow=slow)), because, figures, measured)
 
 
-def _rounds(figures: Sequence[AtHand]) -> dict[str, Seconds]:
-    return {name: fmean(each.exchanges[name] for each in figures) for name in figures[0].exchanges}
+def _rounds(figures: Sequence[Figures]) -> dict[str, Seconds]:
+    return {name: fmean(each.rounds[name] for each in figures) for name in figures[0].rounds}
 
 
-def _slowest_of_each_round(figures: Sequence[AtHand]) -> Seconds:
+def _slowest_of_each_round(figures: Sequence[Figures]) -> Seconds:
     """How long the slowest gradient of a round takes, expected from the distributions of all learners."""
     generator = np.random.default_rng(0)
     drawn = [generator.choice(np.asarray(each.gradients), RESAMPLES) for each in figures]

@@ -1,4 +1,4 @@
-"""What a profile measures, as strategies that learners run: gradients, exchanges and means, and whole strategies.
+"""What learners measure of their machines, and what a profile measures, as a strategy that learners run.
 
 Learners are started, connected and watched as in any run, so that what is measured is what training will pay.
 """
@@ -15,17 +15,17 @@ from statistics import median
 
 import torch
 from pydantic import Field, TypeAdapter
+from torch import Tensor
 
 from starling.configuration import Config
 from starling.learner import Learner
-from starling.recipe.run import StrategyChoice
 from starling.strategies import Strategy
 from starling.strategies.mixing import Encoder, Mixing, MixingOptions
 from starling.topology import Topology, find_topology
 
 Seconds = float
-MEASURE, TIME = f"{__name__}:MEASURING", f"{__name__}:TIMING"
-"""How a run names the strategies below."""
+MEASURE = f"{__name__}:MEASURING"
+"""How a run names the strategy below."""
 WARM_UP = 3
 """Of whatever is measured, so many are made first and not counted."""
 REPEATS = 15
@@ -37,24 +37,30 @@ SMALLEST = 256
 
 @dataclass
 class Figures:
-    """What one learner measured."""
+    """What one learner measured, in seconds."""
 
     gradients: list[Seconds] = field(default_factory=list)
-    """Each from its claim, loading included, until it is there; of two learners, until its mean is there."""
+    """Each from its claim, loading included."""
     steps: list[Seconds] = field(default_factory=list)
     """The copy of the weights and the optimizer's step."""
+    synchronous: list[Seconds] = field(default_factory=list)
+    """Steps of `allreduce`: from the claim until the mean of all gradients is there. Empty where none was made, because
+    one takes too long, or `allreduce` would be slow anyway."""
     applies: list[Seconds] = field(default_factory=list)
     """Changing the whole model by a vector."""
     exchanges: dict[int, Seconds] = field(default_factory=dict)
     """By bytes: a part of the weights to a neighbour and from it, mixed and applied; medians."""
     means: dict[int, Seconds] = field(default_factory=dict)
-    """By bytes; medians."""
+    """Of all learners, by bytes."""
+    rounds: dict[str, Seconds] = field(default_factory=dict)
+    """A round of averaging by pattern, while all learners average and compute gradients."""
     num_bytes: int = 0
     """Of the weights."""
+    lost: float = 0.0
+    """The share of its time that this learner loses while a round is under way: its gradients wait for processor,
+    memory and links, claims for answers behind the weights."""
     memory_bytes: int = 0
     device: str = "cpu"
-    seconds: Seconds = 0.0
-    """Of `TIME`: from the first line of the strategy's text to its last."""
 
     def write(self, folder: Path, rank: int) -> None:
         """For the process that asked."""
@@ -88,24 +94,50 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
         vector = me.snapshot()
         figures.exchanges = await _medians(me, options.repeats, exchanging)
         figures.means = await _medians(me, options.repeats, lambda size: me.mean(vector[:size]))
-    change = torch.zeros_like(me.weights)
-    for _ in range(WARM_UP + options.repeats):
-        begin = now(me)
+    change, gradients = torch.zeros_like(me.weights), figures.gradients if me.world == 1 else figures.synchronous
+
+    async def apply() -> None:
         me.apply(change)
-        figures.applies.append(now(me) - begin)
-    begin = now(me)
-    while me.claim():
-        gradient = await (me.gradient(me.weights) if me.world == 1 else me.mean(me.gradient(me.weights)))
-        computed = now(me)
-        me.snapshot()
-        me.step(gradient)
-        stepped = now(me)
-        figures.gradients.append(computed - begin)
-        figures.steps.append(stepped - computed)
-        begin = stepped
-    del figures.applies[:WARM_UP], figures.gradients[:WARM_UP], figures.steps[:WARM_UP]
+
+    figures.applies = (await timed(me, apply, WARM_UP + options.repeats))[WARM_UP:]
+    while (seconds := await timed_step(me, lambda _: _own_gradient(me))) is not None:
+        gradients.append(seconds[0])
+        figures.steps.append(seconds[1])
+    del gradients[:WARM_UP], figures.steps[:WARM_UP]
     _note_memory(me, figures)
     figures.write(options.folder, me.rank)
+
+
+def _own_gradient(me: Learner) -> Awaitable[Tensor]:
+    gradient = me.gradient(me.weights)
+    return gradient if me.world == 1 else me.mean(gradient)
+
+
+async def timed_step(me: Learner, compute: Callable[[Tensor], Awaitable[Tensor]]) -> tuple[Seconds, Seconds] | None:
+    """Claim, compute a gradient with a copy of the weights, and apply it.
+
+    Returns the seconds of the first two, and of the rest with the copy of the weights; None if the budget is spent.
+    """
+    begin = now(me)
+    if not me.claim():
+        return None
+    claimed = now(me)
+    weights = me.snapshot()
+    copied = now(me)
+    gradient = await compute(weights)
+    computed = now(me)
+    me.step(gradient)
+    return claimed - begin + computed - copied, copied - claimed + now(me) - computed
+
+
+async def timed(me: Learner, work: Callable[[], Awaitable[object]], repeats: int) -> list[Seconds]:
+    """The seconds that `work` takes each time."""
+    found = []
+    for _ in range(repeats):
+        begin = now(me)
+        await work()
+        found.append(now(me) - begin)
+    return found
 
 
 async def exchange(me: Learner, topology: Topology, tags: Iterator[int], size: int) -> None:
@@ -117,21 +149,9 @@ async def exchange(me: Learner, topology: Topology, tags: Iterator[int], size: i
 
 async def _medians(me: Learner, repeats: int, work: Callable[[int], Awaitable[object]]) -> dict[int, Seconds]:
     """The seconds that `work` takes on parts of the weights, by bytes."""
-    medians = {}
-    for size in _sizes(me):
-        found = []
-        for _ in range(WARM_UP + repeats):
-            begin = now(me)
-            await work(size)
-            found.append(now(me) - begin)
-        medians[size * me.weights.element_size()] = median(found[WARM_UP:])
-    return medians
-
-
-def _sizes(me: Learner) -> list[int]:
-    """How many weights are exchanged, ascending."""
-    number = len(me.weights)
-    return sorted({min(number, max(SMALLEST, int(share * number))) for share in SHARES})
+    number, item = len(me.weights), me.weights.element_size()
+    sizes = sorted({min(number, max(SMALLEST, int(share * number))) for share in SHARES})
+    return {size * item: median((await timed(me, partial(work, size), WARM_UP + repeats))[WARM_UP:]) for size in sizes}
 
 
 def now(me: Learner) -> Seconds:
@@ -152,32 +172,4 @@ def _note_memory(me: Learner, figures: Figures) -> None:
         figures.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class TimeOptions(Config):
-    """The options of the strategy that times another one."""
-
-    folder: Path
-    strategy: StrategyChoice
-    """The other one."""
-
-
-async def time_strategy(me: Learner, options: TimeOptions) -> None:
-    """Run another strategy's text, and note how long it took.
-
-    Args:
-        me: The learner that runs it.
-        options: The strategy, and where the figure goes.
-    """
-    begin = now(me)
-    await options.strategy.strategy.start(me, options.strategy.options)
-    Figures(seconds=now(me) - begin).write(options.folder, me.rank)
-
-
 MEASURING = Strategy(MEASURE, "measure gradients, exchanges and means", measure, options=MeasureOptions)
-TIMING = Strategy(
-    TIME,
-    "time another strategy",
-    time_strategy,
-    sync_group_size=lambda options, world: options.strategy.sync_group_size(world),
-    options=TimeOptions,
-    num_workers=lambda options, world: options.strategy.num_workers(world),
-)
