@@ -15,6 +15,7 @@ from starling.learner import Learner
 from starling.predict.measure import SMALLEST, Figures, exchange, now, timed, timed_step
 from starling.strategies.hadpsgd import SideBySide
 from starling.topology import Topology, find_topology
+from starling.topology.patterns import Mutual
 
 Seconds = float
 SHARE = 0.03
@@ -190,9 +191,9 @@ def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
     """What is averaged with whom, by name: the patterns that differ for so many learners, and those of nodes."""
     found: dict[str, Topology] = {"ring": find_topology("ring", world, 0)}
     if world > 2:
-        found["pairs"] = _Tournament(world)
+        found["pairs"] = Mutual(world, _on_a_circle, period=_places(world))
     if has_nodes(world, per_node):
-        found[INSIDE] = _Inside(find_topology("ring", per_node, 0), world)
+        found[INSIDE] = Mutual(world, partial(_inside, per_node))
         found[ACROSS] = SideBySide(find_topology("ring", world // per_node, 0), per_node)
     return found
 
@@ -202,42 +203,25 @@ def has_nodes(world: int, per_node: int) -> bool:
     return 1 < per_node < world and world % per_node == 0
 
 
-class _Tournament(Topology):
+def _places(world: int) -> int:
+    """Of the circle: an odd number."""
+    return world - 1 + world % 2
+
+
+def _on_a_circle(k: int, rank: int, world: int, seed: int) -> Sequence[int]:
     """Pairs in which all learners meet each other once before any meet again: a few rounds of it cross a slow link as
-    often as random pairs do on average, and all of them exactly as often."""
+    often as random pairs do on average, and all of them exactly as often.
 
-    def __init__(self, world: int) -> None:
-        super().__init__(world)
-        self.period = world - 1 + world % 2
-
-    def sources(self, k: int, rank: int) -> Mapping[int, float]:
-        return dict.fromkeys(self.targets(k, rank), 0.5)
-
-    def targets(self, k: int, rank: int) -> Sequence[int]:
-        # on a circle of `period` places, those whose places add up to k meet; the one that would meet itself meets the
-        # last learner, which has no place there, or has no partner if their number is odd
-        places = self.period or 1
-        twice = k % places
-        middle = (twice if twice % 2 == 0 else twice + places) // 2
-        if rank == places:
-            return [middle]
-        partner = (k - rank) % places
-        if partner != rank:
-            return [partner]
-        return [places] if places < self.world else []
+    Those whose places on a circle add up to `k` meet. The one that would meet itself meets the last learner, which
+    has no place there, or has no partner if their number is odd.
+    """
+    places = _places(world)
+    alone = k * (places + 1) // 2 % places
+    partner = alone if rank == places else (k - rank) % places
+    return [places] if rank == alone and places < world else [partner]
 
 
-class _Inside(Topology):
-    """The topology of one node's learners, the same on all nodes."""
-
-    def __init__(self, of_node: Topology, world: int) -> None:
-        super().__init__(world)
-        self._of_node = of_node
-
-    def sources(self, k: int, rank: int) -> Mapping[int, float]:
-        first, local = rank - rank % self._of_node.world, rank % self._of_node.world
-        return {first + peer: weight for peer, weight in self._of_node.sources(k, local).items()}
-
-    def targets(self, k: int, rank: int) -> Sequence[int]:
-        first, local = rank - rank % self._of_node.world, rank % self._of_node.world
-        return [first + peer for peer in self._of_node.targets(k, local)]
+def _inside(per_node: int, k: int, rank: int, world: int, seed: int) -> Sequence[int]:
+    """A ring of each node's learners."""
+    first, local = rank - rank % per_node, rank % per_node
+    return [first + (local + step) % per_node for step in (-1, 1)]

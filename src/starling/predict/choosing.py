@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -69,20 +69,14 @@ class Surroundings:
     apart: Machines
     """The machines without what rounds of averaging do to them."""
     because: str = ""
-    figures: Sequence[Figures] = ()
-    """What each learner measured; empty: everything is certain to be as the machines say."""
     measured: Mapping[str, Any] = field(default_factory=dict)
-    """The figures for people."""
-
-    @cached_property
-    def gradients(self) -> list[Seconds]:
-        """By learner, without averaging."""
-        return [fmean(each.gradients) for each in self.figures]
-
-    @cached_property
-    def rounds(self) -> dict[str, Seconds]:
-        """How long a round of averaging takes, by pattern."""
-        return _rounds(self.figures) if self.figures else {}
+    """The figures for people; empty: everything is certain to be as the machines say."""
+    gradients: Sequence[Seconds] = ()
+    """By learner, without averaging."""
+    lost: Sequence[float] = ()
+    """By learner, the share of its time that a round of averaging costs it while it is under way."""
+    rounds: Mapping[str, Seconds] = field(default_factory=dict)
+    """How long a round of averaging takes, by pattern."""
 
     def link(self, pattern: str) -> LinkModel:
         """The link that rounds of a pattern meet."""
@@ -110,17 +104,16 @@ class Surroundings:
         gradients of the fastest learner, u = E / (period g) (1 - lost u), or 1 if rounds take longer than that.
         """
         pattern = ACROSS if arm.name == "hadpsgd" else getattr(arm.options, "pattern", None)
-        every_lost = [each.lost for each in self.figures]
-        if not any(every_lost) or pattern is None:
+        if not any(self.lost) or pattern is None:
             return self.apart.stragglers
         seconds = longer * self.rounds.get(pattern, self.rounds.get("ring", 0.0))
         period = float(getattr(arm.options, "period", 1.0))
         shares = []
-        for gradient, lost in zip(self.gradients, every_lost, strict=True):
+        for gradient, lost in zip(self.gradients, self.lost, strict=True):
             ratio = seconds / (period * gradient)
             shares.append(min(1.0, ratio / (1.0 + ratio * lost)))
         under_way, fastest = max(shares), min(self.gradients)
-        times = [each / (1.0 - lost * under_way) for each, lost in zip(self.gradients, every_lost, strict=True)]
+        times = [each / (1.0 - lost * under_way) for each, lost in zip(self.gradients, self.lost, strict=True)]
         return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
 
 
@@ -141,7 +134,7 @@ def surroundings_of(figures: Sequence[Figures], per_node: int) -> Surroundings:
     if all(each.synchronous for each in figures):
         synchronous = fmean(median(each.synchronous) for each in figures)
         longer = max(SHORTEST, synchronous - _slowest_of_each_round(figures))
-    rounds = _rounds(figures)
+    rounds = {name: fmean(each.rounds[name] for each in figures) for name in figures[0].rounds}
     costs = Costs(
         job=JobFacts(trains="the run's model", model_bytes=num_bytes, batches_per_epoch=1),
         compute=compute,
@@ -171,11 +164,8 @@ def surroundings_of(figures: Sequence[Figures], per_node: int) -> Surroundings:
         "lost_to_exchanges": [round(each, 3) for each in lost],
         "model_bytes": num_bytes,
     }
-    return Surroundings(world, per_node, Machines(costs, Stragglers(slow=slow)), because, figures, measured)
-
-
-def _rounds(figures: Sequence[Figures]) -> dict[str, Seconds]:
-    return {name: fmean(each.rounds[name] for each in figures) for name in figures[0].rounds}
+    machines = Machines(costs, Stragglers(slow=slow))
+    return Surroundings(world, per_node, machines, because, measured, means, lost, rounds)
 
 
 def _slowest_of_each_round(figures: Sequence[Figures]) -> Seconds:
@@ -274,7 +264,7 @@ def _predict(around: Surroundings, weighting: Weighting, arm: Arm) -> Prediction
     if problem := arm.strategy.weighting_problem(arm.options, weighting):
         raise ConfigError(problem)
     found = _simulated(arm, around)
-    if around.figures and arm.name not in AVERAGING:
+    if around.measured and arm.name not in AVERAGING:
         longer = _simulated(arm, around, LONGER).seconds_per_gradient
         return replace(found, caution=fmean((1.0, found.seconds_per_gradient / longer)))
     return found

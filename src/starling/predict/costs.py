@@ -293,11 +293,10 @@ def fit_link(seconds_by_bytes: Mapping[int, float]) -> LinkModel:
     and with 1 / seconds**2, a few slow small messages would spoil the bandwidth.
     """
     sizes, seconds = (np.array(list(each), dtype=np.float64) for each in (seconds_by_bytes, seconds_by_bytes.values()))
-    weights = seconds**-0.5
-    rows, wanted = np.stack([weights, sizes * weights], axis=1), seconds * weights
-    latency, per_byte = np.linalg.lstsq(rows, wanted, rcond=None)[0]
-    if len(sizes) < 2 or per_byte <= 0.0:
-        latency, per_byte = float(seconds.min()), 1e-15
-    elif latency < 0.0:
-        latency, per_byte = 0.0, float((rows[:, 1] @ wanted) / (rows[:, 1] @ rows[:, 1]))
-    return LinkModel(latency=float(latency), bandwidth=float(1.0 / per_byte))
+    if len(sizes) > 1:
+        per_byte, latency = np.polyfit(sizes, seconds, 1, w=seconds**-0.5)
+        if latency < 0.0 < per_byte:
+            latency, per_byte = 0.0, float(sizes.sum() / (sizes**2 / seconds).sum())
+        if per_byte > 0.0:
+            return LinkModel(latency=float(latency), bandwidth=float(1.0 / per_byte))
+    return LinkModel(latency=float(seconds.min()), bandwidth=1e15)

@@ -88,7 +88,7 @@ def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple
     return tuple(order), tuple(places)
 
 
-class _Mutual(Topology):
+class Mutual(Topology):
     """Neighbours mix each other, with equal weights: those of a learner are `neighbours(round, rank, world, seed)`,
     itself included or not."""
 
@@ -210,7 +210,7 @@ def ring(world: int) -> Topology:
 
     Two learners average as a pair, 1/2 each.
     """
-    return _Mutual(world, _beside, period=1)
+    return Mutual(world, _beside, period=1)
 
 
 def random_ring(world: int, seed: int) -> Topology:
@@ -225,7 +225,7 @@ def random_ring(world: int, seed: int) -> Topology:
     References:
         Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training", arXiv 2002.01119.
     """
-    return _Mutual(world, _beside_in_random_order, seed)
+    return Mutual(world, _beside_in_random_order, seed)
 
 
 def pairs(world: int, seed: int) -> Topology:
@@ -240,7 +240,7 @@ def pairs(world: int, seed: int) -> Topology:
     References:
         Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952.
     """
-    return _Mutual(world, _partner, seed)
+    return Mutual(world, _partner, seed)
 
 
 def exponential(world: int) -> Topology:
@@ -262,7 +262,7 @@ def exponential(world: int) -> Topology:
 
 def complete_graph(world: int) -> Topology:
     """All learners average with equal weights: w_l <- (1/L) sum_j w_j."""
-    return _Mutual(world, _everyone, period=1)
+    return Mutual(world, _everyone, period=1)
 
 
 def hierarchical(outer: Topology, per_node: int) -> Topology:
