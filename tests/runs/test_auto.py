@@ -362,7 +362,9 @@ def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tre
         output=tmp_path / "plan.csv",
     )
     assert lines[0].startswith("recommended: ")
-    assert "auto" not in (tmp_path / "plan.csv").read_text()
+    table = (tmp_path / "plan.csv").read_text()
+    assert "auto" not in table and "local-sgd" not in table
+    assert any("periodic strategies are left out unless they are named" in line for line in lines)
 
 
 def emulated(**changes: Any) -> starling.Job:

@@ -2,7 +2,9 @@
 `starling profile` and `starling plan` print and write.
 """
 
+import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,12 +41,11 @@ from starling.predict.costs import (
 from starling.predict.deciding import TIE, Arm
 from starling.predict.facts import facts_of, memory_of
 from starling.predict.measure import MEASURE, WARM_UP, Figures
-from starling.predict.plan import NOT_PLANNED, Forecast, Plan, plan
+from starling.predict.plan import NO_PERIODIC, Forecast, Plan, plan, usual_strategies
 from starling.predict.predict import Machines, run
 from starling.recipe.run import RecipeConfig
 from starling.reporting.events import read_events
 from starling.reporting.progress import Say, say_on
-from starling.strategies import STRATEGIES
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 from starling.training.stragglers import Stragglers
@@ -162,18 +163,15 @@ def _seconds(job: Job, strategy: str, steps: int, engine: Mapping[str, Any] | No
 
 
 def _machine(device: str) -> MachineFacts:
-    processor = platform.processor() or platform.machine()
-    memory = 0
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
-        memory = int(Path("/proc/meminfo").read_text(encoding="utf-8").split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # another system
+        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:  # another system
+        named = None
+    processor = named[1] if named else platform.processor() or platform.machine()
     return MachineFacts(
         processor=processor,
         cores=cores_here(),
-        memory_bytes=memory,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         device=processor if device == "cpu" else device,
         torch=torch.__version__,
         starling=version("starling-asr"),
@@ -247,6 +245,8 @@ def plan_recipe(
             say=lambda what: status.update(f"simulating {what}"),
             **given,
         )
+    if not strategies:
+        found = replace(found, notes=(NO_PERIODIC, *found.notes))
     Console().print(_table(found))
     for line in _lines(found, explain):
         tell(line)
@@ -256,11 +256,10 @@ def plan_recipe(
 
 
 def _choices(recipe: RecipeConfig, strategies: str | None) -> list[str | Mapping[str, Any]]:
-    """The strategies that were named, or all that are planned; the recipe's own with its options."""
-    names = [name.strip() for name in strategies.split(",")] if strategies is not None else None
-    names = names or [name for name in STRATEGIES if name not in NOT_PLANNED]
+    """The strategies that were named, or those that are planned; the recipe's own with its options."""
     own = recipe.strategy
-    if strategies is None and not own.is_auto and own.name not in names:
+    names = [name.strip() for name in strategies.split(",")] if strategies else usual_strategies(own.name)
+    if not (strategies or own.is_auto or own.name in names):
         names.append(own.name)
     return [own.model_dump() if name == own.name and own.model_extra else name for name in names]
 

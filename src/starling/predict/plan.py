@@ -189,17 +189,14 @@ def plan(
     planner = _Planner(Machines(costs, stragglers, read_cluster(cluster)), budget, price, say, own)
     if strategies is None:
         planner.notes.append(NO_PERIODIC)
-    return planner.plan(learners, _usual(own) if strategies is None else strategies, crossings)
+        strategies = usual_strategies(between_islands(own.strategy, NO_ISLANDS).name if own else None)
+    return planner.plan(learners, strategies, crossings)
 
 
-def _usual(own: Job | None) -> list[str]:
+def usual_strategies(own: str | None) -> list[str]:
     """The strategies to plan if none is named: that of the job is among them."""
-    of_job = own and between_islands(own.strategy, NO_ISLANDS)
-    return [
-        name
-        for name, each in STRATEGIES.items()
-        if (name not in NOT_PLANNED and each.kind != "periodic") or of_job is each
-    ]
+    planned = [name for name, each in STRATEGIES.items() if name not in NOT_PLANNED and each.kind != "periodic"]
+    return [name for name in STRATEGIES if name in (own, *planned)]
 
 
 class _Planner:
