@@ -278,7 +278,9 @@ def test_jitter_is_not_counted_twice() -> None:
 )
 def test_measuring_takes_a_small_share_of_the_run(gradients: int | None, minutes: float | None, seconds: float) -> None:
     """3 % of its expected time, and at most a minute."""
-    assert Allowance(gradients, minutes, 60.0).seconds([0.05] * 4) == pytest.approx(seconds)
+    assert Allowance(starling.Budget(steps=gradients, minutes=minutes), 1, 60.0).seconds([0.05] * 4) == pytest.approx(
+        seconds
+    )
 
 
 def test_what_auto_cannot_do_is_one_clear_problem_of_the_recipe(tree: Tree) -> None:

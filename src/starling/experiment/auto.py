@@ -4,11 +4,11 @@ Starling's launcher starts the learners twice, first to measure. Those of torchr
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import yaml
@@ -38,22 +38,14 @@ from starling.recipe.file import parse_yaml
 from starling.recipe.run import AutoOptions, RunConfig, StrategyChoice, dump_recipe
 from starling.reporting.progress import Say
 from starling.strategies import NoOptions, Strategy
-from starling.strategies.base import all_learners, one_learner
+from starling.strategies.base import one_learner
 from starling.timeouts import SET_UP
 from starling.training.job import Job, Silence
 from starling.training.stragglers import Stragglers
 
-_APART, _TOGETHER, _FIGURES, _CHOICE = "auto/apart", "auto/together", "auto/figures/{}", "auto/choice"
+_FIGURES, _CHOICE = "auto/figures/{}", "auto/choice"
 _MORE_THAN_ENOUGH = 1 << 40
 """Mini-batches of the budget while measuring, which ends earlier."""
-
-
-def options_of(run: RunConfig) -> AutoOptions:
-    """The options of `strategy: auto`."""
-    found = run.strategy.options
-    if not isinstance(found, AutoOptions):
-        raise ConfigError(f"strategy: {run.strategy.name} is not auto")
-    return found
 
 
 def kept(run: RunT, say: Say) -> RunT:
@@ -118,7 +110,8 @@ def launched_choice(run: RunConfig, folder: ExperimentFolder, say: Say, job: Job
     """Start the learners of a run to measure, and return what they choose."""
     where = "this machine" if run.launch.kind == "local" else "the cluster"
     say(f"strategy auto: {run.learners} learners measure {where}")
-    with packed_command(job, _settings(run), folder) as command:
+    own = {name: getattr(run, name) for name in RunConfig.model_fields}
+    with packed_command(job, JobConfig.model_validate({**own, "trains": run.name}), folder) as command:
         found = Path(command[-1]).with_name("choice.json")
         seconds, machines = run.engine.timeout_seconds, machines_of(run, say)
         launch([*command, str(found)], run.learners, folder.log / "auto", silence_seconds=seconds, machines=machines)
@@ -138,20 +131,17 @@ def simulated_choice(run: RunConfig, cluster: Cluster, job: Job) -> Choice:
     )
     stragglers = run.stragglers.model_copy(update={"pauses": ()})
     around = Surroundings(run.learners, cluster.nodes.size, Machines(costs, stragglers, dict(cluster)), because)
-    return explained(choose(around, options_of(run), job.weighting), around)
+    return explained(choose(around, cast(AutoOptions, run.strategy.options), job.weighting), around)
 
 
 def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
     """What the learners of a run choose after measuring; all of them call this, and get the same."""
-    options = options_of(run)
+    options = cast(AutoOptions, run.strategy.options)
     place.use_threads(run.engine.threads)
     per_node = place.local_world if place.local_world < place.world else 1
-    found = Figures()
-    gradients = job.budget.num_batches(job.workload.num_batches(0))
-    allowance = Allowance(gradients, job.budget.minutes, options.seconds)
+    found, allowance = Figures(), Allowance(job.budget, job.workload.num_batches(0), options.seconds)
     bare = replace(
         job,
-        strategy=_measuring(lambda me: Measuring(me, allowance, found).apart(per_node), one_learner),
         options=NoOptions(),
         budget=Budget(steps=_MORE_THAN_ENOUGH),
         stragglers=Stragglers(slow=job.stragglers.slow, jitter=job.stragglers.jitter),
@@ -159,14 +149,16 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
         checkpoint_every=None,
         weighting="batches",
     )
-    store = place.store
-    device, seconds = choose_device(run.engine.device, place), run.engine.timeout_seconds
-    begin = time.monotonic()
-    together = replace(bare, strategy=_measuring(lambda me: Measuring(me, allowance, found).together(), all_learners))
+    measuring = (
+        Strategy("auto/apart", "", lambda me: Measuring(me, allowance, found).apart(per_node), one_learner),
+        Strategy("auto/together", "", lambda me: Measuring(me, allowance, found).together()),
+    )
+    store, seconds = place.store, run.engine.timeout_seconds
+    device, begin = choose_device(run.engine.device, place), time.monotonic()
     with torch.random.fork_rng():
-        for prefix, measuring in ((_APART, bare), (_TOGETHER, together)):
-            own = replace(place, store=PrefixStore(prefix, store))
-            run_learner(measuring, own, device, prefix, Silence(), timeout_seconds=seconds)
+        for each in measuring:
+            own = replace(place, store=PrefixStore(each.name, store))
+            run_learner(replace(bare, strategy=each), own, device, each.name, Silence(), timeout_seconds=seconds)
     store.set(_FIGURES.format(place.rank), TypeAdapter(Figures).dump_json(found).decode())
     if place.rank == 0:
         keys = [_FIGURES.format(rank) for rank in range(place.world)]
@@ -180,16 +172,5 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
             "planning_seconds": round(time.monotonic() - measured, 2),
         }
         store.set(_CHOICE, choice.model_dump_json())
-        return choice
     store.wait([_CHOICE], timedelta(seconds=SET_UP))
     return Choice.model_validate_json(store.get(_CHOICE))
-
-
-def _settings(run: RunConfig) -> JobConfig:
-    """The settings that a packed job has, from those of a recipe or a job."""
-    own: Mapping[str, Any] = {name: getattr(run, name) for name in RunConfig.model_fields}
-    return JobConfig.model_validate({**own, "trains": run.name})
-
-
-def _measuring(run: Any, sync_group_size: Callable[[Any, int], int]) -> Strategy:
-    return Strategy("auto: measuring", "measure the machines at hand", run, sync_group_size)

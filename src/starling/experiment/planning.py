@@ -119,8 +119,11 @@ def profile(
 
 def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command: str) -> Profile:
     """The profile made from the figures of a lone learner and those of two learners that ran together."""
-    exchanges, means = ([getattr(each, name) for each in pair] for name in ("exchanges", "means"))
-    halves = fit_link(_together(means))
+    exchanges, means = (
+        {num_bytes: fmean(getattr(each, name)[num_bytes] for each in pair) for num_bytes in getattr(pair[0], name)}
+        for name in ("exchanges", "means")
+    )
+    halves = fit_link(means)
     # a mean of two learners is simulated as two messages of half the bytes
     of_means = halves.model_copy(update={"latency": halves.latency / 2.0})
     longer = max(SHORTEST, fmean(median(each.synchronous) for each in pair) - median(alone.gradients))
@@ -133,16 +136,11 @@ def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command
         gradient=gradient_times(alone.gradients),
         step_seconds=fmean(alone.steps),
         mixing_bandwidth=alone.num_bytes / max(median(alone.applies), 1e-9),
-        exchange=MeasuredLink(seconds_by_bytes=_together(exchanges), fitted=fit_link(_together(exchanges))),
-        mean=MeasuredLink(seconds_by_bytes=_together(means), fitted=of_means),
+        exchange=MeasuredLink(seconds_by_bytes=exchanges, fitted=fit_link(exchanges)),
+        mean=MeasuredLink(seconds_by_bytes=means, fitted=of_means),
         gradient_mean=MeasuredLink(seconds_by_bytes={alone.num_bytes: longer}, fitted=of_gradients),
         memory_per_learner_bytes=max(each.memory_bytes for each in (alone, *pair)),
     )
-
-
-def _together(found: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """The mean over learners, by bytes."""
-    return {num_bytes: fmean(each[num_bytes] for each in found) for num_bytes in found[0]}
 
 
 def _figures(job: Job, learners: int, steps: int, engine: Mapping[str, Any] | None) -> list[Figures]:
@@ -156,10 +154,10 @@ def _figures(job: Job, learners: int, steps: int, engine: Mapping[str, Any] | No
 def _seconds(job: Job, strategy: str, steps: int, engine: Mapping[str, Any] | None) -> float:
     """The time that two learners take under a strategy."""
     with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
-        train_quietly(replace(job, budget=Budget(steps=steps)), 2, exp=name, engine=engine, strategy=strategy)
-        events = read_events(ExperimentFolder(Path(name) / "run").log / "events.jsonl")
-        epochs = [event["learners"] for event in events if event["kind"] == "epoch"]
-        return float(max(sum(epoch[rank]["seconds"] for epoch in epochs) for rank in epochs[0]))
+        run = train_quietly(replace(job, budget=Budget(steps=steps)), 2, exp=name, engine=engine, strategy=strategy)
+        events = read_events(ExperimentFolder(run.folder).log / "events.jsonl")
+    epochs = [event["learners"] for event in events if event["kind"] == "epoch"]
+    return float(max(sum(epoch[rank]["seconds"] for epoch in epochs) for rank in epochs[0]))
 
 
 def _machine(device: str) -> MachineFacts:

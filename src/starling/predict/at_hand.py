@@ -9,8 +9,7 @@ from functools import partial
 from itertools import count
 from statistics import fmean, median
 
-from torch import Tensor
-
+from starling.budget import Budget
 from starling.learner import Learner
 from starling.predict.measure import SMALLEST, Figures, exchange, now, timed, timed_step
 from starling.strategies.hadpsgd import SideBySide
@@ -34,8 +33,6 @@ CLEARLY = 0.5
 make without waiting, even if as much of a mean as possible were hidden behind the gradient."""
 PROBE = 16
 """The probe of a message is this part of the model. Where the model would take too long, the probe is scaled up."""
-PATTERNS = ("ring", "pairs")
-"""Random rings send twice as many messages as pairs over the same links, and cannot be faster."""
 INSIDE, ACROSS = "inside a node", "across nodes"
 """Rounds with the learners of the same node; of a share of the model with the learners' counterparts on other nodes."""
 
@@ -44,17 +41,15 @@ INSIDE, ACROSS = "inside a node", "across nodes"
 class Allowance:
     """How long measuring may take."""
 
-    gradients: int | None
-    """Mini-batches of the run; None: its budget is in minutes."""
-    minutes: float | None
+    budget: Budget
+    """Of the run."""
+    batches_per_epoch: int
     most: Seconds
 
     def seconds(self, each: Sequence[Seconds]) -> Seconds:
         """For learners whose gradients take `each`."""
-        limits = [self.minutes * 60.0] if self.minutes is not None else []
-        if self.gradients is not None:
-            limits.append(self.gradients / sum(1.0 / max(seconds, 1e-9) for seconds in each))
-        return min(self.most, SHARE * min(limits, default=self.most / SHARE))
+        per_gradient = 1.0 / sum(1.0 / max(seconds, 1e-9) for seconds in each)
+        return min(self.most, SHARE * self.budget.seconds(self.batches_per_epoch, per_gradient))
 
 
 class Measuring:
@@ -72,13 +67,13 @@ class Measuring:
         """
         me, found = self._me, self._found
         found.num_bytes = me.weights.nbytes
-        await self._note_gradient()
+        await timed_step(me, me.gradient, found.gradients, found.steps)
         every = await self._gather(found.gradients[0])
         box = self._allowance.seconds(every) / 3.0
         # fast learners keep a shared machine busy until the slow end
         enough = max(box, (FEWEST_GRADIENTS - 1) * max(every))
         for _ in range(max(FEWEST_GRADIENTS - 1, min(MOST_GRADIENTS, int(enough / every[me.rank])))):
-            await self._note_gradient()
+            await timed_step(me, me.gradient, found.gradients, found.steps)
         if len(found.gradients) > MOST_GRADIENTS // 4:
             del found.gradients[0], found.steps[0]  # the first one prepares
         patterns = topologies(me.world, per_node)
@@ -94,13 +89,12 @@ class Measuring:
         async def mean(size: int) -> None:
             await me.mean(me.snapshot()[:size])
 
-        found.means[found.num_bytes] = took = await self._timed(mean, 1, 1, box / PARTS, most / PARTS)
+        found.means[found.num_bytes] = took = await self._timed(mean, 1, 1, box / PARTS, most / PARTS, [])
         expected = max(every) + took
         may_be_chosen = me.world / max(*every, took) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
         if may_be_chosen and 2 * expected <= max(box, most):
             for _ in range(1 + max(1, min(MOST_REPEATS, int(box / expected)))):
-                seconds, _ = await self._step(lambda weights: me.mean(me.gradient(me.weights)))
-                found.synchronous.append(seconds)
+                await timed_step(me, lambda _: me.mean(me.gradient(me.weights)), found.synchronous, [])
             del found.synchronous[0]  # the first one prepares
 
     async def _measure_rounds(self, patterns: Mapping[str, Topology], per_node: int, box: Seconds) -> None:
@@ -123,21 +117,12 @@ class Measuring:
                 is_done = True
 
         alone = fmean(found.gradients) + fmean(found.steps)
-        begin, made = now(me), 0
+        begin, made = now(me), list[Seconds]()
         me.background(average())
         while not is_done:
-            await self._step(me.gradient)
-            made += 1
+            await timed_step(me, me.gradient, made, [])
         if sum(under_way) >= TELLING * alone:
-            found.lost = min(MOST_LOST, max(0.0, now(me) - begin - made * alone) / sum(under_way))
-
-    async def _note_gradient(self) -> None:
-        gradient, step = await self._step(self._me.gradient)
-        self._found.gradients.append(gradient)
-        self._found.steps.append(step)
-
-    async def _step(self, compute: Callable[[Tensor], Awaitable[Tensor]]) -> tuple[Seconds, Seconds]:
-        return await timed_step(self._me, compute) or (0.0, 0.0)  # the budget is never spent
+            found.lost = min(MOST_LOST, max(0.0, now(me) - begin - len(made) * alone) / sum(under_way))
 
     async def _gather(self, value: float) -> list[float]:
         """Every learner's value, by rank; all of them wait for it."""
@@ -158,14 +143,13 @@ class Measuring:
         fewest: int,
         box: Seconds,
         most: Seconds,
-        times: list[Seconds] | None = None,
+        times: list[Seconds],
     ) -> Seconds:
         """Seconds that `work` takes on 1 / `share` of the model, the mean over learners.
 
         It is repeated for about `box` seconds, and at least `fewest` times. A probe tells how often, and whether that
         would take more than `most`. All seconds are appended to `times`.
         """
-        times = [] if times is None else times
 
         async def mean_of(size: int, repeats: int) -> Seconds:
             times.extend(await timed(self._me, partial(work, size), repeats))

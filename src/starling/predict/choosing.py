@@ -11,8 +11,8 @@ import numpy as np
 from starling.configuration import Config
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
-from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, has_nodes, topologies
-from starling.predict.costs import Costs, JobFacts, fit_compute
+from starling.predict.at_hand import ACROSS, INSIDE, has_nodes, topologies
+from starling.predict.costs import Costs, JobFacts, fit_compute, with_step
 from starling.predict.deciding import TIE, Arm, Prediction, ranked, tried
 from starling.predict.measure import Figures
 from starling.predict.predict import AVERAGING, Machines, of_seeds, simulate_briefly
@@ -127,8 +127,6 @@ def surroundings_of(figures: Sequence[Figures], per_node: int) -> Surroundings:
     step = median(seconds for each in figures for seconds in each.steps)
     varies = len(relative) > 2 * world and float(relative.std()) > STEADY
     fitted = fit_compute(base * relative) if varies else ComputeModel(seconds=base)
-    total = base + step
-    compute = fitted.model_copy(update={"seconds": total, "spread": fitted.spread * base / total})
     mean = max(SHORTEST, fmean(each.means[num_bytes] for each in figures))
     longer = mean
     if all(each.synchronous for each in figures):
@@ -137,7 +135,7 @@ def surroundings_of(figures: Sequence[Figures], per_node: int) -> Surroundings:
     rounds = {name: fmean(each.rounds[name] for each in figures) for name in figures[0].rounds}
     costs = Costs(
         job=JobFacts(trains="the run's model", model_bytes=num_bytes, batches_per_epoch=1),
-        compute=compute,
+        compute=with_step(fitted, step),
         messages=LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, rounds["ring"])),
         means=_ring(mean, num_bytes, world),
         gradient_means=_ring(longer, num_bytes, world),
@@ -250,13 +248,12 @@ def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Itera
     return tried(name, around.per_node, _patterns(around), partial(_predict, around, weighting))
 
 
-def _patterns(around: Surroundings) -> list[str]:
+def _patterns(around: Surroundings) -> Sequence[str]:
     """The patterns worth a try, that with the fewest messages first. A fixed ring is one only where its rounds are
-    faster than those of pairs."""
-    patterns = sorted(PATTERNS if around.learners > 2 else PATTERNS[:1], key=["pairs", "ring"].index)
-    ring, pairs = (around.rounds.get(name) for name in PATTERNS)
-    has_slower_ring = ring is not None and pairs is not None and ring > pairs
-    return [each for each in patterns if each != "ring" or not has_slower_ring]
+    faster than those of pairs. Random rings send twice as many messages as pairs, and cannot be faster."""
+    if around.learners == 2:
+        return ["ring"]
+    return ["pairs"] if around.rounds and around.rounds["ring"] > around.rounds["pairs"] else ["pairs", "ring"]
 
 
 def _predict(around: Surroundings, weighting: Weighting, arm: Arm) -> Prediction:

@@ -119,12 +119,9 @@ class Profile(Config):
     @property
     def costs(self) -> "Costs":
         """What simulations need of it."""
-        fitted = self.gradient.fitted
-        per_gradient = self.gradient.seconds + self.step_seconds
-        scale = fitted.seconds / per_gradient if fitted.distribution != "constant" else 1.0
         return Costs(
             job=self.job,
-            compute=fitted.model_copy(update={"seconds": per_gradient, "spread": fitted.spread * scale}),
+            compute=with_step(self.gradient.fitted, self.step_seconds),
             uncertainty=(self.gradient.low / self.gradient.seconds, self.gradient.high / self.gradient.seconds),
             messages=self.exchange.fitted,
             means=self.mean.fitted,
@@ -273,6 +270,12 @@ def fit_compute(times: NDArray[np.float64]) -> ComputeModel:
     if (half_width := math.sqrt(3.0) * relative) < 1.0:
         candidates.append(ComputeModel(distribution="uniform", seconds=mean, spread=half_width))
     return min(candidates, key=lambda model: _distance(np.sort(times), model))
+
+
+def with_step(gradient: ComputeModel, seconds: Seconds) -> ComputeModel:
+    """What a gradient takes with the rest of its step, which does not vary."""
+    total = gradient.seconds + seconds
+    return gradient.model_copy(update={"seconds": total, "spread": gradient.spread * gradient.seconds / total})
 
 
 def _distance(times: NDArray[np.float64], model: ComputeModel) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from starling.configuration import Config
@@ -77,7 +77,6 @@ class MeasureOptions(Config):
 
     folder: Path
     """Where each learner writes its figures."""
-    repeats: int = Field(default=REPEATS, ge=1)
 
 
 async def measure(me: Learner, options: MeasureOptions) -> None:
@@ -92,17 +91,16 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
     if me.world == 2:
         exchanging = partial(exchange, me, find_topology("ring", 2, me.seed), count())
         vector = me.snapshot()
-        figures.exchanges = await _medians(me, options.repeats, exchanging)
-        figures.means = await _medians(me, options.repeats, lambda size: me.mean(vector[:size]))
+        figures.exchanges = await _medians(me, exchanging)
+        figures.means = await _medians(me, lambda size: me.mean(vector[:size]))
     change, gradients = torch.zeros_like(me.weights), figures.gradients if me.world == 1 else figures.synchronous
 
     async def apply() -> None:
         me.apply(change)
 
-    figures.applies = (await timed(me, apply, WARM_UP + options.repeats))[WARM_UP:]
-    while (seconds := await timed_step(me, lambda _: _own_gradient(me))) is not None:
-        gradients.append(seconds[0])
-        figures.steps.append(seconds[1])
+    figures.applies = (await timed(me, apply, WARM_UP + REPEATS))[WARM_UP:]
+    while await timed_step(me, lambda _: _own_gradient(me), gradients, figures.steps):
+        pass
     del gradients[:WARM_UP], figures.steps[:WARM_UP]
     _note_memory(me, figures)
     figures.write(options.folder, me.rank)
@@ -113,21 +111,25 @@ def _own_gradient(me: Learner) -> Awaitable[Tensor]:
     return gradient if me.world == 1 else me.mean(gradient)
 
 
-async def timed_step(me: Learner, compute: Callable[[Tensor], Awaitable[Tensor]]) -> tuple[Seconds, Seconds] | None:
-    """Claim, compute a gradient with a copy of the weights, and apply it.
+async def timed_step(
+    me: Learner, compute: Callable[[Tensor], Awaitable[Tensor]], gradients: list[Seconds], steps: list[Seconds]
+) -> bool:
+    """Claim, compute a gradient with a copy of the weights, and apply it; False if the budget is spent.
 
-    Returns the seconds of the first two, and of the rest with the copy of the weights; None if the budget is spent.
+    The seconds of the first two are appended to `gradients`, those of the rest and of the copy to `steps`.
     """
     begin = now(me)
     if not me.claim():
-        return None
+        return False
     claimed = now(me)
     weights = me.snapshot()
     copied = now(me)
     gradient = await compute(weights)
     computed = now(me)
     me.step(gradient)
-    return claimed - begin + computed - copied, copied - claimed + now(me) - computed
+    gradients.append(claimed - begin + computed - copied)
+    steps.append(copied - claimed + now(me) - computed)
+    return True
 
 
 async def timed(me: Learner, work: Callable[[], Awaitable[object]], repeats: int) -> list[Seconds]:
@@ -147,11 +149,11 @@ async def exchange(me: Learner, topology: Topology, tags: Iterator[int], size: i
     me.apply(await Mixing(me, topology, next(tags), piece, compression).delta(), piece)
 
 
-async def _medians(me: Learner, repeats: int, work: Callable[[int], Awaitable[object]]) -> dict[int, Seconds]:
+async def _medians(me: Learner, work: Callable[[int], Awaitable[object]]) -> dict[int, Seconds]:
     """The seconds that `work` takes on parts of the weights, by bytes."""
     number, item = len(me.weights), me.weights.element_size()
     sizes = sorted({min(number, max(SMALLEST, int(share * number))) for share in SHARES})
-    return {size * item: median((await timed(me, partial(work, size), WARM_UP + repeats))[WARM_UP:]) for size in sizes}
+    return {size * item: median((await timed(me, partial(work, size), WARM_UP + REPEATS))[WARM_UP:]) for size in sizes}
 
 
 def now(me: Learner) -> Seconds:

@@ -4,6 +4,7 @@ import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -310,9 +311,7 @@ class _Planner:
 
     def _hours(self, seconds_per_gradient: float) -> float:
         """Hours of the whole run."""
-        gradients = self._budget.num_batches(self._costs.job.batches_per_epoch)
-        hours = [] if gradients is None else [seconds_per_gradient * gradients / SECONDS_PER_HOUR]
-        return min([*hours, *([] if self._budget.minutes is None else [self._budget.minutes / 60.0])])
+        return self._budget.seconds(self._costs.job.batches_per_epoch, seconds_per_gradient) / SECONDS_PER_HOUR
 
     def crossings(self, found: Sequence[Prediction], chosen: Prediction) -> Iterator[Crossing]:
         """Where another strategy makes more progress than the recommended one."""
@@ -326,9 +325,11 @@ class _Planner:
             ("slowness", SLOWEST, partial(base.with_slow, 0), 1.0),
         ):
             self._say(f"crossing points of {name} with {world} learners")
-            if crossed := _crossing(chosen.arm, others, world, values, make):
-                value, faster = crossed
-                yield Crossing(name, world, value * now, now, chosen.arm.name, faster.name)
+            for before, value in pairwise((1.0, *values)):
+                if (faster := _ahead(others, chosen, make, value)) is not None:
+                    crossed = bisect(partial(_ahead, [faster], chosen, make), before, value)
+                    yield Crossing(name, world, crossed * now, now, chosen.arm.name, faster.name)
+                    break
 
     def assumptions(self) -> Iterator[str]:
         """What the plan rests on."""
@@ -342,22 +343,11 @@ class _Planner:
             yield f"cluster.{key} is as given: {value}"
 
 
-def _crossing(
-    chosen: Arm, others: Sequence[Arm], world: int, values: Sequence[float], make: Callable[[float], Machines]
-) -> tuple[float, Arm] | None:
-    """The first factor at which another strategy is clearly ahead, and that strategy."""
-
-    def ahead(others: Sequence[Arm], factor: float) -> Arm | None:
-        predict = partial(simulate, learners=world, machines=make(factor), rounds=CROSSING_ROUNDS)
-        best = max(map(predict, others), key=lambda each: each.progress)
-        return best.arm if is_clearly_ahead(best.progress, predict(chosen).progress) else None
-
-    before = 1.0
-    for value in values:
-        if (faster := ahead(others, value)) is not None:
-            return bisect(lambda factor: ahead([faster], factor) is not None, before, value), faster
-        before = value
-    return None
+def _ahead(others: Sequence[Arm], chosen: Prediction, make: Callable[[float], Machines], factor: float) -> Arm | None:
+    """The strategy that is clearly ahead of the chosen one on the machines that `make` makes with a factor."""
+    predict = partial(simulate, learners=chosen.learners, machines=make(factor), rounds=CROSSING_ROUNDS)
+    best = max(map(predict, others), key=lambda each: each.progress)
+    return best.arm if is_clearly_ahead(best.progress, predict(chosen.arm).progress) else None
 
 
 def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Config]:

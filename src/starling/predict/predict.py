@@ -196,7 +196,7 @@ def run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int = 0) 
         ) from error
 
 
-def bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
+def bisect(holds: Callable[[float], object], low: float, high: float) -> float:
     """The place between `low` and `high`, both positive, at which `holds` changes, within 3 %.
 
     `holds` must differ at the two ends; which of them it is true at does not matter.
