@@ -108,10 +108,8 @@ class Surroundings:
             return self.apart.stragglers
         seconds = longer * self.rounds.get(pattern, self.rounds.get("ring", 0.0))
         period = float(getattr(arm.options, "period", 1.0))
-        shares = []
-        for gradient, lost in zip(self.gradients, self.lost, strict=True):
-            ratio = seconds / (period * gradient)
-            shares.append(min(1.0, ratio / (1.0 + ratio * lost)))
+        ratios = [seconds / (period * gradient) for gradient in self.gradients]
+        shares = [min(1.0, ratio / (1.0 + ratio * lost)) for ratio, lost in zip(ratios, self.lost, strict=True)]
         under_way, fastest = max(shares), min(self.gradients)
         times = [each / (1.0 - lost * under_way) for each, lost in zip(self.gradients, self.lost, strict=True)]
         return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
@@ -272,7 +270,7 @@ def _simulated(arm: Arm, around: Surroundings, longer: float = 1.0) -> Predictio
     rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // learners))
     long_enough = CYCLES * int(getattr(arm.options, "period", 1.0))
     rounds = max(rounds, min(long_enough, MOST_TIMES * SIMULATED // learners))
-    return of_seeds(partial(simulate_briefly, arm, learners, machines, rounds), arm, learners, machines)
+    return of_seeds(partial(simulate_briefly, rounds=rounds), arm, learners, machines)
 
 
 def _seconds(seconds: Seconds) -> str:

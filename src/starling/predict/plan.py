@@ -234,7 +234,9 @@ class _Planner:
         for each in chosen:
             choice = StrategyChoice.model_validate(each)
             try:
-                found.append(self._arm(choice, world))
+                arm = self._arm(choice, world)
+                between_islands(arm.strategy, self._machines.island).validate(arm.options, world)
+                found.append(arm)
             except ValidationError as error:
                 options = dict(choice.model_extra or {})
                 lines = describe(error, choice.strategy.options, options, prefix="strategy.")
@@ -249,26 +251,22 @@ class _Planner:
         nodes = self._machines.given.get("nodes")
         per_node = max(2, nodes.size if isinstance(nodes, NodeModel) else self._costs.devices_per_node)
         if not given and own is not None and own.strategy.name == strategy.name:
-            return self._fitting(Arm(strategy, own.options), world)
+            return Arm(strategy, own.options)
         if not given and "period" in fields:
             patterns = ("pairs", "ring") if world > 2 else ("ring",)
             return ranked(list(tried(choice.name, per_node, patterns, partial(self._trial, world))))[0].arm
         if "per_node" in fields:
             given.setdefault("per_node", per_node)
-        return self._fitting(Arm(strategy, strategy.options.model_validate(given)), world)
-
-    def _fitting(self, arm: Arm, world: int) -> Arm:
-        between_islands(arm.strategy, self._machines.island).validate(arm.options, world)
-        return arm
+        return Arm(strategy, strategy.options.model_validate(given))
 
     def _trial(self, world: int, arm: Arm) -> Prediction:
         self._say(f"{arm} with {world} learners")
-        return simulate(self._fitting(arm, world), world, self._machines)
+        return simulate(arm, world, self._machines)
 
     def prediction(self, arm: Arm, world: int) -> Prediction:
         """The prediction for one strategy and number of learners."""
         self._say(f"{arm.name} with {world} learners")
-        return of_seeds(partial(simulate, arm, world, self._machines), arm, world, self._machines)
+        return of_seeds(simulate, arm, world, self._machines)
 
     def row(self, found: Prediction) -> Forecast:
         """A prediction as hours, shares of time and cost."""

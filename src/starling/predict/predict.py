@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, cast
 
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, LinkModel, MemoryModel, NodeModel
@@ -33,6 +33,9 @@ SEEDS = 3
 CYCLES = 4
 """Rounds of averaging in a simulation, at least: twice as many as a learner may be behind."""
 
+Sections = Mapping[str, Mapping[str, Any]]
+"""Values by the section of a cluster and their key."""
+
 
 @dataclass(frozen=True)
 class Machines:
@@ -42,7 +45,8 @@ class Machines:
     stragglers: Stragglers = field(default_factory=Stragglers)
     given: Mapping[str, Config] = field(default_factory=dict)
     """Sections of the cluster that replace what the costs say."""
-    changes: tuple[Callable[[Cluster], Cluster], ...] = ()
+    changes: tuple[Callable[[Cluster], Sections], ...] = ()
+    """What else is different, one after the other, given what a cluster is so far."""
     island: Island = NO_ISLANDS
     """How learners form islands."""
     traffic: Traffic | None = None
@@ -63,60 +67,50 @@ class Machines:
         link = costs.means if means_only else costs.messages
         if arm.strategy.averages_gradients(arm.options) and means_only and not is_compressed(arm.options):
             link = costs.gradient_means or costs.means  # encoded gradients are averaged after backward
-        nodes = NodeModel(uplink="unlimited" if costs.holds_contention else None)
+        link = cast(LinkModel, self.given.get("link", link))
+        size, inside = 1, cast(LinkModel | NodeModel, NodeModel())
+        uplink: float | Literal["unlimited"] | None = "unlimited" if costs.holds_contention else None
         if costs.devices_per_node > 1 and costs.inside is not None:
-            inside, shared = costs.inside, costs.messages.bandwidth
-            nodes = NodeModel(
-                size=costs.devices_per_node, latency=inside.latency, bandwidth=inside.bandwidth, uplink=shared
-            )
+            size, inside, uplink = costs.devices_per_node, costs.inside, costs.messages.bandwidth
         elif 1 < group < num_models and arm.strategy.averages_gradients(arm.options):
-            inside = costs.gradient_means or costs.means
-            size = group * self.island.size
-            given = self.given.get("link")
-            own = given if isinstance(given, LinkModel) else link
-            nodes = nodes.model_copy(
-                update={"size": size, "latency": inside.latency, "bandwidth": inside.bandwidth}
-                | ({} if costs.holds_contention else {"uplink": size * own.bandwidth})
-            )
+            size, inside = group * self.island.size, costs.gradient_means or costs.means
+            uplink = uplink or size * link.bandwidth
+        nodes = NodeModel(size=size, latency=inside.latency, bandwidth=inside.bandwidth, uplink=uplink)
         memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
-        cluster = Cluster(compute=costs.compute, link=link, nodes=nodes, memory=memory)
-        cluster = cluster.model_copy(update=dict(self.given))
+        found = {"compute": costs.compute, "link": link, "nodes": nodes, "memory": memory}
+        cluster = Cluster.model_validate(found | dict(self.given))
         for change in self.changes:
-            cluster = change(cluster)
+            sections = change(cluster)
+            new = {name: getattr(cluster, name).model_copy(update=values) for name, values in sections.items()}
+            cluster = cluster.model_copy(update=new)
         return cluster
 
     def with_bandwidth(self, factor: float) -> "Machines":
         """The same machines, with so many times the bandwidth between nodes."""
 
-        def change(cluster: Cluster) -> Cluster:
+        def change(cluster: Cluster) -> Sections:
             uplink = cluster.nodes.uplink
             shared = {"uplink": uplink * factor} if isinstance(uplink, float) else {}
-            return _changed(cluster, link={"bandwidth": cluster.link.bandwidth * factor}, nodes=shared)
+            return {"link": {"bandwidth": cluster.link.bandwidth * factor}, "nodes": shared}
 
         return self._with(change)
 
     def with_compute(self, factor: float) -> "Machines":
         """The same machines, whose gradients take so many times as long."""
-        return self._with(lambda each: _changed(each, compute={"seconds": each.compute.seconds * factor}))
+        return self._with(lambda each: {"compute": {"seconds": each.compute.seconds * factor}})
 
     def without_exchange(self) -> "Machines":
         """The same machines, with links on which everything arrives at once."""
         at_once = {"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND}
-        return self._with(lambda each: _changed(each, link=at_once, nodes=at_once | {"uplink": None}))
+        return self._with(lambda each: {"link": at_once, "nodes": at_once | {"uplink": None}})
 
-    def _with(self, change: Callable[[Cluster], Cluster]) -> "Machines":
+    def _with(self, change: Callable[[Cluster], Sections]) -> "Machines":
         return replace(self, changes=(*self.changes, change))
 
     def with_slow(self, rank: int, factor: float) -> "Machines":
         """The same machines, one of which takes `factor` times as long for its gradients."""
         slow = {**self.stragglers.slow, rank: factor}
         return replace(self, stragglers=self.stragglers.model_copy(update={"slow": slow}))
-
-
-def _changed(cluster: Cluster, **sections: Mapping[str, Any]) -> Cluster:
-    """A cluster in which some keys of its sections have other values."""
-    new = {name: getattr(cluster, name).model_copy(update=values) for name, values in sections.items()}
-    return cluster.model_copy(update=new)
 
 
 def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Prediction:
@@ -154,11 +148,11 @@ def _paced(arm: Arm, whole: TimingOutcome) -> Prediction:
     return _prediction(arm, whole, 1.0 / pace, whole.bytes_sent / whole.num_gradients)
 
 
-def of_seeds(simulating: Callable[[int], Prediction], arm: Arm, learners: int, machines: Machines) -> Prediction:
+def of_seeds(simulating: Callable[..., Prediction], arm: Arm, learners: int, machines: Machines) -> Prediction:
     """What simulations of several seeds found together, or the only one where no time is drawn at random."""
     cluster = machines.cluster(arm, learners)
     is_random = cluster.compute.distribution != "constant" or max(cluster.link.jitter, machines.stragglers.jitter) > 0.0
-    found = [simulating(seed) for seed in range(SEEDS if is_random else 1)]
+    found = [simulating(arm, learners, machines, seed=seed) for seed in range(SEEDS if is_random else 1)]
     return replace(
         found[0],
         seconds=tuple(each.seconds_per_gradient for each in found),
