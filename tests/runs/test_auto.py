@@ -347,7 +347,7 @@ def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -
 @pytest.mark.wide
 def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tree: Tree, tmp_path: Path) -> None:
     """The placeholder is none of them."""
-    (tmp_path / "profile.yaml").write_text(dump(measured_profile()))
+    (tmp_path / "profile.yaml").write_text(dump(measured_profile(), ""))
     lines: list[str] = []
     plan_recipe(
         SPEECH,

@@ -284,9 +284,9 @@ def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     """And everything that is wrong with a file is said at once."""
     found = measured_profile(Validation(error=0.04, against="a test"))
     file = tmp_path / "profile.yaml"
-    file.write_text(dump(found, ["a comment"]), encoding="utf-8")
+    file.write_text(dump(found, "a comment"), encoding="utf-8")
     assert read_profile(file) == found
-    file.write_text(dump(found).replace("step_seconds: 0.0", "step_second: -1"), encoding="utf-8")
+    file.write_text(dump(found, "").replace("step_seconds: 0.0", "step_second: -1"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"2 problems(?s:.*)did you mean step_seconds"):
         read_profile(file)
     with pytest.raises(ConfigError, match=r"cannot be read.*make one with `starling profile"):

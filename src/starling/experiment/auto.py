@@ -32,7 +32,7 @@ from starling.predict.choosing import LONE, Choice, Surroundings, choose, explai
 from starling.predict.costs import Costs
 from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
-from starling.predict.measure import Figures
+from starling.predict.measure import Figures, bare
 from starling.predict.predict import Machines
 from starling.recipe.file import parse_yaml
 from starling.recipe.run import AutoOptions, RunConfig, StrategyChoice, dump_recipe
@@ -41,7 +41,6 @@ from starling.strategies import NoOptions, Strategy
 from starling.strategies.base import one_learner
 from starling.timeouts import SET_UP
 from starling.training.job import Job, Silence
-from starling.training.stragglers import Stragglers
 
 _FIGURES, _CHOICE = "auto/figures/{}", "auto/choice"
 _MORE_THAN_ENOUGH = 1 << 40
@@ -140,15 +139,7 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
     place.use_threads(run.engine.threads)
     per_node = place.local_world if place.local_world < place.world else 1
     found, allowance = Figures(), Allowance(job.budget, job.workload.num_batches(0), options.seconds)
-    bare = replace(
-        job,
-        options=NoOptions(),
-        budget=Budget(steps=_MORE_THAN_ENOUGH),
-        stragglers=Stragglers(slow=job.stragglers.slow, jitter=job.stragglers.jitter),
-        faults=(),
-        checkpoint_every=None,
-        weighting="batches",
-    )
+    stragglers, budget = job.stragglers.model_copy(update={"pauses": ()}), Budget(steps=_MORE_THAN_ENOUGH)
     measuring = (
         Strategy("auto/apart", "", lambda me: Measuring(me, allowance, found).apart(per_node), one_learner),
         Strategy("auto/together", "", lambda me: Measuring(me, allowance, found).together()),
@@ -157,8 +148,9 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
     device, begin = choose_device(run.engine.device, place), time.monotonic()
     with torch.random.fork_rng():
         for each in measuring:
+            measured_job = bare(job, strategy=each, options=NoOptions(), budget=budget, stragglers=stragglers)
             own = replace(place, store=PrefixStore(each.name, store))
-            run_learner(replace(bare, strategy=each), own, device, each.name, Silence(), timeout_seconds=seconds)
+            run_learner(measured_job, own, device, each.name, Silence(), timeout_seconds=seconds)
     store.set(_FIGURES.format(place.rank), TypeAdapter(Figures).dump_json(found).decode())
     if place.rank == 0:
         keys = [_FIGURES.format(rank) for rank in range(place.world)]

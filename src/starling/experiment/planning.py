@@ -40,7 +40,7 @@ from starling.predict.costs import (
 )
 from starling.predict.deciding import TIE, Arm
 from starling.predict.facts import facts_of, memory_of
-from starling.predict.measure import MEASURE, WARM_UP, Figures
+from starling.predict.measure import MEASURE, WARM_UP, Figures, bare
 from starling.predict.plan import NO_PERIODIC, Forecast, Plan, plan, usual_strategies
 from starling.predict.predict import Machines, run
 from starling.recipe.run import RecipeConfig
@@ -97,19 +97,18 @@ def profile(
             f"gradients: {gradients} is too few for a distribution; measure at least 2, preferably {GRADIENTS}"
         )
     facts = facts or facts_of(job, counts_flops=True)
-    bare = replace(job, stragglers=Stragglers(), faults=(), checkpoint_every=None, weighting="batches", batch_shares={})
-    bare = replace(bare, island=NO_ISLANDS)
+    job = bare(job, stragglers=Stragglers(), island=NO_ISLANDS)
     say("one learner: gradients")
-    (alone,) = _figures(bare, 1, gradients + WARM_UP, engine)
+    (alone,) = _figures(job, 1, gradients + WARM_UP, engine)
     say("two learners: exchanges and means")
-    pair = _figures(bare, 2, 2 * (MEANS + WARM_UP), engine)
+    pair = _figures(job, 2, 2 * (MEANS + WARM_UP), engine)
     found = profile_of(alone, pair, facts, command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     if not validate:
         return found
     errors: dict[str, float] = {}
     for name in VALIDATED:
         say(f"two learners: validation with {name}")
-        measured = _seconds(bare, name, 2 * gradients, engine)
+        measured = _seconds(job, name, 2 * gradients, engine)
         predicted = run(Arm.of({"name": name}), 2, Machines(found.costs), 2 * gradients)
         errors[name] = abs(max(each.seconds for each in predicted.learners) / measured - 1.0)
     worst = max(errors, key=lambda name: errors[name])
@@ -189,11 +188,11 @@ def profile_recipe(task: Task[RecipeT], recipe: RecipeT, output: Path, tell: Say
             say=lambda what: status.update(f"measuring {what}"),
         )
         memory = memory_of(job) if job.island.size > 1 else None
-    comments = [
+    comment = (
         "What a job costs on a machine, measured; `starling plan RECIPE --profile` reads it. Times are in seconds."
-    ]
+    )
     try:
-        replace_file(output, dump(found, comments))
+        replace_file(output, dump(found, comment))
     except OSError as error:
         raise ConfigError(f"output {output}: cannot be written ({error})") from None
     gradient, validation = found.gradient, found.validation
@@ -245,7 +244,10 @@ def plan_recipe(
         )
     if not strategies:
         found = replace(found, notes=(NO_PERIODIC, *found.notes))
-    Console().print(_table(found))
+    table = Table(*_COLUMNS, title="Predicted")
+    for row in found.rows:
+        table.add_row(*(cell(row) for cell in _COLUMNS.values()), style="bold" if row == found.recommended else None)
+    Console().print(table)
     for line in _lines(found, explain):
         tell(line)
     if output is not None:
@@ -293,14 +295,6 @@ _COLUMNS: Mapping[str, Callable[[Forecast], str]] = {
     "memory": lambda row: "" if row.memory_gigabytes is None else f"{row.memory_gigabytes:.2g} GB",
     "cost": lambda row: "" if row.cost is None else f"{row.cost:,.2f}",
 }
-
-
-def _table(plan: Plan) -> Table:
-    """The rows of a plan; the recommended one is bold."""
-    made = Table(*_COLUMNS, title="Predicted")
-    for row in plan.rows:
-        made.add_row(*(cell(row) for cell in _COLUMNS.values()), style="bold" if row == plan.recommended else None)
-    return made
 
 
 def _lines(plan: Plan, explains: bool) -> Iterator[str]:

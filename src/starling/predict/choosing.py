@@ -188,7 +188,9 @@ def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "b
     notes: list[str] = []
     for name in (each for each in CANDIDATES if each in options.among):
         try:
-            found += _predictions(name, around, weighting)
+            if name == "hadpsgd" and not has_nodes(world, around.per_node):
+                raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
+            found += tried(name, around.per_node, _patterns(around), partial(_predict, around, weighting))
         except ConfigError as error:
             notes.append(str(error))
     if not found:
@@ -211,12 +213,9 @@ def explained(found: Sequence[Prediction], around: Surroundings) -> Choice:
         }
         for each in found
     ]
+    strategy, lines = StrategyChoice.model_validate(predicted[0]["strategy"]), tuple(_reasons(found, around))
     notes = {"learners": around.learners, "predicted": predicted, "measured": dict(around.measured)}
-    return Choice(
-        strategy=StrategyChoice.model_validate(predicted[0]["strategy"]),
-        lines=tuple(_reasons(found, around)),
-        notes=notes,
-    )
+    return Choice(strategy=strategy, lines=lines, notes=notes)
 
 
 def _reasons(found: Sequence[Prediction], around: Surroundings) -> Iterator[str]:
@@ -239,13 +238,6 @@ def _reasons(found: Sequence[Prediction], around: Surroundings) -> Iterator[str]
     )
 
 
-def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Iterator[Prediction]:
-    """A strategy with each set of options that is worth a try. ConfigError if it does not fit."""
-    if name == "hadpsgd" and not has_nodes(around.learners, around.per_node):
-        raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
-    return tried(name, around.per_node, _patterns(around), partial(_predict, around, weighting))
-
-
 def _patterns(around: Surroundings) -> Sequence[str]:
     """The patterns worth a try, that with the fewest messages first. A fixed ring is one only where its rounds are
     faster than those of pairs. Random rings send twice as many messages as pairs, and cannot be faster."""
@@ -255,7 +247,6 @@ def _patterns(around: Surroundings) -> Sequence[str]:
 
 
 def _predict(around: Surroundings, weighting: Weighting, arm: Arm) -> Prediction:
-    arm.strategy.validate(arm.options, around.learners)
     if problem := arm.strategy.weighting_problem(arm.options, weighting):
         raise ConfigError(problem)
     found = _simulated(arm, around)

@@ -235,11 +235,10 @@ def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advi
         raise refused(describe(error, kind, tree), where) from None
 
 
-def dump(config: Config, comments: Sequence[str] = ()) -> str:
-    """A configuration as YAML, below some lines of comment."""
-    head = "".join(f"# {line}\n" for line in comments)
+def dump(config: Config, comment: str) -> str:
+    """A configuration as YAML, below a comment."""
     tree: dict[str, Any] = config.model_dump(mode="json")
-    return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    return f"# {comment}\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
 def gradient_times(seconds: Sequence[float]) -> GradientTimes:

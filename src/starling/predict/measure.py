@@ -7,11 +7,12 @@ import resource
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -22,6 +23,7 @@ from starling.learner import Learner
 from starling.strategies import Strategy
 from starling.strategies.mixing import Encoder, Mixing, MixingOptions
 from starling.topology import Topology, find_topology
+from starling.training.job import Job
 
 Seconds = float
 MEASURE = f"{__name__}:MEASURING"
@@ -99,16 +101,17 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
         me.apply(change)
 
     figures.applies = (await timed(me, apply, WARM_UP + REPEATS))[WARM_UP:]
-    while await timed_step(me, lambda _: _own_gradient(me), gradients, figures.steps):
+    own = partial(me.gradient, me.weights)
+    while await timed_step(me, lambda _: own() if me.world == 1 else me.mean(own()), gradients, figures.steps):
         pass
     del gradients[:WARM_UP], figures.steps[:WARM_UP]
     _note_memory(me, figures)
     figures.write(options.folder, me.rank)
 
 
-def _own_gradient(me: Learner) -> Awaitable[Tensor]:
-    gradient = me.gradient(me.weights)
-    return gradient if me.world == 1 else me.mean(gradient)
+def bare(job: Job, **changes: Any) -> Job:
+    """A job as it is measured: without faults, checkpoints within an epoch, and weights or shares of mini-batches."""
+    return replace(job, faults=(), checkpoint_every=None, weighting="batches", batch_shares={}, **changes)
 
 
 async def timed_step(

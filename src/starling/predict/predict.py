@@ -87,13 +87,12 @@ class Machines:
 
     def with_bandwidth(self, factor: float) -> "Machines":
         """The same machines, with so many times the bandwidth between nodes."""
-
-        def change(cluster: Cluster) -> Sections:
-            uplink = cluster.nodes.uplink
-            shared = {"uplink": uplink * factor} if isinstance(uplink, float) else {}
-            return {"link": {"bandwidth": cluster.link.bandwidth * factor}, "nodes": shared}
-
-        return self._with(change)
+        return self._with(
+            lambda each: {
+                "link": {"bandwidth": each.link.bandwidth * factor},
+                "nodes": {"uplink": each.uplink * factor if each.uplink else "unlimited"},
+            }
+        )
 
     def with_compute(self, factor: float) -> "Machines":
         """The same machines, whose gradients take so many times as long."""

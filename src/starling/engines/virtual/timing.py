@@ -9,7 +9,7 @@ every gradient of that run is finite.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -113,9 +113,8 @@ def simulate_timing(
         seed=seed,
     )
     counting = _Counting(num_bytes // BYTES_OF_A_WEIGHT, optimizer_vectors)
-    reports = _Reports()
-    outcome = VirtualEngine(job, world, cluster, reports, computation=counting).run()
-    learners = tuple(reports.by_rank[rank] for rank in range(world))
+    outcome = VirtualEngine(job, world, cluster, counting, computation=counting).run()
+    learners = tuple(counting.reports[rank] for rank in range(world))
     return TimingOutcome(outcome.seconds, outcome.num_events, outcome.event_hash, learners, counting.gradients_at)
 
 
@@ -133,16 +132,6 @@ def _check(world: int, num_bytes: int, island: Island, traffic: Traffic | None) 
         )
     if world < 1:
         raise ConfigError(f"timing: {world} learners; it needs at least 1")
-
-
-class _Reports(Silence):
-    """An observer that keeps the learners' reports."""
-
-    def __init__(self) -> None:
-        self.by_rank: dict[int, EpochReport] = {}
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self.by_rank[report.rank] = report
 
 
 class _Unloaded(Workload[Examples]):
@@ -164,8 +153,8 @@ class _Unloaded(Workload[Examples]):
         raise ProtocolError("a timing-only run has no losses; use VirtualEngine for real gradients")
 
 
-class _Counting(Computation):
-    """Replicas that count, and gradients that are only sizes."""
+class _Counting(Computation, Silence):
+    """Replicas that count, gradients that are only sizes, and what learners report."""
 
     holds_weights = False
 
@@ -173,6 +162,8 @@ class _Counting(Computation):
         self._num_weights, self._optimizer_vectors = num_weights, optimizer_vectors
         self.gradients_at: dict[int, list[float]] = {}
         """By learner: when its gradients were complete."""
+        self.reports: dict[int, EpochReport] = {}
+        """By learner."""
 
     def new_replica(self) -> Replica:
         return _CountingReplica(self._num_weights, self._optimizer_vectors)
@@ -180,6 +171,9 @@ class _Counting(Computation):
     def gradient(self, learner: Member, at: Tensor) -> Loss:
         times = self.gradients_at.setdefault(learner.rank, [])
         return lambda: times.append(learner.now())  # returns None, as there is no loss
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.reports[report.rank] = report
 
 
 class _NoOptimizer(Optimizer):
@@ -229,10 +223,10 @@ class Sizes(Tensor):
     no two differ.
     """
 
-    _length: int
+    _shape = cached_property[torch.Size](lambda self: Tensor.shape.__get__(self))  # type: ignore[attr-defined]
+    _dtype = cached_property[torch.dtype](lambda self: Tensor.dtype.__get__(self))  # type: ignore[attr-defined]
+    _length = cached_property[int](lambda self: self._shape[0] if len(self._shape) == 1 else -1)
     """Of a vector; -1 for anything else."""
-    _dtype: torch.dtype
-    _shape: torch.Size
 
     @classmethod
     def __torch_function__(
@@ -244,14 +238,6 @@ class Sizes(Tensor):
             if not kwargs and (made := args[0]._with(*args[1:])) is not None:
                 return made
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up shape and dtype once."""
-        if name not in ("_length", "_dtype", "_shape"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self._shape, self._dtype = super().shape, super().dtype
-        self._length = self._shape[0] if len(self._shape) == 1 else -1
-        return self.__dict__[name]
 
     shape = property(lambda self: self._shape)
     dtype = property(lambda self: self._dtype)
