@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from starling.predict import choosing, predict
 from starling.predict.at_hand import ACROSS, INSIDE, Allowance, topologies
 from starling.predict.choosing import Surroundings, choose, explained, surroundings_of
 from starling.predict.costs import dump
-from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, Arm, Prediction, worth
+from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, Arm, Prediction
 from starling.predict.measure import Figures
 from starling.predict.predict import Machines, simulate_briefly
 from starling.recipe.run import CANDIDATES, AutoOptions
@@ -66,6 +67,10 @@ def compared(measured: list[Figures], per_node: int = 1, **options: Any) -> list
 
 def rate(found: Prediction) -> float:
     return 1.0 / found.seconds_per_gradient
+
+
+def worth(arm: Arm, learners: int, staleness: Counter[int]) -> float:
+    return Prediction(arm, learners, (1.0,), 0.0, 0.0, staleness).worth
 
 
 def reasons(measured: list[Figures], **options: Any) -> tuple[str, ...]:
@@ -180,7 +185,8 @@ def test_a_stale_strategy_is_chosen_only_if_it_makes_up_for_what_its_mini_batche
 def test_longer_periods_are_worth_less() -> None:
     """A little, for each doubling; a period below 1 is worth no more."""
     strategy = starling.STRATEGIES["adpsgd"]
-    values = [worth(Arm(strategy, strategy.options(period=period)), 4, 1.0) for period in (0.5, 1.0, 2.0, 8.0)]
+    arms = [Arm(strategy, strategy.options(period=period)) for period in (0.5, 1.0, 2.0, 8.0)]
+    values = [worth(arm, 4, Counter({1: 1})) for arm in arms]
     assert values[0] == values[1] == WORTH
     assert values[2:] == pytest.approx([WORTH * WORTH_OF_A_DOUBLING, WORTH * WORTH_OF_A_DOUBLING**3])
 
@@ -188,23 +194,23 @@ def test_longer_periods_are_worth_less() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "staleness", "expected"),
     [
-        ("allreduce", {}, 0.0, 1.0),
-        ("parameter-server", {"update": "hybrid"}, 0.0, 1.0),
-        ("delayed", {"delay": 2}, 1.8, WORTH),
-        ("delay-by-one", {}, 1.0, WORTH),
-        ("local-sgd", {"every": 4}, 0.0, WORTH),
-        ("hadpsgd", {"per_node": 2}, 0.0, WORTH),
-        ("parameter-server", {"update": "asynchronous"}, 3.0, WORTH),
+        ("allreduce", {}, {0: 5}, 1.0),
+        ("parameter-server", {"update": "hybrid"}, {0: 5}, 1.0),
+        ("delayed", {"delay": 2}, {1: 1, 2: 4}, WORTH),
+        ("delay-by-one", {}, {1: 5}, WORTH),
+        ("local-sgd", {"every": 4}, {0: 5}, WORTH),
+        ("hadpsgd", {"per_node": 2}, {0: 5}, WORTH),
+        ("parameter-server", {"update": "asynchronous"}, {3: 5}, WORTH),
     ],
 )
 def test_a_mini_batch_is_worth_less_where_gradients_are_stale_or_models_differ(
-    name: str, options: Tree, staleness: float, expected: float
+    name: str, options: Tree, staleness: dict[int, int], expected: float
 ) -> None:
     """By what the strategy does, not by its name; with one learner there is nothing stale."""
     strategy = starling.STRATEGIES[name]
     arm = Arm(strategy, strategy.options.model_validate(options))
-    assert worth(arm, 4, staleness) == expected
-    assert worth(arm, 1, staleness) == 1.0
+    assert worth(arm, 4, Counter(staleness)) == expected
+    assert worth(arm, 1, Counter(staleness)) == 1.0
 
 
 @pytest.mark.parametrize(

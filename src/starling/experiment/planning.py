@@ -29,6 +29,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import RecipeT, Task
 from starling.files import replace_file
 from starling.predict.costs import (
+    SHORTEST,
     JobFacts,
     MachineFacts,
     MeasuredLink,
@@ -56,8 +57,6 @@ MEANS = 8
 """Means of gradients that two learners make."""
 VALIDATED = ("allreduce", "adpsgd")
 """Strategies that two learners then train with, to see how far the predictions are off."""
-SHORTEST = 1e-6
-"""Seconds: the least that a mean of gradients is taken to add to a gradient, even where it overlaps completely."""
 
 
 def profile(

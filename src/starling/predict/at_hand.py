@@ -128,13 +128,8 @@ class Measuring:
         """Every learner's value, by rank; all of them wait for it."""
         me, tag = self._me, next(self._tags)
         own = me.weights.new_full((1,), value)
-        others = [peer for peer in range(me.world) if peer != me.rank]
-        receiving = {peer: me.receive(peer, own, tag) for peer in others}
-        sending = [me.send(peer, own, tag) for peer in others]
-        found = [float(await receiving[rank]) if rank in receiving else float(own) for rank in range(me.world)]
-        for each in sending:
-            await each
-        return found
+        others = {peer: me.exchange(peer, own, tag) for peer in range(me.world) if peer != me.rank}
+        return [float(await others[rank]) if rank in others else float(own) for rank in range(me.world)]
 
     async def _timed(
         self,

@@ -12,7 +12,7 @@ from starling.configuration import Config
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
 from starling.predict.at_hand import ACROSS, INSIDE, has_nodes, topologies
-from starling.predict.costs import Costs, JobFacts, fit_compute, with_step
+from starling.predict.costs import SHORTEST, Costs, JobFacts, fit_compute, with_step
 from starling.predict.deciding import TIE, Arm, Prediction, ranked, tried
 from starling.predict.measure import Figures
 from starling.predict.predict import AVERAGING, Machines, of_seeds, simulate_briefly
@@ -38,7 +38,6 @@ STEADY = 0.1
 NOTABLE = 0.1
 """The share of its time that a learner loses to rounds of averaging from which it is said."""
 RESAMPLES = 1000
-SHORTEST: Seconds = 1e-6
 
 
 class Choice(Config):

@@ -21,6 +21,8 @@ from starling.recipe.file import parse_yaml
 from starling.recipe.problems import describe, refused
 
 Seconds = float
+SHORTEST: Seconds = 1e-6
+"""The least that a mean of gradients or a round of averaging is taken to last, even where it overlaps completely."""
 PASSES_OF_A_CHANGE = 3
 """Changing weights reads them, reads the change, and writes them."""
 RESAMPLES = 2000
@@ -151,10 +153,6 @@ class Preset(Config):
     memory_bytes: int = Field(ge=0)
     validation: Validation | None = None
 
-    def gradient_seconds(self, flops: float) -> Seconds:
-        """How long a gradient of so many operations takes."""
-        return flops / (self.peak_flops * self.efficiency)
-
     def costs(self, job: JobFacts, name: str) -> "Costs":
         """What simulations need of it, for a job. ConfigError where the job's operations are unknown."""
         if job.flops_per_gradient is None:
@@ -164,7 +162,7 @@ class Preset(Config):
             )
         return Costs(
             job=job,
-            compute=ComputeModel(seconds=self.gradient_seconds(job.flops_per_gradient)),
+            compute=ComputeModel(seconds=job.flops_per_gradient / (self.peak_flops * self.efficiency)),
             messages=self.uplink,
             means=self.uplink,
             inside=self.inside,

@@ -87,28 +87,19 @@ class Prediction:
 
     @property
     def worth(self) -> float:
-        """Of a mini-batch, relative to one of `allreduce`."""
-        return worth(self.arm, self.learners, mean_staleness(self.staleness))
+        """Of a mini-batch, relative to one of `allreduce`: 1 where all gradients are averaged and none is stale."""
+        strategy, options = self.arm.strategy, self.arm.options
+        in_parts = 1 < strategy.sync_group_size(options, self.learners) < self.learners
+        is_fresh = mean_staleness(self.staleness) == 0.0 and strategy.averages_gradients(options) and not in_parts
+        if self.learners == 1 or is_fresh:
+            return 1.0
+        period = float(getattr(options, "period", 1.0))
+        return WORTH * float(WORTH_OF_A_DOUBLING ** max(0.0, log2(period)))
 
     @property
     def progress(self) -> float:
         """Mini-batches per second, with caution, each counted by its worth: what is compared."""
         return self.caution * self.worth / self.seconds_per_gradient
-
-
-def worth(arm: Arm, learners: int, staleness: float) -> float:
-    """What a mini-batch is worth under a strategy with these options, relative to one of `allreduce`.
-
-    Args:
-        arm: The strategy.
-        learners: How many there are.
-        staleness: The mean that a simulation found.
-    """
-    in_parts = 1 < arm.strategy.sync_group_size(arm.options, learners) < learners
-    if learners == 1 or (arm.strategy.averages_gradients(arm.options) and staleness == 0.0 and not in_parts):
-        return 1.0
-    period = float(getattr(arm.options, "period", 1.0))
-    return WORTH * float(WORTH_OF_A_DOUBLING ** max(0.0, log2(period)))
 
 
 def is_clearly_ahead(progress: float, of: float) -> bool:

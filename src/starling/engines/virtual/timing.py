@@ -101,7 +101,18 @@ def simulate_timing(
 
     A strategy that asks for the value of a weight gets torch's error about meta tensors.
     """
-    _check(world, num_bytes, island, traffic)
+    if island.tensor > 1 and traffic is None:
+        raise ConfigError(
+            "island.tensor: what its ranks send depends on the model, which a simulation of times alone does not have; "
+            "give `traffic`"
+        )
+    if num_bytes <= 0 or num_bytes % BYTES_OF_A_WEIGHT:
+        raise ConfigError(
+            f"timing: {num_bytes} bytes are no whole number of float32 weights; give {BYTES_OF_A_WEIGHT} bytes for "
+            "each parameter of the model"
+        )
+    if world < 1:
+        raise ConfigError(f"timing: {world} learners; it needs at least 1")
     job = Job(
         _Unloaded(steps, traffic),
         strategy,
@@ -116,22 +127,6 @@ def simulate_timing(
     outcome = VirtualEngine(job, world, cluster, counting, computation=counting).run()
     learners = tuple(counting.reports[rank] for rank in range(world))
     return TimingOutcome(outcome.seconds, outcome.num_events, outcome.event_hash, learners, counting.gradients_at)
-
-
-def _check(world: int, num_bytes: int, island: Island, traffic: Traffic | None) -> None:
-    """Raise ConfigError for what cannot be simulated."""
-    if island.tensor > 1 and traffic is None:
-        raise ConfigError(
-            "island.tensor: what its ranks send depends on the model, which a simulation of times alone does not have; "
-            "give `traffic`"
-        )
-    if num_bytes <= 0 or num_bytes % BYTES_OF_A_WEIGHT:
-        raise ConfigError(
-            f"timing: {num_bytes} bytes are no whole number of float32 weights; give {BYTES_OF_A_WEIGHT} bytes for "
-            "each parameter of the model"
-        )
-    if world < 1:
-        raise ConfigError(f"timing: {world} learners; it needs at least 1")
 
 
 class _Unloaded(Workload[Examples]):
