@@ -107,7 +107,12 @@ def train(run: Training, place: Place, files: Path) -> dict[str, Any]:
         )
         found = measured_choice(settings, replace(place, store=PrefixStore("choosing", place.store)), job)
         choosing = time.monotonic() - begin
-        said = {"strategy": found.chosen.strategy, "lines": found.lines(), "choosing": choosing, **found.measured}
+        said = {
+            "strategy": found.strategy.model_dump(),
+            "lines": found.lines,
+            "choosing": choosing,
+            **found.notes["measured"],
+        }
         job = replace(run.job(place.world), strategy=found.strategy.strategy, options=found.strategy.options)
     assert isinstance(job.workload, Imitation)
     copies = Copies(job.workload, begin)

@@ -56,6 +56,12 @@ class Budget(Config):
         limits = [self.steps, None if self.epochs is None else self.epochs * per_epoch]
         return min((each for each in limits if each is not None), default=None)
 
+    def seconds(self, per_epoch: int, per_batch: float) -> float:
+        """How long a run takes whose learners together need `per_batch` seconds for each mini-batch."""
+        batches = self.num_batches(per_epoch)
+        in_time = math.inf if self.minutes is None else 60.0 * self.minutes
+        return in_time if batches is None else min(in_time, per_batch * batches)
+
 
 class Schedule(Config):
     """The learning rate as a factor of its peak; a pure function of progress, and therefore equal on all learners.

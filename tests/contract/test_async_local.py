@@ -172,7 +172,7 @@ def test_a_slow_learner_does_not_slow_the_others(name: str) -> None:
     found = timing(name, 10.0, servers="own")
     assert found.seconds <= 240 / 3.1 + 10.0
     assert timing("local-sgd", 10.0).seconds == pytest.approx(600.0, rel=0.01)
-    counts = [learner.num_gradients for learner in found.learners[:4]]
+    counts = [learner.num_steps for learner in found.learners[:4]]
     assert counts[0] <= 9 and min(counts[1:]) >= 76
     assert all(learner.spent.waiting_for_peers < 1e-3 for learner in found.learners[1:4])
 
@@ -187,12 +187,12 @@ def test_steps_between_pushes_are_in_proportion_to_speed() -> None:
         pushed, rest = divmod(learner.averaging.bytes_sent - 3 * report, weights + 2 * report)
         assert rest in (0, weights + report)  # the last push, after which it leaves instead of asking
         pushes.append(pushed)
-    by_worker = [learner.num_gradients / each for learner, each in zip(found.learners, pushes, strict=False)]
+    by_worker = [learner.num_steps / each for learner, each in zip(found.learners, pushes, strict=False)]
     assert by_worker[1:] == pytest.approx([6.0] * 3, rel=0.1)
     assert 2.0 <= by_worker[0] <= 2.7
     assert found.learners[4].averaging.bytes_sent == (sum(pushes) + 2 * 4) * (weights + age)
     equal = timing("async-diloco", 3.0, servers="own", by_speed=False).learners[0]
-    assert equal.num_gradients / ((equal.averaging.bytes_sent - 3 * report) // (weights + 2 * report)) > 4.5
+    assert equal.num_steps / ((equal.averaging.bytes_sent - 3 * report) // (weights + 2 * report)) > 4.5
 
 
 def test_the_servers_momentum_is_part_of_a_checkpoint() -> None:

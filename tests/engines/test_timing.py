@@ -1,22 +1,25 @@
 """Timing-only runs: the same events at the same times as with real gradients, and no weights."""
 
 import resource
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
 
 import pytest
 
 from starling.budget import Budget
+from starling.checkpoint.state import LearnerState
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.simulation import Simulation
-from starling.engines.virtual.timing import LearnerTiming, TimingOutcome, Totals, simulate_timing
+from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.errors import ConfigError, Deadlock
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.dpsgd import DpsgdOptions
-from starling.training.job import Job
+from starling.training.job import Averaging, EpochReport, Job, Observer, Spent
 from starling.training.stragglers import Pause, Stragglers
 from tests.contract.cases import CHOICES, MakeOptimizer, adam, sgd
 from tests.contract.conftest import widely
@@ -39,6 +42,31 @@ class Recorded:
     events: list[Event] = field(default_factory=list)
 
 
+Did = tuple[int, Spent, Averaging]
+"""A learner's gradients, how it spent its time, and its averaging."""
+
+
+class Epochs(Observer):
+    """Keeps the reports of all learners."""
+
+    def __init__(self) -> None:
+        self.reports: list[EpochReport] = []
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.reports.append(report)
+
+
+def did(reports: Sequence[EpochReport]) -> Did:
+    """What a learner did in all epochs together."""
+    spent = Spent(*map(sum, zip(*(astuple(each.spent) for each in reports), strict=True)))
+    averaging = Averaging(
+        sum(each.averaging.rounds for each in reports),
+        sum(each.averaging.bytes_sent for each in reports),
+        sum((each.averaging.staleness for each in reports), Counter()),
+    )
+    return sum(each.num_steps for each in reports), spent, averaging
+
+
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The events of the runs that a test makes, in order."""
@@ -54,7 +82,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 def real(
     strategy: Strategy, options: Config | None, world: int, steps: int, batches: int, optimizer: MakeOptimizer
-) -> tuple[float, tuple[LearnerTiming, ...]]:
+) -> tuple[float, list[Did]]:
     """Simulated seconds and what each learner did, with real gradients."""
     job = Job(
         TinyRegression(batches),
@@ -65,8 +93,9 @@ def real(
         stragglers=STRAGGLERS,
         seed=5,
     )
-    totals = Totals(world)
-    return VirtualEngine(job, world, CLUSTER, totals).run().seconds, totals.learners
+    epochs = Epochs()
+    seconds = VirtualEngine(job, world, CLUSTER, epochs).run().seconds
+    return seconds, [did([each for each in epochs.reports if each.rank == rank]) for rank in range(world)]
 
 
 def timed(strategy: Strategy, options: Config | None, world: int, steps: int, vectors: int = 0) -> TimingOutcome:
@@ -89,7 +118,7 @@ def test_a_timing_only_run_has_the_events_of_a_run_with_real_gradients(
     assert len(events) > 100
     assert recorded.events == events
     assert (outcome.seconds, outcome.num_events) == (seconds, len(events))
-    assert outcome.learners == learners
+    assert [did([each]) for each in outcome.learners] == learners
     assert outcome.num_gradients >= 30
     for rank, times in outcome.gradients_at.items():
         assert list(times) == [now for now, name, kind, _ in events if (name, kind) == (rank, "gradient")]
@@ -103,7 +132,7 @@ def test_epochs_of_the_data_change_no_event(recorded: Recorded) -> None:
     outcome = timed(strategy, options, 3, 30)
     assert recorded.events == events
     assert outcome.seconds == seconds
-    assert [each.averaging for each in outcome.learners] == [each.averaging for each in learners]
+    assert [each.averaging for each in outcome.learners] == [averaging for _, _, averaging in learners]
 
 
 def test_what_the_optimizer_remembers_travels_when_it_is_averaged(recorded: Recorded) -> None:
@@ -111,9 +140,9 @@ def test_what_the_optimizer_remembers_travels_when_it_is_averaged(recorded: Reco
     strategy, options = STRATEGIES["dpsgd"], DpsgdOptions(optimizer_state="averaged")
     _, learners = real(strategy, options, 3, 30, 1000, adam(0.01))
     events, recorded.events = recorded.events, []
-    assert timed(strategy, options, 3, 30, vectors=2).learners == learners
+    assert [did([each]) for each in timed(strategy, options, 3, 30, vectors=2).learners] == learners
     assert recorded.events == events
-    assert timed(strategy, options, 3, 30).bytes_sent * 3 == sum(each.averaging.bytes_sent for each in learners)
+    assert timed(strategy, options, 3, 30).bytes_sent * 3 == sum(averaging.bytes_sent for _, _, averaging in learners)
 
 
 @pytest.mark.parametrize("name", ["post-local-sgd", "adpsgd-all-averaged"])

@@ -176,7 +176,7 @@ def test_timing_alone_must_know_what_a_tensor_island_sends() -> None:
     timing = partial(simulate_timing, find_strategy("allreduce"), None, 4, CLUSTER, size, 24, island=Island(tensor=2))
     outcome = timing(traffic=traffic)
     assert outcome.seconds == pytest.approx(simulated("tensor allreduce")[1], rel=1e-9)
-    assert [each.num_gradients for each in outcome.learners] == [12, 0, 12, 0]
+    assert [each.num_steps for each in outcome.learners] == [12, 0, 12, 0]
     with pytest.raises(ConfigError, match="give `traffic`"):
         timing()
 

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,11 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.planning import plan_recipe
 from starling.experiment.simulate import simulate
 from starling.predict import choosing, predict
-from starling.predict.at_hand import ACROSS, INSIDE, Allowance, AtHand, topologies
-from starling.predict.choosing import Choice, Surroundings, choose, surroundings_of
+from starling.predict.at_hand import ACROSS, INSIDE, Allowance, topologies
+from starling.predict.choosing import Surroundings, choose, explained, surroundings_of
 from starling.predict.costs import dump
-from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, Arm, worth
+from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, Arm, Prediction
+from starling.predict.measure import Figures
 from starling.predict.predict import Machines, simulate_briefly
 from starling.recipe.run import CANDIDATES, AutoOptions
 from starling.speech.recipe import check_recipe
@@ -39,71 +41,84 @@ MEGABYTE, GRADIENT = 1 << 20, 0.05
 FAST, SLOW_LINK = 0.001, 0.3
 
 
-def figures(slowest: float = 1.0, link: float = FAST, world: int = 4, per_node: int = 1) -> list[AtHand]:
+def figures(slowest: float = 1.0, link: float = FAST, world: int = 4, per_node: int = 1) -> list[Figures]:
     """What learners measure whose last one's gradients take `slowest` times as long; a mean of the model takes `link`
     seconds."""
-    exchanges = {"ring": link, "pairs": link / 2}
+    rounds = {"ring": link, "pairs": link / 2}
     if per_node > 1:
-        exchanges |= {INSIDE: FAST, ACROSS: link / per_node}
+        rounds |= {INSIDE: FAST, ACROSS: link / per_node}
     return [
-        AtHand(
+        Figures(
             gradients=[GRADIENT * (slowest if rank == world - 1 else 1.0)] * 4,
             steps=[0.0005] * 3,
             synchronous=[GRADIENT * slowest + link] * 3,
-            mean=link,
-            exchanges=exchanges,
+            means={MEGABYTE: link},
+            rounds=rounds,
             num_bytes=MEGABYTE,
         )
         for rank in range(world)
     ]
 
 
-def chosen(measured: list[AtHand], per_node: int = 1, **options: Any) -> Choice:
+def compared(measured: list[Figures], per_node: int = 1, **options: Any) -> list[Prediction]:
+    """The choice, and the others."""
     return choose(surroundings_of(measured, per_node), AutoOptions(**options))
+
+
+def rate(found: Prediction) -> float:
+    return 1.0 / found.seconds_per_gradient
+
+
+def worth(arm: Arm, learners: int, staleness: Counter[int]) -> float:
+    return Prediction(arm, learners, (1.0,), 0.0, 0.0, staleness).worth
+
+
+def reasons(measured: list[Figures], **options: Any) -> tuple[str, ...]:
+    return explained(compared(measured, **options), surroundings_of(measured, 1)).lines
 
 
 def test_equal_learners_on_a_fast_link_choose_allreduce() -> None:
     """No strategy can be much faster than learners that compute all the time."""
-    found = chosen(figures())
-    assert found.chosen.strategy == {"name": "allreduce"}
-    assert found.chosen.gradients_per_second == pytest.approx(4 / (GRADIENT + 0.0005 + FAST), rel=0.01)
+    found = compared(figures())[0]
+    assert (found.arm.name, found.arm.given) == ("allreduce", {})
+    assert rate(found) == pytest.approx(4 / (GRADIENT + 0.0005 + FAST), rel=0.01)
 
 
 @pytest.mark.parametrize("link", [FAST, SLOW_LINK])
 def test_a_slow_learner_makes_the_choice_asynchronous(link: float) -> None:
     """Nearly as many mini-batches as the learners compute alone, 3.1 times those of a fast one; `allreduce` takes turns
     with the slowest."""
-    found = chosen(figures(slowest=10.0, link=link))
-    assert found.chosen.name == "adpsgd"
-    assert found.chosen.gradients_per_second == pytest.approx(3.1 / GRADIENT, rel=0.1)
-    (synchronous,) = [each for each in found.predicted if each.name == "allreduce"]
-    assert synchronous.gradients_per_second == pytest.approx(4 / (10 * GRADIENT + link), rel=0.02)
+    found, *others = compared(figures(slowest=10.0, link=link))
+    assert found.arm.name == "adpsgd"
+    assert rate(found) == pytest.approx(3.1 / GRADIENT, rel=0.1)
+    (synchronous,) = [each for each in others if each.arm.name == "allreduce"]
+    assert rate(synchronous) == pytest.approx(4 / (10 * GRADIENT + link), rel=0.02)
 
 
 def test_a_slow_link_makes_learners_average_in_the_background_and_rarely() -> None:
     """A round of averaging takes six gradients, so that averaging each of them would make learners wait."""
-    found = chosen(figures(link=SLOW_LINK))
-    assert found.chosen.name == "adpsgd"
-    assert found.chosen.strategy["period"] >= 2
-    assert found.chosen.waiting < 0.05
-    assert found.chosen.gradients_per_second > 5 * 4 / (GRADIENT + SLOW_LINK)
+    found = compared(figures(link=SLOW_LINK))[0]
+    assert found.arm.name == "adpsgd"
+    assert found.arm.given["period"] >= 2
+    assert found.waiting < 0.05
+    assert rate(found) > 5 * 4 / (GRADIENT + SLOW_LINK)
 
 
 def test_a_period_that_is_just_long_enough_is_too_short() -> None:
     """Rounds of 3.6 gradients fit in the 4 that a period of 2 allows a learner to be ahead; rounds that take 1.5 times
     as long do not, and make it wait."""
-    found = chosen(figures(link=2 * 3.6 * GRADIENT))  # of pairs: half of it
-    by_period = {each.strategy.get("period"): each for each in found.predicted if each.name == "adpsgd"}
-    assert by_period[2].cautious < 0.9 * by_period[2].gradients_per_second
-    assert by_period[8].cautious == pytest.approx(by_period[8].gradients_per_second, rel=0.01)
-    assert found.chosen.strategy["period"] >= 4
+    found = compared(figures(link=2 * 3.6 * GRADIENT))  # of pairs: half of it
+    by_period = {each.arm.given.get("period"): each for each in found if each.arm.name == "adpsgd"}
+    assert by_period[2].caution < 0.9
+    assert by_period[8].caution == pytest.approx(1.0, rel=0.01)
+    assert found[0].arm.given["period"] >= 4
 
 
 def test_a_link_too_slow_for_the_longest_period_makes_learners_wait() -> None:
     """Rounds of 60 gradients; with a period of 16 a learner may be 32 ahead."""
-    found = chosen(figures(link=2 * 60 * GRADIENT), among=("adpsgd",))
-    assert found.chosen.strategy["period"] == 16
-    assert found.chosen.waiting > 0.2
+    found = compared(figures(link=2 * 60 * GRADIENT), among=("adpsgd",))[0]
+    assert found.arm.given["period"] == 16
+    assert found.waiting > 0.2
 
 
 def test_rounds_that_were_measured_while_all_sent_do_not_queue_a_second_time() -> None:
@@ -112,7 +127,7 @@ def test_rounds_that_were_measured_while_all_sent_do_not_queue_a_second_time() -
     arm = Arm(strategy, strategy.options(pattern="ring"))
     around = surroundings_of(figures(link=SLOW_LINK), 1)
     assert around.machines(arm).cluster(arm, 4).uplink is None
-    assert simulate_briefly(arm, 4, around.machines(arm), 0, 32).seconds_per_gradient == pytest.approx(
+    assert simulate_briefly(arm, 4, around.machines(arm), 32).seconds_per_gradient == pytest.approx(
         SLOW_LINK / 4, rel=0.01
     )
 
@@ -127,7 +142,7 @@ def test_gradients_that_rounds_slow_down_are_predicted_slower(period: float) -> 
     ]
     strategy = starling.STRATEGIES["adpsgd"]
     arm = Arm(strategy, strategy.options(pattern="pairs", period=period))
-    found = simulate_briefly(arm, 4, surroundings_of(measured, 1).machines(arm), 0, 32)
+    found = simulate_briefly(arm, 4, surroundings_of(measured, 1).machines(arm), 32)
     under_way = min(1.0, rounds / (period * GRADIENT))  # the learners that lose nothing open the rounds
     slower = alone
     for _ in range(50):
@@ -149,11 +164,12 @@ def test_measured_pairs_meet_once(world: int) -> None:
 
 def test_nodes_are_tried_as_super_learners() -> None:
     """Two nodes of two; `hadpsgd` is not tried where there are none, nor where learners cannot be divided."""
-    names = {each.name for each in chosen(figures(link=SLOW_LINK, per_node=2), per_node=2).predicted}
+    names = {each.arm.name for each in compared(figures(link=SLOW_LINK, per_node=2), per_node=2)}
     assert names == set(CANDIDATES)
-    only = chosen(figures(link=SLOW_LINK, per_node=2), per_node=2, among=("hadpsgd",))
-    assert (only.chosen.strategy["per_node"], only.second) == (2, None)
-    assert "hadpsgd" not in {each.name for each in chosen(figures(link=SLOW_LINK)).predicted}
+    only = compared(figures(link=SLOW_LINK, per_node=2), per_node=2, among=("hadpsgd",))
+    assert only[0].arm.given["per_node"] == 2
+    assert "no other strategy was compared" in explained(only, surroundings_of(figures(), 1)).lines[2]
+    assert "hadpsgd" not in {each.arm.name for each in compared(figures(link=SLOW_LINK))}
 
 
 @pytest.mark.parametrize(("saved", "name"), [(0.02, "allreduce"), (0.6, "allreduce"), (0.9, "delay-by-one")])
@@ -162,14 +178,15 @@ def test_a_stale_strategy_is_chosen_only_if_it_makes_up_for_what_its_mini_batche
 ) -> None:
     """`delay-by-one` hides the mean, a share `saved` of the gradient."""
     assert 1 / (1 + 0.9) < WORTH * (1 - TIE) < WORTH < 1 / (1 + 0.6)
-    found = chosen(figures(link=saved * GRADIENT), among=("allreduce", "delay-by-one"))
-    assert found.chosen.name == name
+    found = compared(figures(link=saved * GRADIENT), among=("allreduce", "delay-by-one"))
+    assert found[0].arm.name == name
 
 
 def test_longer_periods_are_worth_less() -> None:
     """A little, for each doubling; a period below 1 is worth no more."""
     strategy = starling.STRATEGIES["adpsgd"]
-    values = [worth(Arm(strategy, strategy.options(period=period)), 4, 1.0) for period in (0.5, 1.0, 2.0, 8.0)]
+    arms = [Arm(strategy, strategy.options(period=period)) for period in (0.5, 1.0, 2.0, 8.0)]
+    values = [worth(arm, 4, Counter({1: 1})) for arm in arms]
     assert values[0] == values[1] == WORTH
     assert values[2:] == pytest.approx([WORTH * WORTH_OF_A_DOUBLING, WORTH * WORTH_OF_A_DOUBLING**3])
 
@@ -177,23 +194,23 @@ def test_longer_periods_are_worth_less() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "staleness", "expected"),
     [
-        ("allreduce", {}, 0.0, 1.0),
-        ("parameter-server", {"update": "hybrid"}, 0.0, 1.0),
-        ("delayed", {"delay": 2}, 1.8, WORTH),
-        ("delay-by-one", {}, 1.0, WORTH),
-        ("local-sgd", {"every": 4}, 0.0, WORTH),
-        ("hadpsgd", {"per_node": 2}, 0.0, WORTH),
-        ("parameter-server", {"update": "asynchronous"}, 3.0, WORTH),
+        ("allreduce", {}, {0: 5}, 1.0),
+        ("parameter-server", {"update": "hybrid"}, {0: 5}, 1.0),
+        ("delayed", {"delay": 2}, {1: 1, 2: 4}, WORTH),
+        ("delay-by-one", {}, {1: 5}, WORTH),
+        ("local-sgd", {"every": 4}, {0: 5}, WORTH),
+        ("hadpsgd", {"per_node": 2}, {0: 5}, WORTH),
+        ("parameter-server", {"update": "asynchronous"}, {3: 5}, WORTH),
     ],
 )
 def test_a_mini_batch_is_worth_less_where_gradients_are_stale_or_models_differ(
-    name: str, options: Tree, staleness: float, expected: float
+    name: str, options: Tree, staleness: dict[int, int], expected: float
 ) -> None:
     """By what the strategy does, not by its name; with one learner there is nothing stale."""
     strategy = starling.STRATEGIES[name]
     arm = Arm(strategy, strategy.options.model_validate(options))
-    assert worth(arm, 4, staleness) == expected
-    assert worth(arm, 1, staleness) == 1.0
+    assert worth(arm, 4, Counter(staleness)) == expected
+    assert worth(arm, 1, Counter(staleness)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -224,32 +241,29 @@ def test_plan_and_auto_choose_the_same_strategy_for_the_same_cluster(
     planned = starling.plan(profile=own, learners=[world], strategies=among, stragglers=slow, crossings=False)
     around = Surroundings(world, 1, Machines(own.costs, slow))
     found = choose(around, AutoOptions(among=among))
-    assert (planned.recommended.strategy, found.chosen.name) == (expected, expected)
-    assert {row.strategy for row in planned.rows} == {each.name for each in found.predicted}
+    assert (planned.recommended.strategy, found[0].arm.name) == (expected, expected)
+    assert {row.strategy for row in planned.rows} == {each.arm.name for each in found}
 
 
 def test_a_weighting_leaves_only_what_averages_gradients() -> None:
     """The others would ignore it."""
     found = choose(surroundings_of(figures(slowest=10.0), 1), AutoOptions(), "utterances")
-    assert {each.name for each in found.predicted} == {"allreduce"}
+    assert {each.arm.name for each in found} == {"allreduce"}
 
 
 def test_three_lines_say_what_and_why_and_how_far_the_second_choice_is_behind() -> None:
     """The second choice is another strategy, not the same with other options."""
-    found = chosen(figures(slowest=10.0))
-    what, why, behind = found.lines("choosing took 2.5 s")
+    what, why, behind = reasons(figures(slowest=10.0))
     assert what.startswith("strategy auto: adpsgd (pattern: pairs) for 4 learners, ")
     assert "a gradient takes 50 ms (500 ms on learner 3)" in why
-    second = found.second
-    assert second is not None and second.name == "allreduce"
-    assert f"{1 - second.progress / found.chosen.progress:.0%} behind" in behind
-    assert behind.endswith("choosing took 2.5 s")
+    found, *others = compared(figures(slowest=10.0))
+    second = next(each for each in others if each.arm.name != "adpsgd")
+    assert second.arm.name == "allreduce"
+    assert f"allreduce is the second choice: {rate(second):.3g} mini-batches/s" in behind
+    assert f"{1 - second.progress / found.progress:.0%} behind" in behind
     assert "1.5 times" not in behind
-    assert (
-        chosen(figures(link=SLOW_LINK), among=("dpsgd", "allreduce"))
-        .lines()[2]
-        .endswith(", and rounds may take 1.5 times as long")
-    )
+    cautious = reasons(figures(link=SLOW_LINK), among=("dpsgd", "allreduce"))[2]
+    assert cautious.endswith(", and rounds may take 1.5 times as long")
 
 
 def test_jitter_is_not_counted_twice() -> None:
@@ -257,7 +271,10 @@ def test_jitter_is_not_counted_twice() -> None:
     generator = torch.Generator().manual_seed(1)
     times = (0.05 + 0.05 * torch.rand(4, 200, generator=generator)).tolist()
     rounds = [max(each) + 0.01 for each in zip(*times, strict=True)]
-    measured = [AtHand(each, [0.0], rounds, 0.01, {"ring": 0.01}, num_bytes=MEGABYTE) for each in times]
+    measured = [
+        Figures(each, [0.0], rounds, means={MEGABYTE: 0.01}, rounds={"ring": 0.01}, num_bytes=MEGABYTE)
+        for each in times
+    ]
     assert surroundings_of(measured, 1).measured["mean_of_gradients_seconds"] == pytest.approx(0.01, rel=0.2)
 
 
@@ -267,7 +284,9 @@ def test_jitter_is_not_counted_twice() -> None:
 )
 def test_measuring_takes_a_small_share_of_the_run(gradients: int | None, minutes: float | None, seconds: float) -> None:
     """3 % of its expected time, and at most a minute."""
-    assert Allowance(gradients, minutes, 60.0).seconds([0.05] * 4) == pytest.approx(seconds)
+    assert Allowance(starling.Budget(steps=gradients, minutes=minutes), 1, 60.0).seconds([0.05] * 4) == pytest.approx(
+        seconds
+    )
 
 
 def test_what_auto_cannot_do_is_one_clear_problem_of_the_recipe(tree: Tree) -> None:
@@ -277,7 +296,7 @@ def test_what_auto_cannot_do_is_one_clear_problem_of_the_recipe(tree: Tree) -> N
     with pytest.raises(ConfigError, match=r"strategy\.secnds"):
         check_recipe(tree | {"strategy": {"name": "auto", "secnds": 3}}, "r.yaml")
     with pytest.raises(ConfigError, match="none of hadpsgd fits 4 learners"):
-        chosen(figures(), among=("hadpsgd",))
+        compared(figures(), among=("hadpsgd",))
 
 
 def test_a_job_is_not_run_before_a_strategy_has_been_chosen(tree: Tree) -> None:
@@ -334,7 +353,7 @@ def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -
 @pytest.mark.wide
 def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tree: Tree, tmp_path: Path) -> None:
     """The placeholder is none of them."""
-    (tmp_path / "profile.yaml").write_text(dump(measured_profile()))
+    (tmp_path / "profile.yaml").write_text(dump(measured_profile(), ""))
     lines: list[str] = []
     plan_recipe(
         SPEECH,
@@ -351,7 +370,9 @@ def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tre
         output=tmp_path / "plan.csv",
     )
     assert lines[0].startswith("recommended: ")
-    assert "auto" not in (tmp_path / "plan.csv").read_text()
+    table = (tmp_path / "plan.csv").read_text()
+    assert "auto" not in table and "local-sgd" not in table
+    assert any("periodic strategies are left out unless they are named" in line for line in lines)
 
 
 def emulated(**changes: Any) -> starling.Job:

@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from starling.predict.costs import (
     gradient_times,
     read_profile,
 )
-from starling.predict.deciding import TIE, WORTH, Arm, ranked
+from starling.predict.deciding import TIE, WORTH, Arm, Prediction, ranked
 from starling.predict.facts import facts_of
 from starling.predict.plan import plan, read_cluster
 from starling.predict.predict import Machines, bisect, simulate
@@ -92,6 +92,13 @@ def test_a_slow_learner_sets_the_pace_of_allreduce_and_not_that_of_adpsgd() -> N
     )
     rate = 1.0 / simulate(arm("adpsgd", pattern="pairs"), 4, slow).seconds_per_gradient
     assert rate == pytest.approx(3.25 / GRADIENT, rel=0.03)
+
+
+def test_a_learner_whose_gradient_outlasts_a_simulation_slows_only_itself() -> None:
+    """Both halves then end with the same gradient, and have no difference to divide by."""
+    slow = machines(Stragglers(slow={0: 100.0}))
+    rate = 1.0 / simulate(arm("adpsgd", pattern="pairs"), 4, slow, rounds=12).seconds_per_gradient
+    assert rate == pytest.approx(3.01 / GRADIENT, rel=0.03)
 
 
 def test_a_plan_without_contention_has_to_be_asked_for() -> None:
@@ -211,21 +218,20 @@ def test_bisection_finds_a_root_on_either_side() -> None:
 def test_the_most_progress_is_recommended_and_of_equals_what_is_worth_most() -> None:
     """Speed times worth; within a tie the worth decides, and then the order."""
 
-    @dataclass(frozen=True)
-    class Case:
-        name: str
-        progress: float
-        worth: float
+    def found(name: str, progress: float) -> Prediction:
+        made = Prediction(arm(name), 4, (1.0,), 0.0, 0.0, Counter())
+        return replace(made, seconds=(made.worth / progress,))
 
-    def order(*cases: Case) -> list[str]:
-        return [each.name for each in ranked(cases)]
+    def order(*candidates: Prediction) -> list[str]:
+        return [each.arm.name for each in ranked(candidates)]
 
-    plain = Case("plain", 1.0, 1.0)
-    assert order(plain, Case("stale", 1.04, WORTH)) == ["plain", "stale"]
-    assert order(plain, Case("stale", 1.1, WORTH)) == ["stale", "plain"]
-    first, second = Case("first", 1.0, WORTH), Case("second", 1.01, WORTH)
-    assert order(first, second, plain) == ["plain", "second", "first"]
-    assert order(first, second) == ["first", "second"]
+    plain = found("allreduce", 1.0)
+    assert (plain.worth, found("dpsgd", 1.0).worth) == (1.0, WORTH)
+    assert order(plain, found("dpsgd", 1.04)) == ["allreduce", "dpsgd"]
+    assert order(plain, found("dpsgd", 1.1)) == ["dpsgd", "allreduce"]
+    first, second = found("dpsgd", 1.0), found("adpsgd", 1.01)
+    assert order(first, second, plain) == ["allreduce", "adpsgd", "dpsgd"]
+    assert order(first, second) == ["dpsgd", "adpsgd"]
 
 
 def test_a_plan_tries_the_options_that_auto_would_try() -> None:
@@ -278,9 +284,9 @@ def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     """And everything that is wrong with a file is said at once."""
     found = measured_profile(Validation(error=0.04, against="a test"))
     file = tmp_path / "profile.yaml"
-    file.write_text(dump(found, ["a comment"]), encoding="utf-8")
+    file.write_text(dump(found, "a comment"), encoding="utf-8")
     assert read_profile(file) == found
-    file.write_text(dump(found).replace("step_seconds: 0.0", "step_second: -1"), encoding="utf-8")
+    file.write_text(dump(found, "").replace("step_seconds: 0.0", "step_second: -1"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"2 problems(?s:.*)did you mean step_seconds"):
         read_profile(file)
     with pytest.raises(ConfigError, match=r"cannot be read.*make one with `starling profile"):
@@ -417,7 +423,7 @@ def test_a_recurrent_layer_s_operations_are_counted() -> None:
 def test_real_learners_are_measured_as_they_are_started_and_planned_with() -> None:
     """One learner and two, processes of their own: every figure is there, and the plan rests on them."""
     said: list[str] = []
-    found = profile(job(), gradients=12, engine={"threads": 1}, validate=False, command="a test", say=said.append)
+    found = profile(job(), gradients=12, engine={"threads": 1}, command="a test", say=said.append)
     assert found.gradient.num_measured == 12
     assert 0.0 < found.gradient.low <= found.gradient.seconds <= found.gradient.high < 1.0
     assert found.job.model_bytes == 4 * (17 * 64 + 65 * 4)
@@ -425,7 +431,9 @@ def test_real_learners_are_measured_as_they_are_started_and_planned_with() -> No
     assert max(found.exchange.seconds_by_bytes) == found.job.model_bytes
     assert all(0.0 < seconds < 1.0 for seconds in found.exchange.seconds_by_bytes.values())
     assert found.memory_per_learner_bytes > 10**7 and found.mixing_bandwidth > 1e6
-    assert said == ["one learner: gradients", "two learners: exchanges and means"]
+    measured, checked = "two learners: exchanges and means", "two learners: validation with {}".format
+    assert said == ["one learner: gradients", measured, checked("allreduce"), checked("adpsgd")]
+    assert found.validation is not None and found.validation.error > 0.0
     planned = plan(job(), profile=found, learners=[2], strategies=["allreduce", "adpsgd"], crossings=False)
     assert all(row.hours > 0.0 for row in planned.rows)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import yaml
@@ -27,32 +27,24 @@ from starling.experiment.task import RunT, Task
 from starling.files import replace_file, writing
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
-from starling.predict.at_hand import Allowance, AtHand, Measuring
-from starling.predict.choosing import Choice, Predicted, Surroundings, choose, surroundings_of
+from starling.predict.at_hand import Allowance, Measuring
+from starling.predict.choosing import LONE, Choice, Surroundings, choose, explained, surroundings_of
 from starling.predict.costs import Costs
 from starling.predict.deciding import Arm
 from starling.predict.facts import facts_of
+from starling.predict.measure import Figures, bare
 from starling.predict.predict import Machines
 from starling.recipe.file import parse_yaml
 from starling.recipe.run import AutoOptions, RunConfig, StrategyChoice, dump_recipe
 from starling.reporting.progress import Say
 from starling.strategies import NoOptions, Strategy
-from starling.strategies.base import all_learners, one_learner
+from starling.strategies.base import one_learner
 from starling.timeouts import SET_UP
 from starling.training.job import Job, Observer
-from starling.training.stragglers import Stragglers
 
-_APART, _TOGETHER, _FIGURES, _CHOICE = "auto/apart", "auto/together", "auto/figures/{}", "auto/choice"
+_FIGURES, _CHOICE = "auto/figures/{}", "auto/choice"
 _MORE_THAN_ENOUGH = 1 << 40
 """Mini-batches of the budget while measuring, which ends earlier."""
-
-
-def options_of(run: RunConfig) -> AutoOptions:
-    """The options of `strategy: auto`."""
-    found = run.strategy.options
-    if not isinstance(found, AutoOptions):
-        raise ConfigError(f"strategy: {run.strategy.name} is not auto")
-    return found
 
 
 def kept(run: RunT, say: Say) -> RunT:
@@ -95,19 +87,15 @@ def settled(
         return run
     job = task.make_job(run, folder, learners_here)
     begin = time.monotonic()
-    choice = _lone() if run.learners == 1 else choose(job)
+    choice = LONE if run.learners == 1 else choose(job)
     found = run.model_copy(update={"strategy": choice.strategy})
     if say is None:
         return found
     seconds = time.monotonic() - begin
-    lines = choice.lines(f"choosing took {seconds:.1f} s")
-    for line in lines:
+    lines = "\n".join(choice.lines) + (f"; choosing took {seconds:.1f} s" if run.learners > 1 else "")
+    for line in lines.splitlines():
         say(line)
-    tree: dict[str, Any] = {
-        "why": [line.strip() for line in lines],
-        "seconds": round(seconds, 2),
-        **choice.model_dump(mode="json", include={"learners", "predicted", "measured"}),
-    }
+    tree = {"why": [line.strip() for line in lines.splitlines()], "seconds": round(seconds, 2), **choice.notes}
     notes = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     for file, text in ((folder.auto, notes), (folder.config, dump_recipe(found))):
         with writing(file):
@@ -139,60 +127,39 @@ def simulated_choice(run: RunConfig, cluster: Cluster, job: Job) -> Choice:
     )
     stragglers = run.stragglers.model_copy(update={"pauses": ()})
     around = Surroundings(run.learners, cluster.nodes.size, Machines(costs, stragglers, dict(cluster)), because)
-    return choose(around, options_of(run), job.weighting)
+    return explained(choose(around, cast(AutoOptions, run.strategy.options), job.weighting), around)
 
 
 def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
     """What the learners of a run choose after measuring; all of them call this, and get the same."""
-    options = options_of(run)
+    options = cast(AutoOptions, run.strategy.options)
     place.use_threads(run.engine.threads)
     per_node = place.local_world if place.local_world < place.world else 1
-    found = AtHand()
-    gradients = job.budget.num_batches(job.workload.num_batches(0))
-    allowance = Allowance(gradients, job.budget.minutes, options.seconds)
-    bare = replace(
-        job,
-        strategy=_measuring(lambda me: Measuring(me, allowance, found).apart(per_node), one_learner),
-        options=NoOptions(),
-        budget=Budget(steps=_MORE_THAN_ENOUGH),
-        stragglers=Stragglers(slow=job.stragglers.slow, jitter=job.stragglers.jitter),
-        faults=(),
-        checkpoint_every=None,
-        weighting="batches",
+    found, allowance = Figures(), Allowance(job.budget, job.workload.num_batches(0), options.seconds)
+    stragglers, budget = job.stragglers.model_copy(update={"pauses": ()}), Budget(steps=_MORE_THAN_ENOUGH)
+    measuring = (
+        Strategy("auto/apart", "", lambda me: Measuring(me, allowance, found).apart(per_node), one_learner),
+        Strategy("auto/together", "", lambda me: Measuring(me, allowance, found).together()),
     )
-    store = place.store
-    device, seconds = choose_device(run.engine.device, place), run.engine.timeout_seconds
-    begin = time.monotonic()
-    together = replace(bare, strategy=_measuring(lambda me: Measuring(me, allowance, found).together(), all_learners))
+    store, seconds = place.store, run.engine.timeout_seconds
+    device, begin = choose_device(run.engine.device, place), time.monotonic()
     with torch.random.fork_rng():
-        for prefix, measuring in ((_APART, bare), (_TOGETHER, together)):
-            own = replace(place, store=PrefixStore(prefix, store))
-            run_learner(measuring, own, device, prefix, Observer(), timeout_seconds=seconds)
-    store.set(_FIGURES.format(place.rank), TypeAdapter(AtHand).dump_json(found).decode())
+        for each in measuring:
+            measured_job = bare(job, strategy=each, options=NoOptions(), budget=budget, stragglers=stragglers)
+            own = replace(place, store=PrefixStore(each.name, store))
+            run_learner(measured_job, own, device, each.name, Observer(), timeout_seconds=seconds)
+    store.set(_FIGURES.format(place.rank), TypeAdapter(Figures).dump_json(found).decode())
     if place.rank == 0:
         keys = [_FIGURES.format(rank) for rank in range(place.world)]
         store.wait(keys, timedelta(seconds=seconds))
-        figures = [TypeAdapter(AtHand).validate_json(store.get(key)) for key in keys]
+        figures = [TypeAdapter(Figures).validate_json(store.get(key)) for key in keys]
         measured = time.monotonic()
-        choice = choose(surroundings_of(figures, per_node), options, job.weighting)
-        spent = {
+        around = surroundings_of(figures, per_node)
+        choice = explained(choose(around, options, job.weighting), around)
+        choice.notes["measured"] |= {
             "measuring_seconds": round(measured - begin, 2),
             "planning_seconds": round(time.monotonic() - measured, 2),
         }
-        choice = choice.model_copy(update={"measured": {**choice.measured, **spent}})
         store.set(_CHOICE, choice.model_dump_json())
-        return choice
     store.wait([_CHOICE], timedelta(seconds=SET_UP))
     return Choice.model_validate_json(store.get(_CHOICE))
-
-
-def _lone() -> Choice:
-    """One learner is plain SGD under every strategy."""
-    alone = Predicted(
-        strategy={"name": "allreduce"}, gradients_per_second=0.0, cautious=0.0, worth=1.0, waiting=0.0, staleness=0.0
-    )
-    return Choice(learners=1, predicted=(alone,))
-
-
-def _measuring(run: Any, sync_group_size: Callable[[Any, int], int]) -> Strategy:
-    return Strategy("auto: measuring", "measure the machines at hand", run, sync_group_size)

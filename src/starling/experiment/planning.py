@@ -2,7 +2,9 @@
 `starling profile` and `starling plan` print and write.
 """
 
+import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +29,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import RecipeT, Task
 from starling.files import replace_file, writing
 from starling.predict.costs import (
+    SHORTEST,
     JobFacts,
     MachineFacts,
     MeasuredLink,
@@ -38,12 +41,12 @@ from starling.predict.costs import (
 )
 from starling.predict.deciding import TIE, Arm
 from starling.predict.facts import facts_of, memory_of
-from starling.predict.measure import MEASURE, TIME, WARM_UP, Figures
-from starling.predict.plan import NOT_PLANNED, Forecast, Plan, plan
+from starling.predict.measure import MEASURE, WARM_UP, Figures, bare
+from starling.predict.plan import NO_PERIODIC, Forecast, Plan, plan, usual_strategies
 from starling.predict.predict import Machines, run
 from starling.recipe.run import RecipeConfig
+from starling.reporting.events import read_events
 from starling.reporting.progress import Say, say_on
-from starling.strategies import STRATEGIES
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 from starling.training.stragglers import Stragglers
@@ -54,8 +57,6 @@ MEANS = 8
 """Means of gradients that two learners make."""
 VALIDATED = ("allreduce", "adpsgd")
 """Strategies that two learners then train with, to see how far the predictions are off."""
-SHORTEST = 1e-6
-"""Seconds: the least that a mean of gradients is taken to add to a gradient, even where it overlaps completely."""
 
 
 def profile(
@@ -95,19 +96,20 @@ def profile(
             f"gradients: {gradients} is too few for a distribution; measure at least 2, preferably {GRADIENTS}"
         )
     facts = facts or facts_of(job, counts_flops=True)
-    bare = replace(job, stragglers=Stragglers(), faults=(), checkpoint_every=None, weighting="batches", batch_shares={})
-    bare = replace(bare, island=NO_ISLANDS)
+    job = bare(job, stragglers=Stragglers(), island=NO_ISLANDS)
     say("one learner: gradients")
-    (alone,) = _run(bare, 1, {"name": MEASURE}, gradients + WARM_UP, engine)
+    (alone,) = _figures(job, 1, gradients + WARM_UP, engine)
     say("two learners: exchanges and means")
-    pair = _run(bare, 2, {"name": MEASURE}, 2 * (MEANS + WARM_UP), engine)
+    pair = _figures(job, 2, 2 * (MEANS + WARM_UP), engine)
     found = profile_of(alone, pair, facts, command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     if not validate:
         return found
     errors: dict[str, float] = {}
     for name in VALIDATED:
         say(f"two learners: validation with {name}")
-        errors[name] = _error(found, bare, name, gradients, engine)
+        measured = _seconds(job, name, 2 * gradients, engine)
+        predicted = run(Arm.of({"name": name}), 2, Machines(found.costs), 2 * gradients)
+        errors[name] = abs(max(each.seconds for each in predicted.learners) / measured - 1.0)
     worst = max(errors, key=lambda name: errors[name])
     against = f"two learners of this machine with {' and '.join(VALIDATED)}, {found.date}; the worst is {worst}"
     return found.model_copy(update={"validation": Validation(error=round(errors[worst], 4), against=against)})
@@ -115,11 +117,14 @@ def profile(
 
 def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command: str) -> Profile:
     """The profile made from the figures of a lone learner and those of two learners that ran together."""
-    exchanges, means = ([getattr(each, name) for each in pair] for name in ("exchanges", "means"))
-    halves = fit_link(_together(means))
+    exchanges, means = (
+        {num_bytes: fmean(getattr(each, name)[num_bytes] for each in pair) for num_bytes in getattr(pair[0], name)}
+        for name in ("exchanges", "means")
+    )
+    halves = fit_link(means)
     # a mean of two learners is simulated as two messages of half the bytes
     of_means = halves.model_copy(update={"latency": halves.latency / 2.0})
-    longer = max(SHORTEST, fmean(median(each.gradients) for each in pair) - median(alone.gradients))
+    longer = max(SHORTEST, fmean(median(each.synchronous) for each in pair) - median(alone.gradients))
     of_gradients = LinkModel(latency=0.0, bandwidth=alone.num_bytes / longer)
     return Profile(
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -129,51 +134,40 @@ def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command
         gradient=gradient_times(alone.gradients),
         step_seconds=fmean(alone.steps),
         mixing_bandwidth=alone.num_bytes / max(median(alone.applies), 1e-9),
-        exchange=MeasuredLink(seconds_by_bytes=_together(exchanges), fitted=fit_link(_together(exchanges))),
-        mean=MeasuredLink(seconds_by_bytes=_together(means), fitted=of_means),
+        exchange=MeasuredLink(seconds_by_bytes=exchanges, fitted=fit_link(exchanges)),
+        mean=MeasuredLink(seconds_by_bytes=means, fitted=of_means),
         gradient_mean=MeasuredLink(seconds_by_bytes={alone.num_bytes: longer}, fitted=of_gradients),
         memory_per_learner_bytes=max(each.memory_bytes for each in (alone, *pair)),
     )
 
 
-def _together(found: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """The mean over learners, by bytes."""
-    return {num_bytes: fmean(each[num_bytes] for each in found) for num_bytes in found[0]}
-
-
-def _run(
-    job: Job, learners: int, strategy: Mapping[str, Any], steps: int, engine: Mapping[str, Any] | None
-) -> list[Figures]:
-    """Train with a budget of `steps` in a temporary folder; return the figures that each learner noted."""
+def _figures(job: Job, learners: int, steps: int, engine: Mapping[str, Any] | None) -> list[Figures]:
+    """What each learner notes that measures with a budget of `steps`."""
     with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
-        folder = Path(name)
-        job = replace(job, budget=Budget(steps=steps))
-        strategy = {**strategy, "folder": str(folder)}
-        train_quietly(job, learners, name="profile", exp=folder, engine=engine, strategy=strategy)
-        return [Figures.read(folder, rank) for rank in range(learners)]
+        measuring = {"name": MEASURE, "folder": name}
+        train_quietly(replace(job, budget=Budget(steps=steps)), learners, exp=name, engine=engine, strategy=measuring)
+        return [Figures.read(Path(name), rank) for rank in range(learners)]
 
 
-def _error(found: Profile, job: Job, name: str, gradients: int, engine: Mapping[str, Any] | None) -> float:
-    """|predicted / measured - 1| of the time that two learners take under a strategy."""
-    arm, steps = Arm.of({"name": name}), 2 * gradients
-    figures = _run(job, 2, {"name": TIME, "strategy": {"name": name}}, steps, engine)
-    measured = max(each.seconds for each in figures)
-    return abs(run(arm, 2, Machines(found.costs), steps).seconds / measured - 1.0)
+def _seconds(job: Job, strategy: str, steps: int, engine: Mapping[str, Any] | None) -> float:
+    """The time that two learners take under a strategy."""
+    with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
+        run = train_quietly(replace(job, budget=Budget(steps=steps)), 2, exp=name, engine=engine, strategy=strategy)
+        events = read_events(ExperimentFolder(run.folder).log / "events.jsonl")
+    epochs = [event["learners"] for event in events if event["kind"] == "epoch"]
+    return float(max(sum(epoch[rank]["seconds"] for epoch in epochs) for rank in epochs[0]))
 
 
 def _machine(device: str) -> MachineFacts:
-    processor = platform.processor() or platform.machine()
-    memory = 0
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
-        memory = int(Path("/proc/meminfo").read_text(encoding="utf-8").split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # another system
+        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:  # another system
+        named = None
+    processor = named[1] if named else platform.processor() or platform.machine()
     return MachineFacts(
         processor=processor,
         cores=cores_here(),
-        memory_bytes=memory,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         device=processor if device == "cpu" else device,
         torch=torch.__version__,
         starling=version("starling-asr"),
@@ -193,11 +187,11 @@ def profile_recipe(task: Task[RecipeT], recipe: RecipeT, output: Path, tell: Say
             say=lambda what: status.update(f"measuring {what}"),
         )
         memory = memory_of(job) if job.island.size > 1 else None
-    comments = [
+    comment = (
         "What a job costs on a machine, measured; `starling plan RECIPE --profile` reads it. Times are in seconds."
-    ]
+    )
     with writing(f"output {output}", "write to another file"):
-        replace_file(output, dump(found, comments))
+        replace_file(output, dump(found, comment))
     gradient, validation = found.gradient, found.validation
     tell(
         f"gradient: {1000 * gradient.seconds:.4g} ms ({1000 * gradient.low:.4g} to {1000 * gradient.high:.4g}), "
@@ -245,7 +239,12 @@ def plan_recipe(
             say=lambda what: status.update(f"simulating {what}"),
             **given,
         )
-    Console().print(_table(found))
+    if not strategies:
+        found = replace(found, notes=(NO_PERIODIC, *found.notes))
+    table = Table(*_COLUMNS, title="Predicted")
+    for row in found.rows:
+        table.add_row(*(cell(row) for cell in _COLUMNS.values()), style="bold" if row == found.recommended else None)
+    Console().print(table)
     for line in _lines(found, explain):
         tell(line)
     if output is not None:
@@ -254,11 +253,10 @@ def plan_recipe(
 
 
 def _choices(recipe: RecipeConfig, strategies: str | None) -> list[str | Mapping[str, Any]]:
-    """The strategies that were named, or all that are planned; the recipe's own with its options."""
-    names = [name.strip() for name in strategies.split(",")] if strategies is not None else None
-    names = names or [name for name in STRATEGIES if name not in NOT_PLANNED]
+    """The strategies that were named, or those that are planned; the recipe's own with its options."""
     own = recipe.strategy
-    if strategies is None and not own.is_auto and own.name not in names:
+    names = [name.strip() for name in strategies.split(",")] if strategies else usual_strategies(own.name)
+    if not (strategies or own.is_auto or own.name in names):
         names.append(own.name)
     return [own.model_dump() if name == own.name and own.model_extra else name for name in names]
 
@@ -294,14 +292,6 @@ _COLUMNS: Mapping[str, Callable[[Forecast], str]] = {
     "memory": lambda row: "" if row.memory_gigabytes is None else f"{row.memory_gigabytes:.2g} GB",
     "cost": lambda row: "" if row.cost is None else f"{row.cost:,.2f}",
 }
-
-
-def _table(plan: Plan) -> Table:
-    """The rows of a plan; the recommended one is bold."""
-    made = Table(*_COLUMNS, title="Predicted")
-    for row in plan.rows:
-        made.add_row(*(cell(row) for cell in _COLUMNS.values()), style="bold" if row == plan.recommended else None)
-    return made
 
 
 def _lines(plan: Plan, explains: bool) -> Iterator[str]:

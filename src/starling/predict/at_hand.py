@@ -4,15 +4,16 @@ Unlike a profile, which one and two learners make on one machine, this finds slo
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from statistics import fmean, median
 
+from starling.budget import Budget
 from starling.learner import Learner
-from starling.predict.measure import exchange, now
+from starling.predict.measure import SMALLEST, Figures, exchange, now, timed, timed_step
 from starling.strategies.hadpsgd import SideBySide
-from starling.topology import Topology, find_topology
+from starling.topology import Alike, Topology, find_topology
 
 Seconds = float
 SHARE = 0.03
@@ -31,57 +32,29 @@ CLEARLY = 0.5
 make without waiting, even if as much of a mean as possible were hidden behind the gradient."""
 PROBE = 16
 """The probe of a message is this part of the model. Where the model would take too long, the probe is scaled up."""
-SMALLEST = 256
-"""Numbers of the smallest message."""
-PATTERNS = ("ring", "pairs")
-"""Random rings send twice as many messages as pairs over the same links, and cannot be faster."""
 INSIDE, ACROSS = "inside a node", "across nodes"
-
-
-@dataclass
-class AtHand:
-    """What one learner measured, in seconds."""
-
-    gradients: list[Seconds] = field(default_factory=list)
-    """Each from its claim, loading included; the others compute, too."""
-    steps: list[Seconds] = field(default_factory=list)
-    """The copy of the weights, and the optimizer's step."""
-    synchronous: list[Seconds] = field(default_factory=list)
-    """Steps of `allreduce`: from the claim until the mean of all gradients is there. Empty where one takes too long, or
-    `allreduce` would be slow anyway."""
-    mean: Seconds = 0.0
-    """Of all models."""
-    exchanges: dict[str, Seconds] = field(default_factory=dict)
-    """A round of averaging by pattern, while all learners average, and compute gradients. `INSIDE`: with the learners
-    of the same node; `ACROSS`: a share of the model with the learners' counterparts on other nodes."""
-    num_bytes: int = 0
-    """Of the weights."""
-    lost: float = 0.0
-    """The share of its time that this learner loses while a round is under way: its gradients wait for processor,
-    memory and links, claims for answers behind the weights."""
+"""Rounds with the learners of the same node; of a share of the model with the learners' counterparts on other nodes."""
 
 
 @dataclass(frozen=True)
 class Allowance:
     """How long measuring may take."""
 
-    gradients: int | None
-    """Mini-batches of the run; None: its budget is in minutes."""
-    minutes: float | None
+    budget: Budget
+    """Of the run."""
+    batches_per_epoch: int
     most: Seconds
 
     def seconds(self, each: Sequence[Seconds]) -> Seconds:
         """For learners whose gradients take `each`."""
-        limits = [self.minutes * 60.0] if self.minutes is not None else []
-        if self.gradients is not None:
-            limits.append(self.gradients / sum(1.0 / max(seconds, 1e-9) for seconds in each))
-        return min(self.most, SHARE * min(limits, default=self.most / SHARE))
+        per_gradient = 1.0 / sum(1.0 / max(seconds, 1e-9) for seconds in each)
+        return min(self.most, SHARE * self.budget.seconds(self.batches_per_epoch, per_gradient))
 
 
 class Measuring:
     """Measures with a learner, in step with all others, what the machines cost, and fills in `found`."""
 
-    def __init__(self, me: Learner, allowance: Allowance, found: AtHand) -> None:
+    def __init__(self, me: Learner, allowance: Allowance, found: Figures) -> None:
         self._me, self._allowance, self._found = me, allowance, found
         self._tags = count()
 
@@ -93,13 +66,13 @@ class Measuring:
         """
         me, found = self._me, self._found
         found.num_bytes = me.weights.nbytes
-        await self._note_gradient()
+        await timed_step(me, me.gradient, found.gradients, found.steps)
         every = await self._gather(found.gradients[0])
         box = self._allowance.seconds(every) / 3.0
         # fast learners keep a shared machine busy until the slow end
         enough = max(box, (FEWEST_GRADIENTS - 1) * max(every))
         for _ in range(max(FEWEST_GRADIENTS - 1, min(MOST_GRADIENTS, int(enough / every[me.rank])))):
-            await self._note_gradient()
+            await timed_step(me, me.gradient, found.gradients, found.steps)
         if len(found.gradients) > MOST_GRADIENTS // 4:
             del found.gradients[0], found.steps[0]  # the first one prepares
         patterns = topologies(me.world, per_node)
@@ -115,16 +88,12 @@ class Measuring:
         async def mean(size: int) -> None:
             await me.mean(me.snapshot()[:size])
 
-        found.mean = await self._timed(mean, 1, 1, box / PARTS, most / PARTS)
-        expected = max(every) + found.mean
-        may_be_chosen = me.world / max(*every, found.mean) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
+        found.means[found.num_bytes] = took = await self._timed(mean, 1, 1, box / PARTS, most / PARTS, [])
+        expected = max(every) + took
+        may_be_chosen = me.world / max(*every, took) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
         if may_be_chosen and 2 * expected <= max(box, most):
             for _ in range(1 + max(1, min(MOST_REPEATS, int(box / expected)))):
-                begin = now(me)
-                me.claim()
-                gradient = await me.mean(me.gradient(me.weights))
-                found.synchronous.append(now(me) - begin)
-                me.step(gradient)
+                await timed_step(me, lambda _: me.mean(me.gradient(me.weights)), found.synchronous, [])
             del found.synchronous[0]  # the first one prepares
 
     async def _measure_rounds(self, patterns: Mapping[str, Topology], per_node: int, box: Seconds) -> None:
@@ -142,49 +111,24 @@ class Measuring:
                 for name, topology in patterns.items():
                     exchanging = partial(exchange, me, topology, self._tags)
                     share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
-                    found.exchanges[name] = await self._timed(exchanging, share, fewest, box, most, under_way)
+                    found.rounds[name] = await self._timed(exchanging, share, fewest, box, most, under_way)
             finally:
                 is_done = True
 
         alone = fmean(found.gradients) + fmean(found.steps)
-        begin, made = now(me), 0
+        begin, made = now(me), list[Seconds]()
         me.background(average())
         while not is_done:
-            await self._gradient()
-            made += 1
+            await timed_step(me, me.gradient, made, [])
         if sum(under_way) >= TELLING * alone:
-            found.lost = min(MOST_LOST, max(0.0, now(me) - begin - made * alone) / sum(under_way))
-
-    async def _note_gradient(self) -> None:
-        gradient, step = await self._gradient()
-        self._found.gradients.append(gradient)
-        self._found.steps.append(step)
-
-    async def _gradient(self) -> tuple[Seconds, Seconds]:
-        """Claim, compute and apply a gradient. Seconds of the first two, and of the rest with the copy of the
-        weights."""
-        me = self._me
-        begin = now(me)
-        me.claim()
-        claimed = now(me)
-        weights = me.snapshot()
-        copied = now(me)
-        gradient = await me.gradient(weights)
-        computed = now(me)
-        me.step(gradient)
-        return claimed - begin + computed - copied, copied - claimed + now(me) - computed
+            found.lost = min(MOST_LOST, max(0.0, now(me) - begin - len(made) * alone) / sum(under_way))
 
     async def _gather(self, value: float) -> list[float]:
         """Every learner's value, by rank; all of them wait for it."""
         me, tag = self._me, next(self._tags)
         own = me.weights.new_full((1,), value)
-        others = [peer for peer in range(me.world) if peer != me.rank]
-        receiving = {peer: me.receive(peer, own, tag) for peer in others}
-        sending = [me.send(peer, own, tag) for peer in others]
-        found = [float(await receiving[rank]) if rank in receiving else float(own) for rank in range(me.world)]
-        for each in sending:
-            await each
-        return found
+        others = {peer: me.exchange(peer, own, tag) for peer in range(me.world) if peer != me.rank}
+        return [float(await others[rank]) if rank in others else float(own) for rank in range(me.world)]
 
     async def _timed(
         self,
@@ -193,20 +137,16 @@ class Measuring:
         fewest: int,
         box: Seconds,
         most: Seconds,
-        times: list[Seconds] | None = None,
+        times: list[Seconds],
     ) -> Seconds:
         """Seconds that `work` takes on 1 / `share` of the model, the mean over learners.
 
         It is repeated for about `box` seconds, and at least `fewest` times. A probe tells how often, and whether that
         would take more than `most`. All seconds are appended to `times`.
         """
-        times = [] if times is None else times
 
         async def mean_of(size: int, repeats: int) -> Seconds:
-            for _ in range(repeats):
-                begin = now(self._me)
-                await work(size)
-                times.append(now(self._me) - begin)
+            times.extend(await timed(self._me, partial(work, size), repeats))
             return fmean(times[-repeats:])
 
         size = max(1, len(self._me.weights) // share)
@@ -229,9 +169,9 @@ def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
     """What is averaged with whom, by name: the patterns that differ for so many learners, and those of nodes."""
     found: dict[str, Topology] = {"ring": find_topology("ring", world, 0)}
     if world > 2:
-        found["pairs"] = _Tournament(world)
+        found["pairs"] = Alike(world, _on_a_circle, period=_places(world))
     if has_nodes(world, per_node):
-        found[INSIDE] = _Inside(find_topology("ring", per_node, 0), world)
+        found[INSIDE] = Alike(world, partial(_inside, per_node))
         found[ACROSS] = SideBySide(find_topology("ring", world // per_node, 0), per_node)
     return found
 
@@ -241,42 +181,25 @@ def has_nodes(world: int, per_node: int) -> bool:
     return 1 < per_node < world and world % per_node == 0
 
 
-class _Tournament(Topology):
+def _places(world: int) -> int:
+    """Of the circle: an odd number."""
+    return world - 1 + world % 2
+
+
+def _on_a_circle(k: int, rank: int, world: int, seed: int) -> Sequence[int]:
     """Pairs in which all learners meet each other once before any meet again: a few rounds of it cross a slow link as
-    often as random pairs do on average, and all of them exactly as often."""
+    often as random pairs do on average, and all of them exactly as often.
 
-    def __init__(self, world: int) -> None:
-        super().__init__(world)
-        self.period = world - 1 + world % 2
-
-    def sources(self, k: int, rank: int) -> Mapping[int, float]:
-        return dict.fromkeys(self.targets(k, rank), 0.5)
-
-    def targets(self, k: int, rank: int) -> Sequence[int]:
-        # on a circle of `period` places, those whose places add up to k meet; the one that would meet itself meets the
-        # last learner, which has no place there, or has no partner if their number is odd
-        places = self.period or 1
-        twice = k % places
-        middle = (twice if twice % 2 == 0 else twice + places) // 2
-        if rank == places:
-            return [middle]
-        partner = (k - rank) % places
-        if partner != rank:
-            return [partner]
-        return [places] if places < self.world else []
+    Those whose places on a circle add up to `k` meet. The one that would meet itself meets the last learner, which
+    has no place there, or has no partner if their number is odd.
+    """
+    places = _places(world)
+    alone = k * (places + 1) // 2 % places
+    partner = alone if rank == places else (k - rank) % places
+    return [places] if rank == alone and places < world else [partner]
 
 
-class _Inside(Topology):
-    """The topology of one node's learners, the same on all nodes."""
-
-    def __init__(self, of_node: Topology, world: int) -> None:
-        super().__init__(world)
-        self._of_node = of_node
-
-    def sources(self, k: int, rank: int) -> Mapping[int, float]:
-        first, local = rank - rank % self._of_node.world, rank % self._of_node.world
-        return {first + peer: weight for peer, weight in self._of_node.sources(k, local).items()}
-
-    def targets(self, k: int, rank: int) -> Sequence[int]:
-        first, local = rank - rank % self._of_node.world, rank % self._of_node.world
-        return [first + peer for peer in self._of_node.targets(k, local)]
+def _inside(per_node: int, k: int, rank: int, world: int, seed: int) -> Sequence[int]:
+    """A ring of each node's learners."""
+    first, local = rank - rank % per_node, rank % per_node
+    return [first + (local + step) % per_node for step in (-1, 1)]

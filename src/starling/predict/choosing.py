@@ -1,22 +1,21 @@
 """Which strategy `auto` chooses: the planner's predictions, and what a gradient is worth under each strategy."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from starling.configuration import Config
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
-from starling.predict.at_hand import ACROSS, INSIDE, PATTERNS, AtHand, has_nodes, topologies
-from starling.predict.costs import Costs, JobFacts, fit_compute
-from starling.predict.deciding import TIE, Arm, ranked, tried, worth
-from starling.predict.predict import AVERAGING, Machines, Speed, simulate_briefly
+from starling.predict.at_hand import ACROSS, INSIDE, has_nodes, topologies
+from starling.predict.costs import SHORTEST, Costs, JobFacts, fit_compute, with_step
+from starling.predict.deciding import TIE, Arm, Prediction, ranked, tried
+from starling.predict.measure import Figures
+from starling.predict.predict import AVERAGING, Machines, of_seeds, simulate_briefly
 from starling.recipe.run import CANDIDATES, AutoOptions, StrategyChoice
 from starling.reporting.lines import mean_staleness
 from starling.training.stragglers import Stragglers
@@ -34,97 +33,30 @@ SIMULATED, MOST_ROUNDS, FEWEST_ROUNDS = 480, 32, 4
 CYCLES, MOST_TIMES = 4, 8
 """Rounds of averaging in a simulation, twice as many as a learner may be behind, unless that would take more than so
 many times as many gradients."""
-SEEDS = 3
-"""Simulations of each prediction, where times are drawn at random."""
 STEADY = 0.1
 """Standard deviation / mean up to which gradient times count as constant, for which one simulation is enough."""
 NOTABLE = 0.1
 """The share of its time that a learner loses to rounds of averaging from which it is said."""
 RESAMPLES = 1000
-SHORTEST: Seconds = 1e-6
-
-
-class Predicted(Config):
-    """What is predicted for one strategy."""
-
-    strategy: dict[str, Any]
-    """Its name and options, as in a recipe."""
-    gradients_per_second: float
-    """Of all learners together."""
-    cautious: float
-    """The same, the mean of predictions with rounds of averaging as measured and with longer ones."""
-    worth: float
-    """Of each gradient, relative to one of `allreduce`."""
-    waiting: float
-    """The share of the learners' time."""
-    staleness: float
-    """The mean."""
-
-    @property
-    def name(self) -> str:
-        """The strategy's name."""
-        return str(self.strategy["name"])
-
-    @property
-    def risk(self) -> float:
-        """The share of `gradients_per_second` that caution takes away."""
-        return 1.0 - self.cautious / self.gradients_per_second
-
-    @property
-    def progress(self) -> float:
-        """Gradients per second, with caution, counted by their worth: what is compared."""
-        return self.cautious * self.worth
-
-    def __str__(self) -> str:
-        return str(Arm.of(self.strategy))
 
 
 class Choice(Config):
     """What `auto` chose, and why."""
 
-    learners: int
-    predicted: tuple[Predicted, ...]
-    """The choice first, then the others, the best first."""
-    because: str = ""
-    measured: dict[str, Any] = Field(default_factory=dict)
-    """The figures behind the predictions, for people."""
+    strategy: StrategyChoice
+    """The choice, for a recipe."""
+    lines: tuple[str, ...]
+    """What and why, and how far the second choice is behind."""
+    notes: dict[str, Any]
+    """The figures behind it, for people: how many learners, what was predicted and measured."""
 
-    @property
-    def chosen(self) -> Predicted:
-        """The choice."""
-        return self.predicted[0]
 
-    @property
-    def strategy(self) -> StrategyChoice:
-        """The choice, for a recipe."""
-        return StrategyChoice.model_validate(self.chosen.strategy)
-
-    @property
-    def second(self) -> Predicted | None:
-        """The best of the other strategies."""
-        return next((each for each in self.predicted if each.name != self.chosen.name), None)
-
-    def lines(self, took: str = "") -> list[str]:
-        """What and why, and how far the second choice is behind; `took` says what measuring cost."""
-        chosen, second = self.chosen, self.second
-        if self.learners == 1:
-            return ["strategy auto: allreduce, because a single learner has no other to agree with"]
-        if second is None:
-            behind = "no other strategy was compared"
-        else:
-            behind = (
-                f"{second} is the second choice: {second.gradients_per_second:.3g} mini-batches/s, "
-                f"{max(0.0, 1.0 - second.progress / chosen.progress):.0%} behind if its mini-batches count "
-                f"{second.worth:.2f} and those of the first choice {chosen.worth:.2f}"
-            )
-            if max(chosen.risk, second.risk) > TIE:
-                behind += f", and rounds may take {LONGER:g} times as long"
-        return [
-            f"strategy auto: {chosen} for {self.learners} learners, {chosen.gradients_per_second:.3g} mini-batches/s "
-            f"predicted, {chosen.waiting:.0%} of the time waiting",
-            f"  because {self.because}",
-            f"  {behind}" + (f"; {took}" if took else ""),
-        ]
+LONE = Choice(
+    strategy=StrategyChoice(name="allreduce"),
+    lines=("strategy auto: allreduce, because a single learner has no other to agree with",),
+    notes={"learners": 1, "predicted": [{"strategy": {"name": "allreduce"}}], "measured": {}},
+)
+"""One learner is plain SGD under every strategy."""
 
 
 @dataclass(frozen=True)
@@ -136,20 +68,14 @@ class Surroundings:
     apart: Machines
     """The machines without what rounds of averaging do to them."""
     because: str = ""
-    figures: Sequence[AtHand] = ()
-    """What each learner measured; empty: everything is certain to be as the machines say."""
     measured: Mapping[str, Any] = field(default_factory=dict)
-    """The figures for people."""
-
-    @cached_property
-    def gradients(self) -> list[Seconds]:
-        """By learner, without averaging."""
-        return [fmean(each.gradients) for each in self.figures]
-
-    @cached_property
-    def rounds(self) -> dict[str, Seconds]:
-        """How long a round of averaging takes, by pattern."""
-        return _rounds(self.figures) if self.figures else {}
+    """The figures for people; empty: everything is certain to be as the machines say."""
+    gradients: Sequence[Seconds] = ()
+    """By learner, without averaging."""
+    lost: Sequence[float] = ()
+    """By learner, the share of its time that a round of averaging costs it while it is under way."""
+    rounds: Mapping[str, Seconds] = field(default_factory=dict)
+    """How long a round of averaging takes, by pattern."""
 
     def link(self, pattern: str) -> LinkModel:
         """The link that rounds of a pattern meet."""
@@ -177,21 +103,18 @@ class Surroundings:
         gradients of the fastest learner, u = E / (period g) (1 - lost u), or 1 if rounds take longer than that.
         """
         pattern = ACROSS if arm.name == "hadpsgd" else getattr(arm.options, "pattern", None)
-        every_lost = [each.lost for each in self.figures]
-        if not any(every_lost) or pattern is None:
+        if not any(self.lost) or pattern is None:
             return self.apart.stragglers
         seconds = longer * self.rounds.get(pattern, self.rounds.get("ring", 0.0))
         period = float(getattr(arm.options, "period", 1.0))
-        shares = []
-        for gradient, lost in zip(self.gradients, every_lost, strict=True):
-            ratio = seconds / (period * gradient)
-            shares.append(min(1.0, ratio / (1.0 + ratio * lost)))
+        ratios = [seconds / (period * gradient) for gradient in self.gradients]
+        shares = [min(1.0, ratio / (1.0 + ratio * lost)) for ratio, lost in zip(ratios, self.lost, strict=True)]
         under_way, fastest = max(shares), min(self.gradients)
-        times = [each / (1.0 - lost * under_way) for each, lost in zip(self.gradients, every_lost, strict=True)]
+        times = [each / (1.0 - lost * under_way) for each, lost in zip(self.gradients, self.lost, strict=True)]
         return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
 
 
-def surroundings_of(figures: Sequence[AtHand], per_node: int) -> Surroundings:
+def surroundings_of(figures: Sequence[Figures], per_node: int) -> Surroundings:
     """The machines of a run from what its learners measured, by rank."""
     world, num_bytes = len(figures), figures[0].num_bytes
     means = [fmean(each.gradients) for each in figures]
@@ -201,17 +124,15 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int) -> Surroundings:
     step = median(seconds for each in figures for seconds in each.steps)
     varies = len(relative) > 2 * world and float(relative.std()) > STEADY
     fitted = fit_compute(base * relative) if varies else ComputeModel(seconds=base)
-    total = base + step
-    compute = fitted.model_copy(update={"seconds": total, "spread": fitted.spread * base / total})
-    mean = max(SHORTEST, fmean(each.mean for each in figures))
+    mean = max(SHORTEST, fmean(each.means[num_bytes] for each in figures))
     longer = mean
     if all(each.synchronous for each in figures):
         synchronous = fmean(median(each.synchronous) for each in figures)
         longer = max(SHORTEST, synchronous - _slowest_of_each_round(figures))
-    rounds = _rounds(figures)
+    rounds = {name: fmean(each.rounds[name] for each in figures) for name in figures[0].rounds}
     costs = Costs(
         job=JobFacts(trains="the run's model", model_bytes=num_bytes, batches_per_epoch=1),
-        compute=compute,
+        compute=with_step(fitted, step),
         messages=LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, rounds["ring"])),
         means=_ring(mean, num_bytes, world),
         gradient_means=_ring(longer, num_bytes, world),
@@ -238,14 +159,11 @@ def surroundings_of(figures: Sequence[AtHand], per_node: int) -> Surroundings:
         "lost_to_exchanges": [round(each, 3) for each in lost],
         "model_bytes": num_bytes,
     }
-    return Surroundings(world, per_node, Machines(costs, Stragglers(slow=slow)), because, figures, measured)
+    machines = Machines(costs, Stragglers(slow=slow))
+    return Surroundings(world, per_node, machines, because, measured, means, lost, rounds)
 
 
-def _rounds(figures: Sequence[AtHand]) -> dict[str, Seconds]:
-    return {name: fmean(each.exchanges[name] for each in figures) for name in figures[0].exchanges}
-
-
-def _slowest_of_each_round(figures: Sequence[AtHand]) -> Seconds:
+def _slowest_of_each_round(figures: Sequence[Figures]) -> Seconds:
     """How long the slowest gradient of a round takes, expected from the distributions of all learners."""
     generator = np.random.default_rng(0)
     drawn = [generator.choice(np.asarray(each.gradients), RESAMPLES) for each in figures]
@@ -258,72 +176,91 @@ def _ring(seconds: Seconds, num_bytes: int, world: int) -> LinkModel:
     return LinkModel(latency=0.0, bandwidth=messages * -(-num_bytes // world) / seconds)
 
 
-def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "batches") -> Choice:
+def choose(around: Surroundings, options: AutoOptions, weighting: Weighting = "batches") -> list[Prediction]:
     """The strategy that makes the most progress per second, and the others that were compared.
 
     Raises:
         ConfigError: None of `options.among` fits.
     """
     world = around.learners
-    found: list[Predicted] = []
+    found: list[Prediction] = []
     notes: list[str] = []
     for name in (each for each in CANDIDATES if each in options.among):
         try:
-            found += _predictions(name, around, weighting)
+            if name == "hadpsgd" and not has_nodes(world, around.per_node):
+                raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
+            found += tried(name, around.per_node, _patterns(around), partial(_predict, around, weighting))
         except ConfigError as error:
             notes.append(str(error))
     if not found:
         raise ConfigError(
             f"strategy auto: none of {', '.join(options.among)} fits {world} learners\n  " + "\n  ".join(notes)
         )
-    return Choice(
-        learners=world, predicted=tuple(ranked(found)), because=around.because, measured=dict(around.measured)
+    return ranked(found)
+
+
+def explained(found: Sequence[Prediction], around: Surroundings) -> Choice:
+    """The first of the predictions as a choice, with its reasons."""
+    predicted: list[dict[str, Any]] = [
+        {
+            "strategy": {"name": each.arm.name, **each.arm.given},
+            "gradients_per_second": 1.0 / each.seconds_per_gradient,
+            "cautious": each.caution / each.seconds_per_gradient,
+            "worth": each.worth,
+            "waiting": each.waiting,
+            "staleness": mean_staleness(each.staleness),
+        }
+        for each in found
+    ]
+    strategy, lines = StrategyChoice.model_validate(predicted[0]["strategy"]), tuple(_reasons(found, around))
+    notes = {"learners": around.learners, "predicted": predicted, "measured": dict(around.measured)}
+    return Choice(strategy=strategy, lines=lines, notes=notes)
+
+
+def _reasons(found: Sequence[Prediction], around: Surroundings) -> Iterator[str]:
+    chosen = found[0]
+    yield (
+        f"strategy auto: {chosen.arm} for {chosen.learners} learners, {1.0 / chosen.seconds_per_gradient:.3g} "
+        f"mini-batches/s predicted, {chosen.waiting:.0%} of the time waiting"
+    )
+    yield f"  because {around.because}"
+    second = next((each for each in found if each.arm.name != chosen.arm.name), None)
+    if second is None:
+        yield "  no other strategy was compared"
+        return
+    longer = min(chosen.caution, second.caution) < 1.0 - TIE
+    yield (
+        f"  {second.arm} is the second choice: {1.0 / second.seconds_per_gradient:.3g} mini-batches/s, "
+        f"{max(0.0, 1.0 - second.progress / chosen.progress):.0%} behind if its mini-batches count {second.worth:.2f} "
+        f"and those of the first choice {chosen.worth:.2f}"
+        + (f", and rounds may take {LONGER:g} times as long" if longer else "")
     )
 
 
-def _predictions(name: str, around: Surroundings, weighting: Weighting) -> Iterator[Predicted]:
-    """A strategy with each set of options that is worth a try. ConfigError if it does not fit."""
-    if name == "hadpsgd" and not has_nodes(around.learners, around.per_node):
-        raise ConfigError("hadpsgd: needs several nodes, each with the same number of learners, at least 2")
-    return tried(name, around.per_node, _patterns(around), partial(_predict, around, weighting))
-
-
-def _patterns(around: Surroundings) -> list[str]:
+def _patterns(around: Surroundings) -> Sequence[str]:
     """The patterns worth a try, that with the fewest messages first. A fixed ring is one only where its rounds are
-    faster than those of pairs."""
-    patterns = sorted(PATTERNS if around.learners > 2 else PATTERNS[:1], key=["pairs", "ring"].index)
-    ring, pairs = (around.rounds.get(name) for name in PATTERNS)
-    has_slower_ring = ring is not None and pairs is not None and ring > pairs
-    return [each for each in patterns if each != "ring" or not has_slower_ring]
+    faster than those of pairs. Random rings send twice as many messages as pairs, and cannot be faster."""
+    if around.learners == 2:
+        return ["ring"]
+    return ["pairs"] if around.rounds and around.rounds["ring"] > around.rounds["pairs"] else ["pairs", "ring"]
 
 
-def _predict(around: Surroundings, weighting: Weighting, arm: Arm) -> Predicted:
-    arm.strategy.validate(arm.options, around.learners)
+def _predict(around: Surroundings, weighting: Weighting, arm: Arm) -> Prediction:
     if problem := arm.strategy.weighting_problem(arm.options, weighting):
         raise ConfigError(problem)
-    speeds = _speeds(arm, around)
-    rate = cautious = 1.0 / fmean(speed.seconds_per_gradient for speed in speeds)
-    if around.figures and arm.name not in AVERAGING:
-        longer = fmean(speed.seconds_per_gradient for speed in _speeds(arm, around, LONGER))
-        cautious = fmean((rate, 1.0 / longer))
-    staleness = mean_staleness(sum((speed.staleness for speed in speeds), Counter[int]()))
-    return Predicted(
-        strategy={"name": arm.name, **arm.given},
-        gradients_per_second=rate,
-        cautious=cautious,
-        worth=worth(arm, around.learners, staleness),
-        waiting=fmean(speed.waiting for speed in speeds),
-        staleness=staleness,
-    )
+    found = _simulated(arm, around)
+    if around.measured and arm.name not in AVERAGING:
+        longer = _simulated(arm, around, LONGER).seconds_per_gradient
+        return replace(found, caution=fmean((1.0, found.seconds_per_gradient / longer)))
+    return found
 
 
-def _speeds(arm: Arm, around: Surroundings, longer: float = 1.0) -> list[Speed]:
-    rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // around.learners))
+def _simulated(arm: Arm, around: Surroundings, longer: float = 1.0) -> Prediction:
+    learners, machines = around.learners, around.machines(arm, longer)
+    rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, SIMULATED // learners))
     long_enough = CYCLES * int(getattr(arm.options, "period", 1.0))
-    rounds = max(rounds, min(long_enough, MOST_TIMES * SIMULATED // around.learners))
-    machines = around.machines(arm, longer)
-    seeds = range(SEEDS if machines.is_random else 1)
-    return [simulate_briefly(arm, around.learners, machines, seed, rounds) for seed in seeds]
+    rounds = max(rounds, min(long_enough, MOST_TIMES * SIMULATED // learners))
+    return of_seeds(partial(simulate_briefly, rounds=rounds), arm, learners, machines)
 
 
 def _seconds(seconds: Seconds) -> str:

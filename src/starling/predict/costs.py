@@ -21,6 +21,8 @@ from starling.recipe.file import parse_yaml
 from starling.recipe.problems import describe, refused
 
 Seconds = float
+SHORTEST: Seconds = 1e-6
+"""The least that a mean of gradients or a round of averaging is taken to last, even where it overlaps completely."""
 PASSES_OF_A_CHANGE = 3
 """Changing weights reads them, reads the change, and writes them."""
 RESAMPLES = 2000
@@ -119,12 +121,9 @@ class Profile(Config):
     @property
     def costs(self) -> "Costs":
         """What simulations need of it."""
-        fitted = self.gradient.fitted
-        per_gradient = self.gradient.seconds + self.step_seconds
-        scale = fitted.seconds / per_gradient if fitted.distribution != "constant" else 1.0
         return Costs(
             job=self.job,
-            compute=fitted.model_copy(update={"seconds": per_gradient, "spread": fitted.spread * scale}),
+            compute=with_step(self.gradient.fitted, self.step_seconds),
             uncertainty=(self.gradient.low / self.gradient.seconds, self.gradient.high / self.gradient.seconds),
             messages=self.exchange.fitted,
             means=self.mean.fitted,
@@ -154,10 +153,6 @@ class Preset(Config):
     memory_bytes: int = Field(ge=0)
     validation: Validation | None = None
 
-    def gradient_seconds(self, flops: float) -> Seconds:
-        """How long a gradient of so many operations takes."""
-        return flops / (self.peak_flops * self.efficiency)
-
     def costs(self, job: JobFacts, name: str) -> "Costs":
         """What simulations need of it, for a job. ConfigError where the job's operations are unknown."""
         if job.flops_per_gradient is None:
@@ -167,7 +162,7 @@ class Preset(Config):
             )
         return Costs(
             job=job,
-            compute=ComputeModel(seconds=self.gradient_seconds(job.flops_per_gradient)),
+            compute=ComputeModel(seconds=job.flops_per_gradient / (self.peak_flops * self.efficiency)),
             messages=self.uplink,
             means=self.uplink,
             inside=self.inside,
@@ -238,11 +233,10 @@ def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advi
         raise refused(describe(error, kind, tree), where) from None
 
 
-def dump(config: Config, comments: Sequence[str] = ()) -> str:
-    """A configuration as YAML, below some lines of comment."""
-    head = "".join(f"# {line}\n" for line in comments)
+def dump(config: Config, comment: str) -> str:
+    """A configuration as YAML, below a comment."""
     tree: dict[str, Any] = config.model_dump(mode="json")
-    return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    return f"# {comment}\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
 def gradient_times(seconds: Sequence[float]) -> GradientTimes:
@@ -275,6 +269,12 @@ def fit_compute(times: NDArray[np.float64]) -> ComputeModel:
     return min(candidates, key=lambda model: _distance(np.sort(times), model))
 
 
+def with_step(gradient: ComputeModel, seconds: Seconds) -> ComputeModel:
+    """What a gradient takes with the rest of its step, which does not vary."""
+    total = gradient.seconds + seconds
+    return gradient.model_copy(update={"seconds": total, "spread": gradient.spread * gradient.seconds / total})
+
+
 def _distance(times: NDArray[np.float64], model: ComputeModel) -> float:
     """The Kolmogorov distance between a distribution and the empirical one of `times`, which must be ascending."""
     if model.distribution == "uniform":
@@ -293,11 +293,10 @@ def fit_link(seconds_by_bytes: Mapping[int, float]) -> LinkModel:
     and with 1 / seconds**2, a few slow small messages would spoil the bandwidth.
     """
     sizes, seconds = (np.array(list(each), dtype=np.float64) for each in (seconds_by_bytes, seconds_by_bytes.values()))
-    weights = seconds**-0.5
-    rows, wanted = np.stack([weights, sizes * weights], axis=1), seconds * weights
-    latency, per_byte = np.linalg.lstsq(rows, wanted, rcond=None)[0]
-    if len(sizes) < 2 or per_byte <= 0.0:
-        latency, per_byte = float(seconds.min()), 1e-15
-    elif latency < 0.0:
-        latency, per_byte = 0.0, float((rows[:, 1] @ wanted) / (rows[:, 1] @ rows[:, 1]))
-    return LinkModel(latency=float(latency), bandwidth=float(1.0 / per_byte))
+    if len(sizes) > 1:
+        per_byte, latency = np.polyfit(sizes, seconds, 1, w=seconds**-0.5)
+        if latency < 0.0 < per_byte:
+            latency, per_byte = 0.0, float(sizes.sum() / (sizes**2 / seconds).sum())
+        if per_byte > 0.0:
+            return LinkModel(latency=float(latency), bandwidth=float(1.0 / per_byte))
+    return LinkModel(latency=float(seconds.min()), bandwidth=1e15)

@@ -4,15 +4,19 @@ Strategies are compared by progress, mini-batches per second times the worth of 
 cannot tell apart, the one whose mini-batches are worth most is chosen, and of these the plainest (decision 0019).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2
-from typing import Any, Protocol, TypeVar
+from statistics import median
+from typing import Any
 
 from starling.configuration import Config
 from starling.recipe.run import StrategyChoice
+from starling.reporting.lines import mean_staleness
 from starling.strategies import Strategy
 
+Seconds = float
 WORTH = 0.6
 """What a mini-batch is worth relative to one of `allreduce`, where gradients are stale or learners' models differ.
 
@@ -60,34 +64,42 @@ class Arm:
         return f"{self.name} ({self.words})" if self.given else self.name
 
 
-class Candidate(Protocol):
-    """A strategy with what is predicted for it."""
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What simulations of some learners under a strategy found: the candidates of every choice."""
+
+    arm: Arm
+    learners: int
+    seconds: tuple[Seconds, ...]
+    """By seed: of the run, the time from one gradient of any learner to the next."""
+    waiting: float
+    """The share of a learner's time in which it waits for data or peers, exchanges included."""
+    bytes_sent: float
+    """By all learners, for each gradient."""
+    staleness: Counter[int]
+    caution: float = 1.0
+    """The share of the speed that counts, because rounds of averaging may take longer than they did."""
 
     @property
-    def progress(self) -> float:
-        """Mini-batches per second, each counted by its worth."""
+    def seconds_per_gradient(self) -> Seconds:
+        """The median of all seeds."""
+        return median(self.seconds)
 
     @property
     def worth(self) -> float:
-        """Of a mini-batch, relative to one of `allreduce`."""
+        """Of a mini-batch, relative to one of `allreduce`: 1 where all gradients are averaged and none is stale."""
+        strategy, options = self.arm.strategy, self.arm.options
+        in_parts = 1 < strategy.sync_groups(options, self.learners).size < self.learners
+        is_fresh = mean_staleness(self.staleness) == 0.0 and strategy.averages_gradients(options) and not in_parts
+        if self.learners == 1 or is_fresh:
+            return 1.0
+        period = float(getattr(options, "period", 1.0))
+        return WORTH * float(WORTH_OF_A_DOUBLING ** max(0.0, log2(period)))
 
-
-CandidateT = TypeVar("CandidateT", bound=Candidate)
-
-
-def worth(arm: Arm, learners: int, staleness: float) -> float:
-    """What a mini-batch is worth under a strategy with these options, relative to one of `allreduce`.
-
-    Args:
-        arm: The strategy.
-        learners: How many there are.
-        staleness: The mean that a simulation found.
-    """
-    in_parts = 1 < arm.strategy.sync_groups(arm.options, learners).size < learners
-    if learners == 1 or (arm.strategy.averages_gradients(arm.options) and staleness == 0.0 and not in_parts):
-        return 1.0
-    period = float(getattr(arm.options, "period", 1.0))
-    return WORTH * float(WORTH_OF_A_DOUBLING ** max(0.0, log2(period)))
+    @property
+    def progress(self) -> float:
+        """Mini-batches per second, with caution, each counted by its worth: what is compared."""
+        return self.caution * self.worth / self.seconds_per_gradient
 
 
 def is_clearly_ahead(progress: float, of: float) -> bool:
@@ -95,7 +107,7 @@ def is_clearly_ahead(progress: float, of: float) -> bool:
     return of < (1.0 - TIE) * progress
 
 
-def ranked(found: Sequence[CandidateT]) -> list[CandidateT]:
+def ranked(found: Sequence[Prediction]) -> list[Prediction]:
     """The choice first, then the others, the most progress first. `found` has the plainest strategies first."""
     most = max(each.progress for each in found)
     near = [each for each in found if not is_clearly_ahead(most, each.progress)]
@@ -104,8 +116,8 @@ def ranked(found: Sequence[CandidateT]) -> list[CandidateT]:
 
 
 def tried(
-    name: str, per_node: int, patterns: Sequence[str], predict: Callable[[Arm], CandidateT]
-) -> Iterator[CandidateT]:
+    name: str, per_node: int, patterns: Sequence[str], predict: Callable[[Arm], Prediction]
+) -> Iterator[Prediction]:
     """A strategy with each set of options that is worth a try.
 
     Args:

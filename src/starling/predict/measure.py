@@ -1,4 +1,4 @@
-"""What a profile measures, as strategies that learners run: gradients, exchanges and means, and whole strategies.
+"""What learners measure of their machines, and what a profile measures, as a strategy that learners run.
 
 Learners are started, connected and watched as in any run, so that what is measured is what training will pay.
 """
@@ -7,25 +7,27 @@ import resource
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
+from torch import Tensor
 
 from starling.configuration import Config
 from starling.learner import Learner
-from starling.recipe.run import StrategyChoice
-from starling.strategies import Strategy, SyncGroups
+from starling.strategies import Strategy
 from starling.strategies.mixing import Encoder, Mixing, MixingOptions
 from starling.topology import Topology, find_topology
+from starling.training.job import Job
 
 Seconds = float
-MEASURE, TIME = f"{__name__}:MEASURING", f"{__name__}:TIMING"
-"""How a run names the strategies below."""
+MEASURE = f"{__name__}:MEASURING"
+"""How a run names the strategy below."""
 WARM_UP = 3
 """Of whatever is measured, so many are made first and not counted."""
 REPEATS = 15
@@ -37,24 +39,30 @@ SMALLEST = 256
 
 @dataclass
 class Figures:
-    """What one learner measured."""
+    """What one learner measured, in seconds."""
 
     gradients: list[Seconds] = field(default_factory=list)
-    """Each from its claim, loading included, until it is there; of two learners, until its mean is there."""
+    """Each from its claim, loading included."""
     steps: list[Seconds] = field(default_factory=list)
     """The copy of the weights and the optimizer's step."""
+    synchronous: list[Seconds] = field(default_factory=list)
+    """Steps of `allreduce`: from the claim until the mean of all gradients is there. Empty where none was made, because
+    one takes too long, or `allreduce` would be slow anyway."""
     applies: list[Seconds] = field(default_factory=list)
     """Changing the whole model by a vector."""
     exchanges: dict[int, Seconds] = field(default_factory=dict)
     """By bytes: a part of the weights to a neighbour and from it, mixed and applied; medians."""
     means: dict[int, Seconds] = field(default_factory=dict)
-    """By bytes; medians."""
+    """Of all learners, by bytes."""
+    rounds: dict[str, Seconds] = field(default_factory=dict)
+    """A round of averaging by pattern, while all learners average and compute gradients."""
     num_bytes: int = 0
     """Of the weights."""
+    lost: float = 0.0
+    """The share of its time that this learner loses while a round is under way: its gradients wait for processor,
+    memory and links, claims for answers behind the weights."""
     memory_bytes: int = 0
     device: str = "cpu"
-    seconds: Seconds = 0.0
-    """Of `TIME`: from the first line of the strategy's text to its last."""
 
     def write(self, folder: Path, rank: int) -> None:
         """For the process that asked."""
@@ -71,7 +79,6 @@ class MeasureOptions(Config):
 
     folder: Path
     """Where each learner writes its figures."""
-    repeats: int = Field(default=REPEATS, ge=1)
 
 
 async def measure(me: Learner, options: MeasureOptions) -> None:
@@ -86,26 +93,56 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
     if me.world == 2:
         exchanging = partial(exchange, me, find_topology("ring", 2, me.seed), count())
         vector = me.snapshot()
-        figures.exchanges = await _medians(me, options.repeats, exchanging)
-        figures.means = await _medians(me, options.repeats, lambda size: me.mean(vector[:size]))
-    change = torch.zeros_like(me.weights)
-    for _ in range(WARM_UP + options.repeats):
-        begin = now(me)
+        figures.exchanges = await _medians(me, exchanging)
+        figures.means = await _medians(me, lambda size: me.mean(vector[:size]))
+    change, gradients = torch.zeros_like(me.weights), figures.gradients if me.world == 1 else figures.synchronous
+
+    async def apply() -> None:
         me.apply(change)
-        figures.applies.append(now(me) - begin)
-    begin = now(me)
-    while me.claim():
-        gradient = await (me.gradient(me.weights) if me.world == 1 else me.mean(me.gradient(me.weights)))
-        computed = now(me)
-        me.snapshot()
-        me.step(gradient)
-        stepped = now(me)
-        figures.gradients.append(computed - begin)
-        figures.steps.append(stepped - computed)
-        begin = stepped
-    del figures.applies[:WARM_UP], figures.gradients[:WARM_UP], figures.steps[:WARM_UP]
+
+    figures.applies = (await timed(me, apply, WARM_UP + REPEATS))[WARM_UP:]
+    own = partial(me.gradient, me.weights)
+    while await timed_step(me, lambda _: own() if me.world == 1 else me.mean(own()), gradients, figures.steps):
+        pass
+    del gradients[:WARM_UP], figures.steps[:WARM_UP]
     _note_memory(me, figures)
     figures.write(options.folder, me.rank)
+
+
+def bare(job: Job, **changes: Any) -> Job:
+    """A job as it is measured: without faults, checkpoints within an epoch, and weights or shares of mini-batches."""
+    return replace(job, faults=(), checkpoint_every=None, weighting="batches", batch_shares={}, **changes)
+
+
+async def timed_step(
+    me: Learner, compute: Callable[[Tensor], Awaitable[Tensor]], gradients: list[Seconds], steps: list[Seconds]
+) -> bool:
+    """Claim, compute a gradient with a copy of the weights, and apply it; False if the budget is spent.
+
+    The seconds of the first two are appended to `gradients`, those of the rest and of the copy to `steps`.
+    """
+    begin = now(me)
+    if not me.claim():
+        return False
+    claimed = now(me)
+    weights = me.snapshot()
+    copied = now(me)
+    gradient = await compute(weights)
+    computed = now(me)
+    me.step(gradient)
+    gradients.append(claimed - begin + computed - copied)
+    steps.append(copied - claimed + now(me) - computed)
+    return True
+
+
+async def timed(me: Learner, work: Callable[[], Awaitable[object]], repeats: int) -> list[Seconds]:
+    """The seconds that `work` takes each time."""
+    found = []
+    for _ in range(repeats):
+        begin = now(me)
+        await work()
+        found.append(now(me) - begin)
+    return found
 
 
 async def exchange(me: Learner, topology: Topology, tags: Iterator[int], size: int) -> None:
@@ -115,23 +152,11 @@ async def exchange(me: Learner, topology: Topology, tags: Iterator[int], size: i
     me.apply(await Mixing(me, topology, next(tags), piece, compression).delta(), piece)
 
 
-async def _medians(me: Learner, repeats: int, work: Callable[[int], Awaitable[object]]) -> dict[int, Seconds]:
+async def _medians(me: Learner, work: Callable[[int], Awaitable[object]]) -> dict[int, Seconds]:
     """The seconds that `work` takes on parts of the weights, by bytes."""
-    medians = {}
-    for size in _sizes(me):
-        found = []
-        for _ in range(WARM_UP + repeats):
-            begin = now(me)
-            await work(size)
-            found.append(now(me) - begin)
-        medians[size * me.weights.element_size()] = median(found[WARM_UP:])
-    return medians
-
-
-def _sizes(me: Learner) -> list[int]:
-    """How many weights are exchanged, ascending."""
-    number = len(me.weights)
-    return sorted({min(number, max(SMALLEST, int(share * number))) for share in SHARES})
+    number, item = len(me.weights), me.weights.element_size()
+    sizes = sorted({min(number, max(SMALLEST, int(share * number))) for share in SHARES})
+    return {size * item: median((await timed(me, partial(work, size), WARM_UP + REPEATS))[WARM_UP:]) for size in sizes}
 
 
 def now(me: Learner) -> Seconds:
@@ -152,34 +177,4 @@ def _note_memory(me: Learner, figures: Figures) -> None:
         figures.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class TimeOptions(Config):
-    """The options of the strategy that times another one."""
-
-    folder: Path
-    strategy: StrategyChoice
-    """The other one."""
-
-
-async def time_strategy(me: Learner, options: TimeOptions) -> None:
-    """Run another strategy's text, and note how long it took.
-
-    Args:
-        me: The learner that runs it.
-        options: The strategy, and where the figure goes.
-    """
-    begin = now(me)
-    await options.strategy.strategy.start(me, options.strategy.options)
-    Figures(seconds=now(me) - begin).write(options.folder, me.rank)
-
-
 MEASURING = Strategy(MEASURE, "measure gradients, exchanges and means", measure, options=MeasureOptions)
-
-
-class TimingStrategy(Strategy):
-    """Learners claim mini-batches as under the other strategy."""
-
-    def sync_groups(self, options: TimeOptions, world: int) -> SyncGroups:
-        return options.strategy.strategy.sync_groups(options.strategy.options, world)
-
-
-TIMING = TimingStrategy(TIME, "time another strategy", time_strategy, options=TimeOptions)

@@ -1,14 +1,14 @@
 """`starling.plan`: what each strategy would give with so many learners, and which to choose."""
 
 import csv
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any, cast
 
+import numpy as np
 from pydantic import ValidationError
 
 from starling.budget import Budget
@@ -17,9 +17,9 @@ from starling.engines.virtual.cluster import Cluster, LinkModel, NodeModel
 from starling.errors import ConfigError
 from starling.files import writing
 from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, loaded, read_profile
-from starling.predict.deciding import WORTH, Arm, is_clearly_ahead, ranked, tried, worth
+from starling.predict.deciding import WORTH, Arm, Prediction, is_clearly_ahead, ranked, tried
 from starling.predict.facts import facts_of, memory_of
-from starling.predict.predict import Machines, Speed, bisect, simulate
+from starling.predict.predict import Machines, bisect, of_seeds, simulate
 from starling.recipe.problems import describe, refused
 from starling.recipe.run import StrategyChoice
 from starling.reporting.lines import mean_staleness
@@ -31,8 +31,6 @@ from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import traffic_of
 
 SECONDS_PER_HOUR = 3600.0
-SEEDS = 3
-"""Simulations of each prediction, where times are drawn at random."""
 CROSSING_ROUNDS = 12
 """Gradients of each learner in half a simulation that looks for a crossing point."""
 NOT_PLANNED = ("hogwild", "delayed")
@@ -80,11 +78,6 @@ class Forecast:
     """What the recommendation counts a mini-batch, relative to one of `allreduce`."""
     options: str = ""
     """Of the strategy, where several sets were tried: the best of them."""
-
-    @property
-    def progress(self) -> float:
-        """Epochs per hour, counted by the worth of their mini-batches: what is compared."""
-        return self.worth / self.hours_per_epoch
 
     def __str__(self) -> str:
         return f"{self.strategy} ({self.options})" if self.options else self.strategy
@@ -195,17 +188,14 @@ def plan(
     planner = _Planner(Machines(costs, stragglers, read_cluster(cluster)), budget, price, say, own)
     if strategies is None:
         planner.notes.append(NO_PERIODIC)
-    return planner.plan(learners, _usual(own) if strategies is None else strategies, crossings)
+        strategies = usual_strategies(between_islands(own.strategy, NO_ISLANDS).name if own else None)
+    return planner.plan(learners, strategies, crossings)
 
 
-def _usual(own: Job | None) -> list[str]:
+def usual_strategies(own: str | None) -> list[str]:
     """The strategies to plan if none is named: that of the job is among them."""
-    of_job = own and between_islands(own.strategy, NO_ISLANDS)
-    return [
-        name
-        for name, each in STRATEGIES.items()
-        if (name not in NOT_PLANNED and each.kind != "periodic") or of_job is each
-    ]
+    planned = [name for name, each in STRATEGIES.items() if name not in NOT_PLANNED and each.kind != "periodic"]
+    return [name for name in STRATEGIES if name in (own, *planned)]
 
 
 class _Planner:
@@ -224,19 +214,16 @@ class _Planner:
 
     def plan(self, learners: Sequence[int], chosen: Sequence[str | Mapping[str, Any]], crossings: bool) -> Plan:
         """The rows of all strategies and numbers of learners, and what follows from those of the largest number."""
-        found: dict[int, list[tuple[Arm, Forecast]]] = {}
-        for world in dict.fromkeys(learners):
-            found[world] = [(arm, self.row(arm, world)) for arm in self.arms(chosen, world)]
-        rows = [row for pairs in found.values() for _, row in pairs]
+        worlds = dict.fromkeys(learners)
+        found = {world: [self.prediction(arm, world) for arm in self.arms(chosen, world)] for world in worlds}
+        rows = {each: self.row(each) for of_world in found.values() for each in of_world}
         if not rows:
             raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(self.notes))
-        largest = max(world for world, pairs in found.items() if pairs)
-        pairs = found[largest]
-        recommended, *others = ranked([row for _, row in pairs])
-        best = next(arm for arm, row in pairs if row is recommended)
-        crossed = tuple(self.crossings([arm for arm, _ in pairs], largest, best)) if crossings else ()
-        reason = _reason(recommended, next(iter(others), None), self._costs)
-        return Plan(tuple(rows), recommended, reason, crossed, (*self.notes, *self.assumptions()))
+        largest = found[max(world for world, of_world in found.items() if of_world)]
+        best, *others = ranked(largest)
+        crossed = tuple(self.crossings(largest, best)) if crossings else ()
+        reason = _reason(rows[best], rows[others[0]] if others else None, self._costs)
+        return Plan(tuple(rows.values()), rows[best], reason, crossed, (*self.notes, *self.assumptions()))
 
     def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int) -> list[Arm]:
         """The strategies that fit so many learners, each with its options, and those given where several were tried;
@@ -245,7 +232,9 @@ class _Planner:
         for each in chosen:
             choice = StrategyChoice.model_validate(each)
             try:
-                found.append(self._arm(choice, world))
+                arm = self._arm(choice, world)
+                between_islands(arm.strategy, self._machines.island).validate(arm.options, world)
+                found.append(arm)
             except ValidationError as error:
                 options = dict(choice.model_extra or {})
                 lines = describe(error, choice.strategy.options, options, prefix="strategy.")
@@ -260,43 +249,32 @@ class _Planner:
         nodes = self._machines.given.get("nodes")
         per_node = max(2, nodes.size if isinstance(nodes, NodeModel) else self._costs.devices_per_node)
         if not given and own is not None and own.strategy.name == strategy.name:
-            return self._fitting(Arm(strategy, own.options), world)
+            return Arm(strategy, own.options)
         if not given and "period" in fields:
             patterns = ("pairs", "ring") if world > 2 else ("ring",)
             return ranked(list(tried(choice.name, per_node, patterns, partial(self._trial, world))))[0].arm
         if "per_node" in fields:
             given.setdefault("per_node", per_node)
-        return self._fitting(Arm(strategy, strategy.options.model_validate(given)), world)
+        return Arm(strategy, strategy.options.model_validate(given))
 
-    def _fitting(self, arm: Arm, world: int) -> Arm:
-        between_islands(arm.strategy, self._machines.island).validate(arm.options, world)
-        return arm
-
-    def _trial(self, world: int, arm: Arm) -> Speed:
+    def _trial(self, world: int, arm: Arm) -> Prediction:
         self._say(f"{arm} with {world} learners")
-        return simulate(self._fitting(arm, world), world, self.machines(world))
+        return simulate(arm, world, self._machines)
 
-    def machines(self, world: int) -> Machines:
-        """The machines of so many learners."""
-        given = self._machines.stragglers
-        slow = {rank: factor for rank, factor in given.slow.items() if rank < world}
-        pauses = tuple(pause for pause in given.pauses if pause.learner < world)
-        return replace(self._machines, stragglers=given.model_copy(update={"slow": slow, "pauses": pauses}))
-
-    def row(self, arm: Arm, world: int) -> Forecast:
+    def prediction(self, arm: Arm, world: int) -> Prediction:
         """The prediction for one strategy and number of learners."""
         self._say(f"{arm.name} with {world} learners")
-        machines = self.machines(world)
-        speeds = [simulate(arm, world, machines, seed) for seed in range(SEEDS if machines.is_random else 1)]
-        at_once = simulate(arm, world, machines.without_exchange())
-        seconds = median(speed.seconds_per_gradient for speed in speeds)
-        low, high = self._interval(arm, world, machines, speeds)
-        hours, batches_per_epoch = self._hours(seconds), self._costs.job.batches_per_epoch
-        waiting = sum(speed.waiting for speed in speeds) / len(speeds)
-        exchanging = min(waiting, max(0.0, 1.0 - at_once.seconds_per_gradient / seconds))
-        staleness = sum((speed.staleness for speed in speeds), Counter[int]())
-        mean = mean_staleness(staleness)
-        bytes_sent = speeds[0].bytes_sent
+        return of_seeds(simulate, arm, world, self._machines)
+
+    def row(self, found: Prediction) -> Forecast:
+        """A prediction as hours, shares of time and cost."""
+        arm, world, seconds = found.arm, found.learners, found.seconds_per_gradient
+        batches_per_epoch = self._costs.job.batches_per_epoch
+        at_once = simulate(arm, world, self._machines.without_exchange())
+        exchanging = min(found.waiting, max(0.0, 1.0 - at_once.seconds_per_gradient / seconds))
+        (low, high), hours = self._interval(found), self._hours(seconds)
+        staleness = sorted(found.staleness.elements()) or [0]
+        median, most = np.quantile(staleness, (0.5, 0.95), method="inverted_cdf")
         return Forecast(
             strategy=arm.name,
             learners=world,
@@ -304,39 +282,36 @@ class _Planner:
             hours=hours,
             hours_low=self._hours(low),
             hours_high=self._hours(high),
-            computing=1.0 - waiting,
-            waiting=waiting - exchanging,
+            computing=1.0 - found.waiting,
+            waiting=found.waiting - exchanging,
             exchanging=exchanging,
-            gigabytes_per_link=bytes_sent * batches_per_epoch / world / 1e9,
-            megabytes_per_second=bytes_sent / seconds / world / 1e6,
-            staleness_mean=mean,
-            staleness_median=_quantile(staleness, 0.5),
-            staleness_95=_quantile(staleness, 0.95),
-            staleness_max=max(staleness, default=0),
+            gigabytes_per_link=found.bytes_sent * batches_per_epoch / world / 1e9,
+            megabytes_per_second=found.bytes_sent / seconds / world / 1e6,
+            staleness_mean=mean_staleness(found.staleness),
+            staleness_median=int(median),
+            staleness_95=int(most),
+            staleness_max=staleness[-1],
             memory_gigabytes=None if self._memory is None else self._memory / 1e9,
             cost=None if self._price is None else self._price * world * hours,
-            worth=worth(arm, world, mean),
+            worth=found.worth,
             options=arm.words,
         )
 
-    def _interval(self, arm: Arm, world: int, machines: Machines, speeds: Sequence[Speed]) -> tuple[float, float]:
+    def _interval(self, found: Prediction) -> tuple[float, float]:
         """The fewest and the most seconds for each gradient that seeds, profile and validation leave open."""
-        every = [speed.seconds_per_gradient for speed in speeds]
+        every, simulated = list(found.seconds), partial(simulate, found.arm, found.learners)
         factors = [factor for factor in self._costs.uncertainty if factor != 1.0]
-        every += [simulate(arm, world, machines.with_compute(factor)).seconds_per_gradient for factor in factors]
+        every += [simulated(self._machines.with_compute(factor)).seconds_per_gradient for factor in factors]
         error = self._costs.validation.error if self._costs.validation else 0.0
         return min(every) / (1.0 + error), max(every) / (1.0 - min(error, 0.9))
 
     def _hours(self, seconds_per_gradient: float) -> float:
         """Hours of the whole run."""
-        gradients = self._budget.num_batches(self._costs.job.batches_per_epoch)
-        hours = [] if gradients is None else [seconds_per_gradient * gradients / SECONDS_PER_HOUR]
-        return min([*hours, *([] if self._budget.minutes is None else [self._budget.minutes / 60.0])])
+        return self._budget.seconds(self._costs.job.batches_per_epoch, seconds_per_gradient) / SECONDS_PER_HOUR
 
-    def crossings(self, arms: Sequence[Arm], world: int, chosen: Arm) -> Iterator[Crossing]:
+    def crossings(self, found: Sequence[Prediction], chosen: Prediction) -> Iterator[Crossing]:
         """Where another strategy makes more progress than the recommended one."""
-        others = [arm for arm in arms if arm is not chosen]
-        base = self.machines(world)
+        others, world, base = [each.arm for each in found if each is not chosen], chosen.learners, self._machines
         if world == 1 or not others:
             return
         bandwidth = cast(LinkModel, base.given.get("link", self._costs.messages)).bandwidth
@@ -346,9 +321,11 @@ class _Planner:
             ("slowness", SLOWEST, partial(base.with_slow, 0), 1.0),
         ):
             self._say(f"crossing points of {name} with {world} learners")
-            if found := _crossing(chosen, others, world, values, make):
-                value, faster = found
-                yield Crossing(name, world, value * now, now, chosen.name, faster.name)
+            for before, value in pairwise((1.0, *values)):
+                if (faster := _ahead(others, chosen, make, value)) is not None:
+                    crossed = bisect(partial(_ahead, [faster], chosen, make), before, value)
+                    yield Crossing(name, world, crossed * now, now, chosen.arm.name, faster.name)
+                    break
 
     def assumptions(self) -> Iterator[str]:
         """What the plan rests on."""
@@ -362,27 +339,11 @@ class _Planner:
             yield f"cluster.{key} is as given: {value}"
 
 
-def _crossing(
-    chosen: Arm, others: Sequence[Arm], world: int, values: Sequence[float], make: Callable[[float], Machines]
-) -> tuple[float, Arm] | None:
-    """The first factor at which another strategy is clearly ahead, and that strategy."""
-
-    def is_ahead(other: Arm, factor: float) -> bool:
-        machines = make(factor)
-        return is_clearly_ahead(progress(other, machines), progress(chosen, machines))
-
-    def progress(arm: Arm, machines: Machines) -> float:
-        return simulate(arm, world, machines, rounds=CROSSING_ROUNDS).progress
-
-    before = 1.0
-    for value in values:
-        machines = make(value)
-        found = [progress(arm, machines) for arm in others]
-        place = max(range(len(others)), key=found.__getitem__)
-        if is_clearly_ahead(found[place], progress(chosen, machines)):
-            return bisect(partial(is_ahead, others[place]), before, value), others[place]
-        before = value
-    return None
+def _ahead(others: Sequence[Arm], chosen: Prediction, make: Callable[[float], Machines], factor: float) -> Arm | None:
+    """The strategy that is clearly ahead of the chosen one on the machines that `make` makes with a factor."""
+    predict = partial(simulate, learners=chosen.learners, machines=make(factor), rounds=CROSSING_ROUNDS)
+    best = max(map(predict, others), key=lambda each: each.progress)
+    return best.arm if is_clearly_ahead(best.progress, predict(chosen.arm).progress) else None
 
 
 def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Config]:
@@ -444,13 +405,3 @@ def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[st
         error, against = costs.validation.error, costs.validation.against
         trust = f"at the last validation, predictions were at most {error:.0%} off ({against})"
     return first, behind, trust
-
-
-def _quantile(staleness: Counter[int], share: float) -> int:
-    """The smallest staleness that at least this share of the gradients do not exceed."""
-    left = share * sum(staleness.values())
-    for value in sorted(staleness):
-        left -= staleness[value]
-        if left <= 0:
-            return value
-    return 0

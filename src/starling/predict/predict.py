@@ -5,15 +5,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal, cast
 
 from starling.configuration import Config
-from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel, NodeModel
+from starling.engines.virtual.cluster import Cluster, LinkModel, MemoryModel, NodeModel
 from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.errors import ConfigError
 from starling.predict.costs import Costs, Seconds
-from starling.predict.deciding import Arm, worth
-from starling.reporting.lines import mean_staleness
+from starling.predict.deciding import Arm, Prediction
 from starling.strategies.compression import is_compressed
 from starling.strategies.islands import NO_ISLANDS, Island
 from starling.training.job import Spent
@@ -28,8 +28,13 @@ GRADIENTS = 480
 """Simulated for each prediction, shared by the learners."""
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
 """Gradients of each learner in a simulation."""
+SEEDS = 3
+"""Simulations of each prediction, where times are drawn at random."""
 CYCLES = 4
 """Rounds of averaging in a simulation, at least: twice as many as a learner may be behind."""
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""Values by the section of a cluster and their key."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class Machines:
     stragglers: Stragglers = field(default_factory=Stragglers)
     given: Mapping[str, Config] = field(default_factory=dict)
     """Sections of the cluster that replace what the costs say."""
-    changes: tuple[Callable[[Cluster], Cluster], ...] = ()
+    changes: tuple[Callable[[Cluster], Sections], ...] = ()
+    """What else is different, one after the other, given what a cluster is so far."""
     island: Island = NO_ISLANDS
     """How learners form islands."""
     traffic: Traffic | None = None
@@ -61,56 +67,43 @@ class Machines:
         link = costs.means if means_only else costs.messages
         if arm.strategy.averages_gradients(arm.options) and means_only and not is_compressed(arm.options):
             link = costs.gradient_means or costs.means  # encoded gradients are averaged after backward
-        nodes = NodeModel(uplink="unlimited" if costs.holds_contention else None)
+        link = cast(LinkModel, self.given.get("link", link))
+        size, inside = 1, cast(LinkModel | NodeModel, NodeModel())
+        uplink: float | Literal["unlimited"] | None = "unlimited" if costs.holds_contention else None
         if costs.devices_per_node > 1 and costs.inside is not None:
-            inside, shared = costs.inside, costs.messages.bandwidth
-            nodes = NodeModel(
-                size=costs.devices_per_node, latency=inside.latency, bandwidth=inside.bandwidth, uplink=shared
-            )
+            size, inside, uplink = costs.devices_per_node, costs.inside, costs.messages.bandwidth
         elif 1 < group < num_models and arm.strategy.averages_gradients(arm.options):
-            inside = costs.gradient_means or costs.means
-            size = group * self.island.size
-            given = self.given.get("link")
-            own = given if isinstance(given, LinkModel) else link
-            nodes = nodes.model_copy(
-                update={"size": size, "latency": inside.latency, "bandwidth": inside.bandwidth}
-                | ({} if costs.holds_contention else {"uplink": size * own.bandwidth})
-            )
+            size, inside = group * self.island.size, costs.gradient_means or costs.means
+            uplink = uplink or size * link.bandwidth
+        nodes = NodeModel(size=size, latency=inside.latency, bandwidth=inside.bandwidth, uplink=uplink)
         memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
-        cluster = Cluster(compute=costs.compute, link=link, nodes=nodes, memory=memory)
-        cluster = cluster.model_copy(update=dict(self.given))
+        found = {"compute": costs.compute, "link": link, "nodes": nodes, "memory": memory}
+        cluster = Cluster.model_validate(found | dict(self.given))
         for change in self.changes:
-            cluster = change(cluster)
+            sections = change(cluster)
+            new = {name: getattr(cluster, name).model_copy(update=values) for name, values in sections.items()}
+            cluster = cluster.model_copy(update=new)
         return cluster
-
-    @property
-    def is_random(self) -> bool:
-        """Whether times are drawn at random."""
-        given = self.given.get("compute", self.costs.compute)
-        is_drawn = isinstance(given, ComputeModel) and given.distribution != "constant"
-        link = self.given.get("link", self.costs.messages)
-        return is_drawn or self.stragglers.jitter > 0.0 or (isinstance(link, LinkModel) and link.jitter > 0.0)
 
     def with_bandwidth(self, factor: float) -> "Machines":
         """The same machines, with so many times the bandwidth between nodes."""
-
-        def change(cluster: Cluster) -> Cluster:
-            uplink = cluster.nodes.uplink
-            shared = {"uplink": uplink * factor} if isinstance(uplink, float) else {}
-            return _changed(cluster, link={"bandwidth": cluster.link.bandwidth * factor}, nodes=shared)
-
-        return self._with(change)
+        return self._with(
+            lambda each: {
+                "link": {"bandwidth": each.link.bandwidth * factor},
+                "nodes": {"uplink": each.uplink * factor if each.uplink else "unlimited"},
+            }
+        )
 
     def with_compute(self, factor: float) -> "Machines":
         """The same machines, whose gradients take so many times as long."""
-        return self._with(lambda each: _changed(each, compute={"seconds": each.compute.seconds * factor}))
+        return self._with(lambda each: {"compute": {"seconds": each.compute.seconds * factor}})
 
     def without_exchange(self) -> "Machines":
         """The same machines, with links on which everything arrives at once."""
         at_once = {"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND}
-        return self._with(lambda each: _changed(each, link=at_once, nodes=at_once | {"uplink": None}))
+        return self._with(lambda each: {"link": at_once, "nodes": at_once | {"uplink": None}})
 
-    def _with(self, change: Callable[[Cluster], Cluster]) -> "Machines":
+    def _with(self, change: Callable[[Cluster], Sections]) -> "Machines":
         return replace(self, changes=(*self.changes, change))
 
     def with_slow(self, rank: int, factor: float) -> "Machines":
@@ -119,38 +112,7 @@ class Machines:
         return replace(self, stragglers=self.stragglers.model_copy(update={"slow": slow}))
 
 
-def _changed(cluster: Cluster, **sections: Mapping[str, Any]) -> Cluster:
-    """A cluster in which some keys of its sections have other values."""
-    new = {name: getattr(cluster, name).model_copy(update=values) for name, values in sections.items()}
-    return cluster.model_copy(update=new)
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What a simulation of some learners under a strategy found, per gradient of all of them together."""
-
-    arm: Arm
-    learners: int
-    seconds_per_gradient: Seconds
-    """Of the run: the time from one gradient of any learner to the next."""
-    waiting: float
-    """The share of a learner's time in which it waits for data or peers, exchanges included."""
-    bytes_sent: float
-    """By all learners, for each gradient."""
-    staleness: Counter[int]
-
-    @property
-    def worth(self) -> float:
-        """Of a gradient, relative to one of `allreduce`."""
-        return worth(self.arm, self.learners, mean_staleness(self.staleness))
-
-    @property
-    def progress(self) -> float:
-        """Gradients per second, counted by their worth."""
-        return self.worth / self.seconds_per_gradient
-
-
-def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Speed:
+def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Prediction:
     """The steady speed of a strategy: what the second half of a simulation took.
 
     The beginning of a run, and its end, where learners wait for the last of them, are in both simulations, that of the
@@ -164,26 +126,45 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
     half, whole = (run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
     num_gradients = whole.num_gradients - half.num_gradients
     seconds, bytes_sent = whole.seconds - half.seconds, whole.bytes_sent - half.bytes_sent
-    return _speed(arm, whole, seconds / num_gradients, bytes_sent / num_gradients)
+    if seconds <= 0.0:  # both end with the same gradient of the slowest learner
+        return _paced(arm, whole)
+    return _prediction(arm, whole, seconds / num_gradients, bytes_sent / num_gradients)
 
 
-def simulate_briefly(arm: Arm, learners: int, machines: Machines, seed: int, rounds: int) -> Speed:
-    """The speed of a strategy from one short simulation: the sum of the learners' own paces.
+def simulate_briefly(arm: Arm, learners: int, machines: Machines, rounds: int, seed: int = 0) -> Prediction:
+    """The speed of a strategy from one short simulation."""
+    return _paced(arm, run(arm, learners, machines, rounds * learners, seed))
+
+
+def _paced(arm: Arm, whole: TimingOutcome) -> Prediction:
+    """The speed as the sum of the learners' own paces.
 
     A learner's pace ends with its last gradient. What the others then wait for the slowest, which would spoil a short
     simulation, does not count.
     """
-    whole = run(arm, learners, machines, rounds * learners, seed)
-    made = [(each.num_gradients, each.spent) for each in whole.learners if each.num_gradients]
+    made = [(each.num_steps, each.spent) for each in whole.learners if each.num_steps]
     pace = sum(number / (spent.computing + _waiting(spent)) for number, spent in made)
-    return _speed(arm, whole, 1.0 / pace, whole.bytes_sent / whole.num_gradients)
+    return _prediction(arm, whole, 1.0 / pace, whole.bytes_sent / whole.num_gradients)
 
 
-def _speed(arm: Arm, found: TimingOutcome, seconds: Seconds, bytes_sent: float) -> Speed:
-    spent = [each.spent for each in found.learners if each.num_gradients]
+def of_seeds(simulating: Callable[..., Prediction], arm: Arm, learners: int, machines: Machines) -> Prediction:
+    """What simulations of several seeds found together, or the only one where no time is drawn at random."""
+    cluster = machines.cluster(arm, learners)
+    is_random = cluster.compute.distribution != "constant" or max(cluster.link.jitter, machines.stragglers.jitter) > 0.0
+    found = [simulating(arm, learners, machines, seed=seed) for seed in range(SEEDS if is_random else 1)]
+    return replace(
+        found[0],
+        seconds=tuple(each.seconds_per_gradient for each in found),
+        waiting=fmean(each.waiting for each in found),
+        staleness=sum((each.staleness for each in found), Counter[int]()),
+    )
+
+
+def _prediction(arm: Arm, found: TimingOutcome, seconds: Seconds, bytes_sent: float) -> Prediction:
+    spent = [each.spent for each in found.learners if each.num_steps]
     waiting = sum(map(_waiting, spent))
     total = max(sum(each.computing for each in spent) + waiting, 1e-12)
-    return Speed(arm, len(found.learners), seconds, waiting / total, bytes_sent, found.staleness)
+    return Prediction(arm, len(found.learners), (seconds,), waiting / total, bytes_sent, found.staleness)
 
 
 def _waiting(spent: Spent) -> Seconds:
@@ -208,7 +189,7 @@ def run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int = 0) 
         ) from error
 
 
-def bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
+def bisect(holds: Callable[[float], object], low: float, high: float) -> float:
     """The place between `low` and `high`, both positive, at which `holds` changes, within 3 %.
 
     `holds` must differ at the two ends; which of them it is true at does not matter.

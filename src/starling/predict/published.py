@@ -5,7 +5,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from starling.predict.costs import JobFacts, find_preset
+from starling.predict.costs import Costs, JobFacts, find_preset
 from starling.predict.deciding import Arm
 from starling.predict.predict import Machines, simulate
 
@@ -50,10 +50,14 @@ class Published:
     batch: int = 128
     """Sequences of one device."""
 
+    def costs(self, efficiency: float) -> Costs:
+        """What a simulation needs, at a share of the peak."""
+        preset = find_preset(self.preset).model_copy(update={"efficiency": efficiency})
+        return preset.costs(job_of(self.batch), self.preset)
+
     def hours_at(self, efficiency: float) -> float:
         """The predicted hours, at a share of the peak."""
-        preset = find_preset(self.preset).model_copy(update={"efficiency": efficiency})
-        costs = preset.costs(job_of(self.batch), self.preset)
+        costs = self.costs(efficiency)
         seconds = costs.compute.seconds / self.devices  # of the run for each gradient of any device
         if self.strategy is not None:
             found = simulate(Arm.of(self.strategy), self.devices, Machines(costs), rounds=ROUNDS)
@@ -124,13 +128,11 @@ def page() -> str:
     """The page of published and predicted hours, in Markdown."""
     comparable = [row for row in ROWS if not row.not_comparable and row is not FITTED]
     worst = max(comparable, key=lambda row: abs(row.error))
-    seconds = find_preset(FITTED.preset).model_copy(update={"efficiency": fitted_efficiency()})
-    gradient = seconds.gradient_seconds(128 * flops_per_sequence())
     return TEMPLATE.read_text(encoding="utf-8").format(
         command=COMMAND,
         table="\n".join(map(_row, ROWS)),
         efficiency=f"{fitted_efficiency():.1%}".replace("%", " %"),
-        gradient=f"{gradient:.3f}",
+        gradient=f"{FITTED.costs(fitted_efficiency()).compute.seconds:.3f}",
         weights=f"{network_weights() / 1e6:.2f}",
         megabytes=f"{4 * network_weights() / 1e6:.1f}",
         gigaflops=f"{flops_per_sequence() / 1e9:.2f}",

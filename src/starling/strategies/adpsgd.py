@@ -22,7 +22,8 @@ from starling.strategies.mixing import (
     one_ahead,
 )
 from starling.strategies.staleness import Staleness, StaleSteps
-from starling.topology import accelerated_contraction, acceleration_constants, find_topology
+from starling.topology import find_topology
+from starling.topology.analysis import accelerated_contraction, acceleration_constants
 
 if TYPE_CHECKING:
     from torch import Tensor

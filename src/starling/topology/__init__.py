@@ -109,7 +109,7 @@ Others = Callable[[int, int, int, int], Iterable[int]]
 """Of a learner: `others(round, rank, world, seed)`, itself included or not."""
 
 
-class _Alike(Topology):
+class Alike(Topology):
     """A learner mixes its `neighbours` with equal weights, and is mixed by those that `mix_it`, or by these."""
 
     def __init__(
@@ -189,7 +189,7 @@ def ring(world: int) -> Topology:
 
     Two learners average as a pair, 1/2 each.
     """
-    return _Alike(world, _beside, period=1)
+    return Alike(world, _beside, period=1)
 
 
 def random_ring(world: int, seed: int) -> Topology:
@@ -204,7 +204,7 @@ def random_ring(world: int, seed: int) -> Topology:
     References:
         Zhang et al. 2020, "Improving Efficiency in Large-Scale Decentralized Distributed Training", arXiv 2002.01119.
     """
-    return _Alike(world, _beside_in_random_order, seed)
+    return Alike(world, _beside_in_random_order, seed)
 
 
 def pairs(world: int, seed: int) -> Topology:
@@ -219,7 +219,7 @@ def pairs(world: int, seed: int) -> Topology:
     References:
         Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", arXiv 1710.06952.
     """
-    return _Alike(world, _partner, seed)
+    return Alike(world, _partner, seed)
 
 
 def exponential(world: int) -> Topology:
@@ -236,12 +236,12 @@ def exponential(world: int) -> Topology:
         Ying et al. 2021, "Exponential Graph is Provably Efficient for Decentralized Deep Training", arXiv 2110.13363.
         Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", arXiv 1811.10792.
     """
-    return _Alike(world, _behind, period=_num_hops(world), mix_it=_ahead)
+    return Alike(world, _behind, period=_num_hops(world), mix_it=_ahead)
 
 
 def complete_graph(world: int) -> Topology:
     """All learners average with equal weights: w_l <- (1/L) sum_j w_j."""
-    return _Alike(world, _everyone, period=1)
+    return Alike(world, _everyone, period=1)
 
 
 PATTERNS: dict[str, Callable[[int, int], Topology]] = {

@@ -8,8 +8,8 @@ every gradient of that run is finite.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,32 +26,13 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, ProtocolError
 from starling.strategies import Strategy
 from starling.strategies.islands import NO_ISLANDS, Island
-from starling.training.job import Averaging, EpochReport, Job, Observer, Spent
+from starling.training.job import EpochReport, Job, Observer
 from starling.training.replica import OptimizerMemory, Replica
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import Traffic
 from starling.workload import Examples, Ticket, Workload
 
 BYTES_OF_A_WEIGHT = 4
-
-
-@dataclass
-class LearnerTiming:
-    """What one learner of a timing-only run did, and where its time went."""
-
-    num_gradients: int = 0
-    spent: Spent = field(default_factory=Spent)
-    averaging: Averaging = field(default_factory=Averaging)
-
-    def add(self, report: EpochReport) -> None:
-        """Add an epoch."""
-        self.num_gradients += report.num_steps
-        self.spent.computing += report.spent.computing
-        self.spent.waiting_for_data += report.spent.waiting_for_data
-        self.spent.waiting_for_peers += report.spent.waiting_for_peers
-        self.averaging.rounds += report.averaging.rounds
-        self.averaging.bytes_sent += report.averaging.bytes_sent
-        self.averaging.staleness += report.averaging.staleness
 
 
 @dataclass(frozen=True)
@@ -63,15 +44,15 @@ class TimingOutcome:
     num_events: int
     event_hash: str
     """SHA-256 over every event: time, learner and kind. That of a run with real gradients also covers the losses."""
-    learners: tuple[LearnerTiming, ...]
-    """By rank."""
+    learners: tuple[EpochReport, ...]
+    """By rank: what each learner did, and where its time went. A timing-only run is one epoch."""
     gradients_at: Mapping[int, Sequence[float]]
     """By rank of those that computed any: simulated seconds when each gradient was complete."""
 
     @property
     def num_gradients(self) -> int:
         """Of all learners together."""
-        return sum(learner.num_gradients for learner in self.learners)
+        return sum(learner.num_steps for learner in self.learners)
 
     @property
     def bytes_sent(self) -> int:
@@ -120,27 +101,6 @@ def simulate_timing(
 
     A strategy that asks for the value of a weight gets torch's error about meta tensors.
     """
-    _check(world, num_bytes, island, traffic)
-    job = Job(
-        _Unloaded(steps, traffic),
-        strategy,
-        Budget(steps=steps),
-        make_optimizer=_NoOptimizer,
-        options=options or strategy.options(),
-        stragglers=stragglers,
-        island=island,
-        seed=seed,
-    )
-    totals = Totals(world)
-    counting = _Counting(num_bytes // BYTES_OF_A_WEIGHT, optimizer_vectors)
-    outcome = VirtualEngine(job, world, cluster, totals, computation=counting).run()
-    return TimingOutcome(
-        outcome.seconds, outcome.num_events, outcome.event_hash, totals.learners, counting.gradients_at
-    )
-
-
-def _check(world: int, num_bytes: int, island: Island, traffic: Traffic | None) -> None:
-    """Raise ConfigError for what cannot be simulated."""
     if island.tensor > 1 and traffic is None:
         raise ConfigError(
             "island.tensor: what its ranks send depends on the model, which a simulation of times alone does not have; "
@@ -153,16 +113,20 @@ def _check(world: int, num_bytes: int, island: Island, traffic: Traffic | None) 
         )
     if world < 1:
         raise ConfigError(f"timing: {world} learners; it needs at least 1")
-
-
-class Totals(Observer):
-    """An observer that sums up each learner's epochs; `learners` are by rank."""
-
-    def __init__(self, world: int) -> None:
-        self.learners = tuple(LearnerTiming() for _ in range(world))
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self.learners[report.rank].add(report)
+    job = Job(
+        _Unloaded(steps, traffic),
+        strategy,
+        Budget(steps=steps),
+        make_optimizer=_NoOptimizer,
+        options=options or strategy.options(),
+        stragglers=stragglers,
+        island=island,
+        seed=seed,
+    )
+    counting = _Counting(num_bytes // BYTES_OF_A_WEIGHT, optimizer_vectors)
+    outcome = VirtualEngine(job, world, cluster, counting, computation=counting).run()
+    learners = tuple(counting.reports[rank] for rank in range(world))
+    return TimingOutcome(outcome.seconds, outcome.num_events, outcome.event_hash, learners, counting.gradients_at)
 
 
 class _Unloaded(Workload[Examples]):
@@ -184,8 +148,8 @@ class _Unloaded(Workload[Examples]):
         raise ProtocolError("a timing-only run has no losses; use VirtualEngine for real gradients")
 
 
-class _Counting(Computation):
-    """Replicas that count, and gradients that are only sizes."""
+class _Counting(Computation, Observer):
+    """Replicas that count, gradients that are only sizes, and what learners report."""
 
     holds_weights = False
 
@@ -193,6 +157,8 @@ class _Counting(Computation):
         self._num_weights, self._optimizer_vectors = num_weights, optimizer_vectors
         self.gradients_at: dict[int, list[float]] = {}
         """By learner: when its gradients were complete."""
+        self.reports: dict[int, EpochReport] = {}
+        """By learner."""
 
     def new_replica(self) -> Replica:
         return _CountingReplica(self._num_weights, self._optimizer_vectors)
@@ -200,6 +166,9 @@ class _Counting(Computation):
     def gradient(self, learner: Member, at: Tensor) -> Loss:
         times = self.gradients_at.setdefault(learner.rank, [])
         return lambda: times.append(learner.now())  # returns None, as there is no loss
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.reports[report.rank] = report
 
 
 class _NoOptimizer(Optimizer):
@@ -237,8 +206,8 @@ class _CountingReplica(Replica):
 
 _META = torch.device("meta")
 _IN_PLACE = ("add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_", "clamp_")
-_MADE_OF_ONE = ("clone", "detach", "cpu", "contiguous", "__neg__")
-_MADE_OF_TWO = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
+_OF_ONE = ("clone", "detach", "cpu", "contiguous", "__neg__")
+_OF_TWO = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
 
 
 class Sizes(Tensor):
@@ -249,10 +218,10 @@ class Sizes(Tensor):
     no two differ.
     """
 
-    _length: int
+    _shape = cached_property[torch.Size](lambda self: Tensor.shape.__get__(self))  # type: ignore[attr-defined]
+    _dtype = cached_property[torch.dtype](lambda self: Tensor.dtype.__get__(self))  # type: ignore[attr-defined]
+    _length = cached_property[int](lambda self: self._shape[0] if len(self._shape) == 1 else -1)
     """Of a vector; -1 for anything else."""
-    _dtype: torch.dtype
-    _shape: torch.Size
 
     @classmethod
     def __torch_function__(
@@ -264,14 +233,6 @@ class Sizes(Tensor):
             if not kwargs and (made := args[0]._with(*args[1:])) is not None:
                 return made
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up shape and dtype once."""
-        if name not in ("_length", "_dtype", "_shape"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self._shape, self._dtype = super().shape, super().dtype
-        self._length = self._shape[0] if len(self._shape) == 1 else -1
-        return self.__dict__[name]
 
     shape = property(lambda self: self._shape)
     dtype = property(lambda self: self._dtype)
@@ -316,35 +277,20 @@ def _vector(length: int, dtype: torch.dtype) -> Sizes:
     return vector(length, dtype)
 
 
-def _answer_alone(name: str) -> Callable[..., Any]:
+def _answer(name: str) -> Callable[..., Any]:
     general = getattr(Tensor, name)
 
-    def answer(self: Sizes, *args: Any, **kwargs: Any) -> Any:
-        return general(self, *args, **kwargs) if self._length < 0 else _vector(self._length, self._dtype)
+    def answer(self: Sizes, *others: Any, **kwargs: Any) -> Any:
+        made = self._with(*others)
+        return general(self, *others, **kwargs) if made is None else made
 
     return answer
 
 
-def _answer_for_two(name: str) -> Callable[..., Any]:
-    general = getattr(Tensor, name)
-
-    def answer(self: Sizes, other: Any) -> Any:
-        made = self._with(other)
-        return general(self, other) if made is None else made
-
-    return answer
-
-
-def _stay(self: Sizes, *args: Any, **kwargs: Any) -> Sizes:
-    return self
-
-
-for _name in _MADE_OF_ONE:
-    setattr(Sizes, _name, _answer_alone(_name))
-for _name in _MADE_OF_TWO:
-    setattr(Sizes, _name, _answer_for_two(_name))
+for _name in (*_OF_ONE, *_OF_TWO):
+    setattr(Sizes, _name, _answer(_name))
 for _name in _IN_PLACE:
-    setattr(Sizes, _name, _stay)
+    setattr(Sizes, _name, lambda self, *args, **kwargs: self)
 _ELEMENTWISE = frozenset(
     (torch.add, torch.sub, torch.mul, torch.div, torch.empty_like, torch.zeros_like, torch.clone, torch.neg)
 )
