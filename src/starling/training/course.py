@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.state import LearnerState
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
+from starling.learner import Shard
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
@@ -32,7 +33,8 @@ from starling.training.job import (
 )
 from starling.training.loading import Loaded
 from starling.training.pace import Rounds
-from starling.training.shards import ReplicaLearner, Shards
+from starling.training.replica import ReplicaLearner
+from starling.training.shards import MakeOptimizer, Shards
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket, Unit
@@ -148,6 +150,7 @@ class CourseLearner(ReplicaLearner):
         """Set the learning rates of a shard's optimizer."""
         factor, portion = step_metadata.tolist()
         if self.cuts is not None:
+            self.batches.reach(int(portion))
             self._reach(int(portion))
         if not self.is_worker:  # a server learns the progress of the run only from step metadata
             self._pass_barriers(int(portion))
@@ -159,7 +162,8 @@ class CourseLearner(ReplicaLearner):
         return self._rate
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
-        self.count_staleness(read_at)
+        when = self.gradient_version if read_at is None else read_at
+        self.statistics.averaging.staleness[self.replica.version - when] += 1
         rate = self._rate * scale
         if self._weight != 1.0 and self._is_own(gradient):
             gradient, rate = gradient / self._weight, rate * self._weight
@@ -174,7 +178,10 @@ class CourseLearner(ReplicaLearner):
         return not is_mean and gradient.data_ptr() == self.replica.gradients.data_ptr()
 
     def count_finite(self, is_finite: bool) -> None:
-        if self.statistics.count_finite(is_finite) == self.job.most_not_finite:
+        statistics = self.statistics
+        statistics.num_not_finite += not is_finite
+        statistics.not_finite_in_a_row = 0 if is_finite else statistics.not_finite_in_a_row + 1
+        if statistics.not_finite_in_a_row == self.job.most_not_finite:
             ticket, _ = self.claimed()[0]
             number = f"mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1}"
             what = f"the gradient of {number} is not finite"
@@ -190,6 +197,9 @@ class CourseLearner(ReplicaLearner):
             self.num_done += 1
             for ticket, _ in self._open.popleft():
                 self.batches.done(ticket)
+
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        return self.shards.keep(piece, make_optimizer)
 
     def claim(self) -> bool:
         if not self.job.strategy.steps_itself:
@@ -283,6 +293,8 @@ class CourseLearner(ReplicaLearner):
 
     def _pass_barriers(self, portion: int) -> None:
         """Pass all checkpoint barriers up to `portion`: several if this learner had no mini-batch between them."""
+        if not self.is_worker:  # a worker has waited for this when the portion was drawn
+            self.batches.reach(portion)
         self._reach(portion)
         while self._ahead and self._ahead[0].number <= portion:
             barrier = self._ahead.popleft()
@@ -314,7 +326,6 @@ class CourseLearner(ReplicaLearner):
     def _reach(self, portion: int) -> None:
         """Find the barriers up to `portion`. At each a server copies its shards, before they take a push from after it.
         Called by the foreground and the background."""
-        self.batches.reach(portion)
         with self._reaching:
             for barrier in self.barriers.until(portion):
                 if self.cuts is not None and self.job.strategy.is_served:

@@ -136,12 +136,9 @@ class Model(ABC):
         """The numbers of the parameters that are frozen: none of a model in shards."""
         return frozenset()
 
-    def prepare(self) -> None:  # noqa: B027 - most need nothing
-        """Called before each gradient."""
-
-    def num_passes(self, num_parts: int) -> int:
-        """How many passes a gradient of so many micro-batches makes: the last one is repeated with a weight of 0 if
-        need be."""
+    def begin(self, num_parts: int) -> int:
+        """A gradient of so many micro-batches begins. Returns how many passes it makes: the last one is repeated with a
+        weight of 0 if need be."""
         return num_parts
 
 

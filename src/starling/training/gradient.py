@@ -64,7 +64,6 @@ def compute_gradient(
     `must_reach_all` the last backward reaches every parameter, because DDP waits for all of them.
     """
     device = flat.weights.device
-    flat.prepare()
     flat.gradients.zero_()
     batch = [examples for each in batches for examples in each]
     places = [(number, place) for number, each in enumerate(batches) for place in range(len(each))]
@@ -73,7 +72,7 @@ def compute_gradient(
     shares = [weights[place] / weights[parts[0]] if weights[place] else 1.0 for place in parts]
     summed, counted = [0.0] * len(batches), [0.0] * len(batches)
     total, whole = 0.0, math.nan if task.is_spoilt else sum(shares)
-    num_more = flat.num_passes(len(parts)) - len(parts)
+    num_more = flat.begin(len(parts)) - len(parts)
     parts, shares = parts + parts[-1:] * num_more, shares + [0.0] * num_more
     flat.reached()
     used: set[int] = set()

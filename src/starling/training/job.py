@@ -184,12 +184,6 @@ class Statistics:
         self.under_way: Callable[[], Spent] = Spent
         """What belongs to `spent` of a wait that has begun: `spent` has only those that are over."""
 
-    def count_finite(self, is_finite: bool) -> int:
-        """Count a gradient. Returns how many in a row, up to this one, were not finite."""
-        self.num_not_finite += not is_finite
-        self.not_finite_in_a_row = 0 if is_finite else self.not_finite_in_a_row + 1
-        return self.not_finite_in_a_row
-
     def spent_now(self) -> Spent:
         """`spent` at this moment, as a copy."""
         return Spent(*map(add, astuple(self.spent), astuple(self.under_way())))

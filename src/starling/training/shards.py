@@ -1,28 +1,22 @@
-"""Model shards in host memory, each with its own optimizer: a server's shard, or memory that learners share.
-
-And the learner that holds them beside its replica."""
+"""Model shards in host memory, each with its own optimizer: a server's shard, or memory that learners share."""
 
 import copy
-import math
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import LearnerState, ShardState, name_of_state
+from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError, ConfigError
-from starling.learner import Handle, Learner, Shard
+from starling.learner import Handle, Shard
 from starling.training.flat import split, split_gradient
-from starling.training.job import Statistics
-from starling.training.replica import Replica
+from starling.training.replica import ReplicaLearner
 
-T = TypeVar("T")
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 STEP_PASSES = 7
 """Memory passes of an Adam step, each of the shard's size: read the gradient; read and write weights and both
@@ -56,7 +50,7 @@ class Shards:
     `saved` are the shards in its checkpoint after a resume; each held shard continues from the saved one of its piece.
     """
 
-    def __init__(self, host: "ReplicaLearner", set_rates: SetRates, saved: Sequence[ShardState] = ()) -> None:
+    def __init__(self, host: ReplicaLearner, set_rates: SetRates, saved: Sequence[ShardState] = ()) -> None:
         self.host, self.set_rates = host, set_rates
         self.held: list[HeldShard] = []
         self._saved = {(shard.start, shard.stop): shard for shard in saved}
@@ -237,64 +231,3 @@ def _parts(parameters: Sequence[nn.Parameter], piece: slice, weights: Tensor) ->
             found[number] = nn.Parameter(view)
         start = stop
     return found
-
-
-class ReplicaLearner(Learner):
-    """What all learners do with their replica and their shards, on every engine."""
-
-    replica: Replica
-    shards: Shards
-    statistics: Statistics
-    gradient_version = 0
-    """The version of the weights at which the newest gradient is taken."""
-
-    @property
-    def weights(self) -> Tensor:
-        return self.replica.weights
-
-    @property
-    def version(self) -> int:
-        return self.replica.version
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        return [parameter.shape for parameter in self.replica.parameters]
-
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.replica.replace(weights, piece)
-
-    def snapshot(self, piece: slice | None = None) -> Tensor:
-        return self.replica.snapshot(piece)
-
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.shards.keep(piece, make_optimizer)
-
-    @property
-    def staleness(self) -> int:
-        return self.version - self.gradient_version
-
-    def count_staleness(self, read_at: int | None) -> None:
-        """Count a gradient whose weights were read at that version; None: the newest gradient."""
-        when = self.gradient_version if read_at is None else read_at
-        self.statistics.averaging.staleness[self.version - when] += 1
-
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        is_finite = math.isfinite(self.replica.clip(gradient))
-        self.count_finite(is_finite)
-        return gradient if is_finite else None
-
-    @abstractmethod
-    def count_finite(self, is_finite: bool) -> None:
-        """Count gradients that are not finite, which are skipped. Raises NonFiniteError after many in a row."""
-
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, optimizer_state)
-
-    def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
-    ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
-
-    @abstractmethod
-    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Start `do`, which makes `passes` passes over `num_bytes` of host memory."""

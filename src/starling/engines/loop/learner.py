@@ -34,9 +34,9 @@ from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
 from starling.engines.processes.threads import Worker
 from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
-from starling.learner import Handle, LoopEnded
+from starling.learner import Handle, LoopEnded, Shard
 from starling.training.checks import check_group
-from starling.training.shards import Shards
+from starling.training.shards import MakeOptimizer, Shards
 
 _HEARD_SECONDS = 2.0
 """How long a learner waits until all others have heard why they cannot end together."""
@@ -132,7 +132,8 @@ class LoopLearner(ConnectedLearner):
         return self._gradient
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
-        self.count_staleness(read_at)
+        when = self.gradient_version if read_at is None else read_at
+        self.statistics.averaging.staleness[self.replica.version - when] += 1
         is_finite = self.replica.step(gradient, scale)
         if self._run.gradient == "given":
             self._run.gradient = "used"
@@ -154,6 +155,9 @@ class LoopLearner(ConnectedLearner):
         if piece is None and not self.is_behind:
             return self.replica.loop
         return super().snapshot(piece)
+
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        return self.shards.keep(piece, make_optimizer)
 
     def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
         if not isinstance(of, LoopGradient):
@@ -313,8 +317,10 @@ class LoopLearner(ConnectedLearner):
         self.statistics.spent.computing += self._resumed_at - begun
 
     def count_finite(self, is_finite: bool) -> None:
-        run = self._run
-        if self.statistics.count_finite(is_finite) == run.most_not_finite:
+        run, statistics = self._run, self.statistics
+        statistics.num_not_finite += not is_finite
+        statistics.not_finite_in_a_row = 0 if is_finite else statistics.not_finite_in_a_row + 1
+        if statistics.not_finite_in_a_row == run.most_not_finite:
             raise NonFiniteError(
                 f"{self._me}: the gradient of step {run.steps_begun} is not finite, nor were the "
                 f"{run.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "

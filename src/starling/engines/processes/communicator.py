@@ -40,8 +40,8 @@ from starling.strategies import SyncGroups
 from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
 from starling.training.membership import Membership, MembershipChanged
-from starling.training.replica import Replica
-from starling.training.shards import ReplicaLearner, host_copy
+from starling.training.replica import Replica, ReplicaLearner
+from starling.training.shards import Shards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ class ConnectedLearner(ReplicaLearner):
     rank: int = 0
     world: int = 1
     seed: int = 0
+    shards: Shards
 
     def __init__(
         self,

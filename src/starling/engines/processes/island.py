@@ -112,7 +112,7 @@ class IslandModel(Model):
         parameters = [nn.Parameter(view) for view in split(weights, shapes)]
         super().__init__(model, parameters, weights, torch.zeros_like(weights))
 
-    def num_passes(self, num_parts: int) -> int:
+    def begin(self, num_parts: int) -> int:
         return int(max(self.island.gathered(num_parts)))  # the same on all ranks, since they communicate in each
 
     def name_of(self, number: int) -> str:

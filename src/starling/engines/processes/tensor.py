@@ -77,12 +77,13 @@ class TensorModel(IslandModel):
             if dim is not None:
                 self._computed[number]._local_tensor = view.narrow(dim, 0, self._spans[number][1])  # type: ignore[attr-defined]
 
-    def prepare(self) -> None:
-        """Gather the parameters that are not cut from the ranks to which their parts belong."""
+    def begin(self, num_parts: int) -> int:
+        """See `Model.begin`. Gathers the parameters that are not cut from the ranks to which their parts belong."""
         parts = split(self.weights, self.parameters)
         with torch.no_grad():
             for numbers in self._gathered_together:
                 self._gather([parts[number] for number in numbers], numbers)
+        return super().begin(num_parts)
 
     def _gather(self, parts: Sequence[Tensor], numbers: Sequence[int]) -> None:
         own = torch.cat([part.reshape(-1) for part in parts])
