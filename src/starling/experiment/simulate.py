@@ -1,7 +1,5 @@
 """`starling simulate`: trains any number of learners in one process, on a simulated clock."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -9,7 +7,6 @@ from rich.console import Console
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.checkpoint.reader import load
-from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import Stopped
 from starling.experiment.auto import kept, settled, simulated_choice
@@ -22,7 +19,6 @@ from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, Timeline, segments
 from starling.experiment.task import RecipeT, Task
 from starling.launch.process import on_stop_signal, signal_name
-from starling.recipe.run import RunConfig
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
@@ -38,20 +34,28 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
     """
     say = say_on(console)
     recipe = kept(resolve_resume(task, recipe.model_copy(update={"name": f"{recipe.name}-virtual"})), say)
+    parts = recipe.cluster.model_dump(mode="json").items()
+    cluster = ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
     say(
-        f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {_described(recipe.cluster)}; change "
-        "it with cluster.KEY=VALUE"
+        f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {cluster}; change it with "
+        "cluster.KEY=VALUE"
     )
     with Bars(console) as bars:
         folder = set_up_and_claim(task, recipe, say, bars)
     recipe = settled(task, recipe, folder, None, say, partial(simulated_choice, recipe, recipe.cluster))
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
     folder.log.mkdir(exist_ok=True)
-    with _recorded(recipe, folder, say) as events:
+    events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
+    tell_start(events, recipe)
+    try:
         outcome = _train(task, recipe, folder, events, console)
         writer = checkpoint_writer(task, recipe, folder, lambda name: 1, task.model_writer(recipe, folder))
         writer.save_consensus(outcome.states)
         task.score(recipe, folder, tell, console)
+    except BaseException as error:
+        tell_end(events, error)
+        raise
+    tell_end(events, None)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
     tell(f"event hash: {outcome.event_hash}")
 
@@ -90,25 +94,6 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
         for loss in outcome.losses:
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     return outcome
-
-
-@contextmanager
-def _recorded(recipe: RunConfig, folder: ExperimentFolder, say: Say) -> Generator[Events, None, None]:
-    """The events of a run, from its start to its end."""
-    events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
-    tell_start(events, recipe)
-    try:
-        yield events
-    except BaseException as error:
-        tell_end(events, error)
-        raise
-    tell_end(events, None)
-
-
-def _described(cluster: Cluster) -> str:
-    """All settings of a cluster, as `compute.seconds=0.1, link.latency=5e-05, …`."""
-    parts = cluster.model_dump(mode="json").items()
-    return ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
 
 
 class _Stop(Silence):
