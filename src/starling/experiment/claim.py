@@ -4,8 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -38,7 +37,11 @@ def set_up_and_claim(task: Task[RunT], run: RunT, say: Say, bars: Bars | None = 
         StarlingError: The task's own.
     """
     check_claim(run)
-    with _stage(run) as stage:
+    stage = ExperimentFolder(run.exp / f".{run.name}{PARTIAL}")
+    with writing(run.folder):
+        shutil.rmtree(stage.path, ignore_errors=True)  # a run that was killed during set-up may have left it
+        stage.path.mkdir(parents=True)
+    try:
         task.set_up(run, stage, say, bars)
         folder = claim_folder(run, say)
         for name in _OF_SET_UP:  # of an earlier run that is resumed here, nothing of it is left
@@ -48,20 +51,9 @@ def set_up_and_claim(task: Task[RunT], run: RunT, say: Say, bars: Bars | None = 
             final.unlink(missing_ok=True)
             if staged.exists():
                 staged.rename(final)
-    return folder
-
-
-@contextmanager
-def _stage(run: RunConfig) -> Iterator[ExperimentFolder]:
-    """A temporary folder next to the experiment's, removed at the end."""
-    stage = ExperimentFolder(run.exp / f".{run.name}{PARTIAL}")
-    with writing(run.folder):
-        shutil.rmtree(stage.path, ignore_errors=True)  # a run that was killed during set-up may have left it
-        stage.path.mkdir(parents=True)
-    try:
-        yield stage
     finally:
         shutil.rmtree(stage.path, ignore_errors=True)
+    return folder
 
 
 def resolve_resume(task: Task[RunT], run: RunT) -> RunT:

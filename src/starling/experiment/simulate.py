@@ -7,7 +7,6 @@ from rich.console import Console
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.checkpoint.reader import load
-from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import Stopped
 from starling.experiment.auto import kept, settled, simulated_choice
@@ -35,9 +34,11 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
     """
     say = say_on(console)
     recipe = kept(resolve_resume(task, recipe.model_copy(update={"name": f"{recipe.name}-virtual"})), say)
+    parts = recipe.cluster.model_dump(mode="json").items()
+    cluster = ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
     say(
-        f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {_described(recipe.cluster)}; change "
-        "it with cluster.KEY=VALUE"
+        f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {cluster}; change it with "
+        "cluster.KEY=VALUE"
     )
     with Bars(console) as bars:
         folder = set_up_and_claim(task, recipe, say, bars)
@@ -49,6 +50,10 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
         writer = checkpoint_writer(task, recipe, folder, lambda name: 1, task.model_writer(recipe, folder))
         writer.save_consensus(outcome.states)
         task.score(recipe, folder, tell, console)
+    except BaseException as error:
+        tell_end(events, error)
+        raise
+    tell_end(events, None)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
     tell(f"event hash: {outcome.event_hash}")
 
@@ -86,12 +91,6 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
         for loss in outcome.losses:
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     return outcome
-
-
-def _described(cluster: Cluster) -> str:
-    """All settings of a cluster, as `compute.seconds=0.1, link.latency=5e-05, …`."""
-    parts = cluster.model_dump(mode="json").items()
-    return ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
 
 
 class _Stop(Observer):
