@@ -50,10 +50,6 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
         writer = checkpoint_writer(task, recipe, folder, lambda name: 1, task.model_writer(recipe, folder))
         writer.save_consensus(outcome.states)
         task.score(recipe, folder, tell, console)
-    except BaseException as error:
-        tell_end(events, error)
-        raise
-    tell_end(events, None)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
     tell(f"event hash: {outcome.event_hash}")
 
