@@ -161,13 +161,11 @@ class Comparison:
             "edge": self.best[row].edge,
             "seeds": len(found),
             "diverged": sum(result.diverged for result in found),
-            "value": own and own.mean,
-            "value_half": own and own.half,
+            **_with_half("value", own),
             **self._beside(found),
             "valid": _mean_of([each.valid for each in found]),
             "baseline": base.arm,
-            "difference": difference and difference.mean,
-            "difference_half": difference and difference.half,
+            **_with_half("difference", difference),
             "p": p,
             "verdict": verdict,
             "loss": _mean_of([each.loss for each in found]),
@@ -179,8 +177,7 @@ class Comparison:
         if not self.metric.of_loss:
             return {}
         scores = [each.score for each in found if each.score is not None]
-        score = estimate(scores) if len(scores) == len(found) else None
-        return {"score": score and score.mean, "score_half": score and score.half}
+        return _with_half("score", estimate(scores) if len(scores) == len(found) else None)
 
     def _limit(self, own: dict[int, float], base: dict[int, float]) -> str:
         """Why a row is not compared with the baseline; empty if it is."""
@@ -294,6 +291,10 @@ _LEGEND = [
     "comparisons in the table (Benjamini & Hochberg). Differences with p of 0.05 or more are inconclusive; rows with "
     "everything wrong or right are not compared.",
 ]
+
+
+def _with_half(name: str, found: Estimate | None) -> dict[str, Any]:
+    return {name: found and found.mean, f"{name}_half": found and found.half}
 
 
 def _named(row: Row) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
@@ -50,8 +50,30 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _works(self) -> OptimizerConfig:
-        if self.options or self.name.lower() not in KNOWN_TO_WORK:
-            _try(self._kind(), self.lr, self.options)
+        """Take a step with the optimizer on a matrix and a vector. Raises ValueError with the reason if that fails."""
+        if not self.options and self.name.lower() in KNOWN_TO_WORK:
+            return self
+        import torch
+        from torch import nn
+
+        kind = self._kind()
+        signature, title = inspect.signature, kind.__name__
+        known = [name for name in signature(kind).parameters if name not in ("self", "params", "lr")]
+        for option in self.options:
+            if option not in known:
+                hint = did_you_mean(option, known)
+                raise ValueError(f"options: {title} has no {option!r}; {hint}known are {', '.join(known)}")
+        if signature(kind.step).parameters["closure"].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{title} computes the loss several times per step, which is not supported; use another, such as adamw"
+            )
+        parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            kind(parameters, lr=self.lr, **self.options).step()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{title} cannot train with lr {self.lr} and options {self.options}: {error}") from None
         return self
 
     def maker(self) -> Callable[[list[nn.Parameter]], Optimizer]:
@@ -65,49 +87,18 @@ class OptimizerConfig(Config):
         fused = {} if chosen or "fused" not in inspect.signature(kind).parameters else {"fused": True}
         return partial(kind, lr=self.lr, **self.options, **fused)
 
-    def _kind(self) -> Callable[..., Optimizer]:
-        known = optimizers()
-        kind = known.get(self.name.lower())
-        if kind is None:
+    def _kind(self) -> Any:
+        from torch import optim
+
+        known = {
+            name.lower(): kind
+            for name, kind in vars(optim).items()
+            if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
+        }
+        if self.name.lower() not in known:
             hint = did_you_mean(self.name.lower(), known)
             raise ValueError(f"name: {self.name!r} is not in torch.optim; {hint}known are {', '.join(known)}")
-        return kind
-
-
-@cache
-def optimizers() -> dict[str, type[Optimizer]]:
-    """All optimizers of `torch.optim`, by lower-case name."""
-    from torch import optim
-
-    return {
-        name.lower(): kind
-        for name, kind in vars(optim).items()
-        if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
-    }
-
-
-def _try(kind: Callable[..., Optimizer], lr: float, options: dict[str, Any]) -> None:
-    """Take a step with the optimizer on a matrix and a vector. Raises ValueError with the reason if that fails."""
-    import torch
-    from torch import nn
-
-    title = getattr(kind, "__name__", str(kind))
-    known = [name for name in inspect.signature(kind).parameters if name not in ("self", "params", "lr")]
-    for option in options:
-        if option not in known:
-            hint = did_you_mean(option, known)
-            raise ValueError(f"options: {title} has no {option!r}; {hint}known are {', '.join(known)}")
-    if inspect.signature(kind.step).parameters["closure"].default is inspect.Parameter.empty:  # type: ignore[attr-defined]
-        raise ValueError(
-            f"{title} computes the loss several times per step, which is not supported; use another, such as adamw"
-        )
-    parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    try:
-        kind(parameters, lr=lr, **options).step()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{title} cannot train with lr {lr} and options {options}: {error}") from None
+        return known[self.name.lower()]
 
 
 AUTO = "auto"
