@@ -113,7 +113,12 @@ class CourseLearner(ReplicaLearner):
         self._run_end: int | None = None  # the portion before which the run ends
         self._over: tuple[float, Spent] | None = None  # when its last claim was done, and the time spent until then
         if start is not None:
-            self._restore(start)
+            if start.weights.shape != replica.weights.shape:
+                raise CheckpointError(
+                    f"learner {rank}: the checkpoint holds {start.weights.numel()} weights, the model has "
+                    f"{replica.weights.numel()}; resume with the model that was trained"
+                )
+            replica.restore(start.weights.to(replica.weights.device), start.optimizer, start.strategy)
 
     @abstractmethod
     def named_buffers(self) -> dict[str, Tensor]:
@@ -131,15 +136,6 @@ class CourseLearner(ReplicaLearner):
     def _minutes(self) -> float:
         """Training time so far."""
         return self._minutes_before + self.now() / 60.0
-
-    def _restore(self, start: LearnerState) -> None:
-        replica = self.replica
-        if start.weights.shape != replica.weights.shape:
-            raise CheckpointError(
-                f"learner {self._rank}: the checkpoint holds {start.weights.numel()} weights, the model has "
-                f"{replica.weights.numel()}; resume with the model that was trained"
-            )
-        replica.restore(start.weights.to(replica.weights.device), start.optimizer, start.strategy)
 
     @property
     def step_metadata(self) -> Tensor:

@@ -185,11 +185,10 @@ class LoopLearner(ConnectedLearner):
         run, spent, listener = self._run, self.statistics.spent, self._listener
         if run.gradient == "none":
             self.check_in_use("step()")
-            self.replica.take_from_loop(self._me)
+            self._end_computing()
             if scaler is not None:
                 for member in members_of(optimizer or self.replica.optimizer):
                     _unscale(scaler, member, self._me)
-            self._end_computing()
             run.gradient = "given"
         else:
             self.release.check()
@@ -213,7 +212,6 @@ class LoopLearner(ConnectedLearner):
     def agree(self) -> Consensus:
         """The mean of all learners' models, now."""
         self.release.check()
-        self.replica.take_from_loop(self._me)
         self._end_computing()
         if self._listener is None:
             return Consensus(self._contribution()[0], 0.0)
@@ -274,7 +272,6 @@ class LoopLearner(ConnectedLearner):
         self.release.check()
         if run.final is None:
             if not run.is_over:
-                self.replica.take_from_loop(self._me)
                 self._end_computing()
             run.is_over = True
             begin = time.monotonic()
@@ -312,7 +309,8 @@ class LoopLearner(ConnectedLearner):
     # implementation
 
     def _end_computing(self) -> None:
-        """Count the time for which the loop has computed."""
+        """Adopt what the loop has changed, and count the time for which it has computed."""
+        self.replica.take_from_loop(self._me)
         begun, self._resumed_at = self._resumed_at, time.monotonic()
         self.statistics.spent.computing += self._resumed_at - begun
 
