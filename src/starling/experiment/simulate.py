@@ -1,5 +1,7 @@
 """`starling simulate`: trains any number of learners in one process, on a simulated clock."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -19,6 +21,7 @@ from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import Seen, Timeline, segments
 from starling.experiment.task import RecipeT, Task
 from starling.launch.process import on_stop_signal, signal_name
+from starling.recipe.run import RunConfig
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
@@ -45,17 +48,11 @@ def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) 
     recipe = settled(task, recipe, folder, None, say, partial(simulated_choice, recipe, recipe.cluster))
     torch.set_num_threads(recipe.engine.threads or 1)  # the hash must not depend on the number of cores
     folder.log.mkdir(exist_ok=True)
-    events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
-    tell_start(events, recipe)
-    try:
+    with _recorded(recipe, folder, say) as events:
         outcome = _train(task, recipe, folder, events, console)
         writer = checkpoint_writer(task, recipe, folder, lambda name: 1, task.model_writer(recipe, folder))
         writer.save_consensus(outcome.states)
         task.score(recipe, folder, tell, console)
-    except BaseException as error:
-        tell_end(events, error)
-        raise
-    tell_end(events, None)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
     tell(f"event hash: {outcome.event_hash}")
 
@@ -94,6 +91,19 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
         for loss in outcome.losses:
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     return outcome
+
+
+@contextmanager
+def _recorded(recipe: RunConfig, folder: ExperimentFolder, say: Say) -> Generator[Events, None, None]:
+    """The events of a run, from its start to its end."""
+    events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
+    tell_start(events, recipe)
+    try:
+        yield events
+    except BaseException as error:
+        tell_end(events, error)
+        raise
+    tell_end(events, None)
 
 
 class _Stop(Silence):
