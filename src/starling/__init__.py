@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from starling.engines.virtual.cluster import Cluster as Cluster
     from starling.engines.virtual.engine import VirtualEngine as VirtualEngine
     from starling.errors import StarlingError as StarlingError
-    from starling.experiment.any_job import Simulated as Simulated
     from starling.experiment.any_job import Trained as Trained
-    from starling.experiment.any_job import simulate as simulate
     from starling.experiment.any_job import train as train
     from starling.experiment.planning import profile as profile
     from starling.experiment.report import report as report
+    from starling.experiment.simulate import Simulated as Simulated
+    from starling.experiment.simulate import simulate as simulate
     from starling.experiment.task import Task as Task
     from starling.experiment.task import TaskRecipe as TaskRecipe
     from starling.experiment.task import job_of as job_of
@@ -64,9 +64,10 @@ _NAMES = {
     "engines.virtual.cluster": "Cluster",
     "engines.virtual.engine": "VirtualEngine",
     "errors": "StarlingError",
-    "experiment.any_job": "Simulated Trained simulate train",
+    "experiment.any_job": "Trained train",
     "experiment.planning": "profile",
     "experiment.report": "report",
+    "experiment.simulate": "Simulated simulate",
     "experiment.task": "Task TaskRecipe job_of",
     "launch.joining": "attach join",
     "launch.sharing": "SharedBatches SharedSampler",

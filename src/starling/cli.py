@@ -78,7 +78,7 @@ def join(
 @app.command(cls=TakesKeys, epilog="Example: [bold]starling simulate fsdd learners=64 strategy=delay-by-one[/bold]")
 def simulate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     """Train with virtual learners in this process, on a simulated cluster. The same seed gives the same events."""
-    from starling.experiment.simulate import simulate as simulate_recipe
+    from starling.experiment.simulate import simulate_recipe
     from starling.experiment.task import load_recipe
 
     chosen = load_recipe(recipe, overrides or (), command="starling simulate")

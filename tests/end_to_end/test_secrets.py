@@ -10,7 +10,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
 from tests.sessions import run_to_end
@@ -66,7 +66,7 @@ def test_a_simulation_writes_no_value_of_the_environment(
         monkeypatch.setenv(name, value)
     said: list[str] = []
     console = Console(file=io.StringIO())
-    simulate(SPEECH, check_recipe(tree, "r.yaml"), said.append, console)
+    simulate_recipe(SPEECH, check_recipe(tree, "r.yaml"), said.append, console)
     files = _files(tmp_path)
     assert {"env.txt", "manifest.json", "errs-test.txt"} <= {path.name for path in files}
     assert not _spoken(files)

@@ -16,7 +16,7 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from starling.experiment.report import report
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
 from tests.runs.conftest import data_of, songs
@@ -41,7 +41,7 @@ def written(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, learners, strategy in (("few", 2, "allreduce"), ("many", 4, "adpsgd")):
         recipe = check_recipe({**tree, "name": name, "learners": learners, "strategy": strategy}, "r.yaml")
-        simulate(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
+        simulate_recipe(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
     return report([folder / "exp" / f"{name}-virtual" for name in ("few", "many")], folder / "page.html").path
 
 

@@ -20,7 +20,7 @@ from starling.errors import ConfigError
 from starling.experiment.auto import kept
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.planning import plan_recipe
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.predict import choosing, predict
 from starling.predict.at_hand import ACROSS, INSIDE, Allowance, topologies
 from starling.predict.choosing import Surroundings, choose, explained, surroundings_of
@@ -339,7 +339,7 @@ def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -
 
     def hash_with(strategy: Any) -> str:
         lines: list[str] = []
-        simulate(SPEECH, check_recipe(tree | {"strategy": strategy}, "r.yaml"), lines.append, Console(file=said))
+        simulate_recipe(SPEECH, check_recipe(tree | {"strategy": strategy}, "r.yaml"), lines.append, Console(file=said))
         return lines[-1]
 
     found = hash_with("auto")

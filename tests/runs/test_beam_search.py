@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from starling import extras
 from starling.cli import app
 from starling.errors import ConfigError, DataError
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.speech.commands.evaluate import evaluate
 from starling.speech.recipe import check_recipe
 from starling.speech.scoring.error_rates import read_texts
@@ -42,7 +42,7 @@ def songs_tree(tree: Tree) -> Tree:
 def simulated(tree: Tree) -> tuple[Path, list[str]]:
     lines: list[str] = []
     recipe = check_recipe(tree, "songs")
-    simulate(SPEECH, recipe, lines.append, Console(file=io.StringIO()))
+    simulate_recipe(SPEECH, recipe, lines.append, Console(file=io.StringIO()))
     return recipe.exp / f"{recipe.name}-virtual", lines
 
 

@@ -18,7 +18,7 @@ from starling.chance import derive_seed
 from starling.comparing.compare import load_comparison
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.speech.commands.evaluate import evaluate
 from starling.speech.models import ModelConfig, build_model, count_parameters
 from starling.speech.recipe import check_recipe, fixed_settings
@@ -159,7 +159,7 @@ def songs_with(tree: Tree, model: dict[str, Any]) -> Tree:
 
 def simulated(tree: Tree) -> Path:
     recipe = check_recipe(tree, "songs")
-    simulate(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
+    simulate_recipe(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
     return recipe.exp / f"{recipe.name}-virtual"
 
 

@@ -16,7 +16,7 @@ from starling.errors import CheckpointError, ConfigError, DataError
 from starling.experiment.audit import audit
 from starling.experiment.claim import claim_folder
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.recipe.run import dump_recipe
 from starling.speech.commands.evaluate import evaluate
 from starling.speech.comparison import check_comparison
@@ -67,7 +67,7 @@ def simulated(tree: Tree) -> tuple[Path, list[str]]:
     """The experiment of a simulation, and its results."""
     recipe = check_recipe(tree, "r.yaml")
     lines: list[str] = []
-    simulate(SPEECH, recipe, lines.append, Console(file=io.StringIO()))
+    simulate_recipe(SPEECH, recipe, lines.append, Console(file=io.StringIO()))
     return recipe.exp / f"{recipe.name}-virtual", lines
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from starling.errors import ConfigError, DataError
 from starling.experiment.claim import claim_folder
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.task import SPEECH
@@ -154,7 +154,7 @@ def test_a_published_encoder_trains(name: str, tree: Tree, tmp_path: Path) -> No
     make(tmp_path / "published")
     recipe = check_recipe(recipe_of(tree, tmp_path / "published") | {"budget": {"steps": 2}}, "r.yaml")
     lines: list[str] = []
-    simulate(SPEECH, recipe, lines.append, Console(file=io.StringIO()))
+    simulate_recipe(SPEECH, recipe, lines.append, Console(file=io.StringIO()))
     assert any("%WER" in line for line in lines)
 
 

@@ -20,7 +20,7 @@ from starling.cli import app
 from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.report import PAGE, collect, read_events, report
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.reporting.evidence import MAX_EVENTS, Evidence
 from starling.speech.recipe import check_recipe
 from starling.speech.scoring.error_rates import align_words, error_rates, read_texts
@@ -37,7 +37,7 @@ def simulated(tree: Tree, **changes: Any) -> Path:
         "batches": {"max_duration": 2},
     }
     recipe = check_recipe({**tree, **given, **changes}, "r.yaml")
-    simulate(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
+    simulate_recipe(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
     return recipe.exp / f"{recipe.name}-virtual"
 
 

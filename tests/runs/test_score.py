@@ -8,7 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from starling.cli import app
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.recipe.run import dump_recipe
 from starling.speech.recipe import check_recipe
 from starling.speech.scoring.error_rates import write_score_files
@@ -113,7 +113,7 @@ def test_what_cannot_be_scored_is_an_error(
 def test_an_experiment_knows_its_speakers_and_columns(tree: Tree) -> None:
     """From the prepared set, and from the table of the corpus."""
     recipe = check_recipe(tree, "songs")
-    simulate(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
+    simulate_recipe(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
     experiment = recipe.exp / f"{recipe.name}-virtual"
     code, lines = run(experiment, "--by", "speaker")
     assert code == 0
@@ -140,7 +140,7 @@ def test_utterances_that_preparation_dropped_are_told(tree: Tree, tmp_path: Path
     """A score without them looks better than it is: songs of three words are too long here, those of two are not."""
     tree["data"] |= {"folder": str(tmp_path / "short"), "filter": {"max_seconds": 0.9}}
     lines: list[str] = []
-    simulate(SPEECH, check_recipe(tree, "songs"), lines.append, Console(file=io.StringIO()))
+    simulate_recipe(SPEECH, check_recipe(tree, "songs"), lines.append, Console(file=io.StringIO()))
     (told,) = [line for line in lines if "dropped" in line]
     count, total = int(told.split()[0]), int(told.split()[2])
     assert 0 < count < total == 6

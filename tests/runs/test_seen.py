@@ -13,7 +13,7 @@ from starling.experiment.audit import audit
 from starling.experiment.claim import set_up_and_claim
 from starling.experiment.observers import Seen
 from starling.experiment.seen import begin_segment, read_seen, segments
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.speech.recipe import check_recipe, fingerprints
 from starling.speech.store import SpeechSet
 from starling.speech.task import SPEECH
@@ -26,7 +26,7 @@ def simulated(tree: Tree, **changes: object) -> tuple[Path, list[str]]:
     """The experiment of a simulation, and what was said on the way."""
     recipe = check_recipe({**tree, "budget": {"epochs": 2}, "strategy": "adpsgd", **changes}, "r.yaml")
     said = io.StringIO()
-    simulate(SPEECH, recipe, lambda line: None, Console(file=said, force_terminal=False, width=300))
+    simulate_recipe(SPEECH, recipe, lambda line: None, Console(file=said, force_terminal=False, width=300))
     return recipe.exp / f"{recipe.name}-virtual", said.getvalue().splitlines()
 
 

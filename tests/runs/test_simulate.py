@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, DataError, PeerLost
 from starling.experiment.audit import audit
-from starling.experiment.simulate import simulate
+from starling.experiment.simulate import simulate_recipe
 from starling.speech.commands.evaluate import evaluate
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 def simulated(tree: Tree) -> list[str]:
     """The results of a simulation, line by line."""
     lines: list[str] = []
-    simulate(SPEECH, check_recipe(tree, "r.yaml"), lines.append, Console(file=io.StringIO()))
+    simulate_recipe(SPEECH, check_recipe(tree, "r.yaml"), lines.append, Console(file=io.StringIO()))
     return lines
 
 
@@ -34,7 +34,7 @@ def test_a_simulation_says_where_it_writes_and_which_cluster_it_assumes(tree: Tr
     """Before anything else; all times depend on the cluster."""
     said = io.StringIO()
     tree |= {"name": "flock", "cluster": {"compute": {"seconds": 0.25}}}
-    simulate(SPEECH, check_recipe(tree, "r.yaml"), lambda line: None, Console(file=said))
+    simulate_recipe(SPEECH, check_recipe(tree, "r.yaml"), lambda line: None, Console(file=said))
     first = said.getvalue().splitlines()[0]
     assert first.startswith(f"2 virtual learners in {tmp_path / 'exp' / 'flock-virtual'}, on a cluster of compute.")
     assert "compute.seconds=0.25, " in first
@@ -141,7 +141,7 @@ def test_a_simulation_survives_a_dead_learner_and_the_audit_agrees(tree: Tree, t
     }
     screen = io.StringIO()
     lines: list[str] = []
-    simulate(SPEECH, check_recipe(tree, "r.yaml"), lines.append, Console(file=screen, width=300))
+    simulate_recipe(SPEECH, check_recipe(tree, "r.yaml"), lines.append, Console(file=screen, width=300))
     said = screen.getvalue()
     assert re.search(
         r"learner 2 was killed on purpose after [\d.]+ simulated seconds; learners 0, 1 continue after", said

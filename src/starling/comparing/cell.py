@@ -19,8 +19,9 @@ from starling.comparing.grid import Cell, CellResult, Point
 from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import NonFiniteError
-from starling.experiment.any_job import Simulated, train_quietly
+from starling.experiment.any_job import train_quietly
 from starling.experiment.seen import read_timeline
+from starling.experiment.simulate import Simulated
 from starling.launch.messages import EpochEnd
 from starling.reporting.epochs import Meter, together
 from starling.reporting.events import read_events

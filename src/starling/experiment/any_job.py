@@ -1,4 +1,4 @@
-"""`starling.train` and `starling.simulate`: train any PyTorch model and data with all features of a recipe's run."""
+"""`starling.train`: trains any PyTorch model and data with all features of a recipe's run."""
 
 import io
 from collections.abc import Mapping
@@ -11,16 +11,12 @@ from rich.console import Console
 from torch import nn
 
 from starling.checkpoint.reader import latest
-from starling.checkpoint.writer import mean_of_buffers
-from starling.consensus import consensus
-from starling.engines.virtual.cluster import Cluster
-from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.packing import pack, packed_command, refuse_if_importing
 from starling.experiment.task import OF_BOTH, Task, settings_of
 from starling.experiment.train import train as run_training
 from starling.experiment.train import train_as_learner
-from starling.experiment.weights import fill, load_weights
+from starling.experiment.weights import load_weights
 from starling.launch.rendezvous import is_learner, number_of_learners
 from starling.recipe.problems import checked
 from starling.recipe.run import EngineConfig, RunConfig
@@ -49,30 +45,6 @@ class Trained:
     def model(self) -> nn.Module:
         """The consensus model, in evaluation mode, on the CPU."""
         return load_weights(self.job.workload.make_model(), self.checkpoint)
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """The result of `starling.simulate`."""
-
-    job: Job
-    """The job that was simulated."""
-    outcome: Outcome
-    """Everything that the virtual engine recorded: states, events and times."""
-
-    @property
-    def seconds(self) -> float:
-        """The simulated time."""
-        return self.outcome.seconds
-
-    def model(self) -> nn.Module:
-        """The consensus model, in evaluation mode, on the CPU."""
-        states = self.outcome.states
-        model = self.job.workload.make_model()
-        weights = consensus((state.weights for state in states), [state.kept for state in states])
-        means = mean_of_buffers([state.buffers for state in states if state.is_worker])
-        fill(model, weights, means)
-        return model.eval()
 
 
 def train(
@@ -151,27 +123,6 @@ def train_quietly(job: Job, learners: int, **given: Any) -> Trained:
     """Train to measure: without output and without checkpoints by time; a lost learner ends the run."""
     quiet, rarely = Console(file=io.StringIO()), {"minutes": None}
     return train(job, learners, overwrite=True, on_loss="stop", checkpoints=rarely, console=quiet, **given)
-
-
-def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:
-    """Train a job with `learners` virtual learners in this process, on a simulated cluster and clock.
-
-    The gradients are real, and the same seed gives the same run. The job's functions need not be importable, and no
-    file is written.
-
-    Args:
-        job: What to train, how, and for how long.
-        learners: The number of virtual learners.
-        cluster: The speeds of machines and links; None: the default of `starling.Cluster`.
-
-    Raises:
-        Deadlock: All learners wait for each other.
-        PeerLost: The job cannot continue without the learners that its faults kill.
-
-    Example:
-        >>> starling.simulate(job, learners=64).seconds  # doctest: +SKIP
-    """
-    return Simulated(job, VirtualEngine(job, learners, cluster).run())
 
 
 def with_settings(job: Job, run: RunConfig) -> Job:

@@ -1,12 +1,17 @@
-"""`starling simulate`: trains any number of learners in one process, on a simulated clock."""
+"""`starling simulate` and `starling.simulate`: train any number of learners in one process, on a simulated clock."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from rich.console import Console
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.checkpoint.reader import load
+from starling.checkpoint.writer import mean_of_buffers
+from starling.consensus import consensus
+from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import Stopped
 from starling.experiment.auto import kept, settled, simulated_choice
@@ -18,15 +23,61 @@ from starling.experiment.observers import Seen, Timeline, Together
 from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import segments
 from starling.experiment.task import RecipeT, Task
+from starling.experiment.weights import fill
 from starling.launch.process import on_stop_signal, signal_name
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
-from starling.training.job import Observer, StepReport
+from starling.training.job import Job, Observer, StepReport
 from starling.training.membership import Membership
 
 
-def simulate(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) -> None:
+@dataclass(frozen=True)
+class Simulated:
+    """The result of `starling.simulate`."""
+
+    job: Job
+    """The job that was simulated."""
+    outcome: Outcome
+    """Everything that the virtual engine recorded: states, events and times."""
+
+    @property
+    def seconds(self) -> float:
+        """The simulated time."""
+        return self.outcome.seconds
+
+    def model(self) -> nn.Module:
+        """The consensus model, in evaluation mode, on the CPU."""
+        states = self.outcome.states
+        model = self.job.workload.make_model()
+        weights = consensus((state.weights for state in states), [state.kept for state in states])
+        means = mean_of_buffers([state.buffers for state in states if state.is_worker])
+        fill(model, weights, means)
+        return model.eval()
+
+
+def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:
+    """Train a job with `learners` virtual learners in this process, on a simulated cluster and clock.
+
+    The gradients are real, and the same seed gives the same run. The job's functions need not be importable, and no
+    file is written.
+
+    Args:
+        job: What to train, how, and for how long.
+        learners: The number of virtual learners.
+        cluster: The speeds of machines and links; None: the default of `starling.Cluster`.
+
+    Raises:
+        Deadlock: All learners wait for each other.
+        PeerLost: The job cannot continue without the learners that its faults kill.
+
+    Example:
+        >>> starling.simulate(job, learners=64).seconds  # doctest: +SKIP
+    """
+    return Simulated(job, VirtualEngine(job, learners, cluster).run())
+
+
+def simulate_recipe(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) -> None:
     """Train with `learners` virtual learners on the recipe's cluster, then score the model.
 
     Scores, the simulated time and the event hash go to `tell`, everything else to `console`. The experiment is
