@@ -12,7 +12,7 @@ from starling.errors import DataError
 from starling.experiment.audit import audit
 from starling.experiment.claim import set_up_and_claim
 from starling.experiment.observers import Seen
-from starling.experiment.seen import begin_segment, read_seen, segments
+from starling.experiment.seen import begin_segment, read_seen, segments, start_of
 from starling.experiment.simulate import simulate_recipe
 from starling.speech.recipe import check_recipe, fingerprints
 from starling.speech.store import SpeechSet
@@ -168,3 +168,12 @@ def test_utterances_skipped_before_a_resume_count(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="3 utterances of epoch 1 could not be used, the last one c"):
         seen.on_claim(ClaimReport(0, Ticket(0, 5, 5), skipped=(("c", "cut short"),)))
     seen.close()
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "{}", '{"next_ticket": {"epoch": 0, "index": 0, "step": 5}}'])
+def test_a_segment_that_does_not_say_where_it_starts_is_no_beginning(damaged: str, tmp_path: Path) -> None:
+    segment = begin_segment(tmp_path, Position(Ticket(0, 4, 4)))
+    assert start_of(segment) == Position(Ticket(0, 4, 4))
+    (segment / "start.json").write_text(damaged)
+    with pytest.raises(DataError, match="start.json: "):
+        start_of(segment)

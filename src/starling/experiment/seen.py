@@ -23,7 +23,7 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from starling.errors import DataError
 from starling.reporting.epochs import Stretch
@@ -129,9 +129,12 @@ def start_of(segment: Path) -> Position:
     """The position at which a segment starts. Raises DataError if that is missing or damaged."""
     path = segment / "start.json"
     try:
-        return TypeAdapter(Position).validate_json(path.read_bytes())
-    except (OSError, ValueError, ValidationError) as error:
+        position = TypeAdapter(Position).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
+    if position.num_done != _begin(segment):
+        raise DataError(f"{path}: it says step {position.num_done}, and its folder {_begin(segment)}")
+    return position
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
