@@ -175,5 +175,5 @@ def test_a_segment_that_does_not_say_where_it_starts_is_no_beginning(damaged: st
     segment = begin_segment(tmp_path, Position(Ticket(0, 4, 4)))
     assert start_of(segment) == Position(Ticket(0, 4, 4))
     (segment / "start.json").write_text(damaged)
-    with pytest.raises(DataError, match="start.json: "):
+    with pytest.raises(DataError, match=r"start\.json: "):
         start_of(segment)
