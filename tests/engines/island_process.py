@@ -364,7 +364,7 @@ def main(runs: list[tuple[str, list[int]]], folder: Path) -> None:
             job = case.job()
             strategy = job.strategy.described(job.options)
             saved = load(next((folder / case.resumes).glob("step-*")))
-            start = saved.start(rank, world, strategy, case.size, case.is_tensor)
+            start = saved.start(rank, world, strategy, job.island)
         measuring = Measuring(counts_memory=issubclass(case.workload, Large))
         before = 0
         if issubclass(case.workload, Large):

@@ -17,6 +17,7 @@ from starling.checkpoint.reader import load
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError
 from starling.predict.facts import memory_of
+from starling.strategies.islands import Island
 from starling.training.flat import trainable
 from starling.training.tensor_plan import traffic_of
 from starling.workload import Ticket
@@ -181,11 +182,11 @@ def test_islands_of_another_size_begin_without_what_a_strategy_keeps(folder: Pat
     (path,) = (folder / "diloco").glob("step-*")
     job = CASES["diloco"].job()
     saved, strategy = load(path), job.strategy.described(job.options)
-    start = saved.start(3, 4, strategy, 4)
+    start = saved.start(3, 4, strategy, Island(sharded=4))
     assert start.strategy == {}
     assert torch.equal(start.weights, saved.consensus())
     assert saved.manifest.learners == 4
-    assert saved.start(3, 4, strategy, 2).strategy["momentum"].abs().max() > 0.0
+    assert saved.start(3, 4, strategy, Island(sharded=2)).strategy["momentum"].abs().max() > 0.0
 
 
 @pytest.mark.parametrize("name", ["adpsgd", "hadpsgd"])
