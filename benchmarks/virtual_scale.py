@@ -4,7 +4,6 @@ As a program, `python -m benchmarks.virtual_scale LEARNERS ROUNDS NUM_BYTES RESU
 """
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from starling.budget import Budget
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.timing import simulate_timing
+from starling.predict.measure import peak_memory
 from starling.strategies import find_strategy
 from starling.training.job import Job
 
@@ -105,7 +105,7 @@ def main(world: int, rounds: int, num_bytes: int, note: Path) -> None:
     begin = time.perf_counter()
     outcome = simulate_timing(find_strategy("adpsgd"), None, world, cluster, num_bytes, world * rounds)
     seconds = time.perf_counter() - begin
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = peak_memory() / 2**20
     num_rounds = max(learner.averaging.rounds for learner in outcome.learners)
     note.write_text(
         json.dumps({"seconds": seconds, "events": outcome.num_events, "rounds": num_rounds, "mebibytes": peak})

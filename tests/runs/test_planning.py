@@ -1,6 +1,8 @@
 """Plans: speeds meet closed forms, crossing points meet their equations, published hours are what is printed."""
 
 import csv
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -471,3 +473,12 @@ def test_the_page_of_published_hours_is_what_the_command_prints() -> None:
     result = CliRunner().invoke(app, ["plan", "--published"])
     assert result.exit_code == 0, result.output
     assert result.stdout == PAGE.read_text(encoding="utf-8")
+
+
+def test_the_memory_of_a_process_is_its_own_and_not_that_of_the_one_which_started_it() -> None:
+    """On Linux a process inherits the peak that `getrusage` tells, also that of a large notebook."""
+    code = "from starling.predict.measure import peak_memory\nprint(peak_memory())"
+    large = bytearray(1 << 30)
+    large[:: 1 << 12] = b"1" * len(large[:: 1 << 12])  # each page is in memory
+    found = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert 50 * MEGABYTE < found < len(large)

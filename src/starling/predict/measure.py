@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -173,8 +174,15 @@ def _note_memory(me: Learner, figures: Figures) -> None:
         figures.device = torch.cuda.get_device_name(device)
         figures.memory_bytes = torch.cuda.max_memory_allocated(device)
     else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        figures.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        figures.memory_bytes = peak_memory()
+
+
+def peak_memory() -> int:
+    """The most memory that this process has used, in bytes. On Linux, `getrusage` would also count what the process
+    that started it had used."""
+    with suppress(OSError, StopIteration), Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 MEASURING = Strategy(MEASURE, "measure gradients, exchanges and means", measure, options=MeasureOptions)
