@@ -401,6 +401,7 @@ class Dummy:
                 self._race(peers, draws)
             notes = DoneNotes(store, rank, world) if membership.number else self._notes
             while not self._is_over.is_set():
+                peers.look_around()
                 self._claim(draws, notes, peers)
                 self._is_over.wait(world / CLAIMS_PER_SECOND)
             peers.part()
@@ -436,7 +437,6 @@ class Dummy:
             self._link.send(Activity(values={"rounds": num_rounds / (time.monotonic() - began)}))
 
     def _claim(self, draws: Draws, notes: DoneNotes, peers: Peers) -> None:
-        peers.look_around()
         number = draws.take()
         draws.begin()
         notes.add(Ticket(0, number, number))

@@ -9,8 +9,9 @@ would spend it idle before every gradient.
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError
 from functools import partial
+from queue import Empty, SimpleQueue
 
 from torch.distributed.distributed_c10d import Store
 
@@ -43,44 +44,63 @@ class Draws:
         self._worker = Worker("starling-draws")
         self._own: Peers | None = None
         self._is_closed = False
-        self._num_begun = 0
-        self._begun: deque[tuple[float, Future[int]]] = deque()  # the draws that were not taken, each with its time
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._begun_at: deque[float] = deque()  # of the draws that were not taken
+        # a queue, because waiting for a future takes as long as a draw
+        self._drawn: SimpleQueue[int | Exception] = SimpleQueue()
+        self._taken: int | Exception = 0
         self.drawn_at = 0.0
         """When the draw that was taken last had begun, on the clock `time.monotonic`."""
 
     @property
     def num_under_way(self) -> int:
         """Draws that have begun and were not taken."""
-        return len(self._begun)
+        return len(self._begun_at)
 
     @property
     def num_known(self) -> int:
         """How many can be taken without waiting."""
-        return sum(drawn.done() for _, drawn in self._begun)
+        return self._drawn.qsize()
 
     def begin(self) -> None:
         """Begin one more draw."""
         if self._own is None:
             self._own = self._peers.beside(self._check_closed, Waits())
-        self._begun.append((time.monotonic(), self._worker.submit(partial(self._draw, self._own, self._num_begun))))
-        self._num_begun += 1
+            self._worker.submit(partial(self._draw_all, self._own))
+        self._begun_at.append(time.monotonic())
+        self._asked.put(True)
 
     def take(self) -> int:
         """The next portion, in the order of the draws; waits for it if need be. `DistStoreError` after the time-out."""
         peers = self._peers
         if self.num_under_way == 0:
             self.begin()
-        begun_at, drawn = self._begun[0]
         with peers.waits.waiting(CLAIMING, () if self._is_first else [self._group.start]):
-            peers.await_done(lambda: bool(wait([drawn], POLL_SECONDS).done), "no draw")
-        self.drawn_at, number = begun_at, drawn.result()
-        self._begun.popleft()
-        return number
+            peers.await_done(self._has_come, "no draw")
+        if isinstance(self._taken, Exception):
+            raise self._taken
+        self.drawn_at = self._begun_at.popleft()
+        return self._taken
+
+    def _has_come(self) -> bool:
+        try:
+            self._taken = self._drawn.get(timeout=POLL_SECONDS)
+        except Empty:
+            return False
+        return True
 
     def close(self) -> None:
         """End the thread. The store has counted the draws that were not taken."""
         self._is_closed = True
+        self._asked.put(False)
         self._worker.close(CLOSE_SECONDS)
+
+    def _draw_all(self, own: Peers) -> None:
+        try:
+            for claim, _ in enumerate(iter(self._asked.get, False)):
+                self._drawn.put(self._draw(own, claim))
+        except Exception as error:  # raised by `take`
+            self._drawn.put(error)
 
     def _draw(self, own: Peers, claim: int) -> int:
         store, key = own.store, f"claims/{self._group.start}/{{}}".format
