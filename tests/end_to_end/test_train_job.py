@@ -86,15 +86,15 @@ def test_a_job_survives_a_killed_learner_sees_everything_once_and_resumes_with_o
 
 
 def test_a_resume_with_another_strategy_begins_from_the_consensus_and_says_so(tmp_path: Path) -> None:
-    """After adpsgd, the learners of allreduce have one model: the distance is 0, where rounding is all that may be."""
-    text = SCRIPT + TRAIN
+    """After dpsgd, whose learners end apart, those of allreduce have one model, to the bit."""
+    text = (SCRIPT + TRAIN).replace("adpsgd", "dpsgd")
     assert run(tmp_path, text, "2", "2").returncode == 0
     experiment = tmp_path / "exp" / "quadrants"
     assert (load(latest(experiment)).manifest.consensus_distance or 0.0) > 0.0
-    second = run(tmp_path, text.replace("adpsgd", "allreduce"), "2", "3", "resume")
+    second = run(tmp_path, text.replace("dpsgd", "allreduce"), "2", "3", "resume")
     assert second.returncode == 0, second.stderr
     said = " ".join(second.stderr.split())
-    assert "resume: adpsgd saved it, and this run trains with allreduce; all learners begin with the mean" in said
+    assert "resume: dpsgd saved it, and this run trains with allreduce; all learners begin with the mean" in said
     checkpoint = load(latest(experiment))
     assert checkpoint.manifest.position.num_done == 3 * 60
     one, other = (checkpoint.learner(rank).weights for rank in range(2))

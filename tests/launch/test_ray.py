@@ -242,7 +242,7 @@ def test_a_run_that_loses_its_server_s_node_ends_with_an_error_that_names_the_no
     """The server's shard of the model is lost with it."""
     nodes = [cluster.add(num_cpus=1) for _ in range(3)]
     run = Run(tmp_path, 3, cluster.address, strategy="parameter-server")
-    status = run.wait_until(lambda status: num_training(status) == 2)
+    status = run.wait_until(lambda status: num_training(status) == 3)
     lost = next(node for node in nodes if node.node_id[:8] in status.learners[0].node)
     cluster.kill(lost)
     run.end()
