@@ -29,8 +29,7 @@ from starling.comparing.table import Estimate, estimate
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
-from starling.strategies.adpsgd import ADPSGD
-from starling.strategies.base import Strategy
+from starling.strategies import STRATEGIES, Strategy
 from starling.training.job import Job, Observer, StepReport
 from starling.workload import Ticket, Workload
 
@@ -171,7 +170,9 @@ class Run:
     """On the simulated clock."""
 
 
-def measure(steps: int, learners: int, seed: int, strategy: Strategy = ADPSGD, pattern: str | None = "pairs") -> Run:
+def measure(
+    steps: int, learners: int, seed: int, strategy: Strategy = STRATEGIES["adpsgd"], pattern: str | None = "pairs"
+) -> Run:
     """A run of ADPSGD with random pairs, or of another strategy, at the corollary's step size."""
     watch = Watch()
 

@@ -57,7 +57,7 @@ class Published(Workload[FrameBatch]):
         features = torch.randn(BATCH, FRAMES, NUM_FEATURES, generator=generator)
         states = torch.randint(NUM_OUTPUTS, (BATCH, FRAMES), generator=generator)
         lengths = torch.full((BATCH,), FRAMES)
-        return [FrameBatch(features, lengths, states, 0.2 * BATCH, tuple(map(str, range(BATCH))))]
+        return [FrameBatch(features, lengths, 0.2 * BATCH, tuple(map(str, range(BATCH))), states)]
 
     def loss(self, model: nn.Module, examples: FrameBatch) -> Tensor:
         return frame_loss(model, examples)

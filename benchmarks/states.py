@@ -19,7 +19,7 @@ def main() -> None:
     for number in (100, 1_000, 9_000, 32_000):
         model = build_model(ModelConfig(name="blstm-hybrid", preset="ibm"), INPUTS, number, seed=1)
         states = torch.randint(number, (SEQUENCES, FRAMES), generator=generator)
-        batch = FrameBatch(features, lengths, states, 0.0, ("",) * SEQUENCES)
+        batch = FrameBatch(features, lengths, 0.0, ("",) * SEQUENCES, states)
         seconds = []
         for _ in range(REPEATS):
             began = time.process_time()

@@ -1,5 +1,7 @@
 """The command line: help with examples, one clear message for an error, an exit code for each kind."""
 
+import inspect
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -9,6 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from starling.cli import app
+from starling.configuration import beneath_fields, owners
+from starling.errors import ConfigError
+from starling.recipe.run import StrategyChoice
 from starling.strategies import STRATEGIES
 
 COMMANDS = (
@@ -66,6 +71,33 @@ def test_strategies_are_listed_with_a_line_each() -> None:
     assert listed == {kind: [name for name in STRATEGIES if STRATEGIES[name].kind == kind] for kind in listed}
     assert sorted(name for names in listed.values() for name in names) == sorted(STRATEGIES)
     assert {"all-reduce", "gossip", "periodic", "server", "shared memory"} <= set(listed)
+
+
+@pytest.mark.parametrize("width", [40, 120])
+@pytest.mark.parametrize("name", [*STRATEGIES, "auto"])
+def test_a_strategy_is_described_by_its_own_docstrings(name: str, width: int) -> None:
+    """Every word of them but for `Args` and the example, in lines that fit the terminal."""
+    result = CliRunner().invoke(app, ["strategies", name], env={"COLUMNS": str(width)})
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= width
+    shown = " ".join(result.stdout.split())
+    strategy = StrategyChoice(name=name).strategy
+    assert shown.startswith(f"{name}: {strategy.summary}")
+    text = re.sub(r"^(Args|Example):\n(    .*\n|\n)*", "", f"{inspect.getdoc(strategy.run)}\n", flags=re.MULTILINE)
+    for paragraph in re.split(r"\n\n|^[A-Z][\w ]+:\n", text, flags=re.MULTILINE):
+        assert " ".join(paragraph.split()).replace("::", ":") in shown
+    for option, owner in owners(strategy.options).items():
+        field, meaning = owner.model_fields[option], " ".join(beneath_fields(owner)[option].split())
+        assert meaning
+        assert re.search(rf"\b{option} \([^)]+\): {re.escape(meaning)}", shown)
+        assert field.is_required() == (f"{option} (required)" in shown)
+
+
+def test_a_wrong_strategy_to_describe_names_the_nearest() -> None:
+    """As everywhere else."""
+    result = CliRunner().invoke(app, ["strategies", "dilco"])
+    assert result.exit_code == ConfigError.exit_code
+    assert "strategy: 'dilco' is unknown; did you mean 'diloco'?" in result.stderr
 
 
 def test_help_does_not_load_torch() -> None:

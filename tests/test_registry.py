@@ -9,8 +9,10 @@ from typing import Any, TypeGuard
 import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from typer.testing import CliRunner
 
 from starling import registry
+from starling.cli import app
 from starling.errors import ConfigError
 from starling.recipe.run import dump_recipe
 from starling.registry import Registry, did_you_mean
@@ -33,13 +35,22 @@ from starling.speech.corpora import NamedSets, Utterance
 from starling.speech.models import Architecture, ModelShape
 
 
-async def alone(me: Learner) -> None:
-    """Never average."""
+class AloneOptions(Config):
+    patience: float = 0.5
+    """How long it waits for others, in vain."""
+
+
+async def alone(me: Learner, options: AloneOptions) -> None:
+    """Never average.
+
+    Waits:
+        No learner waits for another.
+    """
     while me.claim():
         me.step(await me.gradient(me.weights))
 
 
-ALONE = Strategy("alone", "never average", alone)
+ALONE = Strategy("alone", "never average", alone, options=AloneOptions)
 
 
 def crossed(k, rank, world):
@@ -150,6 +161,16 @@ def test_a_strategy_from_outside_is_found_by_both_names(outside: Any, name: str)
     """In a recipe, and as the strategy of a job."""
     assert find_strategy(name) is outside.ALONE
     assert Job(TinyRegression(), name, None, sgd(0.1)).strategy is outside.ALONE  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["outside:ALONE", "alone"])
+def test_a_strategy_from_outside_is_described(outside: Any, name: str) -> None:
+    """By its own docstrings, like Starling's."""
+    shown = " ".join(CliRunner().invoke(app, ["strategies", name]).stdout.split())
+    assert shown == (
+        "alone: never average Never average. Waits No learner waits for another. "
+        "Options patience (0.5): How long it waits for others, in vain."
+    )
 
 
 def test_starlings_own_part_wins_over_an_entry_point_of_its_name(outside: Any) -> None:

@@ -13,10 +13,10 @@ from typer.models import OptionInfo, ParameterInfo
 
 import starling
 from starling import cli
-from starling.configuration import Config
+from starling.configuration import Config, owners
 from starling.errors import StarlingError
+from starling.problems import known_keys
 from starling.recipe.file import SHIPPED, read_recipe
-from starling.recipe.problems import known_keys
 from starling.speech.recipe import Recipe, check_recipe
 from starling.strategies import STRATEGIES
 from tests.sessions import run_to_end
@@ -58,7 +58,7 @@ def test_every_option_of_a_strategy_is_in_the_reference(name: str) -> None:
     """In a section of the strategy's own."""
     (section,) = [each for each in recipe_keys.sections() if each.title == f"`strategy`, `name: {name}`"]
     assert [key.path for key in section.keys] == [
-        f"strategy.{each}" for each in ("name", *STRATEGIES[name].options.model_fields)
+        f"strategy.{each}" for each in ("name", *owners(STRATEGIES[name].options))
     ]
 
 

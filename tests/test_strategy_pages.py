@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
 
+from starling.configuration import owners
 from starling.speech.recipe import Recipe, load_recipe
 from starling.strategies import STRATEGIES, Strategy
 from starling.topology import PATTERNS, custom
@@ -94,10 +94,8 @@ def test_a_page_names_every_option_with_its_default(strategy: Strategy) -> None:
     if page_of(strategy.name) != strategy.name:
         assert of_method is not None
         rows |= {name: f"`{value}`" for name, value in re.findall(r"`(\w+): (.+?)`", of_method[1])}
-    fields: type[BaseModel] = strategy.options
-    expected = {
-        name: "required" if field.is_required() else f"`{field.default}`" for name, field in fields.model_fields.items()
-    }
+    fields = {name: kind.model_fields[name] for name, kind in owners(strategy.options).items()}
+    expected = {name: "required" if field.is_required() else f"`{field.default}`" for name, field in fields.items()}
     assert {name: default for name, default in rows.items() if name not in PATTERNS} == expected
 
 
@@ -173,7 +171,7 @@ def noise_keeps(learners: int, rate: float, step: float) -> float:
 
 def test_the_table_of_accelerated_rings_is_computed() -> None:
     """Constants, factors of a round and distances under noise, each with and without."""
-    text = page("adpsgd").partition("## Acceleration")[2].partition("\n## ")[0]
+    text = page("a2cid2").partition("## Constants")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["4", "8", "16", "64"]
     for number, figures in rows:

@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
-from starling import STRATEGIES, Budget, Cluster, Job, Strategy, VirtualEngine, load_recipe
+from starling import STRATEGIES, Budget, Cluster, Job, Learner, Strategy, VirtualEngine, load_recipe
+from starling.cli import app
 from starling.engines.virtual.cluster import ComputeModel
 from starling.errors import ConfigError
+from starling.learner import Background, LocalOptimizer, Shards
 from tests.contract.cases import sgd
 from tests.contract.oracle import columns, gradient_of_regression
 from tests.contract.problems import TinyRegression
@@ -144,6 +147,34 @@ def test_the_page_has_a_row_for_every_field_of_a_strategy() -> None:
     table = PAGE.partition("| field | default |")[2].partition("\n\n")[0]
     rows = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     assert rows == set(Strategy.__dataclass_fields__) - {"name", "summary", "run"}
+
+
+def test_the_page_has_a_row_for_every_method_of_the_helper_objects() -> None:
+    """With its object. Of the learner's own methods the page has the ten that most strategies need."""
+    table = PAGE.partition("| object | member |")[2].partition("\n\n")[0]
+    found: dict[str, set[str]] = {}
+    for name, member in re.findall(r"^\| (?:`me\.(\w+)`)? ?\| `(\w+)", table, re.MULTILINE):
+        found.setdefault(name or list(found)[-1], set()).add(member)
+    kinds = {"optimizer": LocalOptimizer, "background": Background, "shards": Shards}
+    assert found == {name: set(kind.__abstractmethods__) for name, kind in kinds.items()}
+    table = PAGE.partition("| method | what it does |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)", table, re.MULTILINE)
+    assert len(rows) == 10
+    assert {*rows, "rank", "world", "seed", *kinds} <= {*Learner.__abstractmethods__, "exchange"}
+
+
+def test_the_pages_example_of_an_example_is_true() -> None:
+    """It is DiLoCo's own."""
+    (block,) = re.findall(r"```text\n(Example:\n.*?)```", PAGE, re.DOTALL)
+    assert "".join(block.split()) in "".join((STRATEGIES["diloco"].run.__doc__ or "").split())
+
+
+def test_the_pages_strategy_is_described(local_sgd: ModuleType) -> None:
+    """By the command that the page names."""
+    (name,) = re.findall(r"`PYTHONPATH=\. starling strategies (\S+)`", PAGE)
+    shown = " ".join(CliRunner().invoke(app, ["strategies", name]).stdout.split())
+    assert (local_sgd.local_sgd.__doc__ or "-") in shown
+    assert "every (8): H, the steps between two averages." in shown
 
 
 def test_the_pages_strategy_is_short() -> None:

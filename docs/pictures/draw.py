@@ -67,6 +67,7 @@ TIMELINES = {
         {"every": 4, "fragments": 2, "overlap": 1},
         "halves of the weights are averaged in turn, beneath the next gradient",
     ),
+    "ako": Waits("ako", {"parts": 4}, "no gradient waits for another gradient; each learner sends parts to all others"),
     "async-diloco": Waits(
         "async-diloco",
         {"every": 3, "servers": "own"},

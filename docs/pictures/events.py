@@ -14,7 +14,7 @@ from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
-from starling.strategies.server import GRADIENT
+from starling.strategies.parts.server import GRADIENT
 from starling.training.job import Job
 from starling.training.stragglers import Stragglers
 from starling.workload import Ticket, Workload
@@ -163,7 +163,7 @@ class Watch:
 
         def ended(end: float) -> None:
             self._events.averagings.append(Averaging(self._me.rank, begin, end))
-            if self._me.shards.held and tag == GRADIENT:
+            if self._me.own_shards.held and tag == GRADIENT:
                 number = self._num_arrived[peer] = self._num_arrived.get(peer, -1) + 1
                 self._arrived.append((peer, number))
 
@@ -177,7 +177,7 @@ class Watch:
 
     def _share(self, pieces: Sequence[slice]) -> Any:
         handle = self._asked["share"](pieces)
-        for shard in self._me.shards.held:
+        for shard in self._me.own_shards.held:
             self._watch_shard(shard, whose=lambda _: [(self._me.rank, self._num_begun - 1)])
         return handle
 

@@ -1,9 +1,11 @@
 """The command line: one thin function for each command that serves any recipe; packages add their own."""
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +19,12 @@ from starling.commands import (
 )
 from starling.errors import ConfigError
 from starling.extras import require
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from starling.configuration import Config
+    from starling.strategies import Strategy
 
 PACKAGES = "starling.commands"
 """The entry points by which packages, speech among them, add commands: typer applications."""
@@ -186,12 +194,24 @@ def report(
     write_report(experiments, output, typer.echo)
 
 
-@app.command(epilog="Example: [bold]starling strategies[/bold]")
-def strategies() -> None:
-    """List the strategies by which learners can agree, by family, those of installed packages included."""
-    from starling.recipe.run import AUTO_STRATEGY
+@app.command(epilog="Example: [bold]starling strategies diloco[/bold]")
+def strategies(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A strategy to describe, or module:name.", show_default=False)
+    ] = None,
+) -> None:
+    """List the strategies by which learners can agree, by family; or describe one: equation, options, references.
+
+    Strategies of installed packages are included.
+    """
+    from starling.recipe.run import AUTO_STRATEGY, StrategyChoice
     from starling.strategies import find_strategy, strategy_names
 
+    if name is not None:
+        from rich.console import Console
+
+        Console(highlight=False).print(*_described(StrategyChoice(name=name).strategy), sep="\n")
+        return
     found = {name: find_strategy(name) for name in strategy_names()} | {AUTO_STRATEGY.name: AUTO_STRATEGY}
     width = max(map(len, found))
     for kind in dict.fromkeys(strategy.kind for strategy in found.values()):
@@ -199,6 +219,41 @@ def strategies() -> None:
         for name, strategy in found.items():
             if strategy.kind == kind:
                 typer.echo(f"  {name:{width}}  {strategy.summary}")
+
+
+_PARTS = r"^(Waits|Use when|Args|References|Example):\n"
+
+
+def _described(strategy: "Strategy") -> Iterator["RenderableType"]:
+    """What a strategy is, as the docstrings of its coroutine and of its options say."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    found = re.split(_PARTS, inspect.getdoc(strategy.run) or "", flags=re.MULTILINE)
+    parts = dict(zip(["", *found[1::2]], map(inspect.cleandoc, found[::2]), strict=True))
+    parts["Options"] = "\n\n".join(_options(strategy.options)) or "none"
+    parts["References"] = re.sub(r"\.\n(?=[A-Z])", ".\n\n", parts.get("References", ""))
+    yield Text(f"{strategy.name}: {strategy.summary}", "bold")
+    for title in ("", "Waits", "Options", "Use when", "References"):
+        if content := parts.get(title, "").strip():
+            if title:
+                yield Text(title, "bold")
+            for each in re.split(r"\n\s*\n|\n(?=\* )", content):
+                shown = each if each.startswith(" ") else " ".join(each.split()).replace("::", ":")  # or an equation
+                yield Padding(Text(shown), (0, 0, 1, 2), expand=False)
+
+
+def _options(kind: type["Config"]) -> Iterator[str]:
+    """Each option of a strategy with its default and its meaning."""
+    from pydantic_core import to_json
+
+    from starling.configuration import beneath_fields, owners
+
+    for name, owner in owners(kind).items():
+        field = owner.model_fields[name]
+        default = "required" if field.is_required() else to_json(field.get_default(call_default_factory=True)).decode()
+        meaning = field.description or beneath_fields(owner).get(name, "")
+        yield f"{name} ({default.strip(chr(34))}): {meaning}"
 
 
 @shipped.callback(invoke_without_command=True)

@@ -1,10 +1,14 @@
-"""The base class of configuration models, and functions to compare configurations."""
+"""The base class of configuration models, what their fields mean, and functions to compare configurations."""
 
+import ast
 import hashlib
+import inspect
 import json
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -15,6 +19,13 @@ class Config(BaseModel):
     """A frozen section of a recipe, such as the options of a strategy. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+    MOVED: ClassVar[Mapping[str, str]] = {}
+    """By the name of each key that it had once, what to write instead: the error about that key says so."""
+
+    @classmethod
+    def alternatives(cls) -> Sequence[type["Config"]]:
+        """The classes of which `model_validate` makes one, by the value of a key; usually only this one."""
+        return (cls,)
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -31,6 +42,12 @@ def read_saved(kind: type[ConfigT], path: Path) -> ConfigT:
         raise CheckpointError(f"{path} cannot be read: {place}{': ' if place else ''}{problem}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def owners(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The class of each field, by the field's name: the model, or the first of its `alternatives` that has it."""
+    kinds = (model, *model.alternatives()) if issubclass(model, Config) else (model,)
+    return {name: kind for kind in reversed(kinds) for name in kind.model_fields}
 
 
 def canonical(content: Any) -> str:
@@ -51,3 +68,25 @@ def differing(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, 
         return
     for name in dict.fromkeys([*before, *now]):
         yield from differing(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+
+
+@cache
+def beneath_fields(kind: type) -> dict[str, str]:
+    """The docstring beneath each field of a class, of its own or of a class of Starling or of its own package that it
+    extends. Python does not keep these docstrings."""
+    found: dict[str, str] = {}
+    packages = {"starling", kind.__module__.partition(".")[0]}
+    for base in reversed(kind.__mro__):
+        if base.__module__.partition(".")[0] in packages:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            found |= _beneath(tree) if isinstance(tree, ast.ClassDef) else {}
+    return found
+
+
+def _beneath(tree: ast.ClassDef) -> dict[str, str]:
+    found = {}
+    for field, following in zip(tree.body, tree.body[1:], strict=False):
+        match field, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = inspect.cleandoc(text)
+    return found

@@ -8,7 +8,7 @@ and in simulated time on the `virtual` engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -102,12 +102,122 @@ class Shard(ABC):
         """
 
 
+class Shards(ABC):
+    """What strategies use whose model is kept in model shards, by servers or in memory that all learners share."""
+
+    @abstractmethod
+    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
+        """Keep a piece of the model for all learners, initialised with this learner's weights.
+
+        Its optimizer is one like the learner's own, with the learning rates of the schedule; or that which
+        `make_optimizer` makes of the piece's parameters, with constant rates.
+        """
+
+    @abstractmethod
+    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
+        """Start sharing the model with all learners, in memory that all change without a lock.
+
+        It is initialised with learner 0's weights; each learner has its own optimizer. Raises ConfigError unless all
+        learners are on one machine.
+        """
+
+    @abstractmethod
+    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
+        """Wait until one of `handles` is finished, and return its key. The wait has no time-out as long as all peers
+        are alive.
+
+        Unfinished handles may be passed again under the same key.
+        """
+
+
+class LocalOptimizer(ABC):
+    """A learner's own optimizer, and the layout of the weights that it changes."""
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Sequence[torch.Size]:
+        """The shapes of the parameters that are views into the weights, in their order; of an island, of this rank's
+        parts. Empty in a simulation of time alone."""
+
+    @abstractmethod
+    def pieces(self, largest: int, state: bool = False) -> Sequence[slice]:
+        """Divide the weights into pieces of at most `largest` numbers, so that each is changed and sent quickly.
+
+        With `state`, pieces of the optimizer's state per weight (momentum, Adam's two moments) follow those of the
+        weights. The pieces are the same on all learners.
+        """
+
+    @abstractmethod
+    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
+        """The present learning rate, if it is the same for all weights; otherwise that of each weight `[P]`, or of
+        those in a piece `[n]`. On Starling's own engines it is in units of its peak."""
+
+    @property
+    @abstractmethod
+    def step_metadata(self) -> Tensor:
+        """The step metadata of the claimed mini-batch, such as its learning rate: `[k]`, float64, in host memory. k is
+        constant, and the same on all learners."""
+
+    @abstractmethod
+    def clip(self, gradient: Tensor) -> Tensor | None:
+        """Clip a gradient `[P]` in place to the run's maximum norm. `Learner.step` clips its gradient itself.
+
+        Returns None if the gradient is not finite: it must not be used anywhere. Raises `NonFiniteError` after too many
+        such gradients in a row.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all that the optimizer keeps between its steps: its next step is that of a new optimizer."""
+
+
+class Background(ABC):
+    """A learner's second activity, and the averaging rounds that it makes.
+
+    All learners take part in the same rounds 0, 1, 2, ….
+    """
+
+    @abstractmethod
+    def start(self, activity: Coroutine[Any, Any, None]) -> None:
+        """Start a second coroutine of this learner, concurrent with the first. An error in it ends the learner."""
+
+    @abstractmethod
+    def round(self, period: float) -> Handle[int | None]:
+        """Wait for the next averaging round of the run; the result is its number, or None after the last one.
+
+        A round opens for all learners as soon as one of them has made `period` gradients for it. So a slow learner
+        delays no round, and there are about 1 / `period` rounds per gradient of the fastest learner.
+        """
+
+    @abstractmethod
+    def keep_up(self, most: float) -> Handle[None]:
+        """Wait until this learner has made fewer than `most` gradients since the last round that its background
+        completed.
+
+        It waits only while the background is in a round: never for a round to open, nor for another learner's gradient.
+        """
+
+
+class Exchange(Generic[T]):
+    """A message that is being received while another is sent; `await` waits for both."""
+
+    def __init__(self, receiving: Handle[T], sending: Handle[None]) -> None:
+        self._receiving, self._sending = receiving, sending
+
+    def __await__(self) -> Generator[Handle[Any], None, T]:
+        received = yield from self._receiving.__await__()
+        yield from self._sending.__await__()
+        return received
+
+
 class Learner(ABC):
     """One of the learners that train a model together, as seen by its strategy.
 
     Weights and gradients are flat vectors `[P]`, in the same order on all learners. Weights change only through `step`,
     `apply` and `replace`, which are atomic, so that a background coroutine never loses an update.
     """
+
+    # who it is
 
     @property
     @abstractmethod
@@ -124,36 +234,15 @@ class Learner(ABC):
     def seed(self) -> int:
         """The run's seed. It is the same on all learners, so that they draw the same numbers without communication."""
 
-    @property
-    @abstractmethod
-    def weights(self) -> Tensor:
-        """This learner's weights `[P]`; the model's parameters are views into them. Do not write to them directly."""
-
-    @property
-    @abstractmethod
-    def shapes(self) -> Sequence[torch.Size]:
-        """The shapes of the parameters that are views into `weights`, in their order; of an island, of this rank's
-        parts. Empty in a simulation of time alone."""
+    # its mini-batches and steps
 
     @abstractmethod
     def claim(self) -> bool:
-        """Take the next mini-batch from the budget that all learners share; False once it is spent."""
+        """Take the next mini-batch from the budget that all learners share; False once it is spent.
 
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """The number of changes that have been made to `weights`."""
-
-    @property
-    @abstractmethod
-    def step_metadata(self) -> Tensor:
-        """The step metadata of the claimed mini-batch, such as its learning rate: `[k]`, float64, in host memory. k is
-        constant, and the same on all learners."""
-
-    @abstractmethod
-    def learning_rate(self, piece: slice | None = None) -> float | Tensor:
-        """The local optimizer's present learning rate, if it is the same for all weights; otherwise that of each weight
-        `[P]`, or of those in a piece `[n]`. On Starling's own engines it is in units of its peak."""
+        It is the same for all learners of a sync group, which finish their last step together, if need be beyond the
+        budget.
+        """
 
     @abstractmethod
     def gradient(self, at: Tensor) -> Handle[Tensor]:
@@ -164,29 +253,50 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        """Clip a gradient `[P]` in place to the run's maximum norm. `step` clips its gradient itself.
+    def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
+        """Make a step of the local optimizer on `weights` with `gradient` `[P]`.
 
-        Returns None if the gradient is not finite: it must not be used anywhere. Raises `NonFiniteError` after too many
-        such gradients in a row.
+        `read_at` is the value of `version` when the gradient's weights were read. None: that of the newest gradient.
+        `scale` multiplies the learning rate.
         """
 
+    # its weights
+
+    @property
     @abstractmethod
-    def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
+    def weights(self) -> Tensor:
+        """This learner's weights `[P]`; the model's parameters are views into them. Do not write to them directly."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The number of changes that have been made to `weights`."""
+
+    @abstractmethod
+    def snapshot(self, piece: slice | None = None) -> Tensor:
+        """A copy of `weights`, or of a piece of them."""
+
+    @abstractmethod
+    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+        """Add `delta` to the weights `[P]`, or to a piece of them, one that `optimizer.pieces` has returned."""
+
+    @abstractmethod
+    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
+        """Overwrite this learner's weights with `weights` `[P]`, or a piece of them with `weights` `[n]`."""
+
+    # messages
+
+    @abstractmethod
+    def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         """Start averaging the present value of a vector over a group of learners (None: all), summed in rank order.
 
         A group must be the learner's own sync group. Do not write to the result: learners may share it. Do not await a
         handle after passing it to `mean`, unless its work was finished. The mean of a gradient's handle may start
         before the gradient is complete: the `processes` engine then reduces each part while the rest is still being
         computed, and the backend chooses the order of the sum.
-        """
 
-    @abstractmethod
-    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
-        """Start averaging vectors that travel encoded over this learner's sync group, `part` being its own part.
-
-        The result `[n]` is in host memory, and has the same bits on all learners and engines. Strategies use
-        `strategies.compression`, which keeps the residuals.
+        Of vectors that travel encoded, `of` is this learner's part; the result `[n]` is then in host memory, and has
+        the same bits on all learners and engines. Strategies use `strategies.parts.means`, which keeps the residuals.
         """
 
     @abstractmethod
@@ -204,75 +314,21 @@ class Learner(ABC):
         Do not write to the result: it may be the peer's memory.
         """
 
-    @abstractmethod
-    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        """Wait until one of `handles` is finished, and return its key. The wait has no time-out as long as all peers
-        are alive.
-
-        Unfinished handles may be passed again under the same key.
-        """
-
-    @abstractmethod
-    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
+    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Awaitable[Tensor]:
         """Start sending `tensor` to `peer`, and receiving one of the same shape from it, both under `tag`."""
+        receiving = self.receive(peer, tensor, tag)  # first, so that data flows in both directions at once
+        return Exchange(receiving, self.send(peer, tensor, tag))
 
-    @abstractmethod
-    def background(self, activity: Coroutine[Any, Any, None]) -> None:
-        """Start a second coroutine of this learner, concurrent with the first. An error in it ends the learner."""
-
-    @abstractmethod
-    def round(self, period: float) -> Handle[int | None]:
-        """Wait for the next averaging round of the run; the result is its number, or None after the last one.
-
-        All learners take part in the same rounds 0, 1, 2, …. A round opens for all learners as soon as one of them has
-        made `period` gradients for it. So a slow learner delays no round, and there are about 1 / `period` rounds per
-        gradient of the fastest learner.
-        """
-
-    @abstractmethod
-    def keep_up(self, most: float) -> Handle[None]:
-        """Wait until this learner has made fewer than `most` gradients since the last round that its background
-        coroutine completed.
-
-        It waits only while that coroutine is in a round: never for a round to open, nor for another learner's gradient.
-        """
-
-    @property
-    @abstractmethod
-    def staleness(self) -> int:
-        """The number of changes that have been made to `weights` since those of the newest gradient were read."""
-
-    @abstractmethod
-    def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
-        """Make a step of the local optimizer on `weights` with `gradient` `[P]`.
-
-        `read_at` is the value of `version` when the gradient's weights were read. None: that of the newest gradient.
-        `scale` multiplies the learning rate.
-        """
-
-    @abstractmethod
-    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        """Add `delta` to the weights `[P]`, or to a piece of them, one that `pieces` has returned."""
-
-    @abstractmethod
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        """Overwrite this learner's weights with `weights` `[P]`, or a piece of them with `weights` `[n]`."""
-
-    @abstractmethod
-    def snapshot(self, piece: slice | None = None) -> Tensor:
-        """A copy of `weights`, or of a piece of them."""
-
-    @abstractmethod
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        """Divide `weights` into pieces of at most `largest` numbers, so that each is changed and sent quickly.
-
-        With `optimizer_state`, pieces of the optimizer's state per weight (momentum, Adam's two moments) follow those
-        of the weights. The pieces are the same on all learners.
-        """
+    # what it keeps, and what few strategies need
 
     @abstractmethod
     def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
+        self,
+        name: str,
+        initial: Tensor,
+        is_common: bool = True,
+        for_membership: bool = False,
+        of_rounds: bool = False,
     ) -> Tensor:
         """A tensor that the strategy keeps between its steps, such as an outer momentum; initially a copy of `initial`.
 
@@ -280,23 +336,24 @@ class Learner(ABC):
         gets the saved value instead of `initial`; any other begins with `initial`. After a membership change, all
         learners begin with the value of one of them if it `is_common`, otherwise each with its own, a joiner with
         `initial`; or all with `initial` if it is `for_membership`: for what learners must keep consistent between them.
+        What a learner keeps of its own beyond a membership, and changes with its weights in the background's rounds, is
+        `of_rounds`.
         Learners whose common state is new must have equal weights, which engines check. Only a strategy that
         declares `keeps_state` may keep what is common. Only one of its coroutines may write to a tensor, in place; what
-        the background writes `for_membership` is saved as it is between two rounds, with the weights.
+        the background writes `for_membership` or `of_rounds` is saved as it is between two rounds, with the weights.
         """
 
+    @property
     @abstractmethod
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        """Keep a piece of the model for all learners, initialised with this learner's weights.
+    def optimizer(self) -> LocalOptimizer:
+        """Its own optimizer, and the layout of the weights."""
 
-        Its optimizer is one like the learner's own, with the learning rates of the schedule; or that which
-        `make_optimizer` makes of the piece's parameters, with constant rates.
-        """
-
+    @property
     @abstractmethod
-    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
-        """Start sharing the model with all learners, in memory that all change without a lock.
+    def background(self) -> Background:
+        """Its second activity, in which it may average while it computes."""
 
-        It is initialised with learner 0's weights; each learner has its own optimizer. Raises ConfigError unless all
-        learners are on one machine.
-        """
+    @property
+    @abstractmethod
+    def shards(self) -> Shards:
+        """The model shards that it keeps or shares."""

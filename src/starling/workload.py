@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Generic, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, Self, TypeVar
 
 from pydantic import Field
 
@@ -115,3 +116,14 @@ class Workload(ABC, Generic[ExamplesT]):
             f"{type(self).__name__} does not know the {unit} of a mini-batch before it is loaded, but weighting: "
             f"{unit} needs them; define planned_size, or choose weighting: batches"
         )
+
+
+def mean_loss(model: nn.Module, workload: Workload[Any]) -> float:
+    """The mean loss of a model on the CPU over the mini-batches of the first epoch."""
+    import torch
+
+    batches = [each for index in range(workload.num_batches(0)) for each in workload.load(Ticket(0, index, index))]
+    weights = [workload.weight(each) for each in batches]
+    with torch.no_grad():
+        losses = [weight * float(workload.loss(model, each)) for weight, each in zip(weights, batches, strict=True)]
+    return math.fsum(losses) / math.fsum(weights)

@@ -28,13 +28,12 @@ from starling.engines.virtual.cluster import Cluster, ComputeModel, WatchModel
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError, PeerLost
 from starling.strategies import STRATEGIES, Strategy
-from starling.strategies.compression import is_compressed
+from starling.strategies.parts.means import is_compressed
 from starling.training.faults import Fault, Join, Kill
 from starling.training.job import ClaimReport, Job, Observer
 from starling.training.membership import Membership, MembershipObserver
 from starling.training.stragglers import Stragglers
 from starling.workload import Position, Workload
-from tests.boundaries.known import KNOWN
 from tests.contract.cases import CHOICES, MakeOptimizer
 from tests.contract.problems import Points
 
@@ -124,12 +123,10 @@ _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "hadpsgd-last-piece": ("hadpsgd", {"per_node": 2, "pattern": "ring", "piece_megabytes": 28 * 4 / 2**20}),
     "adpsgd-gap-aware": ("adpsgd", {"staleness": "gap-aware"}),
     "adpsgd-compensated": ("adpsgd", {"staleness": {"delay_compensation": 0.04, "mean_square": 0.9}}),
-    "adpsgd-accelerated": ("adpsgd", {"pattern": "ring", "acceleration": {"rate": 0.3, "step": 1.2}}),
     "server-gap-aware": ("parameter-server", {"staleness": "gap-aware"}),
     "server-compensated": ("parameter-server", {"staleness": {"delay_compensation": 0.04, "mean_square": 0.9}}),
     "server-delayed-nesterov": ("async-diloco", {"every": 3, "momentum": 0.5, "rate": 0.5}),
     "dpsgd-adapt-first": ("dpsgd", {"order": "adapt-first"}),
-    "dpsgd-mean-every": ("dpsgd", {"mean_every": 4}),
     "noloco-pull": ("noloco", {"every": 3, "pull": 0.5}),
 }
 """Options that the contract does not run, as strategy and options."""
@@ -380,11 +377,9 @@ def undisturbed(
     return VirtualEngine(method.job(workload, optimizer, steps, world, speed), world, CLUSTERS[speed]).run()
 
 
-def marked(test: str, name: str, *values: Any) -> Any:
-    """A parameter set with a name; a strict expected failure if it is in the table of `test`."""
-    reason = KNOWN.get(test, {}).get(name)
-    marks = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)]
-    return pytest.param(*values, id=name.replace(" ", "-"), marks=marks)
+def named(name: str, *values: Any) -> Any:
+    """A parameter set with a name."""
+    return pytest.param(*values, id=name.replace(" ", "-"))
 
 
 def representatives() -> Iterator[Method]:

@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from starling.strategies.compression import TopK
+from starling.strategies.parts.background import BackgroundOptions
+from starling.strategies.parts.means import TopK
 from starling.workload import Ticket, Workload
-from tests.boundaries.grid import KINDS, SPEEDS, Cell, Method, NothingHappened, marked, methods, run_cell, undisturbed
+from tests.boundaries.grid import KINDS, SPEEDS, Cell, Method, NothingHappened, methods, named, run_cell, undisturbed
 from tests.contract.problems import Points
 
 STEPS = 40
@@ -31,13 +32,15 @@ SIZE = 8
 """The model is a matrix of so many rows and columns."""
 SMALL = 0.02
 """The part of a share that may still be pending, because momenta are geometric."""
+RATE = 0.5
+"""The consensus rate of what has changed in weights."""
 GENTLE: dict[str, Any] = {
     "momentum": 0.5,
     "beta": 0.5,
     "mu": 0.5,
     "blend": 0.0,
     "feedback": 1.0,
-    "consensus_rate": 0.5,
+    "consensus_rate": RATE,
     "warm_up": 0,
     "every": 3,
     "overlap": 1,
@@ -85,6 +88,9 @@ def gentle(method: Method) -> Method:
             is_less = before is None or value < before or name == "feedback"
             changed = method.using(**{name: value})
             method = changed if is_less and changed.fits(4) else method
+    if isinstance(options, BackgroundOptions) and options.compression not in ("none", "bfloat16"):
+        found = options.model_dump()["compression"]
+        method = method.using(compression={"choco": found, "consensus_rate": RATE})
     if isinstance(getattr(options, "compression", None), TopK) and hasattr(options, "every"):
         method = method.using(compression=options.compression.model_copy(update={"top_k": 0.25}).model_dump())
     return method
@@ -169,7 +175,7 @@ def of_sample() -> list[Cell]:
     return cells
 
 
-@pytest.mark.parametrize("cell", [marked("conservation", cell.name, cell) for cell in of_sample()])
+@pytest.mark.parametrize("cell", [named(cell.name, cell) for cell in of_sample()])
 def test_each_mini_batch_counts_once_whatever_happens_once(cell: Cell, tmp_path: Path) -> None:
     """With the share that its method gives to it among so many learners."""
     assert problems([cell], tmp_path) == []
@@ -178,7 +184,7 @@ def test_each_mini_batch_counts_once_whatever_happens_once(cell: Cell, tmp_path:
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [marked("conservation", f"{method.name} {kind}", method, kind) for method in methods().values() for kind in KINDS],
+    [named(f"{method.name} {kind}", method, kind) for method in methods().values() for kind in KINDS],
 )
 def test_each_mini_batch_counts_once_whatever_happens(method: Method, kind: str, tmp_path: Path) -> None:
     """The same under every method, in every encoding, with 2 to 4 learners of unequal speeds."""

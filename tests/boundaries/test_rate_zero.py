@@ -16,8 +16,8 @@ from tests.boundaries.grid import (
     Cell,
     Method,
     NothingHappened,
-    marked,
     methods,
+    named,
     run_cell,
     same_bits,
     undisturbed,
@@ -44,7 +44,7 @@ def optimizer(rate: float) -> MakeOptimizer:
 
 def rate_of(method: Method) -> float:
     """0, except for a method that divides by the rate."""
-    return 1e-9 if getattr(method.options(4), "divided_by_rate", False) else 0.0
+    return 1e-9 if method.strategy.name == "slowmo" else 0.0
 
 
 @cache
@@ -112,7 +112,7 @@ def of_sample() -> list[Cell]:
     return cells
 
 
-@pytest.mark.parametrize("cell", [marked("rate zero", cell.name, cell) for cell in of_sample()])
+@pytest.mark.parametrize("cell", [named(cell.name, cell) for cell in of_sample()])
 def test_whatever_happens_once_nothing_moves_at_rate_zero(cell: Cell, tmp_path: Path) -> None:
     """Learners that were equal stay equal to the bit, and each weight moves by rounding at most."""
     assert problems([cell], tmp_path) == []
@@ -121,7 +121,7 @@ def test_whatever_happens_once_nothing_moves_at_rate_zero(cell: Cell, tmp_path: 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [marked("rate zero", f"{method.name} {kind}", method, kind) for method in methods().values() for kind in KINDS],
+    [named(f"{method.name} {kind}", method, kind) for method in methods().values() for kind in KINDS],
 )
 def test_whatever_happens_nothing_moves_at_rate_zero(method: Method, kind: str, tmp_path: Path) -> None:
     """The same under every method, in every encoding, with 1 to 5 learners of unequal speeds, at two moments each."""

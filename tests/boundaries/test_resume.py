@@ -16,8 +16,8 @@ from tests.boundaries.grid import (
     CLUSTERS,
     Method,
     Watch,
-    marked,
     methods,
+    named,
     representatives,
     resumed,
     same_bits,
@@ -105,7 +105,7 @@ def encoded_otherwise(before: Method) -> list[Method]:
     return [each for name, each in methods().items() if name.startswith(f"{base}/") and each is not before]
 
 
-@pytest.mark.parametrize("before", [marked("resume", f"{each.name} once", each) for each in representatives()])
+@pytest.mark.parametrize("before", [named(f"{each.name} once", each) for each in representatives()])
 def test_learners_are_equal_after_a_resume_with_another_strategy(before: Method, tmp_path: Path) -> None:
     """Of each strategy with one other."""
     number, found = [each.name for each in representatives()].index(before.name), others(before)
@@ -113,7 +113,7 @@ def test_learners_are_equal_after_a_resume_with_another_strategy(before: Method,
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("before", [marked("resume", each.name, each) for each in representatives()])
+@pytest.mark.parametrize("before", [named(each.name, each) for each in representatives()])
 def test_learners_are_equal_after_a_resume_with_any_other_strategy(before: Method, tmp_path: Path) -> None:
     """All ordered pairs of strategies."""
     assert problems(before, others(before), tmp_path) == []
@@ -122,7 +122,7 @@ def test_learners_are_equal_after_a_resume_with_any_other_strategy(before: Metho
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "before",
-    [marked("resume", f"{each.name} encoded", each) for each in methods().values() if encoded_otherwise(each)],
+    [named(f"{each.name} encoded", each) for each in methods().values() if encoded_otherwise(each)],
 )
 def test_learners_are_equal_after_a_resume_in_another_encoding(before: Method, tmp_path: Path) -> None:
     """All ordered pairs of encodings that a method accepts."""

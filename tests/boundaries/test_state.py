@@ -20,7 +20,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
 from starling.strategies import NoOptions, Strategy
-from tests.boundaries.grid import CLUSTERS, Method, Watch, marked, methods, representatives, resumed
+from tests.boundaries.grid import CLUSTERS, Method, Watch, methods, named, representatives, resumed
 from tests.boundaries.walking import found_in
 from tests.contract.cases import adamw
 from tests.contract.problems import TinyRegression
@@ -45,7 +45,7 @@ class Live(Watch):
         async def run(me: Learner, *options: Any) -> None:
             coroutines: list[Coroutine[Any, Any, None]] = []
             kept: list[Tensor] = []
-            start, keep = me.background, me.strategy_state
+            start, keep = me.background.start, me.strategy_state
 
             def background(activity: Coroutine[Any, Any, None]) -> None:
                 coroutines.append(activity)
@@ -55,7 +55,7 @@ class Live(Watch):
                 kept.append(keep(*arguments, **named))
                 return kept[-1]
 
-            me.background, me.strategy_state = background, strategy_state  # type: ignore[method-assign]
+            me.background.start, me.strategy_state = background, strategy_state  # type: ignore[method-assign]
             coroutines.append(strategy.run(me, *options))
             self.coroutines[me.rank], self.saved[me.rank] = coroutines, kept
             await coroutines[-1]
@@ -114,31 +114,27 @@ def in_step(method: Method) -> bool:
     return method.strategy.sync_group_size(method.options(WORLD), WORLD) == WORLD
 
 
-@pytest.mark.parametrize("method", [marked("kept", each.name, each) for each in representatives()])
+@pytest.mark.parametrize("method", [named(each.name, each) for each in representatives()])
 def test_what_a_strategy_keeps_is_in_the_checkpoint(method: Method) -> None:
     """Whatever changes from one barrier to another, in any object that its coroutines hold, is saved or declared."""
     assert kept_beside_the_checkpoint(method) == set()
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("method", [marked("kept", each.name, each) for each in methods().values()])
+@pytest.mark.parametrize("method", [named(each.name, each) for each in methods().values()])
 def test_what_any_method_keeps_is_in_the_checkpoint(method: Method) -> None:
     """The same of each method, in every encoding."""
     assert kept_beside_the_checkpoint(method) == set()
 
 
-@pytest.mark.parametrize(
-    "method", [marked("same bits", f"{each.name} once", each) for each in representatives() if in_step(each)]
-)
+@pytest.mark.parametrize("method", [named(f"{each.name} once", each) for each in representatives() if in_step(each)])
 def test_a_run_resumed_once_ends_in_the_same_bits(method: Method, tmp_path: Path) -> None:
     """From a checkpoint's files, where all learners step together."""
     assert stays_the_same(method, tmp_path, 1) == []
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "method", [marked("same bits", each.name, each) for each in methods().values() if in_step(each)]
-)
+@pytest.mark.parametrize("method", [named(each.name, each) for each in methods().values() if in_step(each)])
 def test_a_run_resumed_anywhere_ends_in_the_same_bits(method: Method, tmp_path: Path) -> None:
     """The same of each method, in every encoding, at four moments."""
     assert stays_the_same(method, tmp_path, 4) == []

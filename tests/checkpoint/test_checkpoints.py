@@ -18,7 +18,7 @@ from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, ProtocolError
 from starling.strategies import STRATEGIES
 from starling.strategies.allreduce import AllReduceOptions
-from starling.strategies.local import DiLoCoOptions
+from starling.strategies.diloco import DiLoCoOptions
 from starling.workload import Position, Ticket
 
 DILOCO, OTHER = (STRATEGIES["diloco"].described(DiLoCoOptions(every=every)) for every in (100, 50))

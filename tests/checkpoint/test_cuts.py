@@ -21,7 +21,7 @@ from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.membership import VirtualRounds
 from starling.experiment.observers import Keep, Saver
-from starling.strategies.delayed_nesterov import Loans
+from starling.strategies.parts.delayed_nesterov import Loans
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.job import EpochReport, Observer
 from starling.training.replica import Replica
@@ -114,9 +114,9 @@ def test_what_is_averaged_of_the_optimizer_is_conserved_with_the_weights() -> No
 
 def test_the_momenta_of_averaging_sum_to_zero_in_a_checkpoint() -> None:
     """They are those of the round with which the weights end."""
-    options = {"pattern": "ring", "acceleration": {"rate": 0.3, "step": 1.2}}
+    options = {"acceleration": {"rate": 0.3, "step": 1.2}}
     largest = 0.0
-    for num_done, states in checkpoints("adpsgd", options, 5):
+    for num_done, states in checkpoints("a2cid2", options, 5):
         momenta = [state.strategy[f"{MEMBERSHIP_PREFIX}momentum"] for state in states]
         largest = max(largest, float(momenta[0].abs().max()))
         torch.testing.assert_close(sum(momenta, torch.zeros(STEPS)), torch.zeros(STEPS), rtol=0.0, atol=1e-5)

@@ -12,14 +12,14 @@ from starling.budget import Budget, Schedule
 from starling.configuration import Config
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, NoOptions, Strategy
-from starling.strategies.adpsgd import AsynchronousOptions
+from starling.strategies.ako import AkoOptions
 from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions
-from starling.strategies.dpsgd import DpsgdOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.hogwild import HogwildOptions
-from starling.strategies.local import LocalOptions
-from starling.strategies.server import ServerOptions
+from starling.strategies.local_sgd import LocalSgdOptions
+from starling.strategies.parts.rules import ServerOptions
+from starling.strategies.qg_dsgdm import QgDsgdmOptions
 from starling.strategies.sgp import PushSumOptions
 from starling.topology import PATTERNS
 from starling.training.batch_shares import BatchShares
@@ -89,17 +89,14 @@ def _allreduce(**options: Any) -> Choice:
     return Choice(STRATEGIES["allreduce"], lambda world: AllReduceOptions.model_validate(options))
 
 
-def _dpsgd(pattern: str, **options: Any) -> Choice:
-    return Choice(STRATEGIES["dpsgd"], lambda world: DpsgdOptions(pattern=pattern, **options))
+def _gossip(name: str, **options: Any) -> Choice:
+    strategy = STRATEGIES[name]
+    return Choice(strategy, lambda world: strategy.options.model_validate(options))
 
 
-def _quasi_global(world: int) -> DpsgdOptions:
+def _quasi_global(world: int) -> QgDsgdmOptions:
     """A learner alone has no momentum."""
-    return DpsgdOptions(momentum="quasi-global", beta=0.8 if world > 1 else 0.0, mu=0.2)
-
-
-def _adpsgd(**options: Any) -> Choice:
-    return Choice(STRATEGIES["adpsgd"], lambda world: AsynchronousOptions(**options))
+    return QgDsgdmOptions(beta=0.8 if world > 1 else 0.0, mu=0.2)
 
 
 def _served(shards: int = 1, servers: str = "beside", **options: Any) -> Choice:
@@ -125,21 +122,24 @@ PERIODIC: dict[str, dict[str, Any]] = {
     "slowmo": {"every": 2},
     "diloco": {"every": 3},
     "noloco": {"every": 3},
-    "streaming-diloco": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1},
-    "streaming-diloco-int4": {"every": 6, "fragments": 3, "overlap": 2, "warm_up": 1, "compression": "int4"},
+    "streaming-diloco": {"every": 6, "fragments": 3, "overlap": 2},
+    "streaming-diloco-int4": {"every": 6, "fragments": 3, "overlap": 2, "compression": "int4"},
     "easgd": {"every": 2},
     "sparta": {"share": 0.2},
     "sparseloco": {"every": 3, "compression": {"top_k": 0.2, "bits": 2}},
 }
 """The strategies that agree every few steps, with options that the contract's short runs can show."""
-METHODS = {"post-local-sgd": "local-sgd", "streaming-diloco-int4": "streaming-diloco"}
+METHODS = {"streaming-diloco-int4": "streaming-diloco"}
 
 
 def _periodic(name: str, options: dict[str, Any], world: int) -> Config:
     """With one learner, constants that make an agreement with oneself no change."""
+    kind = STRATEGIES[METHODS.get(name, name)].options
     alone: dict[str, Any] = {"rate": 1.0, "momentum": 0.0, "overlap": 0, "blend": 0.0, "optimizer_state": "local"}
-    chosen = options | (alone | {"elastic": False} if world == 1 else {})
-    return STRATEGIES[METHODS.get(name, name)].options.model_validate(chosen)
+    chosen = options | (
+        {name: value for name, value in alone.items() if name in kind.model_fields} if world == 1 else {}
+    )
+    return kind.model_validate(chosen)
 
 
 def _hadpsgd(world: int) -> HierarchicalOptions:
@@ -152,20 +152,20 @@ def choices() -> dict[str, Choice]:
     made["allreduce-low-rank"] = _allreduce(compression={"low_rank": 1})
     made["delay-by-one"] = Choice(STRATEGIES["delay-by-one"])
     for pattern in PATTERNS:
-        made[f"dpsgd-{pattern}"] = _dpsgd(pattern)
-        made[f"adpsgd-{pattern}"] = _adpsgd(pattern=pattern)
-    made["adpsgd-bfloat16"] = _adpsgd(compression="bfloat16")
-    made["dpsgd-int4"] = Choice(
-        STRATEGIES["dpsgd"], lambda world: DpsgdOptions(compression="int4", consensus_rate=0.75, mean_every=5)
-    )
-    made["dpsgd-quasi-global"] = Choice(STRATEGIES["dpsgd"], _quasi_global)
-    made["dpsgd-d2"] = _dpsgd("ring", correction="d2")
-    made["dpsgd-tracking"] = _dpsgd("pairs", correction="tracking")
+        made[f"dpsgd-{pattern}"] = _gossip("dpsgd", pattern=pattern)
+        made[f"adpsgd-{pattern}"] = _gossip("adpsgd", pattern=pattern)
+    made["adpsgd-bfloat16"] = _gossip("adpsgd", compression="bfloat16")
+    made["dpsgd-int4"] = _gossip("choco", compression="int4", consensus_rate=0.75)
+    made["gossip-pga"] = _gossip("gossip-pga", every=5)
+    made["dpsgd-quasi-global"] = Choice(STRATEGIES["qg-dsgdm"], _quasi_global)
+    made["dpsgd-d2"] = _gossip("d2")
+    made["dpsgd-tracking"] = _gossip("gradient-tracking", pattern="pairs")
     made["sgp"] = Choice(STRATEGIES["sgp"], lambda world: PushSumOptions())
     made["sgp-overlap"] = Choice(STRATEGIES["sgp"], lambda world: PushSumOptions(overlap=True))
-    made["adpsgd-int8"] = _adpsgd(pattern="ring", compression="int8")
-    made["adpsgd-in-pieces"] = _adpsgd(piece_megabytes=1e-4, period=0.5)
-    made["adpsgd-all-averaged"] = _adpsgd(optimizer_state="averaged", pattern="pairs", period=2.0)
+    made["adpsgd-int8"] = _gossip("adpsgd", pattern="ring", compression="int8")
+    made["a2cid2"] = _gossip("a2cid2", acceleration={"rate": 0.3, "step": 1.2})
+    made["adpsgd-in-pieces"] = _gossip("adpsgd", piece_megabytes=1e-4, period=0.5)
+    made["adpsgd-all-averaged"] = _gossip("adpsgd", optimizer_state="averaged", pattern="pairs", period=2.0)
     made["hadpsgd"] = Choice(STRATEGIES["hadpsgd"], _hadpsgd)
     made["server-hybrid"] = _served(update="hybrid")
     made["server-asynchronous"] = _served(shards=2)
@@ -181,6 +181,8 @@ def choices() -> dict[str, Choice]:
     made["hogwild"] = Choice(STRATEGIES["hogwild"], lambda world: HogwildOptions(piece_megabytes=1e-4), True)
     for name, options in PERIODIC.items():
         made[name] = Choice(STRATEGIES[METHODS.get(name, name)], partial(_periodic, name, options))
+    made["ako"] = Choice(STRATEGIES["ako"], lambda world: AkoOptions(parts=3))
+    made["ako-sum"] = Choice(STRATEGIES["ako"], lambda world: AkoOptions(parts=3, combine="sum"), counts_whole=True)
     made["delayed"] = Choice(STRATEGIES["delayed"], lambda world: DelayOptions(delay=0 if world == 1 else 2))
     assert {choice.strategy.name for choice in made.values()} == set(STRATEGIES)
     return made
@@ -282,20 +284,19 @@ def cases() -> dict[str, Case]:
         made[f"{name}/not-finite"] = Case(choice, plain, adamw(0.01), faults=NOT_FINITE)
     for name in ("allreduce", "server-hybrid"):
         made[f"{name}/weighted"] = Case(CHOICES[name], uneven, sgd(0.1), weighting="utterances")
-    rare = Choice(STRATEGIES["local-sgd"], lambda world: LocalOptions(every=12))
+    rare = Choice(STRATEGIES["local-sgd"], lambda world: LocalSgdOptions(every=12))
     one_slow = Stragglers(slow={1: 30.0})
     made["local-sgd/by-the-clock"] = Case(rare, plain, sgd(0.1), 10**6, minutes=0.01, stragglers=one_slow)
     one_slow = Stragglers(slow={1: 60.0})  # so that whatever else the machine does, shares are the largest
     made["allreduce/measured-shares"] = Case(
         CHOICES["allreduce"], plain, sgd(0.1), 34, stragglers=one_slow, batch_shares="auto"
     )
-    corrected = _adpsgd(pattern="pairs", staleness="gap-aware", scale_by_staleness=True)
+    corrected = _gossip("adpsgd", pattern="pairs", staleness="gap-aware", scale_by_staleness=True)
     made["adpsgd-pairs/corrected"] = Case(corrected, counted, sgd(LEARNING_RATE), steps=60)
-    accelerated = _adpsgd(pattern="ring", acceleration={"rate": 0.3, "step": 1.2})
-    made["adpsgd-ring/accelerated"] = Case(
-        accelerated, counted, sgd(LEARNING_RATE), steps=60, stragglers=Stragglers(slow={0: 5.0})
+    made["a2cid2/one-slow"] = Case(
+        CHOICES["a2cid2"], counted, sgd(LEARNING_RATE), steps=60, stragglers=Stragglers(slow={0: 5.0})
     )
-    made["adpsgd-ring/accelerated-descent"] = Case(accelerated, plain, sgd(0.1))
+    made["a2cid2/descent"] = Case(CHOICES["a2cid2"], plain, sgd(0.1))
     for name in SHARED:
         made[f"{name}/shares"] = Case(CHOICES[name], plain, adam(0.01), batch_shares={0: 2})
     return made

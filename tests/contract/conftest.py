@@ -19,7 +19,9 @@ from tests.warm_start import run_learners
 
 DISTINCT = (
     *("allreduce", "delayed", "delay-by-one", "dpsgd-pairs", "dpsgd-quasi-global", "dpsgd-d2", "dpsgd-tracking", "sgp"),
+    *("gossip-pga", "dpsgd-int4", "a2cid2"),
     *("adpsgd-pairs", "adpsgd-ring", "hadpsgd", "local-sgd", "sparta", "diloco", "noloco"),
+    *("post-local-sgd", "bmuf", "slowmo", "streaming-diloco", "easgd", "sparseloco", "ako"),
     *("server-hybrid", "server-asynchronous", "server-async-diloco", "server-aeasgd", "hogwild"),
 )
 """A choice for each distinct coroutine: what `make test` runs on processes, too. The others are in `make test-all`."""
@@ -29,7 +31,10 @@ OF_REPLICAS = ("accumulated", "not-finite", "unused", "thawed", "frozen")
 """What only these run on processes: it depends on the learner's course and replica, and not on the strategy."""
 EXACT = ("sgd", "adam", "accumulated")
 """What exchanges, and super-learners of two, run to compare their bits."""
-LARGER = ("hadpsgd/", "adpsgd-pairs/", "adpsgd-random/", "adpsgd-ring/accelerated", "server-summed/", "hogwild/")
+LARGER = (
+    *("hadpsgd/", "adpsgd-pairs/", "adpsgd-random/", "a2cid2/one-slow", "a2cid2/descent"),
+    *("server-summed/", "hogwild/"),
+)
 """What four processes run, too: two super-learners of two, asynchronous learners with several neighbours or none."""
 ALONE = ("sgd", "adam", "not-finite", "unused", "thawed")
 """What one process runs."""

@@ -1,27 +1,20 @@
 """The strategies in naive matrix form, in NumPy: W_{k+1} = W_k T - a g(Phi_k), one column a learner."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from starling.strategies.compression import Compression, TopK
+from starling.strategies.parts.means import Compression
 from starling.topology import PATTERNS, find_topology
 from starling.topology.analysis import complete, identity
 from starling.training.flat import trainable
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, PERIODIC
+from tests.contract.matrix_form import EncodedMean, Gradient, Matrix, Oracle, Vector, columns, rounded
+from tests.contract.oracle_periodic import periodic
 from tests.contract.problems import TinyRegression
-
-Vector = NDArray[np.float64]
-Matrix = NDArray[np.float64]
-Gradient = Callable[[Vector, int], Vector]
-"""From weights `[P]` and the number of a mini-batch to the gradient `[P]`."""
-Oracle = Callable[[Vector, Gradient, float, int, int], Matrix]
-"""From the first weights `[P]`, the gradient, the learning rate, the numbers of learners and rounds to `[P, L]`."""
 
 
 def allreduce(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
@@ -33,54 +26,14 @@ def allreduce(start: Vector, gradient: Gradient, learning_rate: float, learners:
     return weights
 
 
-def rounded(vector: Vector, compression: Compression) -> Vector:
-    """What the receivers of an encoded vector decode; at most 256 numbers."""
-    largest = np.abs(vector).max()
-    if isinstance(compression, TopK) and compression.bits == 2:
-        largest = rounded(vector, TopK(top_k=compression.top_k))
-        scale = np.abs(vector).max() / 3
-        return np.sign(largest) * scale * np.where(np.abs(largest) > 2 * scale, 3, 1)
-    if isinstance(compression, TopK):
-        kept = np.argsort(-np.abs(vector), kind="stable")[: max(1, round(compression.top_k * len(vector)))]
-        return np.where(np.isin(np.arange(len(vector)), kept), vector, 0.0)
-    if compression == "none" or largest == 0.0:
-        return vector
-    if compression == "bfloat16":
-        return torch.from_numpy(vector).float().bfloat16().double().numpy()
-    step = largest / {"int8": 127, "int4": 7}[compression]
-    return step * np.round(vector / step)
-
-
-def mean_of_encoded(vectors: Matrix, residuals: Matrix, compression: Compression) -> Vector:
-    """Each owner's chunk: q_l = C(v_l + e_l) to the owner, C(mean + e) back to all; `residuals` `[P, L]` change."""
-    size, learners = vectors.shape
-    if compression == "none" or learners == 1:
-        return vectors.mean(axis=1)
-    padded, errors = np.zeros((2, -(-size // learners) * learners, learners))
-    padded[:size], errors[:size] = vectors, residuals
-    mean = np.zeros(len(padded))
-    for owner, rows in enumerate(np.split(np.arange(len(padded)), learners)):
-        sent = padded[rows] + errors[rows]
-        sent[:, owner] = padded[rows, owner]
-        decoded = np.stack([rounded(each, compression) for each in sent.T], axis=1)
-        decoded[:, owner] = sent[:, owner]
-        summed = decoded.mean(axis=1) + errors[rows, owner]
-        mean[rows] = rounded(summed, compression)
-        errors[rows] = sent - decoded
-        errors[rows, owner] = summed - mean[rows]
-    residuals[:] = errors[:size]
-    return mean[:size]
-
-
 def allreduce_of_encoded(compression: Compression) -> Oracle:
     """The same with the mean of gradients that travel encoded."""
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         weights = np.tile(start[:, None], (1, learners))
-        residuals = np.zeros_like(weights)
+        mean = EncodedMean(compression, len(start), learners)
         for k in range(rounds):
-            mean = mean_of_encoded(columns(weights, gradient, k), residuals, compression)
-            weights = weights - learning_rate * mean[:, None]
+            weights = weights - learning_rate * mean.of(columns(weights, gradient, k))[:, None]
         return weights
 
     return run
@@ -111,7 +64,11 @@ def delayed(delay: int) -> Oracle:
 
 
 def dpsgd(pattern: str) -> Oracle:
-    """W <- W T_k - a G(W), T_k after the pattern."""
+    """W <- W T_k - a G(W), T_k after the pattern.
+
+    Lian et al. 2017, arXiv 1705.09056, Algorithm 1, for all nodes together as in its section 4: X_(k+1) = X_k W -
+    gamma dF(X_k; xi_k).
+    """
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         topology = find_topology(pattern, learners, seed=11)
@@ -125,7 +82,11 @@ def dpsgd(pattern: str) -> Oracle:
 
 
 def adapt_first(pattern: str) -> Oracle:
-    """W <- (W - a G(W)) T_k."""
+    """W <- (W - a G(W)) T_k.
+
+    Koloskova et al. 2020, arXiv 2003.10422, Algorithm 1 with one local step: x_i^(t+1/2) = x_i^t - eta g_i^t,
+    x_i^(t+1) = sum_j w_ij x_j^(t+1/2).
+    """
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         topology = find_topology(pattern, learners, seed=11)
@@ -138,56 +99,76 @@ def adapt_first(pattern: str) -> Oracle:
 
 
 def quasi_global(pattern: str, beta: float, mu: float) -> Oracle:
-    """X' = (X - a (beta M + G)) T_k, M <- (1 - mu) M + mu (X - X') / a."""
+    """X' = (X - a (beta M + G)) T_k, M <- (1 - mu) M + mu (X - X') / a.
+
+    Lin et al. 2021, arXiv 2102.04761, Algorithm 1 (QG-DSGDm): m_i^t = beta m^_i^(t-1) + g_i^t,
+    x_i^(t+1) = sum_j w_ij (x_j^t - eta m_j^t), d_i^t = (x_i^t - x_i^(t+1)) / eta, m^_i^t = mu m^_i^(t-1) + (1 - mu)
+    d_i^t. Its mu is 1 - mu here.
+    """
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         topology = find_topology(pattern, learners, seed=11)
         weights = np.tile(start[:, None], (1, learners))
         momentum = np.zeros_like(weights)
         for k in range(rounds):
-            moved = beta * momentum + columns(weights, gradient, k)
-            following = (weights - learning_rate * moved) @ topology.matrix(k)
-            momentum = (1 - mu) * momentum + mu * (weights - following) / learning_rate
-            weights = following
+            local = beta * momentum + columns(weights, gradient, k)
+            following = (weights - learning_rate * local) @ topology.matrix(k)
+            direction = (weights - following) / learning_rate
+            weights, momentum = following, (1 - mu) * momentum + mu * direction
         return weights
 
     return run
 
 
 def d2(pattern: str) -> Oracle:
-    """X_(k+1) = (2 X_k - X_(k-1) - a (G_k - G_(k-1))) S with S = (I + T) / 2, X_1 = (X_0 - a G_0) S."""
+    """X_(k+1) = (2 X_k - X_(k-1) - a (G_k - G_(k-1))) S with S = (I + T) / 2, X_1 = (X_0 - a G_0) S.
+
+    Tang et al. 2018, arXiv 1803.07068, Algorithm 1: x_(1/2) = x_0 - gamma g_0, later x_(t+1/2) = 2 x_t - x_(t-1) -
+    gamma g_t + gamma g_(t-1), and x_(t+1) = sum_j W_ij x_(t+1/2), with W = S, the averaging of Yuan et al. 2019,
+    arXiv 1702.05122, Algorithm 1 (exact diffusion).
+    """
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         half = (identity(learners) + find_topology(pattern, learners, seed=11).matrix(0)) / 2
-        weights = before = np.tile(start[:, None], (1, learners))
-        gradients_before = np.zeros_like(weights)
+        past: list[tuple[Matrix, Matrix]] = []  # of each step, X and G
+        weights = np.tile(start[:, None], (1, learners))
         for k in range(rounds):
-            gradients = columns(weights, gradient, k)
-            following = 2 * weights - before - learning_rate * (gradients - gradients_before)
-            weights, before, gradients_before = following @ half, weights, gradients
+            past.append((weights, columns(weights, gradient, k)))
+            stepped = past[-1][0] - learning_rate * past[-1][1]
+            if k:
+                stepped += past[-1][0] - past[-2][0] + learning_rate * past[-2][1]
+            weights = stepped @ half
         return weights
 
     return run
 
 
 def tracking(pattern: str) -> Oracle:
-    """Y <- Y T_k + G_k - G_(k-1), X <- X T_k - a Y."""
+    """Y <- Y T_k + G_k - G_(k-1), X <- X T_k - a Y.
+
+    Nedic et al. 2017, arXiv 1607.03218, Algorithm 1 (DIGing): x(k+1) = W(k) x(k) - alpha y(k), y(k+1) = W(k) y(k) +
+    grad f(x(k+1)) - grad f(x(k)), y(0) = grad f(x(0)), but with W(k+1) for y(k): one round mixes both vectors.
+    """
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         topology = find_topology(pattern, learners, seed=11)
         weights = np.tile(start[:, None], (1, learners))
-        estimate, gradients_before = np.zeros((2, *weights.shape))
+        estimate = gradients = columns(weights, gradient, 0)
         for k in range(rounds):
-            gradients = columns(weights, gradient, k)
-            estimate = estimate @ topology.matrix(k) + gradients - gradients_before
-            weights, gradients_before = weights @ topology.matrix(k) - learning_rate * estimate, gradients
+            if k:
+                following = columns(weights, gradient, k)
+                estimate, gradients = estimate @ topology.matrix(k) + following - gradients, following
+            weights = weights @ topology.matrix(k) - learning_rate * estimate
         return weights
 
     return run
 
 
 def push_sum(pattern: str, overlap: bool = False) -> Oracle:
-    """X <- (X - a G(Z)) P_k, u <- u P_k, Z = X / u. With an overlap, what leaves the diagonal arrives a step later."""
+    """X <- (X - a G(Z)) P_k, u <- u P_k, Z = X / u. With an overlap, what leaves the diagonal arrives a step later.
+
+    Assran et al. 2019, arXiv 1811.10792, Algorithm 1 (SGP); Algorithm 2 with tau = 1 (overlap).
+    """
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         topology = find_topology(pattern, learners, seed=11, is_balanced=False)
@@ -207,22 +188,46 @@ def push_sum(pattern: str, overlap: bool = False) -> Oracle:
     return run
 
 
-def choco(pattern: str, compression: Compression, gamma: float, mean_every: int = 0) -> Oracle:
-    """Q = C(W - Y), Y <- Y + Q, S <- S + Q T, W <- W + gamma (S - Y) - a G(W); in the first round Q = W. In every
-    `mean_every`-th round W <- W 1 1^T / L - a G(W)."""
+def gossip_pga(pattern: str, every: int, adapts_first: bool = False) -> Oracle:
+    """W <- (W - a G(W)) T_k, or W <- W T_k - a G(W), with T_k = 1 1^T / L in every H-th step.
+
+    Chen et al. 2021, arXiv 2105.09080, Algorithm 1: x_i^(k+1/2) = x_i^k - gamma g_i; x_i^(k+1) is the mean of all
+    x_j^(k+1/2) if mod(k + 1, H) = 0, otherwise sum_j w_ij x_j^(k+1/2). The other order is that of `dpsgd`.
+    """
+
+    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
+        topology = find_topology(pattern, learners, seed=11)
+        weights = np.tile(start[:, None], (1, learners))
+        for k in range(rounds):
+            mixing = complete(learners) if (k + 1) % every == 0 else topology.matrix(k)
+            step = learning_rate * columns(weights, gradient, k)
+            weights = (weights - step) @ mixing if adapts_first else weights @ mixing - step
+        return weights
+
+    return run
+
+
+def choco(pattern: str, compression: Compression, gamma: float, adapts_first: bool = False) -> Oracle:
+    """Q = C(W - Y), Y <- Y + Q, W <- W + gamma (Y T - Y) - a G(W), or the step before; in the first round Q = W.
+
+    Koloskova et al. 2019, arXiv 1902.00340, Algorithm 2 (CHOCO-SGD): x_i^(t+1/2) = x_i^t - eta g_i^t,
+    q_i = Q(x_i^(t+1/2) - x^_i), x^_j <- x^_j + q_j, x_i^(t+1) = x_i^(t+1/2) + gamma sum_j w_ij (x^_j - x^_i). There x^
+    begins at 0. The other order is that of `dpsgd`.
+    """
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         mixing = find_topology(pattern, learners, seed=11).matrix(0)
         weights = np.tile(start[:, None], (1, learners))
-        public, mixture = np.zeros((2, *weights.shape))
+        public = np.zeros_like(weights)
         for k in range(rounds):
-            gradients = columns(weights, gradient, k)
-            if mean_every and (k + 1) % mean_every == 0:
-                weights = weights @ complete(learners) - learning_rate * gradients
-                continue
-            sent = np.stack([rounded(each, compression) for each in (weights - public).T], axis=1) if k else weights
-            public, mixture = public + sent, mixture + sent @ mixing
-            weights = weights + gamma * (mixture - public) - learning_rate * gradients
+            step = learning_rate * columns(weights, gradient, k)
+            if adapts_first:
+                weights = weights - step
+            sent = [rounded(each, compression) if k else each for each in (weights - public).T]
+            public = public + np.stack(sent, axis=1)
+            weights = weights + gamma * (public @ mixing - public)
+            if not adapts_first:
+                weights = weights - step
         return weights
 
     return run
@@ -260,8 +265,12 @@ def allreduce_of_factors(rank: int, shapes: Sequence[tuple[int, int]]) -> Oracle
 
 
 def adpsgd(pattern: str) -> Oracle:
-    """The same with gradients one mixing late, W <- (W - a G(Phi)) T_k with Phi <- W - a G(Phi): what ADPSGD does where
-    all gradients take the same time, longer than a round, and one round passes for each."""
+    """Gradients one mixing late, W <- (W - a G(Phi)) T_k with Phi <- W - a G(Phi).
+
+    Lian et al. 2018, arXiv 1710.06952, Algorithm 1 and section 4, X_(k+1) = X_k W_k - gamma dg(X^_k; xi, i_k), where
+    X^_k is an older X, for all learners that step at once: all gradients take the same time, longer than a round, and
+    one round passes for each.
+    """
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
         topology = find_topology(pattern, learners, seed=11)
@@ -274,123 +283,35 @@ def adpsgd(pattern: str) -> Oracle:
     return run
 
 
-def local(
-    every: int,
-    rate: float = 1.0,
-    momentum: float | None = 0.0,
-    nesterov: bool = False,
-    divided_by_rate: bool = False,
-    warm_up: int = 0,
-    fragments: int = 1,
-    overlap: int = 0,
-    blend: float = 0.0,
-    optimizer_state: str = "local",
-    elastic: bool = False,
-    share: float = 1.0,
-    compression: Any = "none",
-    among: str = "all",
-    pull: float | None = None,
-    feedback: float = 1.0,
-) -> Oracle:
-    """X <- X - a G(X), and every H steps D = theta - X 1 / L, v <- beta v + D, theta and X as the options say.
+def ako(parts: int, combine: str = "mean") -> Oracle:
+    """w_l <- w_l - b g_l; in round k learner l sends part (l + k) mod p of its steps, as far as it has not sent it, to
+    all others, who add it. b is a / L to take the mean of the learners' gradients, or a to take their sum.
 
-    Plain SGD has no state, so that what becomes of the state does not matter. With a compression, D is the mean of
-    theta - X that travels encoded. Elastic: X <- X + (eta / L) (theta - X), both as they were tau steps ago. With a
-    share, k random rows of X take their mean.
+    Watcharapichat et al. 2016, "Ako: Decentralised Deep Learning with Partial Gradient Exchange", SoCC, section 3: the
+    partial gradient exchange, where all gradients take the same time, longer than a round, and one round passes for
+    each: the next gradient is taken at the weights after a learner's own step and before the round. At the end all that
+    has not been sent is.
     """
-    if among == "pairs":
-        return noloco(every, rate, momentum or 0.0, rate if pull is None else pull, warm_up)
-    if isinstance(compression, dict):
-        compression = TopK(**compression)
 
     def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
-        weights, theta, v = np.tile(start[:, None], (1, learners)), start.copy(), np.zeros_like(start)
-        beta = 1 - 1 / learners if momentum is None else momentum
-        size = -(-len(start) // fragments)
-        pieces = [slice(first, min(first + size, len(start))) for first in range(0, len(start), size)]
-        begun = [every * (number + 1) // len(pieces) for number in range(len(pieces))]
-        sent: dict[int, Vector] = {}
-        residuals = np.zeros_like(weights)
-        apart: dict[int, Matrix] = {}
-
-        def send(number: int) -> None:
-            piece = pieces[number]
-            moved = theta[piece, None] - weights[piece]
-            residuals[piece] *= feedback
-            apart[number], sent[number] = moved, mean_of_encoded(moved, residuals[piece], compression)
-
-        def average_a_share(steps: int) -> None:
-            generator = torch.Generator().manual_seed(11 * 1_000_003 + steps)
-            k = max(1, round(share * len(start)))
-            for number, chance in enumerate(torch.rand(k, generator=generator, dtype=torch.float64).tolist()):
-                first, last = (each * len(start) // k for each in (number, number + 1))
-                weights[first + int(chance * (last - first))] = weights[first + int(chance * (last - first))].mean()
-
-        def agree(number: int, alpha: float | None) -> None:
-            piece, a = pieces[number], learning_rate if divided_by_rate else 1.0
-            difference = sent.pop(number) / a
-            v[piece] = beta * v[piece] + difference
-            theta[piece] -= rate * a * (difference + beta * v[piece] if nesterov else v[piece])
-            if elastic and alpha is not None:
-                weights[piece] += rate / learners * apart[number]
-                return
-            alpha = alpha or 0.0
-            weights[piece] = alpha * weights[piece] + (1 - alpha) * theta[piece, None]
-
+        weights = taken_at = np.tile(start[:, None], (1, learners))
+        unsent = np.zeros_like(weights)
+        part_of_row = np.arange(len(start)) // -(-len(start) // parts)
+        step_size = learning_rate / learners if combine == "mean" else learning_rate
         for k in range(rounds):
-            gradients = columns(weights, gradient, k)
-            if k < warm_up:
-                weights -= learning_rate * mean_of_encoded(gradients, residuals, compression)[:, None]
-                theta = weights.mean(axis=1)
-                if k + 1 == warm_up:
-                    residuals[:] = 0.0
-                continue
-            weights -= learning_rate * gradients
-            steps = k + 1 - warm_up
-            for number in list(sent):
-                if (steps - begun[number]) % every == overlap % every:
-                    agree(number, blend)
-            for number, first in enumerate(begun):
-                if steps >= first and (steps - first) % every == 0 and share < 1.0:
-                    average_a_share(k + 1)
-                elif steps >= first and (steps - first) % every == 0:
-                    send(number)
-                    if overlap == 0:
-                        agree(number, blend)
-        for number in list(sent):
-            agree(number, blend)
-        is_partial = len(pieces) > 1 or overlap or elastic or share < 1.0
-        if rounds > warm_up and (is_partial or (rounds - warm_up) % every):
-            for number in range(len(pieces)):
-                send(number)
-                agree(number, None)
-        return weights
+            step = -step_size * columns(taken_at, gradient, k)
+            weights, unsent = weights + step, unsent + step
+            taken_at = weights
+            sent = np.where(part_of_row[:, None] == (np.arange(learners) + k) % parts, unsent, 0.0)
+            weights, unsent = weights + from_others(sent), unsent - sent
+        return weights + from_others(unsent)
 
     return run
 
 
-def noloco(every: int, rate: float, momentum: float, pull: float, warm_up: int) -> Oracle:
-    """With T_k of random pairs: M <- mu M + eta (X - Theta) T_k + gamma (Theta T_k - Theta), Theta <- Theta + M."""
-
-    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
-        topology = find_topology("pairs", learners, seed=11)
-        weights = np.tile(start[:, None], (1, learners))
-        theta, m = weights.copy(), np.zeros_like(weights)
-        for k in range(rounds):
-            gradients = columns(weights, gradient, k)
-            if k < warm_up:
-                weights = theta = weights - learning_rate * gradients @ complete(learners)
-                continue
-            weights = weights - learning_rate * gradients
-            number, steps_left = divmod(k + 1 - warm_up, every)
-            if steps_left and k + 1 < rounds:
-                continue
-            pair = topology.matrix(number + (steps_left > 0))
-            m = momentum * m + rate * (weights - theta) @ pair + pull * (theta @ pair - theta)
-            weights = theta = theta + m
-        return weights
-
-    return run
+def from_others(sent: Matrix) -> Matrix:
+    """The sum of what all other learners send."""
+    return sent.sum(axis=1, keepdims=True) - sent
 
 
 def gradient_of_regression() -> Gradient:
@@ -408,22 +329,6 @@ def gradient_of_regression() -> Gradient:
     return gradient
 
 
-def columns(weights: Matrix, gradient: Gradient, k: int) -> Matrix:
-    """The gradients of round `k`, `[P, L]`: learner l takes mini-batch k L + l at its own column."""
-    learners = weights.shape[1]
-    return np.stack([gradient(weights[:, rank], k * learners + rank) for rank in range(learners)], axis=1)
-
-
-def periodic(name: str) -> Oracle:
-    """`local` with the options of a choice, the strategy's own defaults among them."""
-
-    def run(start: Vector, gradient: Gradient, learning_rate: float, learners: int, rounds: int) -> Matrix:
-        options = CHOICES[name].options(learners).model_dump()
-        return local(**options)(start, gradient, learning_rate, learners, rounds)
-
-    return run
-
-
 SYNCHRONOUS: dict[str, Oracle] = {
     "allreduce": allreduce,
     "allreduce-int8": allreduce_of_encoded("int8"),
@@ -431,15 +336,17 @@ SYNCHRONOUS: dict[str, Oracle] = {
     "delay-by-one": delay_by_one,
     "server-hybrid": allreduce,
     "delayed": delayed(2),
-    "dpsgd-int4": choco("ring", "int4", 0.75, mean_every=5),
+    "dpsgd-int4": choco("ring", "int4", 0.75),
+    "gossip-pga": gossip_pga("ring", 5),
     "dpsgd-quasi-global": quasi_global("ring", 0.8, 0.2),
     "dpsgd-d2": d2("ring"),
     "dpsgd-tracking": tracking("pairs"),
     "sgp": push_sum("exponential"),
     "sgp-overlap": push_sum("exponential", overlap=True),
 } | {f"dpsgd-{pattern}": dpsgd(pattern) for pattern in PATTERNS}
-SYNCHRONOUS |= {name: periodic(name) for name in PERIODIC}
+SYNCHRONOUS |= {name: periodic(CHOICES[name].strategy.name, CHOICES[name].options(2)) for name in PERIODIC}
 ASYNCHRONOUS = {f"adpsgd-{pattern}": adpsgd(pattern) for pattern in PATTERNS}
+ASYNCHRONOUS |= {"ako": ako(3), "ako-sum": ako(3, "sum")}
 
 
 def ring_eigenvalues(world: int) -> Vector:

@@ -19,9 +19,10 @@ from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES
-from starling.strategies.async_local import AeasgdOptions, AsyncLocalOptions, async_local
-from starling.strategies.delayed_nesterov import DelayedNesterov, Loans
-from starling.strategies.server import ServerOptions
+from starling.strategies.aeasgd import AeasgdOptions, aeasgd
+from starling.strategies.async_diloco import AsyncDilocoOptions
+from starling.strategies.parts.delayed_nesterov import DelayedNesterov, Loans
+from starling.strategies.parts.rules import Served, ServerOptions
 from starling.training.faults import Fault, Join, Kill
 from starling.training.job import EpochReport, Job, Observer
 from starling.training.stragglers import Stragglers
@@ -36,71 +37,129 @@ SECONDS = (1.0, 2.3, 3.7)
 SLOW = Stragglers(slow={rank: each for rank, each in enumerate(SECONDS) if each > 1.0})
 CLUSTER = Cluster(compute=ComputeModel(seconds=1.0), link=AT_ONCE, memory=INSTANT)
 STEPS, RATE = 34, 0.1
-OPTIONS: dict[str, type[AsyncLocalOptions]] = {"async-diloco": AsyncLocalOptions, "aeasgd": AeasgdOptions}
 
 
-def server(theta: Vector, rate: float, momentum: float, delay: int, spread: float) -> Generator[Vector, Vector]:
-    """Yields theta, and is sent what a worker pushes: the paper's recursion."""
-    m: Vector = np.zeros(len(theta))
-    total: Vector = np.zeros(len(theta))
-    for push in range(1, 10_000):
-        difference = yield theta
-        total = total + difference
-        share = spread
-        if push % delay == 0:
-            m, total, share = momentum * m + total / delay, np.zeros_like(total), 1 - spread * delay + spread
-        theta = theta - rate * (share * momentum * m + difference / delay)
+def delayed_nesterov(
+    theta: Vector, epsilon: float, beta: float, buffer_size: int, c: float
+) -> Generator[Vector, Vector]:
+    """Yields theta, and is sent a worker's pseudo-gradient: "Delayed Nesterov Update", Algorithm 3 of Liu et al. 2024,
+    arXiv 2401.09135, with its names and its order. c is the momentum activation, in [0, 1/N]."""
+    momentum, aggregated, t = np.zeros(len(theta)), np.zeros(len(theta)), 0
+    while True:
+        gradient = yield theta
+        aggregated = aggregated + gradient
+        if (t + 1) % buffer_size == 0:
+            momentum = beta * momentum + aggregated / buffer_size
+            activated = (1 - c * buffer_size + c) * beta * momentum
+            aggregated = np.zeros(len(theta))
+        else:
+            activated = c * beta * momentum
+        theta = theta - epsilon * (activated + gradient / buffer_size)
+        t = t + 1
 
 
-def events(every: int, elasticity: float | None, **constants: Any) -> Vector:
-    """theta at the end: workers finish gradients one after the other, and messages take no time."""
-    gradient, start = gradient_of_regression(), flat(TinyRegression().make_model()).double().numpy()
-    centre = server(start, **constants)
-    theta, claimed, r = next(centre), len(SECONDS), (elasticity or 0.0) / len(SECONDS)
-    x, pulled, since = [start] * len(SECONDS), [start] * len(SECONDS), [0] * len(SECONDS)
+def diloco_events(every: int, server: Generator[Vector, Vector]) -> Vector:
+    """theta at the end. Each worker makes H steps from the theta that it has, sends theta - x, and takes the newest
+    theta: Algorithms 1 and 2 of Liu et al. 2024, whose workers finish one after the other. Messages take no time."""
+    gradient, theta = gradient_of_regression(), next(server)
+    claimed, taken = len(SECONDS), [theta] * len(SECONDS)
+    x, since = list(taken), [0] * len(SECONDS)
     under_way = [(seconds, worker, worker) for worker, seconds in enumerate(SECONDS)]
     while under_way:
         now, worker, ticket = heapq.heappop(under_way)
-        moved = -RATE * gradient(x[worker], ticket)
-        if elasticity is not None and since[worker] >= every:
-            difference = r * (pulled[worker] - x[worker])
-            theta, moved, since[worker] = centre.send(difference), moved + difference, 0
-        x[worker], since[worker] = x[worker] + moved, since[worker] + 1
-        is_last = claimed == STEPS
-        if elasticity is None and (since[worker] >= every or is_last):
-            theta = centre.send(pulled[worker] - x[worker])
-            x[worker], pulled[worker], since[worker] = theta, theta, 0
-        elif elasticity is not None and is_last and since[worker]:
-            theta = centre.send(r * (theta - x[worker]))
-        if elasticity is not None:  # it is asked for theta when the next gradient begins
-            pulled[worker] = theta
-        if not is_last:
+        x[worker], since[worker] = x[worker] - RATE * gradient(x[worker], ticket), since[worker] + 1
+        if since[worker] == every or claimed == STEPS:
+            theta = server.send(taken[worker] - x[worker])
+            x[worker] = taken[worker] = theta
+            since[worker] = 0
+        if claimed < STEPS:
             heapq.heappush(under_way, (now + SECONDS[worker], worker, claimed))
             claimed += 1
     return theta
 
 
+def elastic_events(every: int, beta: float) -> Vector:
+    """The centre x~ at the end: "Asynchronous EASGD", Algorithm 1 (Section 3.1) of Zhang, Choromanska & LeCun 2015,
+    arXiv 1412.6651. For worker i, with t_i its clock, tau the communication period and alpha = beta / p::
+
+        x <- x_i
+        if tau divides t_i:   x_i <- x_i - alpha (x - x~),   x~ <- x~ + alpha (x - x~)
+        x_i <- x_i - eta g_i(x),   t_i <- t_i + 1
+
+    Our departures: x~ is read when the gradient begins, not when it ends; t_i does not begin with an exchange, and all
+    workers make a last one.
+    """
+    gradient, start = gradient_of_regression(), flat(TinyRegression().make_model()).double().numpy()
+    centre, claimed, alpha = start, len(SECONDS), beta / len(SECONDS)
+    x, clock, read = [start] * len(SECONDS), [0] * len(SECONDS), [start] * len(SECONDS)
+    under_way = [(seconds, worker, worker) for worker, seconds in enumerate(SECONDS)]
+    while under_way:
+        now, i, ticket = heapq.heappop(under_way)
+        at = x[i]
+        if clock[i] and clock[i] % every == 0:
+            x[i] = x[i] - alpha * (at - read[i])
+            centre = centre + alpha * (at - read[i])
+        x[i], clock[i] = x[i] - RATE * gradient(at, ticket), clock[i] + 1
+        if claimed < STEPS:
+            read[i] = centre
+            heapq.heappush(under_way, (now + SECONDS[i], i, claimed))
+            claimed += 1
+        else:
+            centre = centre + alpha * (x[i] - centre)
+    return centre
+
+
+def served(name: str, options: Served) -> Vector:
+    """What the servers have at the end, with workers of unlike speed; all workers have the same."""
+    learners = len(SECONDS) + (options.servers == "own")
+    outcome = run(name, options, learners, CLUSTER, sgd(RATE), stragglers=SLOW, budget=Budget(steps=STEPS))
+    weights: Vector = model(outcome).double().numpy()
+    workers = [state.weights for state in outcome.states if state.is_worker]
+    assert all(torch.equal(each, workers[0]) for each in workers)
+    return weights
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "options",
     [
-        ("async-diloco", {"every": 3, "rate": 0.4}),
-        ("async-diloco", {"every": 2, "delay": 4, "spread": 0.2, "rate": 0.3, "shards": 2}),
-        ("async-diloco", {"every": 1, "delay": 1, "momentum": 0.5, "rate": 0.5}),
-        ("aeasgd", {"every": 1}),
-        ("aeasgd", {"every": 3, "elasticity": 0.6, "momentum": 0.3, "delay": 2, "servers": "own"}),
+        {"every": 3, "rate": 0.4},
+        {"every": 2, "delay": 4, "spread": 0.2, "rate": 0.3, "shards": 2},
+        {"every": 1, "delay": 1, "momentum": 0.5, "rate": 0.5},
+        {"every": 3, "delay": 2, "momentum": 0.3, "servers": "own"},
     ],
     ids=str,
 )
-def test_the_servers_model_follows_its_events(name: str, options: dict[str, Any]) -> None:
-    """Workers of unlike speed; every option of the equation has a value of its own somewhere."""
-    chosen = OPTIONS[name](by_speed=False, **options)
-    learners = len(SECONDS) + (chosen.servers == "own")
-    outcome = run(name, chosen, learners, CLUSTER, sgd(RATE), stragglers=SLOW, budget=Budget(steps=STEPS))
-    constants = {key: getattr(chosen, key) for key in ("rate", "momentum", "spread")} | {"delay": chosen.pushes(3)}
-    expected = events(chosen.every, chosen.elasticity, **constants)
-    np.testing.assert_allclose(model(outcome).double().numpy(), expected, rtol=0.0, atol=2e-6)
-    workers = [state.weights for state in outcome.states if state.is_worker]
-    assert all(torch.equal(each, workers[0]) for each in workers)
+def test_async_diloco_follows_its_events(options: dict[str, Any]) -> None:
+    """Every option of the equation has a value of its own somewhere."""
+    chosen = AsyncDilocoOptions.model_validate({"by_speed": False} | options)
+    start = flat(TinyRegression().make_model()).double().numpy()
+    server = delayed_nesterov(start, chosen.rate, chosen.momentum, chosen.delay or len(SECONDS), chosen.spread)
+    found, expected = served("async-diloco", chosen), diloco_events(chosen.every, server)
+    np.testing.assert_allclose(found, expected, rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{"every": 1}, {"every": 3, "elasticity": 0.6, "servers": "own"}], ids=str)
+def test_aeasgd_follows_its_events(options: dict[str, Any]) -> None:
+    """On a server beside a worker, and on one of its own."""
+    chosen = AeasgdOptions.model_validate(options)
+    expected = elastic_events(chosen.every, chosen.elasticity)
+    np.testing.assert_allclose(served("aeasgd", chosen), expected, rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "instead"),
+    [
+        (AsyncDilocoOptions, "elasticity", "name: aeasgd"),
+        (AeasgdOptions, "momentum", "name: async-diloco"),
+        (AeasgdOptions, "by_speed", "name: async-diloco"),
+    ],
+)
+def test_an_option_of_the_other_method_is_refused(kind: type[Served], key: str, instead: str) -> None:
+    """And the class says what to write instead."""
+    with pytest.raises(ValueError, match=key):
+        kind.model_validate({key: 1})
+    moved: dict[str, str] = vars(kind)["MOVED"]
+    assert instead in moved[key]
 
 
 def test_a_momentum_that_waits_for_one_push_is_nesterovs() -> None:
@@ -120,7 +179,7 @@ def test_a_momentum_that_waits_for_one_push_is_nesterovs() -> None:
 @pytest.mark.parametrize("every", [1, 4])
 def test_one_worker_without_momentum_and_with_rate_1_is_sgd_on_a_server(every: int) -> None:
     """To rounding, because it pushes what it has moved."""
-    alone = AsyncLocalOptions(every=every, momentum=0.0, rate=1.0, servers="own")
+    alone = AsyncDilocoOptions(every=every, momentum=0.0, rate=1.0, servers="own")
     found = model(run("async-diloco", alone, 2, optimizer=sgd(RATE)))
     expected = model(run("parameter-server", ServerOptions(servers="own"), 2, optimizer=sgd(RATE)))
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
@@ -130,7 +189,7 @@ def before_the_end(elasticity: float, learners: int = 3) -> tuple[Tensor, Tensor
     """Learners' weights `[L, P]` before all take theta at the end, and theta, under gradients that are all 1."""
     before, theta = {}, {}
 
-    async def watched(me: Learner, options: AsyncLocalOptions) -> None:
+    async def watched(me: Learner, options: AeasgdOptions) -> None:
         take = me.replace
 
         def noted(weights: Tensor, piece: slice | None = None) -> None:
@@ -138,7 +197,7 @@ def before_the_end(elasticity: float, learners: int = 3) -> tuple[Tensor, Tensor
             take(weights, piece)
 
         me.replace = noted  # type: ignore[method-assign]
-        await async_local(me, options)
+        await aeasgd(me, options)
 
     strategy = replace(STRATEGIES["aeasgd"], run=watched)
     options = AeasgdOptions(every=2, elasticity=elasticity)
@@ -199,7 +258,7 @@ def test_the_servers_momentum_is_part_of_a_checkpoint() -> None:
     """One worker in step with its server: a run of 12 + 12 steps has the bits of one of 24."""
 
     def job(steps: int) -> Job:
-        options = AsyncLocalOptions(every=3, servers="own", delay=2, rate=0.5)
+        options = AsyncDilocoOptions(every=3, servers="own", delay=2, rate=0.5)
         return Job(
             TinyRegression(), STRATEGIES["async-diloco"], Budget(steps=steps), sgd(RATE), options=options, seed=1
         )
@@ -225,7 +284,7 @@ def test_the_servers_momentum_is_part_of_a_checkpoint() -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], world: int, message: str) -> None:
     """With what to set instead."""
     with pytest.raises(ConfigError, match=message):
-        STRATEGIES["async-diloco"].validate(AsyncLocalOptions(**options), world)
+        STRATEGIES["async-diloco"].validate(AsyncDilocoOptions(**options), world)
 
 
 EXACT = {"every": 5, "rate": 1.0, "momentum": 0.0, "delay": 1, "by_speed": False}
@@ -302,7 +361,7 @@ def elastic_sum(*faults: Fault) -> tuple[Tensor, int]:
     theta: dict[int, Tensor] = {}
     began: list[Tensor] = []
 
-    async def watched(me: Learner, options: AsyncLocalOptions) -> None:
+    async def watched(me: Learner, options: AeasgdOptions) -> None:
         take = me.replace
         if me.rank == me.world - 1 == 3:
             began.append(me.weights.clone())
@@ -312,7 +371,7 @@ def elastic_sum(*faults: Fault) -> tuple[Tensor, int]:
             take(weights, piece)
 
         me.replace = noted  # type: ignore[method-assign]
-        await async_local(me, options)
+        await aeasgd(me, options)
 
     job = counting("aeasgd", {"every": 3, "elasticity": 0.6, "shards": 2}, *faults)
     watching = replace(job, strategy=replace(STRATEGIES["aeasgd"], run=watched))

@@ -16,7 +16,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
-from starling.strategies.mixing import Encoder, MixingOptions
+from starling.strategies.parts.mixing import Rounding
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Pause, Stragglers
 from starling.workload import Ticket
@@ -108,7 +108,7 @@ def test_learners_of_a_super_learner_agree_to_rounding(engine: str, request: pyt
 @pytest.mark.parametrize("strategy", ASYNCHRONOUS)
 @pytest.mark.parametrize("learners", [2, 3, 4])
 def test_learners_of_one_speed_follow_the_delayed_recursion(strategy: str, learners: int) -> None:
-    """Where a round takes less time than a gradient and all gradients take the same, ADPSGD has a matrix form."""
+    """Where a round takes less time than a gradient and all gradients take the same, these have a matrix form."""
     start = torch.cat([part.detach().reshape(-1) for part in TinyRegression().make_model().parameters()])
     expected = ASYNCHRONOUS[strategy](start.double().numpy(), gradient_of_regression(), 0.1, learners, 24 // learners)
     states = VirtualEngine(cases()[f"{strategy}/sgd"].job(learners), learners, EQUAL).run().states
@@ -301,11 +301,11 @@ def test_bytes_are_those_of_the_weights_and_half_of_them_as_bfloat16() -> None:
 def test_what_rounding_takes_away_comes_back_later() -> None:
     """Error feedback: the mean of what was sent is what was meant, far below the resolution of bfloat16."""
     meant = torch.tensor([1.0 + 2**-11, 3.14159265])
-    compression = Encoder(MixingOptions(compression="bfloat16"), meant, [slice(0, 2)])
+    rounding = Rounding(meant, [slice(0, 2)])
     sent = []
     for _ in range(4096):
         mine = meant.clone()
-        encoded = compression.encode(mine, slice(0, 2))
+        encoded = rounding.encode(mine, slice(0, 2))
         assert torch.equal(encoded.float(), mine)  # what the others see is what the difference is taken from
         sent.append(mine)
     assert not torch.equal(sent[0], meant)

@@ -15,17 +15,20 @@ from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
-from starling.strategies import STRATEGIES
-from starling.strategies.compression import Compression, TopK
-from starling.strategies.encoding import BLOCK, Bfloat16, CoarseLargest, Encoding, Integers, Largest, PartOfMean
-from starling.strategies.mixing import Encoder, MixingOptions
+from starling.learner import Learner
+from starling.strategies import STRATEGIES, Strategy
+from starling.strategies.parts.choco import PublicCopies
+from starling.strategies.parts.encodings import BLOCK, Bfloat16, CoarseLargest, Encoding, Integers, Largest
+from starling.strategies.parts.means import Compression, Means, TopK
 from starling.topology import find_topology
 from starling.training.faults import NotFinite
 from starling.training.job import EpochReport, Job, Observer
 from starling.workload import Position
 from tests.contract.cases import adamw, sgd
-from tests.contract.oracle import allreduce_of_encoded, choco, gradient_of_regression, local, mean_of_encoded, rounded
-from tests.contract.problems import TinyRegression
+from tests.contract.matrix_form import EncodedMean, rounded
+from tests.contract.oracle import allreduce_of_encoded, choco, gossip_pga, gradient_of_regression
+from tests.contract.oracle_periodic import periodic
+from tests.contract.problems import ConstantGradient, TinyRegression
 from tests.contract.test_contract import flat
 
 ENCODINGS: dict[str, tuple[Encoding, Compression]] = {
@@ -95,50 +98,55 @@ def test_what_is_not_finite_arrives_as_such(name: str, wrong: float) -> None:
     assert not bool(encoding.decode(encoding.encode(vector), 300).isfinite().all())
 
 
-def averaged(encoding: Encoding, vectors: list[Tensor], residuals: list[Tensor]) -> list[Tensor]:
-    """What each learner gets; `residuals` change."""
-    world = len(vectors)
-    parts = [
-        PartOfMean(encoding, *each, place, world) for place, each in enumerate(zip(vectors, residuals, strict=True))
-    ]
-    sent = [part.messages() for part in parts]
-    combined = [part.combine([row[place] for row in sent]) for place, part in enumerate(parts)]
-    for part, residual in zip(parts, residuals, strict=True):
-        residual.copy_(part.residual)
-    return [part.result(combined) for part in parts]
+def averaged(compression: Compression, rounds: list[list[Tensor]]) -> tuple[list[list[Tensor]], Tensor]:
+    """What each learner gets in each round of means of the learners' vectors, and the last residuals, `[L, P]`."""
+    world = len(rounds[0])
+    found: list[list[Tensor]] = [[] for _ in range(world)]
+
+    async def run(me: Learner) -> None:
+        means = Means(me, compression)
+        for vectors in rounds:
+            found[me.rank].append((await means.start(vectors[me.rank].clone())).clone())
+
+    workload = ConstantGradient(dimensions=len(rounds[0][0]))
+    mine = Job(workload, Strategy("means", "only in tests", run), Budget(steps=0), sgd(0.1))
+    states = VirtualEngine(mine, world).run().states
+    written_last = len(rounds) % 2  # beside each residual is the next one
+    return found, torch.stack([state.strategy[OWN_PREFIX + "residual"][written_last] for state in states])
 
 
 @every_encoding
 @pytest.mark.parametrize("learners", [2, 3, 16])
 def test_a_mean_is_that_of_the_matrix_form(name: str, learners: int) -> None:
-    """Twice, so that residuals count; with 16 learners whose numbers all have the largest magnitude, too."""
-    encoding, compression = ENCODINGS[name]
-    residuals = [torch.zeros(401) for _ in range(learners)]
-    in_numpy = np.zeros((401, learners))
-    for seed in range(2):
-        vectors = [normal(401, 7 * seed + rank) for rank in range(learners)]
-        expected = mean_of_encoded(torch.stack(vectors, dim=1).double().numpy(), in_numpy, compression)
-        means = averaged(encoding, vectors, residuals)
-        assert all(torch.equal(mean, means[0]) for mean in means)
-        np.testing.assert_allclose(means[0].numpy(), expected, rtol=0.0, atol=2e-6)
-        np.testing.assert_allclose(torch.stack(residuals, dim=1).numpy(), in_numpy, rtol=0.0, atol=2e-6)
-    largest = averaged(encoding, [torch.full((64,), 127.0)] * learners, [torch.zeros(64)] * learners)[0]
+    """Four times, so that residuals count, of workers and of owners."""
+    compression = ENCODINGS[name][1]
+    rounds = [[normal(401, 17 * seed + rank) for rank in range(learners)] for seed in range(4)]
+    found, _ = averaged(compression, rounds)
+    mean = EncodedMean(compression, 401, learners)
+    for number, vectors in enumerate(rounds):
+        expected = mean.of(torch.stack(vectors, dim=1).double().numpy())
+        assert all(torch.equal(each[number], found[0][number]) for each in found)
+        np.testing.assert_allclose(found[0][number].numpy(), expected, rtol=0.0, atol=4e-6)
+
+
+@every_encoding
+def test_numbers_of_the_largest_magnitude_do_not_overflow(name: str) -> None:
+    """With 16 learners."""
+    found, _ = averaged(ENCODINGS[name][1], [[torch.full((64,), 127.0)] * 16])
+    largest = found[0][0]
     assert bool((largest[largest != 0.0] >= 126.5).all())
 
 
 @every_encoding
 def test_what_encoding_takes_away_comes_back_later(name: str) -> None:
-    """Error feedback: the sum of many means is that of the exact means, to the two residuals that are left."""
-    vectors, rounds = [normal(90, rank) for rank in range(LEARNERS)], 400
-    residuals = [torch.zeros(90) for _ in range(LEARNERS)]
-    total = sum((averaged(ENCODINGS[name][0], vectors, residuals)[0].double() for _ in range(rounds)), torch.zeros(90))
+    """Error feedback: the sum of many means is that of the exact means, to the residuals that are left, whoever owes
+    them."""
+    vectors, num_rounds = [normal(90, rank) for rank in range(LEARNERS)], 400
+    found, left = averaged(ENCODINGS[name][1], [vectors] * num_rounds)
+    total = torch.stack(found[0]).double().sum(dim=0)
     exact = torch.stack(vectors).double().mean(dim=0)
-    left = torch.stack(residuals).double()
-    owner = torch.arange(90) // 30
-    of_owner = left[owner, torch.arange(90)]
-    back = (left.sum(dim=0) - of_owner) / LEARNERS + of_owner
-    torch.testing.assert_close((total + back) / rounds, exact, rtol=0.0, atol=1e-6)
-    assert float(((total / rounds) - exact).abs().max()) < 0.1
+    torch.testing.assert_close((total + left.double().mean(dim=0)) / num_rounds, exact, rtol=0.0, atol=1e-6)
+    assert float(((total / num_rounds) - exact).abs().max()) < 0.1
 
 
 def job(name: str, optimizer: Any = None, **options: Any) -> Job:
@@ -166,9 +174,13 @@ CHOSEN: list[tuple[str, dict[str, Any]]] = [
     ("local-sgd", {"every": 6, "compression": "bfloat16"}),
     ("allreduce", {"compression": {"top_k": 0.1}}),
     ("local-sgd", {"every": 4, "compression": {"top_k": 0.25}}),
+    ("post-local-sgd", {"every": 4, "warm_up": 3, "compression": "int8"}),
     ("bmuf", {"every": 3, "warm_up": 3, "compression": "int8"}),
+    ("slowmo", {"every": 5, "compression": {"top_k": 0.2, "bits": 2}}),
     ("diloco", {"every": 5, "compression": "int4"}),
     ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1, "compression": "int8"}),
+    ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1, "compression": {"top_k": 0.25}}),
+    ("easgd", {"every": 4, "compression": "int8"}),
 ]
 
 
@@ -177,7 +189,7 @@ def test_options_that_the_contract_leaves_out_follow_the_equation(name: str, opt
     """In matrix form, as those of the contract."""
     chosen = STRATEGIES[name].options.model_validate(options)
     compression: Compression = chosen.compression  # type: ignore[attr-defined]
-    oracle = allreduce_of_encoded(compression) if name == "allreduce" else local(**chosen.model_dump())
+    oracle = allreduce_of_encoded(compression) if name == "allreduce" else periodic(name, chosen)
     start = flat(TinyRegression().make_model()).double().numpy()
     expected = oracle(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
     states = VirtualEngine(job(name, **options), LEARNERS).run().states
@@ -187,20 +199,24 @@ def test_options_that_the_contract_leaves_out_follow_the_equation(name: str, opt
 
 @pytest.mark.parametrize("compression", ["int8", {"top_k": 0.1}], ids=["int8", "top_k"])
 @pytest.mark.parametrize(
-    ("name", "options", "means"),
+    ("name", "options", "means", "num_whole"),
     [
-        ("allreduce", {}, [29] * 12),
-        ("diloco", {"every": 5}, [29] * 3),
-        ("local-sgd", {"every": 6, "warm_up": 6}, [29] * 7),
-        ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1}, [15, 14] * 4),
+        ("allreduce", {}, [29] * 12, 0),
+        ("diloco", {"every": 5}, [29] * 3, 0),
+        ("post-local-sgd", {"every": 6, "warm_up": 6}, [29], 6 + 1),
+        ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1}, [15, 14] * 4, 0),
     ],
 )
 def test_the_bytes_sent_are_those_of_the_formula(
-    name: str, options: dict[str, Any], means: list[int], compression: Any
+    name: str, options: dict[str, Any], means: list[int], num_whole: int, compression: Any
 ) -> None:
-    """2 (L - 1) times an encoded chunk for each mean, in a run as in a simulation of time alone."""
-    encoding: Encoding = Integers(8) if compression == "int8" else Largest(0.1)
-    expected = sum(2 * (LEARNERS - 1) * encoding.num_bytes(-(-size // LEARNERS)) for size in means)
+    """2 (L - 1) times an encoded chunk for each mean, or L - 1 times all that is kept of a vector, in a run as in a
+    simulation of time alone. While warming up, and for its last mean, nothing is encoded."""
+    if compression == "int8":
+        expected = sum(2 * (LEARNERS - 1) * Integers(8).num_bytes(-(-size // LEARNERS)) for size in means)
+    else:
+        expected = sum((LEARNERS - 1) * Largest(0.1).num_bytes(size) for size in means)
+    expected += num_whole * (2 * (LEARNERS - 1) * 4 * 29 // LEARNERS)
     watch, mine = Watch(), job(name, **options, compression=compression)
     VirtualEngine(mine, LEARNERS, observer=watch).run()
     assert list(watch.by_rank.values()) == [expected] * LEARNERS
@@ -234,7 +250,8 @@ def test_a_resumed_run_ends_in_the_same_bits(name: str, options: dict[str, Any])
     expected = VirtualEngine(mine, LEARNERS, observer=whole).run().states
     assert len(whole.saved) > 4 * LEARNERS
     for first in range(0, len(whole.saved), LEARNERS):
-        resumed = VirtualEngine(mine, LEARNERS, start=whole.saved[first : first + LEARNERS]).run().states
+        start = sorted(whole.saved[first : first + LEARNERS], key=lambda state: state.rank)
+        resumed = VirtualEngine(mine, LEARNERS, start=start).run().states
         for found, state in zip(resumed, expected, strict=True):
             assert torch.equal(found.weights, state.weights)
 
@@ -248,16 +265,23 @@ def test_a_gradient_that_is_not_finite_leaves_the_residual_as_it_was(compression
         assert bool(state.strategy[OWN_PREFIX + "residual"].isfinite().all())
 
 
+ORDERS = ("at-once", "adapt-first")
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("pattern", "compression", "gamma"),
     [("ring", "int8", 1.0), ("complete", "int4", 0.5), ("ring", {"top_k": 0.25}, 0.4)],
 )
-def test_weights_that_neighbours_average_follow_the_equation(pattern: str, compression: Any, gamma: float) -> None:
+def test_weights_that_neighbours_average_follow_the_equation(
+    pattern: str, compression: Any, gamma: float, order: str
+) -> None:
     """CHOCO in matrix form, with public copies and a consensus rate."""
-    mine = job("dpsgd", pattern=pattern, compression=compression, consensus_rate=gamma)
+    mine = job("choco", pattern=pattern, compression=compression, consensus_rate=gamma, order=order)
     start = flat(TinyRegression().make_model()).double().numpy()
     chosen: Compression = mine.options.compression  # type: ignore[attr-defined]
-    expected = choco(pattern, chosen, gamma)(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    oracle = choco(pattern, chosen, gamma, adapts_first=order == "adapt-first")
+    expected = oracle(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
     for rank, state in enumerate(VirtualEngine(mine, LEARNERS).run().states):
         np.testing.assert_allclose(state.weights.numpy(), expected[:, rank], rtol=0.0, atol=2e-6)
 
@@ -265,11 +289,11 @@ def test_weights_that_neighbours_average_follow_the_equation(pattern: str, compr
 @pytest.mark.parametrize(("compression", "gamma"), [("int8", 1.0), ("int4", 1.0), ({"top_k": 0.1}, 0.1)])
 def test_gossip_of_changes_agrees_on_the_mean_to_rounding(compression: Any, gamma: float) -> None:
     """Without gradients, on a ring of eight, from weights far apart: no error of the encoding remains."""
-    options, world = MixingOptions(compression=compression, consensus_rate=gamma), 8
+    chosen, world = TopK(**compression) if isinstance(compression, dict) else compression, 8
     topology, piece = find_topology("ring", world, 0), slice(0, 200)
     weights = [normal(200, rank) for rank in range(world)]
     mean = torch.stack(weights).double().mean(dim=0)
-    encoders = [Encoder(options, each, [piece]) for each in weights]
+    encoders = [PublicCopies(each, [piece], chosen, gamma) for each in weights]
     for k in range(1000 if gamma < 1.0 else 100):
         own = [each.clone() for each in weights]
         sent = [encoder.encode(each, piece) for encoder, each in zip(encoders, own, strict=True)]
@@ -301,17 +325,19 @@ def test_super_learners_agree_where_a_piece_has_fewer_weights_than_they_have_lea
 def test_a_mean_of_all_in_each_step_is_delay_by_one(pattern: str) -> None:
     """To rounding: one adds a change, the other writes the mean."""
     delayed = VirtualEngine(job("delay-by-one"), LEARNERS).run().states
-    found = VirtualEngine(job("dpsgd", pattern=pattern, mean_every=1), LEARNERS).run().states
+    found = VirtualEngine(job("gossip-pga", pattern=pattern, every=1), LEARNERS).run().states
     for one, other in zip(found, delayed, strict=True):
         torch.testing.assert_close(one.weights, other.weights, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("every", [2, 5])
-def test_periodic_means_among_gossip_follow_the_equation(every: int) -> None:
+def test_periodic_means_among_gossip_follow_the_equation(every: int, order: str) -> None:
     """Gossip-PGA in matrix form, and its bytes."""
     start, watch = flat(TinyRegression().make_model()).double().numpy(), Watch()
-    expected = choco("ring", "none", 1.0, every)(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
-    states = VirtualEngine(job("dpsgd", mean_every=every), LEARNERS, observer=watch).run().states
+    oracle = gossip_pga("ring", every, adapts_first=order == "adapt-first")
+    expected = oracle(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    states = VirtualEngine(job("gossip-pga", every=every, order=order), LEARNERS, observer=watch).run().states
     for rank, state in enumerate(states):
         np.testing.assert_allclose(state.weights.numpy(), expected[:, rank], rtol=0.0, atol=2e-6)
     num_means = STEPS // LEARNERS // every
@@ -321,7 +347,7 @@ def test_periodic_means_among_gossip_follow_the_equation(every: int) -> None:
 
 def test_gossip_of_changes_sends_float32_once_and_then_encoded_bytes() -> None:
     """On a ring to two neighbours, in a run as in a simulation of time alone."""
-    mine, watch, rounds = job("dpsgd", compression="int8"), Watch(), STEPS // LEARNERS
+    mine, watch, rounds = job("choco"), Watch(), STEPS // LEARNERS
     VirtualEngine(mine, LEARNERS, observer=watch).run()
     expected = 2 * (4 * 29 + (rounds - 1) * Integers(8).num_bytes(29))
     assert list(watch.by_rank.values()) == [expected] * LEARNERS
@@ -333,9 +359,8 @@ def test_gossip_of_changes_sends_float32_once_and_then_encoded_bytes() -> None:
     ("name", "options", "message"),
     [
         ("adpsgd", {"compression": "int8"}, "neighbours change from round to round; choose pattern ring or complete"),
-        ("dpsgd", {"consensus_rate": 0.5}, "only for compression int8, int4 or top_k"),
+        ("choco", {"pattern": "random"}, "neighbours change from round to round; choose pattern ring or complete"),
         ("hadpsgd", {"per_node": 1, "pattern": "pairs", "compression": "int4"}, "neighbours change"),
-        ("streaming-diloco", {"compression": LOW_RANK}, "leave out fragments and overlap"),
         ("easgd", {"compression": {"top_k": 0.1}}, "would be added up without end; choose bfloat16, int8 or int4"),
     ],
 )

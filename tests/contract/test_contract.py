@@ -24,7 +24,10 @@ every_strategy = pytest.mark.parametrize("strategy", CHOICES)
 every_synchronous = pytest.mark.parametrize("strategy", SYNCHRONOUS)
 FOLLOWS_THE_MEAN = [name for name in PERIODIC if "local" not in name]
 """Choices with an outer optimizer: their model is not the mean of what learners found."""
-NO_CLOSED_FORM = [*FOLLOWS_THE_MEAN, "dpsgd-int4", "dpsgd-quasi-global", "dpsgd-d2", "dpsgd-tracking", "sgp-overlap"]
+NO_CLOSED_FORM = [
+    *FOLLOWS_THE_MEAN,
+    *("dpsgd-int4", "gossip-pga", "dpsgd-quasi-global", "dpsgd-d2", "dpsgd-tracking", "sgp-overlap"),
+]
 """The mixing of what is encoded is no matrix; the others remember earlier steps."""
 ADAPT_FIRST = {"sgp": "exponential"}
 """Choices whose averaging also averages the step, with their patterns."""

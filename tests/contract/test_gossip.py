@@ -1,6 +1,7 @@
 """Averaging with neighbours: push-sum on directed graphs, quasi-global momentum, and corrections for unequal data."""
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -126,7 +127,7 @@ def test_push_sum_on_a_balanced_graph_is_dpsgd_that_adapts_first(pattern: str) -
         ("sgp", {"pattern": LOPSIDED}, push_sum(LOPSIDED)),
         ("sgp", {"pattern": LOPSIDED, "overlap": True}, push_sum(LOPSIDED, overlap=True)),
         ("dpsgd", {"pattern": "random", "order": "adapt-first"}, adapt_first("random")),
-        ("dpsgd", {"pattern": "exponential", "correction": "tracking"}, tracking("exponential")),
+        ("gradient-tracking", {"pattern": "exponential"}, tracking("exponential")),
     ],
 )
 def test_options_that_the_contract_leaves_out_follow_the_equation(
@@ -142,8 +143,8 @@ def test_options_that_the_contract_leaves_out_follow_the_equation(
 def test_without_beta_quasi_global_momentum_is_dpsgd_that_adapts_first() -> None:
     """To the bit."""
     plain, momentum = (
-        VirtualEngine(job("dpsgd", pattern="random", **options), LEARNERS).run().states
-        for options in ({"order": "adapt-first"}, {"momentum": "quasi-global", "beta": 0.0})
+        VirtualEngine(job(name, pattern="random", **options), LEARNERS).run().states
+        for name, options in (("dpsgd", {"order": "adapt-first"}), ("qg-dsgdm", {"beta": 0.0}))
     )
     assert torch.equal(weights_of(plain), weights_of(momentum))
 
@@ -176,22 +177,22 @@ class Unequal(Workload[Points]):
 
 
 @pytest.mark.parametrize(
-    ("options", "is_exact", "is_one_lost"),
+    ("name", "options", "is_exact", "is_one_lost"),
     [
-        ({"correction": "d2"}, True, False),
-        ({"correction": "d2"}, True, True),
-        ({"correction": "tracking"}, True, False),
-        ({"correction": "tracking", "pattern": "exponential"}, True, True),
-        ({}, False, False),
-        ({"order": "adapt-first"}, False, False),
+        ("d2", {}, True, False),
+        ("d2", {}, True, True),
+        ("gradient-tracking", {}, True, False),
+        ("gradient-tracking", {"pattern": "exponential"}, True, True),
+        ("dpsgd", {}, False, False),
+        ("dpsgd", {"order": "adapt-first"}, False, False),
     ],
     ids=str,
 )
 def test_corrections_reach_the_optimum_of_unequal_data_at_a_constant_rate(
-    options: dict[str, Any], is_exact: bool, is_one_lost: bool
+    name: str, options: dict[str, Any], is_exact: bool, is_one_lost: bool
 ) -> None:
     """D-PSGD stays away from it. After the loss of a learner it is the optimum of the others."""
-    strategy, workload = STRATEGIES["dpsgd"], Unequal()
+    strategy, workload = STRATEGIES[name], Unequal()
     chosen, faults = strategy.options.model_validate(options), (Kill(kill=3, at_step=10),) if is_one_lost else ()
     mine = Job(workload, strategy, Budget(steps=400), sgd(0.1), options=chosen, faults=faults)
     outcome = VirtualEngine(mine, 4).run()
@@ -205,12 +206,14 @@ RESUMED: list[tuple[str, dict[str, Any]]] = [
     ("sgp", {"pattern": LOPSIDED}),
     ("sgp", {"pattern": LOPSIDED, "overlap": True}),
     ("dpsgd", {"pattern": "random"}),
-    ("dpsgd", {"pattern": "pairs", "momentum": "quasi-global"}),
-    ("dpsgd", {"correction": "d2"}),
-    ("dpsgd", {"pattern": "pairs", "correction": "tracking"}),
+    ("qg-dsgdm", {"pattern": "pairs"}),
+    ("d2", {}),
+    ("gradient-tracking", {"pattern": "pairs"}),
     ("dpsgd", {"compression": "bfloat16"}),
-    ("dpsgd", {"compression": "int4", "mean_every": 3, "piece_megabytes": 4e-5}),
-    ("dpsgd", {"compression": {"top_k": 0.2}, "consensus_rate": 0.3, "order": "adapt-first"}),
+    ("gossip-pga", {"every": 3, "piece_megabytes": 4e-5}),
+    ("gossip-pga", {"every": 3, "compression": "bfloat16", "order": "adapt-first"}),
+    ("choco", {"compression": "int4", "piece_megabytes": 4e-5}),
+    ("choco", {"compression": {"top_k": 0.2}, "consensus_rate": 0.3, "order": "adapt-first"}),
 ]
 
 
@@ -229,9 +232,9 @@ def test_a_resumed_run_ends_in_the_same_bits(name: str, options: dict[str, Any])
         ("sgp", {}, 1, 4 * SIZE + 8, 0),
         ("sgp", {"overlap": True, "pattern": "ring"}, 2, 4 * SIZE + 8, 0),
         ("dpsgd", {"order": "adapt-first", "pattern": "exponential"}, 1, 4 * SIZE, 0),
-        ("dpsgd", {"momentum": "quasi-global"}, 2, 4 * SIZE, 0),
-        ("dpsgd", {"correction": "d2"}, 2, 4 * SIZE, 0),
-        ("dpsgd", {"correction": "tracking"}, 2, 2 * 4 * SIZE, 24 * (LEARNERS - 1)),
+        ("qg-dsgdm", {}, 2, 4 * SIZE, 0),
+        ("d2", {}, 2, 4 * SIZE, 0),
+        ("gradient-tracking", {}, 2, 2 * 4 * SIZE, 24 * (LEARNERS - 1)),
     ],
     ids=str,
 )
@@ -274,11 +277,7 @@ def one_way(round: int, rank: int, world: int) -> dict[int, float]:  # noqa: A00
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("dpsgd", {"correction": "d2", "pattern": "pairs"}, "same neighbours in each step, in both directions"),
-        ("dpsgd", {"correction": "d2", "mean_every": 4}, "leave it out"),
-        ("dpsgd", {"correction": "d2", "compression": "bfloat16"}, "needs exact averages"),
-        ("dpsgd", {"correction": "tracking", "momentum": "quasi-global"}, "leave out either"),
-        ("dpsgd", {"correction": "tracking", "order": "adapt-first"}, "leave out order"),
+        ("d2", {"pattern": "pairs"}, "same neighbours in each step, in both directions"),
         ("dpsgd", {"pattern": LOPSIDED}, "not doubly stochastic"),
         ("sgp", {"pattern": f"{__name__}:gives_all"}, "nothing of its model would stay with it"),
         ("sgp", {"pattern": f"{__name__}:one_way"}, "not connected within 64 rounds"),
@@ -290,6 +289,25 @@ def test_options_that_cannot_work_are_refused(name: str, options: dict[str, Any]
     strategy = STRATEGIES[name]
     with pytest.raises(ConfigError, match=message):
         strategy.validate(strategy.options.model_validate(options), 4)
+
+
+@pytest.mark.parametrize("compression", ["int8", "int4", {"top_k": 0.1}], ids=str)
+@pytest.mark.parametrize("name", ["dpsgd", "gossip-pga", "qg-dsgdm", "a2cid2"])
+def test_encodings_of_changes_are_those_of_choco(name: str, compression: Any) -> None:
+    """And the message says so."""
+    with pytest.raises(ValueError, match="write `name: choco`"):
+        STRATEGIES[name].options.model_validate({"compression": compression})
+
+
+@pytest.mark.parametrize("name", ["dpsgd", "adpsgd", "hadpsgd"])
+def test_an_option_that_moved_is_none_any_more(name: str) -> None:
+    """Each says where it went, to a strategy or an option that there is."""
+    options = STRATEGIES[name].options
+    moved = options.MOVED  # type: ignore[attr-defined]
+    assert moved and not set(moved) & set(options.model_fields)
+    for advice in moved.values():
+        written = re.findall(r"`name: ([\w-]+)`", advice)
+        assert set(written) <= set(STRATEGIES) and (written or "compression: {choco: int8" in advice)
 
 
 def test_an_unbalanced_pattern_gives_away_what_others_take() -> None:

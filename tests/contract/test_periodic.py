@@ -10,16 +10,18 @@ from torch import Tensor
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
+from starling.configuration import Config
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES
-from starling.strategies.local import EasgdOptions, LocalOptions, SpartaOptions
-from starling.strategies.local import local as local_text
+from starling.strategies.parts.means import TopK
 from starling.training.job import EpochReport, Job, Observer
 from starling.workload import Ticket
 from tests.contract.cases import MakeOptimizer, adamw, sgd
-from tests.contract.oracle import Vector, columns, gradient_of_regression, local
+from tests.contract.matrix_form import Vector, columns
+from tests.contract.oracle import gradient_of_regression
+from tests.contract.oracle_periodic import periodic
 from tests.contract.problems import TinyRegression
 from tests.contract.test_contract import flat
 
@@ -59,17 +61,27 @@ def test_without_an_outer_momentum_and_with_an_outer_rate_of_1_all_are_local_sgd
         assert torch.equal(trained(name, optimizer, every=4, **options), expected)
 
 
-@pytest.mark.parametrize("name", ["local-sgd", "diloco"])
-def test_agreeing_after_every_step_of_plain_sgd_is_allreduce(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("local-sgd", {}),
+        ("post-local-sgd", {"warm_up": 5}),
+        ("bmuf", {"momentum": 0.0, "warm_up": 0}),
+        ("slowmo", {"momentum": 0.0}),
+        ("diloco", {"momentum": 0.0, "rate": 1.0}),
+        ("streaming-diloco", {"momentum": 0.0, "rate": 1.0, "fragments": 1, "overlap": 0, "blend": 0.0}),
+        ("sparta", {"share": 1.0}),
+    ],
+)
+def test_agreeing_after_every_step_of_plain_sgd_is_allreduce(name: str, options: dict[str, Any]) -> None:
     """H = 1, and an outer optimizer of rate 1 without momentum."""
-    options = {"momentum": 0.0, "rate": 1.0} if name == "diloco" else {}
     found = trained(name, every=1, **options)
     torch.testing.assert_close(found, trained("allreduce"), rtol=0.0, atol=1e-6)
 
 
 def test_a_warm_up_as_long_as_the_run_is_allreduce() -> None:
     """To the bit: both take the mean gradient."""
-    assert torch.equal(trained("local-sgd", adamw(0.01), warm_up=STEPS), trained("allreduce", adamw(0.01)))
+    assert torch.equal(trained("post-local-sgd", adamw(0.01), warm_up=STEPS), trained("allreduce", adamw(0.01)))
 
 
 @pytest.mark.parametrize(
@@ -77,20 +89,25 @@ def test_a_warm_up_as_long_as_the_run_is_allreduce() -> None:
     [
         ("local-sgd", {"every": 1}),
         ("bmuf", {"every": 3, "warm_up": 2}),
-        ("slowmo", {"every": 5, "rate": 0.8, "nesterov": True}),
+        ("post-local-sgd", {"every": 4, "warm_up": 3}),
+        ("slowmo", {"every": 5, "rate": 0.8, "momentum": 0.3}),
         ("diloco", {"every": 20}),
         ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1}),
         ("streaming-diloco", {"every": 4, "fragments": 4, "overlap": 1, "blend": 0.0}),
         ("streaming-diloco", {"every": 5, "fragments": 2, "overlap": 0, "blend": 0.25}),
-        ("noloco", {"every": 2, "pull": 0.3, "warm_up": 1}),
-        ("local-sgd", {"every": 2, "among": "pairs"}),
+        ("noloco", {"every": 2, "pull": 0.3}),
+        ("noloco", {"every": 5}),
+        ("easgd", {"every": 5, "rate": 0.5}),
+        ("easgd", {"every": 1}),
+        ("sparta", {"every": 5, "share": 0.3}),
+        ("sparseloco", {"every": 5, "rate": 0.8, "compression": TopK(top_k=0.1)}),
     ],
 )
 def test_options_that_the_contract_leaves_out_follow_the_equation(name: str, options: dict[str, Any]) -> None:
     """In matrix form, as those of the contract."""
-    chosen = STRATEGIES[name].options(**options).model_dump()
+    oracle = periodic(name, STRATEGIES[name].options(**options))
     start = flat(TinyRegression().make_model()).double().numpy()
-    expected = local(**chosen)(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    expected = oracle(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
     np.testing.assert_allclose(trained(name, **options).numpy(), expected.mean(axis=1), rtol=0.0, atol=2e-6)
 
 
@@ -156,12 +173,13 @@ class Sent(Observer):
         ("local-sgd", {"every": 4}, 3),
         ("local-sgd", {"every": 5}, 3),
         ("diloco", {"every": 6}, 2),
-        ("local-sgd", {"every": 6, "warm_up": 6}, 7),
+        ("post-local-sgd", {"every": 6, "warm_up": 6}, 6 + 1 + 1),
         ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1, "blend": 0.0}, 3 + 1),
     ],
 )
 def test_the_bytes_sent_are_those_of_the_formula(name: str, options: dict[str, Any], agreements: int) -> None:
-    """2 (L - 1) / L x 4 P for each agreement about all weights; the last period has one of its own."""
+    """2 (L - 1) / L x 4 P for each agreement about all weights; the last period has one of its own, and so has the end
+    of a warm-up."""
     strategy, sent = STRATEGIES[name], Sent()
     job = Job(TinyRegression(), strategy, Budget(steps=STEPS), sgd(0.1), options=strategy.options(**options), seed=11)
     outcome: Outcome = VirtualEngine(job, LEARNERS, observer=sent).run()
@@ -172,8 +190,8 @@ def test_the_bytes_sent_are_those_of_the_formula(name: str, options: dict[str, A
 
 
 def test_two_learners_that_agree_in_pairs_agree_among_all() -> None:
-    """With gamma = eta, NoLoCo is local SGD with an outer momentum; to rounding, as each pair sums for itself."""
-    expected = trained("local-sgd", adamw(0.01), learners=2, every=4, rate=0.7, momentum=0.5)
+    """With gamma = eta, NoLoCo is SlowMo; to rounding, as each pair sums for itself."""
+    expected = trained("slowmo", adamw(0.01), learners=2, every=4, rate=0.7, momentum=0.5)
     found = trained("noloco", adamw(0.01), learners=2, every=4)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
 
@@ -195,8 +213,6 @@ def test_a_pair_sends_its_weights_and_theta_only_if_it_must(options: dict[str, f
             {"every": 8, "fragments": 4, "overlap": 3},
             "still be averaged after 3 steps when the next one begins, 2 steps",
         ),
-        ({"among": "pairs"}, r"take the result; leave out fragments"),
-        ({"pull": 0.5}, "only for `among: pairs`"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, int], message: str) -> None:
@@ -206,10 +222,9 @@ def test_options_that_cannot_work_are_refused(options: dict[str, int], message: 
         strategy.validate(strategy.options(**{"overlap": 0} | options), 2)
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_easgd_is_the_papers_recursion(overlap: int) -> None:
-    """x' = x - a g(x) - r (x - c), c' = c + r sum (x - c), from the same x and c with tau = 1; with tau = 0 the step
-    comes first. So learners and centre together move by the gradients alone."""
+def test_easgd_is_the_papers_recursion() -> None:
+    """x' = x - a g(x) - r (x - c), c' = c + r sum (x - c), from the same x and c. So learners and centre together move
+    by the gradients alone."""
     gradient, r = gradient_of_regression(), 0.9 / LEARNERS
     c = flat(TinyRegression().make_model()).double().numpy()
     start, moved = (LEARNERS + 1) * c, np.zeros_like(c)
@@ -217,32 +232,29 @@ def test_easgd_is_the_papers_recursion(overlap: int) -> None:
     for k in range(STEPS // LEARNERS):
         step = -0.1 * columns(x, gradient, k)
         moved += step.sum(axis=1)
-        at = x if overlap else x + step
-        x, c = x + step - r * (at - c[:, None]), c + r * (at - c[:, None]).sum(axis=1)
+        x, c = x + step - r * (x - c[:, None]), c + r * (x - c[:, None]).sum(axis=1)
         np.testing.assert_allclose(x.sum(axis=1) + c, start + moved, rtol=0.0, atol=1e-12)
-    for _ in range(1 + overlap):  # what is under way at the end, and the agreement that ends the run
-        at, pull = x, r * (x - c[:, None])
-        x, c = at - pull, c + pull.sum(axis=1)
-    found = trained("easgd", every=1, overlap=overlap)
-    np.testing.assert_allclose(found.numpy(), c, rtol=0.0, atol=2e-6)
+    for _ in range(2):  # what is under way at the end, and the agreement that ends the run
+        x, c = x - r * (x - c[:, None]), c + r * (x - c[:, None]).sum(axis=1)
+    np.testing.assert_allclose(trained("easgd", every=1).numpy(), c, rtol=0.0, atol=2e-6)
 
 
 def test_easgd_without_elasticity_is_learners_alone() -> None:
     """r near 0: each learner's weights are those of its own mini-batches, to the bit, until all take the centre."""
     before: dict[int, Tensor] = {}
 
-    async def watched(me: Learner, chosen: LocalOptions) -> None:
+    async def watched(me: Learner, chosen: Config) -> None:
         step = me.step
 
-        def noted(gradient: Tensor, read_at: int | None = None) -> None:
-            step(gradient, read_at)
+        def noted(gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
+            step(gradient, read_at, scale)
             before[me.rank] = me.weights.clone()
 
         me.step = noted  # type: ignore[method-assign]
-        await local_text(me, chosen)
+        await easgd.run(me, chosen)
 
-    strategy = replace(STRATEGIES["easgd"], run=watched)
-    options = EasgdOptions(every=2, rate=1e-30)
+    easgd = STRATEGIES["easgd"]
+    strategy, options = replace(easgd, run=watched), easgd.options(every=2, rate=1e-30)
     VirtualEngine(Job(TinyRegression(), strategy, Budget(steps=STEPS), PLAIN, options=options, seed=11), LEARNERS).run()
     for rank, weights in before.items():
         network = TinyRegression().make_model()
@@ -259,7 +271,7 @@ def test_sparta_with_all_weights_is_local_sgd_after_every_step() -> None:
     """And a small share moves learners together, with the bytes of that share."""
     assert torch.equal(trained("sparta", share=1.0), trained("local-sgd", every=1))
     strategy, sent = STRATEGIES["sparta"], Sent()
-    job = Job(TinyRegression(), strategy, Budget(steps=STEPS), PLAIN, options=SpartaOptions(share=0.1), seed=11)
+    job = Job(TinyRegression(), strategy, Budget(steps=STEPS), PLAIN, options=strategy.options(share=0.1), seed=11)
     VirtualEngine(job, LEARNERS, observer=sent).run()
     rounds, k, size = STEPS // LEARNERS, 3, 29
     expected = 2 * (LEARNERS - 1) * 4 * (rounds * k + size) / LEARNERS
@@ -267,51 +279,54 @@ def test_sparta_with_all_weights_is_local_sgd_after_every_step() -> None:
 
 
 def test_every_weight_agrees_sooner_or_later() -> None:
-    """Places differ from step to step; each step has k of them, and none is left out for long."""
-    seen = torch.zeros(29)
+    """Places differ from step to step; each step has k of them, and none is left out for long. At the end all agree."""
+    changed: list[Tensor] = []
 
-    async def watched(me: Learner, chosen: LocalOptions) -> None:
+    async def watched(me: Learner, chosen: Config) -> None:
         take = me.replace
 
         def noted(weights: Tensor, piece: slice | None = None) -> None:
             if me.rank == 0 and piece is None:
-                seen.add_((weights != me.weights).float())
+                changed.append(weights != me.weights)
             take(weights, piece)
 
         me.replace = noted  # type: ignore[method-assign]
-        await local_text(me, chosen)
+        await sparta.run(me, chosen)
 
-    strategy = replace(STRATEGIES["sparta"], run=watched)
-    job = Job(TinyRegression(), strategy, Budget(steps=120), PLAIN, options=SpartaOptions(share=0.25), seed=11)
-    VirtualEngine(job, 2).run()
-    assert int(seen.sum()) == 60 * 7 and float(seen.min()) > 0
+    sparta = STRATEGIES["sparta"]
+    strategy, options = replace(sparta, run=watched), sparta.options(share=0.25)
+    VirtualEngine(Job(TinyRegression(), strategy, Budget(steps=120), PLAIN, options=options, seed=11), 2).run()
+    *of_steps, at_the_end = changed
+    assert [int(each.sum()) for each in of_steps] == [7] * 60
+    assert bool(torch.stack(of_steps).any(dim=0).all())
+    assert torch.equal(at_the_end, ~of_steps[-1])
 
 
-def test_sparseloco_without_loss_is_local_sgd() -> None:
-    """Nothing encoded, and no momentum. And an error that is fed back in part is forgotten in part."""
-    assert torch.equal(trained("sparseloco", every=4, compression="none"), trained("local-sgd", every=4))
-    chosen = {"every": 2, "compression": {"top_k": 0.1, "bits": 2}}
+@pytest.mark.parametrize("feedback", [0.0, 0.5, 1.0])
+def test_an_error_that_is_fed_back_in_part_is_forgotten_in_part(feedback: float) -> None:
+    """SparseLoCo's feedback is the momentum of its errors."""
     strategy = STRATEGIES["sparseloco"]
-    for feedback in (0.0, 0.5, 1.0):
-        options = strategy.options.model_validate(chosen | {"feedback": feedback})
-        job = Job(TinyRegression(), strategy, Budget(steps=STEPS), PLAIN, options=options, seed=11)
-        found = VirtualEngine(job, LEARNERS).run().states[0].weights.double().numpy()
-        start = flat(TinyRegression().make_model()).double().numpy()
-        expected = local(**options.model_dump())(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
-        np.testing.assert_allclose(found, expected.mean(axis=1), rtol=0.0, atol=2e-6)
+    options = strategy.options(every=2, compression=TopK(top_k=0.1, bits=2), feedback=feedback)
+    job = Job(TinyRegression(), strategy, Budget(steps=STEPS), PLAIN, options=options, seed=11)
+    start = flat(TinyRegression().make_model()).double().numpy()
+    expected = periodic("sparseloco", options)(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    for rank, state in enumerate(VirtualEngine(job, LEARNERS).run().states):
+        np.testing.assert_allclose(state.weights.numpy(), expected[:, rank], rtol=0.0, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("sparta", {"momentum": 0.9}, "the weights that agree take their mean; leave out rate, momentum"),
-        ("sparta", {"compression": "int8"}, "elastic and compression, or share"),
-        ("easgd", {"blend": 0.5}, "learners keep weights of their own already; leave out one of both"),
-        ("diloco", {"compression": {"low_rank": 1}, "feedback": 0.5}, "low_rank feeds back all of its error"),
-    ],
-)
-def test_combinations_that_mean_nothing_are_refused(name: str, options: dict[str, Any], message: str) -> None:
-    """With what to leave out."""
-    strategy = STRATEGIES[name]
-    with pytest.raises(ConfigError, match=message):
-        strategy.validate(strategy.options.model_validate(options), 2)
+def test_learners_move_in_the_union_of_the_places_that_they_send() -> None:
+    """The mean of sparse messages is not made sparse again: with top_k 0.1, 3 of 29 weights of each learner."""
+    options = {"every": STEPS // LEARNERS, "compression": TopK(top_k=0.1)}
+    moved = trained("sparseloco", **options) != flat(TinyRegression().make_model()).double()
+    alone = [local_changes(rank, STEPS // LEARNERS).abs().topk(3).indices.tolist() for rank in range(LEARNERS)]
+    assert moved.nonzero()[:, 0].tolist() == sorted({place for each in alone for place in each})
+    assert int(moved.sum()) > 3  # else this shows nothing
+
+
+def local_changes(rank: int, steps: int) -> Tensor:
+    """By how much a learner moves alone."""
+    start = flat(TinyRegression().make_model()).double().numpy()
+    gradient, x = gradient_of_regression(), start
+    for k in range(steps):
+        x = x - 0.1 * gradient(x, k * LEARNERS + rank)
+    return torch.from_numpy(x - start)

@@ -24,7 +24,7 @@ from starling.strategies import STRATEGIES
 from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hogwild import HogwildOptions
-from starling.strategies.server import ServerOptions
+from starling.strategies.parts.rules import Asynchronous, Hybrid, ServerOptions, Summed, Synchronous
 from starling.training.faults import Join, NotFinite
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
@@ -82,7 +82,7 @@ def run(
 
 def served(learners: int, cluster: Cluster = EQUAL, **options: Any) -> Tensor:
     """What a run with servers of their own for so many workers ends in."""
-    choice = ServerOptions(servers="own", **options)
+    choice = ServerOptions.model_validate({"servers": "own"} | options)
     return model(run("parameter-server", choice, learners + choice.shards, cluster))
 
 
@@ -93,7 +93,8 @@ def model(outcome: Outcome) -> Tensor:
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("learners", [2, 3, 4])
 def test_hybrid_is_allreduce_to_rounding(learners: int, shards: int) -> None:
-    """The mean of all gradients at the same weights, under Adam, wherever the step is made."""
+    """The mean of all gradients at the same weights, under Adam, wherever the step is made: synchronous SGD of the
+    sharded server, Section 4.1 of Dean et al. 2012 without its asynchrony."""
     expected = model(run("allreduce", AllReduceOptions(), learners))
     torch.testing.assert_close(served(learners, VARYING, update="hybrid", shards=shards), expected, rtol=0.0, atol=1e-6)
 
@@ -101,8 +102,8 @@ def test_hybrid_is_allreduce_to_rounding(learners: int, shards: int) -> None:
 @pytest.mark.parametrize("cluster", [EQUAL, VARYING], ids=["equal", "varying"])
 def test_summed_over_one_gradient_is_asynchronous(cluster: Cluster) -> None:
     """To the bit, and in the same time."""
-    one = run("parameter-server", ServerOptions(update="summed", sum=1), 4, cluster)
-    asynchronous = run("parameter-server", ServerOptions(), 4, cluster)
+    one = run("parameter-server", Summed(sum=1), 4, cluster)
+    asynchronous = run("parameter-server", Asynchronous(), 4, cluster)
     assert torch.equal(model(one), model(asynchronous))
     assert one.event_hash == asynchronous.event_hash
 
@@ -112,7 +113,7 @@ def test_summed_over_one_gradient_is_asynchronous(cluster: Cluster) -> None:
 def test_gradients_that_wait_for_a_sum_outlive_a_join(staleness: Any, overlap: bool) -> None:
     """Where messages take no time, each counts once, whenever a learner joins; a rule for staleness leaves those of the
     earlier membership as they are."""
-    options = ServerOptions(update="summed", sum=7, shards=2, overlap=overlap, staleness=staleness)
+    options = Summed(sum=7, shards=2, overlap=overlap, staleness=staleness)
     uneven = VARYING.model_copy(update={"compute": ComputeModel(seconds=1.0, distribution="log-normal", spread=0.5)})
     found = []
     for tenth in range(5, 60, 4):
@@ -160,8 +161,12 @@ def test_sharding_changes_nothing(options: dict[str, Any]) -> None:
 def one_after_the_other(
     seconds: Sequence[float], steps: int, rate: Callable[[int], float]
 ) -> tuple[Vector, Counter[int]]:
-    """Asynchronous SGD as a list of events, in NumPy: w <- w - a g(Phi) whenever a worker is done. `rate` gives the
-    learning rate for a gradient of that staleness; the last weights, and how often each staleness was seen."""
+    """Asynchronous SGD as a list of events: w <- w - a g(Phi) whenever a worker is done (Downpour SGD, Section 4.1 of
+    Dean et al. 2012; for Hogwild, Algorithm 1 of Niu et al. 2011, arXiv 1106.5730, with dense gradients).
+
+    `rate` gives the learning rate for a gradient of that staleness; a / staleness is the modulation of Zhang et al.
+    2016, arXiv 1511.05950. The last weights, and how often each staleness was seen.
+    """
     gradient = gradient_of_regression()
     start = torch.cat([part.detach().reshape(-1) for part in TinyRegression().make_model().parameters()])
     weights, changes, seen = start.double().numpy(), 0, Counter[int]()
@@ -182,9 +187,9 @@ def one_after_the_other(
 @pytest.mark.parametrize(
     ("strategy", "options", "rate"),
     [
-        ("parameter-server", ServerOptions(), lambda staleness: 0.05),
+        ("parameter-server", Asynchronous(), lambda staleness: 0.05),
         ("parameter-server", ServerOptions(shards=3), lambda staleness: 0.05),
-        ("parameter-server", ServerOptions(scale_by_staleness=True), lambda staleness: 0.05 / max(1, staleness)),
+        ("parameter-server", Asynchronous(scale_by_staleness=True), lambda staleness: 0.05 / max(1, staleness)),
         ("hogwild", HogwildOptions(), lambda staleness: 0.05),
         ("hogwild", HogwildOptions(scale_by_staleness=True), lambda staleness: 0.05 / max(1, staleness)),
     ],
@@ -224,14 +229,11 @@ def test_a_staleness_bound_is_never_exceeded(
     latency: float,
     seed: int,
 ) -> None:
-    """Whatever the speeds: nobody begins a gradient when it is more than `bound` ahead of the slowest that is left."""
+    """Whatever the speeds: no worker begins a gradient when it is more than `bound` ahead of the slowest that is left:
+    the bound of stale synchronous parallel, Section 2 of Ho et al. 2013."""
     options = ServerOptions.model_validate(
-        {
-            "update": update,
-            "sum": 2 if update == "summed" else None,
-            "staleness_bound": bound,
-            "overlap": overlap and bound > 0,
-        }
+        {"update": update, "staleness_bound": bound, "overlap": overlap and bound > 0}
+        | ({"sum": 2} if update == "summed" else {})
     )
     notes = Notes()
     run(
@@ -262,7 +264,7 @@ def test_without_a_bound_a_fast_worker_runs_ahead() -> None:
     """What the property above would find: ten gradients of the fast one for each of the slow one."""
     notes = Notes()
     slow = Stragglers(slow={1: 10.0})
-    run("parameter-server", ServerOptions(), 2, EQUAL, notes=notes, budget=Budget(minutes=0.5), stragglers=slow)
+    run("parameter-server", Asynchronous(), 2, EQUAL, notes=notes, budget=Budget(minutes=0.5), stragglers=slow)
     made = Counter(report.rank for report in notes.steps)
     assert made[0] > 8 * made[1] > 0
 
@@ -270,7 +272,7 @@ def test_without_a_bound_a_fast_worker_runs_ahead() -> None:
 def test_one_worker_at_a_time_is_never_stale() -> None:
     """`synchronous`: gradients do not overlap in time, each is taken at the newest weights, and all get their turns."""
     notes = Notes()
-    outcome = run("parameter-server", ServerOptions(update="synchronous", shards=2), 3, EQUAL, notes=notes)
+    outcome = run("parameter-server", Synchronous(shards=2), 3, EQUAL, notes=notes)
     assert set(notes.staleness) == {0}
     assert outcome.seconds > 24.0
     assert Counter(report.rank for report in notes.steps) == {0: 8, 1: 8, 2: 8}
@@ -281,7 +283,7 @@ def test_one_worker_at_a_time_is_never_stale() -> None:
 def test_staleness_is_counted_from_the_weights_that_a_gradient_was_taken_at() -> None:
     """With `overlap` those are the ones before the last pull; with `delayed`, those of d steps ago."""
     overlapping, late = Notes(), Notes()
-    run("parameter-server", ServerOptions(overlap=True), 1, EQUAL, notes=overlapping)
+    run("parameter-server", Asynchronous(overlap=True), 1, EQUAL, notes=overlapping)
     assert overlapping.staleness == Counter({0: 1, 1: 23})
     run("delayed", DelayOptions(delay=3), 1, EQUAL, notes=late)
     assert late.staleness == Counter({0: 1, 1: 1, 2: 1, 3: 21})
@@ -290,8 +292,8 @@ def test_staleness_is_counted_from_the_weights_that_a_gradient_was_taken_at() ->
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("parameter-server", ServerOptions()),
-        ("parameter-server", ServerOptions(servers="own", staleness_bound=1)),
+        ("parameter-server", Asynchronous()),
+        ("parameter-server", Asynchronous(servers="own", staleness_bound=1)),
         ("hogwild", HogwildOptions()),
     ],
     ids=["beside", "own", "hogwild"],
@@ -309,7 +311,7 @@ def test_the_gradients_left_over_make_a_last_step() -> None:
     weights = model(
         run(
             "parameter-server",
-            ServerOptions(update="summed", sum=3),
+            Summed(sum=3),
             2,
             optimizer=sgd(1.0),
             workload=ConstantGradient(4),
@@ -358,7 +360,7 @@ class Overflowing(TinyRegression):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("parameter-server", ServerOptions()), ("hogwild", HogwildOptions())], ids=str
+    ("strategy", "options"), [("parameter-server", Asynchronous()), ("hogwild", HogwildOptions())], ids=str
 )
 def test_a_gradient_that_is_not_finite_is_not_sent(strategy: str, options: Config) -> None:
     """It counts as nothing, and the model stays finite; after many in a row the learner says which it was."""
@@ -382,7 +384,8 @@ MOVING_BY_THEMSELVES: dict[str, MakeOptimizer] = {
 
 
 def stepping_through(optimizer: MakeOptimizer, sums: Sequence[Sequence[int]], mean: bool) -> Tensor:
-    """The plain loop whose every step takes the sum, or the mean, of the gradients of some mini-batches."""
+    """The plain loop whose every step takes the sum, or the mean, of the gradients of some mini-batches: the summed
+    updates of Aji & Heafield 2019, arXiv 1906.03496."""
     workload = TinyRegression()
     network = workload.make_model()
     chosen = optimizer(list(network.parameters()))
@@ -397,21 +400,21 @@ def stepping_through(optimizer: MakeOptimizer, sums: Sequence[Sequence[int]], me
 
 ALL_BUT_TWO = [[number] for number in range(12) if number not in (2, 5)]
 LEFT_OUT: dict[str, tuple[str, Config, int, tuple[int, ...], list[list[int]]]] = {
-    "asynchronous": ("parameter-server", ServerOptions(), 1, (3, 6), ALL_BUT_TWO),
+    "asynchronous": ("parameter-server", Asynchronous(), 1, (3, 6), ALL_BUT_TWO),
     "sharded": ("parameter-server", ServerOptions(shards=3, servers="own"), 4, (3, 6), ALL_BUT_TWO),
-    "synchronous": ("parameter-server", ServerOptions(update="synchronous"), 1, (3, 6), ALL_BUT_TWO),
+    "synchronous": ("parameter-server", Synchronous(), 1, (3, 6), ALL_BUT_TWO),
     "hogwild": ("hogwild", HogwildOptions(), 1, (3, 6), ALL_BUT_TWO),
     "hybrid": (
         "parameter-server",
-        ServerOptions(update="hybrid", shards=2),
+        Hybrid(shards=2),
         3,
         (1, 3),
         [[1, 2], [3, 4, 5], [7, 8], [9, 10, 11]],
     ),
-    "hybrid of one": ("parameter-server", ServerOptions(update="hybrid"), 1, (3, 6), ALL_BUT_TWO),
+    "hybrid of one": ("parameter-server", Hybrid(), 1, (3, 6), ALL_BUT_TWO),
     "summed": (
         "parameter-server",
-        ServerOptions(update="summed", sum=3),
+        Summed(sum=3),
         1,
         (2, 6),
         [[0, 2, 3], [4, 6, 7], [8, 9, 10], [11]],
@@ -466,7 +469,7 @@ def test_workers_without_a_finite_gradient_change_nothing_and_hold_up_no_one(opt
     everything = tuple(NotFinite(nan=rank, at_step=step) for rank in range(3) for step in range(1, 25))
     outcome = run(
         "parameter-server",
-        ServerOptions(**options),
+        ServerOptions.model_validate(options),
         3,
         VARYING,
         with_momentum_and_decay,
@@ -483,13 +486,19 @@ def test_workers_without_a_finite_gradient_change_nothing_and_hold_up_no_one(opt
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"update": "summed"}, "summed needs sum"),
-        ({"sum": 4}, "sum: only for update: summed, not for asynchronous"),
+        ({"update": "summed"}, r"sum\n.*required"),
+        ({"sum": 4}, "sum: an option of update: summed, not of asynchronous"),
         ({"update": "summed", "sum": 0}, "greater than or equal to 1"),
-        ({"update": "hybrid", "staleness_bound": 3}, "under hybrid workers always wait for each other"),
+        (
+            {"update": "hybrid", "staleness_bound": 3, "overlap": True},
+            "overlap: an option of update: asynchronous and summed, not of hybrid; staleness_bound: an option of",
+        ),
+        ({"update": "hybrid", "scale_by_staleness": True}, "scale_by_staleness: an option of update: asynchronous and"),
+        ({"update": "hybrid", "bound": 3}, "bound\n"),
+        ({"update": "sumed", "sum": 4}, "'asynchronous', 'summed', 'hybrid' or 'synchronous'"),
         ({"staleness_bound": -1}, "greater than or equal to 0"),
-        ({"combine": "mean"}, "under asynchronous each step has one gradient"),
-        ({"update": "synchronous", "overlap": True}, "must wait for the new weights"),
+        ({"combine": "mean"}, "combine: an option of update: summed and hybrid, not of asynchronous"),
+        ({"update": "synchronous", "overlap": True}, "overlap: an option of .*, not of synchronous"),
         ({"overlap": True, "staleness_bound": 0}, "overlap needs at least 1"),
         ({"shards": 0}, "greater than or equal to 1"),
     ],
@@ -518,7 +527,7 @@ def test_more_servers_than_there_is_room_for_are_refused(options: ServerOptions,
 
 def test_the_servers_optimizer_and_the_last_weights_are_what_a_resumed_run_has() -> None:
     """A run of 24 + 24 gradients has the bits of one of 48, momentum and Adam's count of steps included."""
-    options = ServerOptions(update="hybrid", shards=2, servers="own")
+    options = Hybrid(shards=2, servers="own")
 
     def job(steps: int) -> Job:
         workload, budget = TinyRegression(), Budget(steps=steps)

@@ -16,8 +16,7 @@ from starling.learner import Learner
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
-from starling.strategies.server import ServerOptions
-from starling.strategies.staleness import DelayCompensation, correction
+from starling.strategies.parts.rules import Asynchronous, ServerOptions
 from starling.topology import find_topology
 from starling.training.faults import NotFinite
 from starling.training.stragglers import Stragglers
@@ -40,6 +39,13 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def oracle(rule: str) -> Correct:
+    """The corrections of the papers, one worker's gradient at a time.
+
+    `constant` and `adaptive`: DC-ASGD-c and DC-ASGD-a, the server's update of Algorithm 2 of Zheng et al. 2017, arXiv
+    1609.08326, g + lambda g * g * (w - w_bak), the latter with lambda_0 / sqrt(MeanSquare + 1e-7) for lambda and
+    MeanSquare <- m MeanSquare + (1 - m) g * g. `gap-aware`: Gap-Aware of Barkai, Hakimi & Schuster 2019, arXiv
+    1909.10802, g / (1 + |w - w_read| / C); C is our choice, the mean length of the steps that were made.
+    """
     mean_square, before, lengths = np.zeros(29), [], []
 
     def gap_aware(gradient: Vector, now: Vector, read: Vector) -> Vector:
@@ -79,7 +85,7 @@ def test_corrected_updates_follow_their_events(rule: str) -> None:
     instant = Cluster(compute=ComputeModel(seconds=1.0), link=AT_ONCE, memory=INSTANT)
 
     def trained(**options: Any) -> Vector:
-        outcome = run("parameter-server", ServerOptions(**options), 3, instant, sgd(0.1), stragglers=slow)
+        outcome = run("parameter-server", ServerOptions.model_validate(options), 3, instant, sgd(0.1), stragglers=slow)
         weights: Vector = model(outcome).double().numpy()
         return weights
 
@@ -104,7 +110,7 @@ def test_every_asynchronous_server_has_the_weights_of_each_gradient(rule: str, o
 def test_a_gradient_that_is_not_stale_is_not_changed(rule: str) -> None:
     """To the bit, marks of weights without a gradient included; nor are such marks changed in a stale one."""
     me = cast(Learner, SimpleNamespace(strategy_state=lambda name, initial, is_common: initial))
-    mine = correction(ServerOptions.model_validate(RULES[rule]).staleness, me)
+    mine = Asynchronous.model_validate(RULES[rule]).correction(me)
     assert mine is not None
     gradient = torch.tensor([0.5, -0.0, 3.0, -2.0])
     for age in range(3):
@@ -120,8 +126,8 @@ def test_a_gradient_that_is_not_stale_is_not_changed(rule: str) -> None:
 
 def test_rules_without_staleness_refuse_a_correction() -> None:
     """With what to do."""
-    with pytest.raises(ValueError, match="under hybrid no gradient is stale; leave it out"):
-        ServerOptions(update="hybrid", staleness=DelayCompensation(delay_compensation=0.04))
+    with pytest.raises(ValueError, match="staleness: an option of update: asynchronous and summed, not of hybrid"):
+        ServerOptions.model_validate({"update": "hybrid", "staleness": {"delay_compensation": 0.04}})
 
 
 def of_learner(rule: str) -> tuple[Correct, Callable[[Vector, Vector], None]]:

@@ -36,12 +36,12 @@ def main() -> None:
             texts.append(tokenizer.encode(" ".join(words)))
             matrices.append(features(torch.from_numpy(waveform)))
         batch = Batch(
-            torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
-            torch.tensor([len(each) for each in matrices]),
-            torch.tensor([token for text in texts for token in text]),
-            torch.tensor([len(each) for each in texts]),
-            0.0,
-            ("",) * UTTERANCES,
+            features=torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True),
+            lengths=torch.tensor([len(each) for each in matrices]),
+            tokens=torch.tensor([token for text in texts for token in text]),
+            token_lengths=torch.tensor([len(each) for each in texts]),
+            seconds=0.0,
+            ids=("",) * UTTERANCES,
         )
         optimizer.zero_grad()
         loss = speech_loss(recogniser.model, batch, ModelConfig())

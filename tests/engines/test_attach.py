@@ -62,5 +62,5 @@ def test_one_learner_computes_the_bits_of_the_plain_loop(kind: str) -> None:
 def test_what_join_refuses_attach_refuses() -> None:
     """Unknown options, for one."""
     model = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match="unknown option 'patern'"):
+    with pytest.raises(ConfigError, match="patern: unknown key; did you mean pattern"):
         starling.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, "adpsgd", patern="pairs")

@@ -21,6 +21,7 @@ from starling.training.gradient import measured_seconds
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.stragglers import Stragglers
 from starling.training.succession import MembershipStart, Past, plan_after
+from starling.training.tickets import DoneTickets
 from starling.workload import Position, Ticket, Weighting
 from tests.contract.cases import CHOICES, SHARED, cases, sgd
 from tests.contract.oracle import SYNCHRONOUS, Gradient, Vector, gradient_of_regression
@@ -265,7 +266,7 @@ def test_a_plan_tells_the_shares_of_its_membership() -> None:
     """A learner that has missed a membership, as a joiner has, must know how many tickets its portions had."""
     before = MembershipStart(3, Position(), 0.0, shares=SHARES)
     job = Job(TinyRegression(), STRATEGIES["allreduce"], Budget(steps=99), sgd(0.1), batch_shares=BY_NAME)
-    after = plan_after(before, [Past(0, 4), Past(0, 5)], job, lambda: (), names=(0, 2))
+    after = plan_after(before, [Past(0, 4), Past(0, 5)], job, lambda: DoneTickets(Position()), names=(0, 2))
     assert (after.position.num_done, after.takers, after.shares) == (5 * sum(SHARES), (0,), (2, 3))
     assert MembershipStart.decode(after.encode()) == after
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -52,7 +53,7 @@ class Group:
         self.known: list[list[tuple[int, int]]] = [[] for _ in range(world)]
         self.parts = [
             CheckpointBarrier(
-                peers(store, rank, world).but(look_around=look_around), self.save_requests[rank], self._note(rank)
+                replace(peers(store, rank, world), look_around=look_around), self.save_requests[rank], self._note(rank)
             )
             for rank in range(world)
         ]
@@ -207,7 +208,9 @@ def test_who_waits_for_a_barrier_in_vain_says_so() -> None:
 
 def test_without_save_requests_nothing_is_requested() -> None:
     """No thread, and nothing to wait for."""
-    part = CheckpointBarrier(peers(HashStore(), 0, 2).but(look_around=stop_waiting), None, lambda barrier, number: None)
+    part = CheckpointBarrier(
+        replace(peers(HashStore(), 0, 2), look_around=stop_waiting), None, lambda barrier, number: None
+    )
     part.start()
     assert not part.is_alive()
     part.reach(5)

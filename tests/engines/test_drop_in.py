@@ -64,8 +64,8 @@ CASES: dict[str, dict[str, Any]] = {
     "delay-by-one": {"strategy": "delay-by-one"},
     "dpsgd-random": {"strategy": "dpsgd", "options": {"pattern": "random"}},
     "dpsgd-pairs": {"strategy": "dpsgd", "options": {"pattern": "pairs"}},
-    "dpsgd-quasi-global": {"strategy": "dpsgd", "options": {"momentum": "quasi-global", "beta": 0.8, "mu": 0.2}},
-    "dpsgd-tracking": {"strategy": "dpsgd", "options": {"pattern": "pairs", "correction": "tracking"}},
+    "dpsgd-quasi-global": {"strategy": "qg-dsgdm", "options": {"beta": 0.8, "mu": 0.2}},
+    "dpsgd-tracking": {"strategy": "gradient-tracking", "options": {"pattern": "pairs"}},
     "sgp-overlap": {"strategy": "sgp", "options": {"overlap": True}},
     "noloco": {"strategy": "noloco", "options": {"every": 3}},
     "adpsgd": {"strategy": "adpsgd"},
@@ -386,10 +386,10 @@ def test_who_waits_in_close_hears_that_a_learner_died_while_it_evaluated(tmp_pat
     ("change", "message"),
     [
         ({"strategy": "adpsg"}, "strategy: 'adpsg' is unknown; did you mean 'adpsgd'"),
-        ({"patern": "ring"}, "adpsgd: unknown option 'patern'; did you mean 'pattern'"),
+        ({"patern": "ring"}, "adpsgd: a problem\n  patern: unknown key; did you mean pattern"),
         (
             {"period": 0.0, "piece_megabytes": 0.0},
-            "(?s)adpsgd: piece_megabytes: .*adpsgd: period: |adpsgd: period: .*adpsgd: piece_megabytes: ",
+            "(?s)adpsgd: 2 problems\n(?=.*  period: )(?=.*  piece_megabytes: )",
         ),
         ({"timeout_seconds": 0.0}, "timeout_seconds: must be positive, got 0.0"),
     ],

@@ -18,7 +18,7 @@ from starling.strategies import STRATEGIES
 from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
-from starling.strategies.server import ServerOptions
+from starling.strategies.parts.rules import Hybrid
 from starling.training.job import Job, Observer, StepReport
 from starling.workload import Ticket, Unit, Weighting
 from tests.contract.cases import CHOICES, adamw, sgd
@@ -145,7 +145,7 @@ MEAN_GRADIENTS: dict[str, Config] = {
     "allreduce": AllReduceOptions(),
     "delayed": DelayOptions(delay=0),
     "hadpsgd": HierarchicalOptions(per_node=3, pattern="pairs"),
-    "parameter-server": ServerOptions(update="hybrid"),
+    "parameter-server": Hybrid(),
 }
 """Strategies under which three learners step together with the mean of their gradients."""
 

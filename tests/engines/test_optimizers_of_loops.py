@@ -143,7 +143,7 @@ def trained(strategy: str, options: dict[str, Any], rates: tuple[float, float], 
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [("slowmo", {"every": 3}), ("dpsgd", {"momentum": "quasi-global", "beta": 0.5})],
+    [("slowmo", {"every": 3}), ("qg-dsgdm", {"beta": 0.5})],
 )
 @pytest.mark.parametrize("rates", [(0.05, 0.1), (0.0, 0.1), (0.1, 0.0)])
 def test_each_parameter_group_has_its_own_rate(

@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 
 import pytest
+import simpy
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -12,10 +13,11 @@ from starling.engines.processes.rounds import ProcessRounds, StoreBoard
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.learner import VirtualLearner
+from starling.engines.virtual.membership import VirtualRounds
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.training.job import Job
-from starling.training.pace import ENOUGH_GRADIENTS, Pace
+from starling.training.pace import ENOUGH_GRADIENTS, Rounds
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
 
@@ -73,17 +75,17 @@ def test_without_a_tight_bound_a_slow_link_means_training_apart(monkeypatch: pyt
 
 def test_a_pace_far_below_its_period_is_complained_of_with_the_remedy() -> None:
     """Not after a few gradients, and not at half of the pace, which the default bound allows."""
-    pace = Pace()
+    rounds = Rounds(VirtualRounds(simpy.Environment(), 1))
     for gradient in range(10 * ENOUGH_GRADIENTS):
-        pace.gradient_made()
+        rounds.gradient_made()
         if gradient % 2 == 0:
-            pace.entered()
+            rounds.enter(gradient // 2, True)
         if gradient < ENOUGH_GRADIENTS - 1:
-            assert pace.complaint() is None
-    assert pace.complaint() is None
+            assert rounds.complaint() is None
+    assert rounds.complaint() is None
     for _ in range(10 * ENOUGH_GRADIENTS):
-        pace.gradient_made()
-    complaint = pace.complaint()
+        rounds.gradient_made()
+    complaint = rounds.complaint()
     assert complaint is not None
     assert "0.25 averaging rounds per gradient" in complaint
     assert "max_lag" in complaint

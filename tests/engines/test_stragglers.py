@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from starling.errors import ConfigError
-from starling.recipe.problems import checked
+from starling.problems import checked
 from starling.recipe.run import RunConfig
 from starling.training.stragglers import Delays, Stragglers
 

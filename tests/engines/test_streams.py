@@ -210,7 +210,7 @@ def test_a_background_has_its_own_stream_ordered_after_earlier_work(
         seen.append((streams.current().name, streams.current().is_behind(before)))
 
     monkeypatch.setattr(unconnected, "fail", lambda error: pytest.fail(str(error)))
-    unconnected.background(activity())
+    unconnected.start(activity())
     unconnected._background.join()
     assert seen == [(streams.made[0].name, True)]
     assert streams.current() is streams.compute

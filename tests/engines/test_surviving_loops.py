@@ -258,12 +258,12 @@ def test_a_restarted_process_joins_and_continues_from_a_survivor(tmp_path: Path)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "strategy",
-    ["delay-by-one", "delayed", "dpsgd", "sgp", "local-sgd", "diloco", "streaming-diloco", "noloco"],
+    ["delay-by-one", "delayed", "d2", "sgp", "local-sgd", "diloco", "streaming-diloco", "noloco"],
 )
 def test_every_strategy_of_equals_survives(strategy: str, tmp_path: Path) -> None:
     """One is killed, restarted, and joins; learners in step make their last step together."""
     options: dict[str, Any] = {"every": 4} if strategy in ("local-sgd", "diloco", "noloco") else {}
-    options |= {"dpsgd": {"correction": "d2"}, "sgp": {"overlap": True}}.get(strategy, {})
+    options |= {"overlap": True} if strategy == "sgp" else {}
     case = {"strategy": strategy, "options": options, "steps": 60, "deaths": {"1": 21}, "until": 50}
     with loops(case, 4, tmp_path) as started:
         died = started.died(1)

@@ -15,7 +15,7 @@ from starling.comparing.grid import Cell, Row
 from starling.errors import ConfigError
 from starling.speech.comparison import SpeechComparison, check_comparison
 from starling.strategies.delayed import DelayOptions
-from starling.strategies.server import ServerOptions
+from starling.strategies.parts.rules import Asynchronous, Hybrid, Summed
 
 Tree = dict[str, Any]
 COMPARED: Tree = {
@@ -81,10 +81,10 @@ def test_the_staleness_recipes_ask_the_whole_question(
             recipe.strategy.options
             == {
                 "one": DelayOptions(delay=0),
-                "batch": ServerOptions(update="hybrid", combine="sum"),
+                "batch": Hybrid(combine="sum"),
                 "delay": DelayOptions(delay=workers - 1),
-                "asynchronous": ServerOptions(update="asynchronous"),
-                "summed": ServerOptions(update="summed", sum=workers),
+                "asynchronous": Asynchronous(),
+                "summed": Summed(sum=workers),
             }[arm]
         )
         assert study.section.baseline_of(row) == Row(row.setting, "one", 1)

@@ -28,7 +28,7 @@ from starling.speech.task import SPEECH
 from starling.speech.trained import load_recogniser
 from starling.speech.training.workload import Batch, speech_loss
 from starling.speech.transcribing.files import transcribe_files
-from starling.strategies.compression import TopK
+from starling.strategies.parts.means import TopK
 from starling.training.job import Job
 from starling.workload import Ticket, Workload
 from tests.contract.cases import CHOICES, adam
@@ -57,7 +57,7 @@ def batch_of(seed: int, ids: tuple[str, ...] = ("long", "short")) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     return Batch(
         features=torch.randn(2, 40, 10, generator=generator),
-        feature_lengths=torch.tensor([40, 25]),
+        lengths=torch.tensor([40, 25]),
         tokens=torch.randint(1, 6, (5,), generator=generator),
         token_lengths=torch.tensor([3, 2]),
         seconds=0.6,
@@ -112,7 +112,7 @@ def test_a_void_batch_has_no_loss_and_gradients_of_zero(name: str) -> None:
     void = replace(
         batch_of(1, ids=()),
         features=torch.zeros(1, 64, 10),
-        feature_lengths=torch.tensor([64]),
+        lengths=torch.tensor([64]),
         tokens=torch.zeros(0, dtype=torch.int64),
         token_lengths=torch.zeros(1, dtype=torch.int64),
     )
@@ -127,7 +127,7 @@ def test_the_loss_is_a_mean_of_both_by_the_ctc_weight(name: str) -> None:
     """ctc_weight of CTC and the rest of the decoder, each per token."""
     config, batch = config_of(name), batch_of(1)
     model = build_model(config, 10, 6, seed=1).eval()
-    *_, beside = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
+    *_, beside = model(batch.features, batch.lengths, batch.tokens, batch.token_lengths)
     expected = 0.3 * speech_loss(model, batch, ModelConfig()) + 0.7 * beside / 5
     torch.testing.assert_close(speech_loss(model, batch, config), expected)
 

@@ -54,7 +54,7 @@ def recogniser_of(
     """One with random weights whose outputs change from frame to frame."""
     features = LogMel(FeatureConfig.model_validate({"normalise": normalise, "num_mels": 20}), rate)
     if normalise == "global":
-        features.load_statistics({"mean": torch.full((20,), -7.0), "deviation": torch.full((20,), 3.0)})
+        features.statistics = {"mean": torch.full((20,), -7.0), "deviation": torch.full((20,), 3.0)}
     config = ModelConfig.model_validate({"preset": "tiny", **model})
     recogniser = Recogniser.create(config, features, tokenizer or CharacterTokenizer(" ADEFIMOR"), seed=2)
     matrix = recogniser.matrix(sing(["DO", "RE", "MI", "FA"], np.random.default_rng(0), rate), rate)

@@ -122,7 +122,7 @@ def share_right(workload: FrameWorkload) -> float:
     """The share of frames of which the alignment knows whether there is a gap: 0.08 s, then 0.25 s of each word."""
     frames, states = workload.plan.frames, Recogniser.load(workload.initial).states
     assert states is not None
-    silence = states.tree.tied((0, 0, 0, 0))
+    silence = states.tied((0, 0, 0, 0))
     right = []
     for utterance, length in enumerate(frames.lengths.tolist()):
         is_gap = (np.arange(length) + 0.5) * 0.01 * frames.speeds[utterance] % 0.33 < 0.08

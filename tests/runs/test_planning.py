@@ -331,7 +331,7 @@ def test_periodic_strategies_are_planned_over_whole_periods_and_only_if_named() 
     mean = 2 * 3 / 4 * 4 * MEGABYTE
     assert simulate(arm("diloco", every=70), 4, machines()).bytes_sent == pytest.approx(mean / 70)
     assert simulate(arm("bmuf"), 4, machines()).bytes_sent == pytest.approx(mean / 50)
-    assert simulate(arm("dpsgd", mean_every=30), 4, machines()).bytes_sent == pytest.approx(
+    assert simulate(arm("gossip-pga", every=30), 4, machines()).bytes_sent == pytest.approx(
         (29 * 2 * 4 * MEGABYTE + mean) / 30
     )
     served = simulate(arm("async-diloco", every=25, servers="own"), 5, machines())

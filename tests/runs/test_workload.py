@@ -77,7 +77,7 @@ def test_epochs_differ_in_order_and_augmentation(tree: Tree) -> None:
     batches = [[workload.load(Ticket(epoch, index, 0))[0] for index in range(4)] for epoch in (0, 1)]
     assert batches[0][0].ids != batches[1][0].ids
     frames = [
-        {name: int(length) for batch in epoch for name, length in zip(batch.ids, batch.feature_lengths, strict=True)}
+        {name: int(length) for batch in epoch for name, length in zip(batch.ids, batch.lengths, strict=True)}
         for epoch in batches
     ]
     assert any(frames[0][name] != frames[1][name] for name in frames[0].keys() & frames[1].keys())

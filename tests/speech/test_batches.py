@@ -43,7 +43,7 @@ def tokenizer() -> Tokenizer:
 def equal(first: Batch, second: Batch) -> bool:
     same = all(
         torch.equal(getattr(first, name), getattr(second, name))
-        for name in ("features", "feature_lengths", "tokens", "token_lengths")
+        for name in ("features", "lengths", "tokens", "token_lengths")
     )
     return same and (first.seconds, first.ids) == (second.seconds, second.ids)
 
@@ -54,13 +54,13 @@ def test_a_batch_holds_its_utterances_padded_with_zeros(songs, tokenizer):
     batch = load_batch(songs, INDICES, log_mel, None, tokenizer, seed=1)
     tokens = batch.tokens.split(batch.token_lengths.tolist())
     for row, index in enumerate(INDICES.tolist()):
-        length = batch.feature_lengths[row]
+        length = batch.lengths[row]
         assert torch.equal(batch.features[row, :length], log_mel(torch.from_numpy(songs.audio(index))))
         assert not batch.features[row, length:].any()
         assert tokenizer.decode(tokens[row].tolist()) == songs.text(index)
     assert batch.ids == ("song-3", "song-0", "song-7", "song-5")
     assert batch.num_examples == 4
-    assert batch.num_frames == int(batch.feature_lengths.sum())
+    assert batch.num_frames == int(batch.lengths.sum())
     assert batch.seconds == pytest.approx(sum(len(songs.audio(index)) for index in INDICES) / 8000)
 
 
@@ -103,7 +103,7 @@ def test_a_batch_moves_to_a_device_whole(songs, tokenizer):
     """All tensors move, everything else stays."""
     log_mel = LogMel(FeatureConfig(), songs.sampling_rate)
     batch = load_batch(songs, INDICES, log_mel, None, tokenizer, seed=1).to("meta")
-    tensors = (batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
+    tensors = (batch.features, batch.lengths, batch.tokens, batch.token_lengths)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert batch.num_examples == 4
 
@@ -144,8 +144,8 @@ def test_a_damaged_utterance_is_left_out_named_and_changes_no_other(tmp_path, so
     assert name == "song-0" and "the audio of song-0 is damaged" in reason
     assert batch.num_examples == 3 and batch.seconds == pytest.approx(whole.seconds - songs.durations[0])
     for row, other in enumerate([0, 2, 3]):
-        length = batch.feature_lengths[row]
-        assert length == whole.feature_lengths[other]
+        length = batch.lengths[row]
+        assert length == whole.lengths[other]
         assert torch.equal(batch.features[row, :length], whole.features[other, :length])
     with pytest.raises(DataError, match="the audio of song-0 is damaged"):
         load_batch(broken, INDICES, log_mel, EVERYTHING, tokenizer, seed=3)
@@ -184,6 +184,6 @@ def test_statistics_leave_out_what_is_damaged_where_that_is_wished(tmp_path):
         log_mel.fit(broken)
     log_mel.fit(broken, on_bad="skip")
     rows = [log_mel.energies([torch.from_numpy(broken.audio(index))])[0] for index in (0, 1, 3, 4, 5)]
-    torch.testing.assert_close(log_mel.mean, torch.cat(rows).mean(0), atol=1e-4, rtol=0)
+    torch.testing.assert_close(log_mel.statistics["mean"], torch.cat(rows).mean(0), atol=1e-4, rtol=0)
     with pytest.raises(DataError, match="none of 2 utterances"):
         log_mel.fit(damaged(tmp_path / "all", 2, 0, 1), on_bad="skip")

@@ -105,7 +105,7 @@ def test_global_statistics_are_those_of_all_frames(tmp_path):
     torch.testing.assert_close(frames.mean(0), torch.zeros(40), atol=1e-4, rtol=0)
     torch.testing.assert_close(frames.std(0, correction=0), torch.ones(40), atol=1e-4, rtol=0)
     again = LogMel(log_mel.config, songs.sampling_rate)
-    again.load_statistics(log_mel.statistics())
+    again.statistics = log_mel.statistics
     waveform = torch.from_numpy(songs.audio(0))
     assert torch.equal(again(waveform), log_mel(waveform))
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from starling.configuration import read_saved
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.features import spliced
@@ -24,7 +25,7 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.lexicon import TiedStates, check_words, load_states, read_words
+from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, check_words, read_words
 from starling.speech.hybrid.store import AlignedFrames, Frames, FrameWriter, save_states
 from starling.speech.hybrid.tying import StateSpeller, Statistics, grow_tree
 from starling.speech.hybrid.viterbi import ctc_row
@@ -121,7 +122,7 @@ def test_the_loss_is_the_cross_entropy_of_the_frames_without_padding() -> None:
     model = build_model(ModelConfig(name="blstm-hybrid", preset="tiny"), 4, 5, seed=1)
     features, lengths = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([6, 2])
     states = torch.tensor([[0, 1, 2, 3, 4, 0], [1, 1, *[PADDING] * 4]])
-    batch = FrameBatch(features, lengths, states, 0.08, ("a[0:6]", "b[0:2]"))
+    batch = FrameBatch(features, lengths, 0.08, ("a[0:6]", "b[0:2]"), states)
     log_posteriors, _ = model(features, lengths)
     singles = [
         torch.nn.functional.cross_entropy(log_posteriors[row, frame], states[row, frame])
@@ -159,8 +160,8 @@ def test_gradients_of_feed_forward_learners_are_computed_in_one_call() -> None:
     lengths = torch.tensor([[6, 2], [6, 6], [6, 6]])
 
     def loss(model: dict[str, torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        network = _Functional(models[0], model)
-        return frame_loss(network, FrameBatch(*tensors, seconds=0.0, ids=()))
+        network, (features, lengths, states) = _Functional(models[0], model), tensors
+        return frame_loss(network, FrameBatch(features, lengths, 0.0, (), states))
 
     stacked = {
         name: torch.stack([dict(model.named_parameters())[name].detach() for model in models])
@@ -168,7 +169,7 @@ def test_gradients_of_feed_forward_learners_are_computed_in_one_call() -> None:
     }
     together = torch.func.vmap(torch.func.grad(loss))(stacked, features, lengths, states)
     for learner, model in enumerate(models):
-        frame_loss(model, FrameBatch(features[learner], lengths[learner], states[learner], 0.0, ())).backward()
+        frame_loss(model, FrameBatch(features[learner], lengths[learner], 0.0, (), states[learner])).backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(together[name][learner], parameter.grad, atol=1e-6, rtol=1e-4)
             assert parameter.grad.abs().max() > 0
@@ -387,13 +388,14 @@ def test_frames_get_the_tied_state_of_their_position(spoken) -> None:
 def states() -> TiedStates:
     tree = grow_tree(Statistics([(0, 0, 0, 0), (0, 1, 0, 0), (0, 1, 1, 0)], np.ones(3), np.eye(3)), 3, 1)
     priors, decoding = np.log([0.5, 0.25, 0.25]).tolist(), DecodingConfig(word_penalty=2.0)
-    return TiedStates.of(tree, per_unit=1, context=1, log_priors=priors, words=("a", "aa"), decoding=decoding)
+    own = {"per_unit": 1, "context": 1, "log_priors": priors, "words": ("a", "aa"), "decoding": decoding}
+    return TiedStates(roots=tree.roots, nodes=tree.nodes, **own)
 
 
 def test_saved_states_come_back_and_damaged_ones_are_refused(states: TiedStates, tmp_path: Path) -> None:
     """By the file's name; a tree that leads in a circle would never end."""
     path = states.save(tmp_path)
-    again = load_states(tmp_path)
+    again = read_saved(TiedStates, tmp_path / STATES_FILE)
     assert again.means_the_same(states)
     assert again.log_priors == states.log_priors
     assert (again.words, again.decoding) == (states.words, states.decoding)
@@ -406,7 +408,7 @@ def test_saved_states_come_back_and_damaged_ones_are_refused(states: TiedStates,
         assert wrong != whole
         path.write_text(wrong, encoding="utf-8")
         with pytest.raises(CheckpointError, match=r"states\.json cannot be read"):
-            load_states(tmp_path)
+            read_saved(TiedStates, tmp_path / STATES_FILE)
 
 
 def test_a_word_that_has_no_states_is_named(states: TiedStates) -> None:

@@ -38,7 +38,7 @@ def path_sum(log_probs: torch.Tensor, tokens: list[int]) -> float:
 def batch_of(features: torch.Tensor, lengths: list[int], tokens: list[list[int]]) -> Batch:
     return Batch(
         features=features,
-        feature_lengths=torch.tensor(lengths),
+        lengths=torch.tensor(lengths),
         tokens=torch.tensor([token for each in tokens for token in each]),
         token_lengths=torch.tensor([len(each) for each in tokens]),
         seconds=1.0,
@@ -95,7 +95,7 @@ def test_the_check_predicts_the_frames_of_real_batches(pair):
     log_mel, config, tokens = LogMel(FeatureConfig(), 8000), ModelConfig(preset="tiny"), CharacterTokenizer("AB")
     fast = AugmentConfig(speed=(1.1,), spec_augment=None)
     batch = load_batch(pair, np.array([1]), log_mel, fast, tokens, seed=0)
-    _, lengths = build_model(config, 40, 3, seed=0)(batch.features, batch.feature_lengths)
+    _, lengths = build_model(config, 40, 3, seed=0)(batch.features, batch.lengths)
     assert too_short_for_ctc(transcripts(pair), tokens, config, log_mel, fast) == [("tight", int(lengths), 5)]
 
 

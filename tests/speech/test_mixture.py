@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from starling.errors import DataError
 from starling.speech.batch_plan import BatchConfig, shard_bounds
-from starling.speech.mixture import Mixture, MixtureConfig, quotas
+from starling.speech.mixture import MixedWindows, Mixture, MixtureConfig, quotas
 from starling.speech.training.plan import Planner
 
 NAMES = ("calls", "talks", "books", "noise")
@@ -159,7 +159,7 @@ def test_a_domain_is_drawn_in_the_same_order_whatever_is_mixed_in():
     for bounds in ([0, 200, 300], [0, 200, 600]):
         mixture = Mixture(config(2, by="utterances"), bounds)
         count = bounds[-1]
-        windows = mixture.windows(durations[:count], shard_bounds(shards[:count]), window=1, seed=5)
+        windows = MixedWindows(mixture, durations[:count], shard_bounds(shards[:count]), window=1, seed=5)
         passes = np.concatenate([windows.members(0, number) for number in range(windows.num_windows)])
         orders.append(shards[passes[passes < 200]])
     assert orders[0].tolist() == orders[1].tolist()

@@ -11,12 +11,13 @@ import torch
 from pydantic import ValidationError
 
 from benchmarks.speech_writer import SpeechWriter
+from starling.configuration import read_saved
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.speech.espeak import pronounce
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.network import Network
-from starling.speech.phones import Phones, PhonesConfig, load_phones, make_phones, read_lexicon
+from starling.speech.phones import PHONES_FILE, Phones, PhonesConfig, make_phones, read_lexicon
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
@@ -41,7 +42,7 @@ def built(config: ModelConfig) -> Network:
 def batch_of(phones: list[list[int]]) -> Batch:
     return Batch(
         features=torch.randn(2, 40, 10, generator=torch.Generator().manual_seed(1)),
-        feature_lengths=torch.tensor([40, 23]),
+        lengths=torch.tensor([40, 23]),
         tokens=torch.tensor([1, 2, 3, 4, 5]),
         token_lengths=torch.tensor([3, 2]),
         seconds=0.6,
@@ -101,9 +102,9 @@ def test_the_loss_is_a_mean_of_both_by_the_weight(name: str, decoder: str | None
     model = built(config).eval()
     for phones in ([[1, 2], [3, 3]], [[1, 2], []]):
         whole = batch_of(phones)
-        batch = replace(whole, features=whole.features[:, :23], feature_lengths=torch.tensor([23, 20]))
+        batch = replace(whole, features=whole.features[:, :23], lengths=torch.tensor([23, 20]))
         with torch.no_grad():
-            _, lengths, *_, told = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
+            _, lengths, *_, told = model(batch.features, batch.lengths, batch.tokens, batch.token_lengths)
             assert lengths.tolist() == [6, 5]
             rows = zip(told, lengths.tolist(), phones, strict=True)
             total = sum(path_sum(row[:length], each) for row, length, each in rows if each)
@@ -116,10 +117,10 @@ def test_micro_batches_weighted_by_their_tokens_have_the_loss_of_one_batch() -> 
     """Although only one of them has phones, as when the other has an unknown word."""
     config = config_of("blstm")
     model, whole = built(config).eval(), batch_of([[1, 2, 3], []])
-    first = replace(whole, features=whole.features[:1], feature_lengths=whole.feature_lengths[:1], ids=("long",))
+    first = replace(whole, features=whole.features[:1], lengths=whole.lengths[:1], ids=("long",))
     first = replace(first, tokens=whole.tokens[:3], token_lengths=whole.token_lengths[:1])
     first = replace(first, phone_lengths=torch.tensor([3]))
-    second = replace(whole, features=whole.features[1:, :23], feature_lengths=whole.feature_lengths[1:], ids=("short",))
+    second = replace(whole, features=whole.features[1:, :23], lengths=whole.lengths[1:], ids=("short",))
     second = replace(second, tokens=whole.tokens[3:], token_lengths=whole.token_lengths[1:])
     second = replace(second, phones=torch.zeros(0, dtype=torch.int64), phone_lengths=torch.tensor([0]))
     with torch.no_grad():
@@ -132,14 +133,14 @@ def test_phones_train_only_the_layers_up_to_their_own(name: str) -> None:
     """With phones at layer 1, layer 2 gets no gradient from them; the outputs are those of a model without phones."""
     config = config_of(name)
     model, batch = built(config).eval(), batch_of([[1, 2], [3, 3]])
-    *_, told = model(batch.features, batch.feature_lengths, batch.tokens, batch.token_lengths)
+    *_, told = model(batch.features, batch.lengths, batch.tokens, batch.token_lengths)
     told.sum().backward()
     lower, upper = (model.stacked.modules[place].parameters() for place in (0, 1))  # type: ignore[union-attr]
     assert all(each.grad is not None for each in lower)
     assert all(each.grad is None for each in upper)
     plain = build_model(config.model_copy(update={"phones": None}), 10, 6, seed=1).eval()
     torch.testing.assert_close(
-        model(batch.features, batch.feature_lengths)[0], plain(batch.features, batch.feature_lengths)[0], rtol=0, atol=0
+        model(batch.features, batch.lengths)[0], plain(batch.features, batch.lengths)[0], rtol=0, atol=0
     )
 
 
@@ -194,7 +195,7 @@ def test_a_recogniser_keeps_its_phones(tmp_path: Path) -> None:
         CheckpointError,
         match=r"phones\.json cannot be read: a word has a phone whose number is not between 1 and 1",
     ):
-        load_phones(tmp_path)
+        read_saved(Phones, tmp_path / PHONES_FILE)
 
 
 def test_impossible_layers_are_refused() -> None:

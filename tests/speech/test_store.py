@@ -127,7 +127,7 @@ def test_workers_read_the_same_audio_as_their_parent(small_set: SpeechSet, metho
 def test_a_copy_carries_no_data(small_set: SpeechSet) -> None:
     """What is pickled for a worker is the path; the copy is the same set with no file open."""
     small_set.audio(0)
-    assert small_set.__reduce__()[1] == (small_set.folder.absolute(),)
+    assert small_set.__reduce__()[1] == (small_set.folder.absolute(), True)
     assert [copy.copy(small_set).id(i) for i in range(10)] == [small_set.id(i) for i in range(10)]
 
 

@@ -137,7 +137,7 @@ def test_blocks_give_the_frames_of_the_whole(normalise: str, rate: int, length: 
     """For blocks and recordings of any length."""
     config = FeatureConfig(num_mels=20, normalise=normalise, frame_length=length, frame_shift=shift)
     features = LogMel(config, rate)
-    features.load_statistics({"mean": torch.randn(20), "deviation": torch.rand(20) + 0.5})
+    features.statistics = {"mean": torch.randn(20), "deviation": torch.rand(20) + 0.5}
     generator = torch.Generator().manual_seed(0)
     for size in (round(length * rate), 1234, 8077):
         waveform = torch.randn(size, generator=generator) * 0.1

@@ -106,7 +106,7 @@ def test_a_streaming_model_hears_live_audio_once(name: str, monkeypatch: pytest.
     config = ModelConfig(name=name, preset="tiny", chunk=ChunkConfig(seconds=0.16, left=2))
     features = LogMel(FeatureConfig(normalise="global"), RATE)
     (bands,) = features.energies([torch.from_numpy(waveform)])
-    features.load_statistics({"mean": bands.mean(0), "deviation": bands.std(0)})
+    features.statistics = {"mean": bands.mean(0), "deviation": bands.std(0)}
     recogniser = Recogniser.create(config, features, CharacterTokenizer(" AB"), seed=4)
     transcriber, network = Transcriber(recogniser), recogniser.model
     assert isinstance(network, StreamingNetwork)

@@ -9,7 +9,7 @@ import torch
 
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.hybrid.lexicon import TiedStates
-from starling.speech.hybrid.tying import Node, StateTree
+from starling.speech.hybrid.tying import Node
 from starling.speech.hybrid.viterbi import WordDecoder, best_path
 from starling.speech.tokens import CharacterTokenizer
 
@@ -55,9 +55,10 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int) -> None:
 def tied(words: tuple[str, ...], decoding: DecodingConfig, log_priors: np.ndarray) -> TiedStates:
     """Silence and the letters a, b, c, of one state each."""
     nodes = tuple(Node(state=number) for number in range(4))
-    tree = StateTree(nodes, {(0, unit): unit for unit in range(4)})
-    priors = log_priors.tolist()
-    return TiedStates.of(tree, per_unit=1, context=0, log_priors=priors, words=words, decoding=decoding)
+    roots, priors = tuple((0, unit, unit) for unit in range(4)), log_priors.tolist()
+    return TiedStates(
+        roots=roots, nodes=nodes, per_unit=1, context=0, log_priors=priors, words=words, decoding=decoding
+    )
 
 
 def best_words(scores: np.ndarray, words: tuple[str, ...], decoding: DecodingConfig) -> list[str]:

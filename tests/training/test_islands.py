@@ -18,7 +18,7 @@ from starling.training.checks import ELEMENTWISE, check_elementwise
 from starling.training.job import Job
 from starling.training.succession import MembershipStart, Past, plan_after
 from starling.training.tensor_plan import modules_of, tensor_plan
-from starling.training.tickets import SyncGroupTickets
+from starling.training.tickets import DoneTickets, SyncGroupTickets
 from starling.workload import Position
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
@@ -121,8 +121,10 @@ def test_a_model_is_whole_again(last: bool, size: int, shapes: list[list[int]]) 
 
 
 def plan(pasts: list[Past], strategy: str, island: Island = TWO) -> MembershipStart:
-    before = MembershipStart(len(pasts) + 2, Position(), 0.0)
-    return plan_after(before, pasts, job(strategy, island), all_done=lambda: {0, 1, 2})
+    before, all_done = MembershipStart(len(pasts) + 2, Position(), 0.0), DoneTickets(Position())
+    for step in range(3):
+        all_done.add(step)
+    return plan_after(before, pasts, job(strategy, island), all_done=lambda: all_done)
 
 
 def test_a_torn_island_copies_a_whole_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import starling
-from tools.documentation.docstrings import beneath_fields
+from starling.configuration import beneath_fields
 
 INTEGRATIONS = (
     "lightning.StarlingStrategy",
@@ -20,10 +20,11 @@ INTEGRATIONS = (
 
 
 def page() -> str:
-    """Directives for mkdocstrings: functions, then classes, then data, then integrations."""
+    """Directives for mkdocstrings: functions, classes, data, the job of examples, and integrations."""
     parts = []
     for title, names in _groups().items():
         parts += [f"## {title}\n", *(f"::: starling.{name}\n" for name in names)]
+    parts += ["## An example job\n", "::: starling.toy.regression\n"]
     parts += ["## Integrations\n", *(f"::: starling.integrations.{name}\n" for name in INTEGRATIONS)]
     return "\n".join(parts)
 

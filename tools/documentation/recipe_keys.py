@@ -15,10 +15,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from starling.comparing.grid import CompareConfig
+from starling.configuration import beneath_fields, owners
 from starling.recipe.run import AUTO_STRATEGY, StrategyChoice
 from starling.speech.recipe import Recipe
 from starling.strategies import STRATEGIES
-from tools.documentation.docstrings import beneath_fields
 
 _SUFFIXES = {
     "seconds": "s",
@@ -109,11 +109,12 @@ def _sections(
 ) -> Iterator[Section]:
     """The sections of a model and of those inside it. A model inside itself (`above`) is not described again."""
     keys, inner = [], []
-    for name, field in model.model_fields.items():
+    for name, owner in owners(model).items():
+        field = owner.model_fields[name]
         below = f"{path}.{name}" if path else name
         found = list(_mappings(field.annotation, below))
         inner += found
-        keys.append(_key(model, name, field, below, [kind for _, kind in found]))
+        keys.append(_key(owner, name, field, below, [kind for _, kind in found]))
     yield Section(path, condition, _description(model), tuple(keys))
     above |= {model}
     inner = [each for each in inner if each[1] not in above]

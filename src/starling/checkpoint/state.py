@@ -26,12 +26,14 @@ OWN_PREFIX = "own."
 """Begins the names of those parts of a strategy's state that differ between learners."""
 MEMBERSHIP_PREFIX = OWN_PREFIX + "membership."
 """Begins the names of those that are void once the membership changes."""
+ROUNDS_PREFIX = OWN_PREFIX + "rounds."
+"""Begins the names of those that are not, and change with the weights in averaging rounds."""
 
 
-def name_of_state(name: str, is_common: bool, for_membership: bool) -> str:
+def name_of_state(name: str, is_common: bool, for_membership: bool, of_rounds: bool) -> str:
     """The name under which a state stores what `Learner.strategy_state` returns."""
-    if for_membership:
-        return MEMBERSHIP_PREFIX + name
+    if for_membership or of_rounds:
+        return (MEMBERSHIP_PREFIX if for_membership else ROUNDS_PREFIX) + name
     return name if is_common else OWN_PREFIX + name
 
 

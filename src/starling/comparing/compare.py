@@ -27,8 +27,8 @@ from starling.experiment.packing import refuse_if_importing
 from starling.experiment.task import task_of
 from starling.extras import require
 from starling.files import writing
+from starling.problems import checked
 from starling.recipe.file import Tree, apply_overrides, read_recipe
-from starling.recipe.problems import checked
 from starling.reporting.progress import Bars, Say, say_on
 from starling.training.job import Job
 from starling.worker_processes import answer_of, worker_processes

@@ -14,8 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starling.configuration import Config
 from starling.errors import DataError, did_you_mean
 from starling.files import replace_file
+from starling.problems import describe
 from starling.recipe.file import Tree
-from starling.recipe.problems import describe
 from starling.recipe.run import Learners, StrategyChoice
 
 Seconds = float

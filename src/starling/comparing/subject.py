@@ -1,7 +1,6 @@
 """What is compared: the runs of a recipe, or any job."""
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -17,14 +16,14 @@ from starling.comparing.grid import Cell, CompareConfig, Metric, Row
 from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
+from starling.problems import refused
 from starling.recipe.file import Tree
-from starling.recipe.problems import refused
 from starling.recipe.run import strategy_problems
 from starling.reporting.progress import Bars, Say
 from starling.training.data import DataWorkload
 from starling.training.job import Job
 from starling.training.shards import MakeOptimizer
-from starling.workload import Ticket, Workload
+from starling.workload import Ticket, Workload, mean_loss
 
 Scorer = Workload[Any] | Callable[[nn.Module], float]
 """What a trained model is scored by: a function, or a workload, for its mean loss over that workload's first epoch."""
@@ -225,9 +224,4 @@ class JobSubject:
 
 
 def _scored(model: nn.Module, scorer: Scorer) -> float:
-    if not isinstance(scorer, Workload):
-        return float(scorer(model))
-    batches = [each for index in range(scorer.num_batches(0)) for each in scorer.load(Ticket(0, index, index))]
-    weights = [scorer.weight(each) for each in batches]
-    losses = [weight * float(scorer.loss(model, each)) for weight, each in zip(weights, batches, strict=True)]
-    return math.fsum(losses) / math.fsum(weights)
+    return mean_loss(model, scorer) if isinstance(scorer, Workload) else float(scorer(model))

@@ -18,7 +18,7 @@ from starling.experiment.train import train as run_training
 from starling.experiment.train import train_as_learner
 from starling.experiment.weights import load_weights
 from starling.launch.rendezvous import is_learner, number_of_learners
-from starling.recipe.problems import checked
+from starling.problems import checked
 from starling.recipe.run import EngineConfig, RunConfig
 from starling.reporting.progress import Bars, Say
 from starling.training.job import Job

@@ -62,15 +62,12 @@ class _Postponed(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Undo the changes if Dynamo is imported; return None, so that the next finder looks for the module."""
         if fullname == _DYNAMO:
-            self._undo()
+            sys.meta_path.remove(self)
+            for function in self._marked:
+                delattr(function, _KEPT)
+            for step in self._steps:
+                step.__code__ = self._with_breaks
         return None
-
-    def _undo(self) -> None:
-        sys.meta_path.remove(self)
-        for function in self._marked:
-            delattr(function, _KEPT)
-        for step in self._steps:
-            step.__code__ = self._with_breaks
 
 
 def _without_breaks(func: Callable[..., Any]) -> FunctionType:

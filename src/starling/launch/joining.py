@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -21,14 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
-from starling.configuration import Config
+from starling.configuration import Config, owners
 from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.life import Coordination
 from starling.engines.loop.optimizers import OptimizerList, as_one, members_of, parameters_of
 from starling.engines.processes.place import Place
-from starling.errors import ConfigError, did_you_mean
+from starling.errors import ConfigError
 from starling.launch.elastic import CoordinatorLink, connect
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
+from starling.problems import checked
 from starling.strategies import Strategy, find_strategy
 from starling.timeouts import CONNECT
 from starling.training.flat import trainable
@@ -72,15 +72,15 @@ def join(
     """
     check_loop(model, joined := as_one(optimizer))
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
-    checked = _checked(chosen, options)
-    _check(joined, chosen, checked, timeout_seconds, most_not_finite, on_loss)
+    own = checked(chosen.options, options, chosen.name)
+    _check(joined, chosen, own, timeout_seconds, most_not_finite, on_loss)
     if is_learner() and dist.is_initialized():
         raise ConfigError(
             "torch.distributed already has a process group: remove your call of init_process_group, because "
             "starling.join calls it (torch.distributed can be used afterwards), or close the learner that joined before"
         )
     if is_learner() and on_loss == "continue":
-        chosen.validate(checked, number_of_learners())
+        chosen.validate(own, number_of_learners())
         coordination: Coordination = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
         _surviving[:] = [coordination.place]
     else:
@@ -88,10 +88,10 @@ def join(
         coordination = Coordination(replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store)))
         _surviving.clear()
     place = coordination.place
-    chosen.validate(checked, place.world)
-    is_in_step = chosen.sync_groups(checked, place.world).size == place.world
+    chosen.validate(own, place.world)
+    is_in_step = chosen.sync_groups(own, place.world).size == place.world
     check_modules(model, chosen.name, is_in_step)
-    return JoinedLearner(coordination, model, joined, chosen, checked, seed, timeout_seconds, most_not_finite)
+    return JoinedLearner(coordination, model, joined, chosen, own, seed, timeout_seconds, most_not_finite)
 
 
 def _check(
@@ -175,9 +175,9 @@ def steps_together(strategy: str, options: dict[str, Any]) -> bool:
 
     `options` are the keywords of `join`."""
     chosen = find_strategy(strategy)
-    own = {name: value for name, value in options.items() if name in chosen.options.model_fields}
+    own = {name: value for name, value in options.items() if name in owners(chosen.options)}
     world = number_of_learners()
-    return chosen.sync_groups(_checked(chosen, own), world).size == world
+    return chosen.sync_groups(checked(chosen.options, own, chosen.name), world).size == world
 
 
 def shared_place(timeout_seconds: float = CONNECT) -> Place:
@@ -210,23 +210,6 @@ _NUM_CALLS: Iterator[int] = count()
 _places: list[Place] = []
 _surviving: list[Place] = []
 _prepared: list[CoordinatorLink] = []
-
-
-def _checked(strategy: Strategy, options: dict[str, Any]) -> Config:
-    """The strategy's options; `ConfigError` lists all problems."""
-    try:
-        return strategy.options.model_validate(options)
-    except ValidationError as error:
-        known, problems = list(strategy.options.model_fields), list[str]()
-        for detail in error.errors(include_url=False, include_context=False, include_input=False):
-            name, said = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
-            if detail["type"] == "extra_forbidden":
-                all_known = ", ".join(known) or "none"
-                said = f"unknown option {name!r}; {did_you_mean(name, known)}its options: {all_known}"
-            else:
-                said = f"{name}: {said}"
-            problems.append(f"{strategy.name}: {said}")
-        raise ConfigError("\n".join(problems)) from error
 
 
 def check_loop(model: nn.Module, optimizer: Optimizer) -> None:

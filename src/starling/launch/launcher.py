@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -73,11 +73,7 @@ def this_machine(program: Program) -> Generator[Site, None, None]:
             process.line.connection = owned(ours)
             return process
 
-        site = Site(begin, partial(shutil.rmtree, scratch, ignore_errors=True))
-        try:
-            yield site
-        finally:
-            site.abandon()
+        yield Site(begin, partial(shutil.rmtree, scratch, ignore_errors=True))
 
 
 def launch(
@@ -111,7 +107,8 @@ def launch(
     log_folder.mkdir(parents=True, exist_ok=True)
     roster = roster or Roster(world)
     program = Program(tuple(command), world, log_folder, run_token.new_token(), changes.on_loss != "stop")
-    with machines(program) as site:
+    with machines(program) as site, ExitStack() as stack:
+        stack.callback(site.abandon)
         supervisor = Supervisor(site, roster, changes, on_message)
         with on_stop_signal(supervisor.received.append, supervisor.kill_all):
             try:

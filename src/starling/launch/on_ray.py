@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -62,11 +62,7 @@ class RayMachines:
                     "ports can disturb the run; use a private network, and see SECURITY.md"
                 )
             logs = program.log_folder.resolve()
-            with (
-                loopback_store(address) as store,
-                _secret(logs / TOKEN_FILE, program.token),
-                socket.create_server((address, 0), backlog=128) as listener,
-            ):
+            with loopback_store(address) as store, socket.create_server((address, 0), backlog=128) as listener:
                 errand = Errand(
                     program=replace(program, token="", log_folder=logs),
                     folder=Path.cwd(),
@@ -77,11 +73,10 @@ class RayMachines:
                     resources=dict(self.resources),
                 )
                 nodes = _Nodes(self, ray, errand)
-                try:
-                    with letting_in(listener, program.token, UNREACHABLE, nodes.admit, nodes.look_after_waiting):
-                        yield Site(nodes.start, partial(errand.token_file.unlink, missing_ok=True))
-                finally:
-                    nodes.close()
+                door = letting_in(listener, program.token, UNREACHABLE, nodes.admit, nodes.look_after_waiting)
+                with closing(nodes), door:
+                    _write_secret(errand.token_file, program.token)
+                    yield Site(nodes.start, partial(errand.token_file.unlink, missing_ok=True))
 
 
 class _Process(LearnerProcess):
@@ -374,13 +369,8 @@ def _own_address(ray: Any) -> str:
     return own
 
 
-@contextmanager
-def _secret(path: Path, content: str) -> Generator[None, None, None]:
-    """A file that only this user can read, for as long as the run lasts."""
+def _write_secret(path: Path, content: str) -> None:
+    """Write a file that only this user can read."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
         file.write(content + "\n")
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)

@@ -98,7 +98,7 @@ class Site:
     start: Callable[[int, bool], LearnerProcess]
     """Starts a learner, by its id, and whether it joins a running experiment."""
     abandon: Callable[[], None]
-    """Removes temporary files at once: this process is about to exit."""
+    """Removes what the learners' start has left in files: the run has ended, or this process is about to exit."""
 
 
 Machines = Callable[[Program], AbstractContextManager[Site]]

@@ -117,7 +117,7 @@ class Measuring:
 
         alone = fmean(found.gradients) + fmean(found.steps)
         begin, made = now(me), list[Seconds]()
-        me.background(average())
+        me.background.start(average())
         while not is_done:
             await timed_step(me, me.gradient, made, [])
         if sum(under_way) >= TELLING * alone:

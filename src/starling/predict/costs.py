@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from starling.configuration import Config, ConfigT
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError, did_you_mean
+from starling.problems import checked
 from starling.recipe.file import parse_yaml
-from starling.recipe.problems import describe, refused
 
 Seconds = float
 SHORTEST: Seconds = 1e-6
@@ -227,10 +227,7 @@ def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advi
         tree = tree[what]
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where}: must be a YAML mapping of keys to values; {advice}")
-    try:
-        return kind.model_validate(tree)
-    except ValidationError as error:
-        raise refused(describe(error, kind, tree), where) from None
+    return checked(kind, tree, where)
 
 
 def dump(config: Config, comment: str) -> str:

@@ -128,7 +128,7 @@ def tried(
     """
     fields = StrategyChoice(name=name).strategy.options.model_fields
     sets: list[dict[str, Any]] = [{"per_node": per_node}] if "per_node" in fields else [{}]
-    if "period" in fields and "per_node" not in fields:
+    if {"pattern", "period"} <= fields.keys() and "per_node" not in fields:
         sets = [{"pattern": pattern} for pattern in patterns]
     for options in sets:
         last = predict(Arm.of({"name": name, **options}))

@@ -22,7 +22,7 @@ from torch import Tensor
 from starling.configuration import Config
 from starling.learner import Learner
 from starling.strategies import Strategy
-from starling.strategies.mixing import Encoder, Mixing, MixingOptions
+from starling.strategies.parts.mixing import Encoder, Mixing
 from starling.topology import Topology, find_topology
 from starling.training.job import Job
 
@@ -149,8 +149,7 @@ async def timed(me: Learner, work: Callable[[], Awaitable[object]], repeats: int
 async def exchange(me: Learner, topology: Topology, tags: Iterator[int], size: int) -> None:
     """Average so many weights with neighbours, once."""
     piece = slice(0, size)
-    compression = Encoder(MixingOptions(), me.weights, [])
-    me.apply(await Mixing(me, topology, next(tags), piece, compression).delta(), piece)
+    me.apply(await Mixing(me, topology, next(tags), piece, Encoder()).delta(), piece)
 
 
 async def _medians(me: Learner, work: Callable[[int], Awaitable[object]]) -> dict[int, Seconds]:

@@ -20,7 +20,7 @@ from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset
 from starling.predict.deciding import WORTH, Arm, Prediction, is_clearly_ahead, ranked, tried
 from starling.predict.facts import facts_of, memory_of
 from starling.predict.predict import Machines, bisect, of_seeds, simulate
-from starling.recipe.problems import describe, refused
+from starling.problems import describe, refused
 from starling.recipe.run import StrategyChoice
 from starling.reporting.lines import mean_staleness
 from starling.reporting.progress import Say
@@ -33,8 +33,12 @@ from starling.training.tensor_plan import traffic_of
 SECONDS_PER_HOUR = 3600.0
 CROSSING_ROUNDS = 12
 """Gradients of each learner in half a simulation that looks for a crossing point."""
-NOT_PLANNED = ("hogwild", "delayed")
-"""Strategies that are left out unless they are asked for: one needs a single machine, one is for studies."""
+NOT_PLANNED = (
+    *("hogwild", "delayed"),
+    *("gossip-pga", "choco", "qg-dsgdm", "d2", "gradient-tracking", "a2cid2"),
+)
+"""Strategies that are left out unless they are asked for: one needs a single machine, one is for studies, and the
+others differ from `dpsgd` and `adpsgd` in what a gradient is worth, which a plan does not know."""
 NO_PERIODIC = (
     "the periodic strategies are left out unless they are named: the longer their periods, the faster they are, and "
     "what an epoch is then worth this does not know"

@@ -14,13 +14,16 @@ from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.errors import ConfigError
 from starling.predict.costs import Costs, Seconds
 from starling.predict.deciding import Arm, Prediction
-from starling.strategies.compression import is_compressed
 from starling.strategies.islands import NO_ISLANDS, Island
+from starling.strategies.parts.means import is_compressed
 from starling.training.job import Spent
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import Traffic
 
-AVERAGING = ("allreduce", "delay-by-one", "delayed", "local-sgd", "bmuf", "slowmo", "diloco", "streaming-diloco")
+AVERAGING = (
+    *("allreduce", "delay-by-one", "delayed", "local-sgd", "post-local-sgd"),
+    *("bmuf", "slowmo", "diloco", "streaming-diloco"),
+)
 """Strategies that exchange nothing but means. One from outside is simulated with the link of messages."""
 MOST_BYTES_PER_SECOND = 1e18
 """Of the link with which a simulation shows what waiting is left without any exchange."""
@@ -121,7 +124,7 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
     """
     each = rounds or max(FEWEST_ROUNDS, min(MOST_ROUNDS, GRADIENTS // learners))
     each = max(each, CYCLES * int(getattr(arm.options, "period", 1)))
-    if period := getattr(arm.options, "every", None) or getattr(arm.options, "mean_every", None):
+    if period := getattr(arm.options, "every", None):
         each = -(-each // period) * period
     half, whole = (run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
     num_gradients = whole.num_gradients - half.num_gradients

@@ -17,7 +17,7 @@ from starling.configuration import Config, digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.learner import Learner
-from starling.recipe.problems import ProblemsError, describe
+from starling.problems import ProblemsError, describe
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.base import always
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
@@ -118,6 +118,11 @@ class AutoOptions(Config):
 
 
 async def _unchosen(me: Learner, options: AutoOptions) -> None:
+    """A short measurement before the run chooses a strategy and its options, and the run keeps that choice.
+
+    Use when:
+        You do not know how long gradients and exchanges take on these machines.
+    """
     raise ConfigError(
         "strategy: auto is chosen by `starling train` and `starling simulate` before the learners start; name a "
         "strategy here"

@@ -16,7 +16,7 @@ from starling.chance import borrowed_generators, derive_seeds
 from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.codecs import Codec, transmitted
-from starling.speech.features import Warp
+from starling.speech.features import Warp, attempt
 
 if TYPE_CHECKING:
     import torch
@@ -127,10 +127,8 @@ def augmented(
             continue
         others = [] if config.babble_snr is None else [*waveforms[:place], *waveforms[place + 1 :]]
         usable = [other for other in others if not isinstance(other, DataError)]
-        try:
-            found[place] = augment_waveform(waveform, sampling_rate, config, np.random.default_rng(each), usable)
-        except DataError as error:
-            found[place] = error
+        generator = np.random.default_rng(each)
+        found[place] = attempt(augment_waveform, waveform, sampling_rate, config, generator, usable)
     return found
 
 

@@ -1,6 +1,5 @@
 """Groups utterances of similar duration into mini-batches, window by window; a window is a few shards of an epoch."""
 
-import heapq
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -77,9 +76,6 @@ class Bucket:
     longest: float
     groups: int
 
-    def duration_of_a_group(self) -> float:
-        return self.longest * len(self.members) / self.groups
-
 
 class Dealing:
     """The sizes of a window's micro-batches, which depend on `durations` (`[n]`, seconds) only, and their random
@@ -132,18 +128,9 @@ def fill_buckets(durations: NDArray[np.float32], config: BatchConfig) -> list[Bu
 
 def _split_longest(buckets: list[Bucket], times: int) -> None:
     """Split the longest group `times` times."""
-    splittable = [
-        (-bucket.duration_of_a_group(), number)
-        for number, bucket in enumerate(buckets)
-        if bucket.groups < len(bucket.members)
-    ]
-    heapq.heapify(splittable)
     for _ in range(times):
-        _, number = heapq.heappop(splittable)
-        bucket = buckets[number]
-        bucket.groups += 1
-        if bucket.groups < len(bucket.members):
-            heapq.heappush(splittable, (-bucket.duration_of_a_group(), number))
+        splittable = (bucket for bucket in buckets if bucket.groups < len(bucket.members))
+        max(splittable, key=lambda bucket: bucket.longest * len(bucket.members) / bucket.groups).groups += 1
 
 
 def in_similar_groups(count: int, size: int, generator: np.random.Generator) -> list[int]:

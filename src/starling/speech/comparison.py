@@ -14,8 +14,8 @@ from starling.configuration import digest
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
+from starling.problems import checked, refused
 from starling.recipe.file import Tree, merge
-from starling.recipe.problems import checked, refused
 from starling.reporting.progress import Bars, Say
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser
@@ -106,7 +106,8 @@ class SpeechComparison:
             seeded.setdefault(self._ready(cell).path, []).append(cell)
         for path, own in seeded.items():
             folder, recipe = ExperimentFolder(path), self.recipe(max(own, key=lambda cell: cell.learners))
-            done = self._prepared.setdefault(self._alike(own[0]), [])
+            # one folder is made like another: CTC leaves out other utterances for another model; alignments serve all
+            done = self._prepared.setdefault(self._digest(own[0], with_model=recipe.loss != "frames"), [])
             if path in done:
                 continue
             path.mkdir(parents=True, exist_ok=True)
@@ -115,11 +116,6 @@ class SpeechComparison:
             else:
                 set_up(recipe, folder, say if len(self._prepared) == 1 else lambda line: None, bars)
             done.append(path)
-
-    def _alike(self, cell: Cell) -> str:
-        """Equal for cells whose folders `set_up_like` makes from one another: CTC leaves out other utterances for
-        another model; an alignment serves them all."""
-        return self._digest(cell, with_model=self.recipe(cell).loss != "frames")
 
     def _digest(self, cell: Cell, with_model: bool) -> str:
         sections = {"data", "mixture", "tokens", "features", "augment", "warm_start"}

@@ -7,13 +7,14 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from starling.chance import derive_seed
 from starling.configuration import Config, differing, digest
 from starling.errors import did_you_mean
 from starling.speech.check.findings import CheckConfig
 from starling.speech.corpora import CorpusConfig, LhotseRecipeCorpus, SeveralCorpus, SyntheticCorpus, Utterance
+from starling.speech.mixture import SetNames
 from starling.speech.object_store import address_problem
 from starling.speech.set_summary import FORMAT
 from starling.speech.strings import StringsConfig, copies_problem
@@ -96,13 +97,8 @@ class DataConfig(Config):
     """The set to train on."""
     valid: str | None = "dev"
     """The set that is scored during training, and on which a beam search is tuned; null: none."""
-    test: tuple[str, ...] = ("test",)
+    test: SetNames = ("test",)
     """The sets that are scored after training: one name, or a list."""
-
-    @field_validator("test", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _sets_exist(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from starling.speech.store import SpeechSet, SpeechSets
 
 _Numbers = TypeVar("_Numbers", float, NDArray[np.floating])
+_Result = TypeVar("_Result")
 
 _SMOOTHED = 5  # frames
 _QUIET, _LOUD = 0.10, 0.95
@@ -36,6 +37,14 @@ _BLOCK = 256  # frames computed at a time, so that intermediate results stay in 
 _MULTIPLE = 16  # the number of frames is a multiple: with few rows, libraries' results may differ in the last bits
 _HIGHEST_WARPED = 4800.0  # Hz: above the formants, where a warped frequency axis bends back (Jaitly & Hinton 2013)
 _BANKS_KEPT = 128
+
+
+def attempt(function: Callable[..., _Result], *arguments: object) -> _Result | DataError:
+    """The result of a call, or the DataError that it raises: of a batch, one utterance may be unusable."""
+    try:
+        return function(*arguments)
+    except DataError as error:
+        return error
 
 
 def loud_frames(levels: NDArray[np.floating[Any]], least_range: float = 0.0) -> NDArray[np.bool_]:
@@ -112,8 +121,8 @@ class LogMel:
         self.sampling_rate = sampling_rate
         self.num_bands = config.mels_at(sampling_rate)
         self.num_features = self.num_bands * (2 * config.splice + 1)
-        self.mean: torch.Tensor | None = None  # [F], set by `fit` for normalise: global
-        self.deviation: torch.Tensor | None = None  # [F]
+        self.statistics: dict[str, torch.Tensor] = {}
+        """`mean` and `deviation` of each band `[F]` for normalise: global; empty before `fit`."""
         self.length = math.floor(config.frame_length * sampling_rate)
         """Samples of a window."""
         self.shift = math.floor(config.frame_shift * sampling_rate)
@@ -150,11 +159,10 @@ class LogMel:
 
         Raises DataError, naming `utterance`, for audio that is shorter than one window or not finite.
         """
-        self.check(waveform, utterance)
-        return self.batch([waveform])[0]
+        return self.batch([self.checked(waveform, utterance)])[0]
 
     def batch(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
-        """The features of several waveforms that passed `check`; faster than one by one, with the same result.
+        """The features of several waveforms that passed `checked`; faster than one by one, with the same result.
 
         `warps` changes the tempo and the frequency axis of each. Raises DataError if `normalise: global` has no
         statistics.
@@ -168,14 +176,13 @@ class LogMel:
         utterances: Sequence[str],
         warps: Sequence[Warp] | None = None,
     ) -> list[torch.Tensor | DataError]:
-        """The same for waveforms some of which may not pass `check`, or are errors: those errors in their places."""
-        found = self.waveforms(waveforms, utterances)
-        usable = [place for place, each in enumerate(found) if not isinstance(each, DataError)]
-        chosen = [each for each in found if not isinstance(each, DataError)]
-        matrices = self.batch(chosen, warps and [warps[place] for place in usable]) if chosen else []
-        for place, matrix in zip(usable, matrices, strict=True):
-            found[place] = matrix
-        return found
+        """The same for waveforms some of which may not pass `checked`, or are errors: those errors in their places."""
+        found = [attempt(self.checked, *each) for each in zip(waveforms, utterances, strict=True)]
+        usable = {place: each for place, each in enumerate(found) if not isinstance(each, DataError)}
+        if usable:
+            matrices = self.batch(list(usable.values()), warps and [warps[place] for place in usable])
+            usable = dict(zip(usable, matrices, strict=True))
+        return [usable.get(place, each) for place, each in enumerate(found)]
 
     def bands(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
         """The features without splicing, `[frames, num_bands]`."""
@@ -191,12 +198,13 @@ class LogMel:
             return [_normalised(each) for each in energies]
         if self.config.normalise == "speech":
             return [_normalised_by_speech(each) for each in energies]
-        if self.mean is None or self.deviation is None:
+        if not self.statistics:
             raise DataError(
                 "features.normalise is `global`, but there are no statistics: call LogMel.fit with the training set "
                 "first"
             )
-        return [(each - self.mean) / self.deviation for each in energies]
+        mean, deviation = self.statistics["mean"], self.statistics["deviation"]
+        return [(each - mean) / deviation for each in energies]
 
     def fit(
         self, source: SpeechSet | SpeechSets, max_utterances: int = 1000, on_bad: Literal["fail", "skip"] = "fail"
@@ -212,12 +220,11 @@ class LogMel:
         bad: DataError | None = None
         for place in range(0, len(chosen), _FITTED_AT_ONCE):
             for utterance in source.read(chosen[place : place + _FITTED_AT_ONCE]):
-                try:
-                    waveform = self.checked(utterance.samples, utterance.id)
-                except DataError as error:
+                waveform = attempt(self.checked, utterance.samples, utterance.id)
+                if isinstance(waveform, DataError):
                     if on_bad == "fail":
-                        raise
-                    bad = bad or error
+                        raise waveform
+                    bad = bad or waveform
                     continue
                 features = self.energies([waveform])[0].double()
                 count += len(features)
@@ -227,43 +234,16 @@ class LogMel:
             raise DataError(f"none of {len(chosen)} utterances has usable audio for feature statistics: {bad}")
         mean = total / count
         deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
-        self.mean, self.deviation = mean.float(), deviation.float().clamp(min=_SMALLEST_DEVIATION)
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        """The tensors estimated by `fit`, by name; empty before `fit`."""
-        if self.mean is None or self.deviation is None:
-            return {}
-        return {"mean": self.mean, "deviation": self.deviation}
-
-    def load_statistics(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the tensors returned by `statistics`."""
-        self.mean, self.deviation = tensors.get("mean"), tensors.get("deviation")
+        self.statistics = {"mean": mean.float(), "deviation": deviation.float().clamp(min=_SMALLEST_DEVIATION)}
 
     def checked(self, audio: NDArray[np.float32] | torch.Tensor | DataError, utterance: str = "") -> torch.Tensor:
-        """The audio of an utterance as a waveform `[T]`. Raises `audio` if it is an error, and the errors of
-        `check`."""
+        """The audio of an utterance as a waveform `[T]`. Raises `audio` if it is an error, and DataError, naming
+        `utterance`, for audio that is not `[T]`, shorter than one window or not finite."""
         if isinstance(audio, DataError):
             raise audio
         import torch
 
         waveform = torch.from_numpy(audio) if isinstance(audio, np.ndarray) else audio
-        self.check(waveform, utterance)
-        return waveform
-
-    def waveforms(
-        self, audios: Sequence[NDArray[np.float32] | torch.Tensor | DataError], utterances: Sequence[str]
-    ) -> list[torch.Tensor | DataError]:
-        """Each as a waveform `[T]`, or the error that `checked` raises."""
-        found: list[torch.Tensor | DataError] = []
-        for audio, utterance in zip(audios, utterances, strict=True):
-            try:
-                found.append(self.checked(audio, utterance))
-            except DataError as error:
-                found.append(error)
-        return found
-
-    def check(self, waveform: torch.Tensor, utterance: str = "") -> None:
-        """Raise DataError, naming `utterance`, for audio that is not `[T]`, shorter than one window or not finite."""
         name = f"utterance {utterance!r}" if utterance else "the audio"
         if waveform.ndim != 1:
             raise DataError(f"{name} has shape {list(waveform.shape)}; features need one channel, [T]")
@@ -275,6 +255,7 @@ class LogMel:
         finite = math.isfinite(float(waveform.sum()))  # ten times as fast as checking each sample
         if not finite and not bool(waveform.isfinite().all()):
             raise DataError(f"{name} contains samples that are not finite (NaN or infinity): decode it again")
+        return waveform
 
     def energies(self, waveforms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The energies `[frames, num_bands]` of each waveform; they do not depend on the other waveforms."""

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from starling.chance import derive_seed
 from starling.configuration import Config
@@ -21,18 +21,17 @@ from starling.errors import DataError
 _PER_SECOND = 1000  # audio is counted in whole milliseconds, so that segments are exactly contiguous
 
 
+SetNames = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""Names of sets: a list, or a single one."""
+
+
 class DomainConfig(Config):
     """One domain of a mixture."""
 
-    sets: tuple[str, ...] = Field(min_length=1)
+    sets: SetNames = Field(min_length=1)
     """Sets of `data.corpus`, or folders of prepared sets."""
     weight: float | None = Field(default=None, gt=0.0)
     """The weight of the domain; only for `by: hand`."""
-
-    @field_validator("sets", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
 
 
 DomainName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -91,26 +90,12 @@ class Mixture:
             if first == end:
                 raise DataError(f"the domain {name} of the mixture has no utterances to train on; remove it")
 
-    def windows(
-        self, durations: NDArray[np.float32], shard_bounds: NDArray[np.int64], window: int, seed: int
-    ) -> "MixedWindows":
-        """The data of each epoch, in windows of about `window` shards, which begin at `shard_bounds` (`[S + 1]`)."""
-        by_seconds = self.config.by != "utterances"
-        streams = [
-            _Stream(durations, _between(shard_bounds, *self.bounds[number : number + 2]), by_seconds, seed, name)
-            for number, name in enumerate(self.config.domains)
-        ]
-        return MixedWindows(streams, quotas(self.config, [stream.amount for stream in streams]), window)
-
     def passes(self, durations: NDArray[np.float32]) -> dict[str, float]:
         """The number of passes over each domain in an epoch. `durations` are seconds, `[N]`."""
         by_seconds = self.config.by != "utterances"
-        amounts = [
-            int(_amounts(durations[self.bounds[number] : self.bounds[number + 1]], by_seconds).sum())
-            for number in range(len(self.config.domains))
-        ]
-        drawn = quotas(self.config, amounts)
-        return {name: drawn[number] / amounts[number] for number, name in enumerate(self.config.domains)}
+        amounts = [int(_amounts(durations[first:end], by_seconds).sum()) for first, end in pairwise(self.bounds)]
+        domains = zip(self.config.domains, quotas(self.config, amounts), amounts, strict=True)
+        return {name: drawn / amount for name, drawn, amount in domains}
 
 
 def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
@@ -128,12 +113,22 @@ def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
 
 
 class MixedWindows:
-    """Epochs of several streams. Each window contains the same fraction of each domain's amount in the epoch."""
+    """The data of each epoch of a mixture, in windows of about `window` shards, which begin at `bounds` (`[S + 1]`).
 
-    def __init__(self, streams: "Sequence[_Stream]", drawn: Sequence[int], window: int) -> None:
-        self._streams = streams
-        self._drawn = drawn
-        shards = sum(stream.num_shards * each / stream.amount for stream, each in zip(streams, drawn, strict=True))
+    Each window contains the same fraction of each domain's amount in the epoch.
+    """
+
+    def __init__(
+        self, mixture: Mixture, durations: NDArray[np.float32], bounds: NDArray[np.int64], window: int, seed: int
+    ) -> None:
+        by_seconds = mixture.config.by != "utterances"
+        self._streams = [
+            _Stream(durations, bounds[(bounds >= first) & (bounds <= end)], by_seconds, seed, name)
+            for name, (first, end) in zip(mixture.config.domains, pairwise(mixture.bounds), strict=True)
+        ]
+        self._drawn = quotas(mixture.config, [stream.amount for stream in self._streams])
+        pairs = zip(self._streams, self._drawn, strict=True)
+        shards = sum(stream.num_shards * drawn / stream.amount for stream, drawn in pairs)
         self.num_windows = max(1, -(-round(shards) // window))
 
     def members(self, epoch: int, number: int) -> NDArray[np.int64]:
@@ -195,8 +190,3 @@ def _amounts(durations: NDArray[np.float32], by_seconds: bool) -> NDArray[np.int
     if not by_seconds:
         return np.ones(len(durations), np.int64)
     return np.maximum(1, np.rint(np.asarray(durations, np.float64) * _PER_SECOND)).astype(np.int64)
-
-
-def _between(bounds: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
-    """The shard bounds of utterances `first` to `end`, both of which are bounds."""
-    return bounds[(bounds >= first) & (bounds <= end)]

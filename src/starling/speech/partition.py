@@ -50,8 +50,6 @@ def divide(
     """
     if len(labels) < num_parts:
         raise ConfigError(f"{len(labels)} utterances cannot be divided into {num_parts} parts: use fewer learners")
-    if config == "identical":
-        raise ConfigError("identical data are not divided")
     labels = np.unique(labels, return_inverse=True)[1].astype(np.int32)
     generator = np.random.default_rng(derive_seed(seed, "partition"))
     if isinstance(config, DirichletConfig):

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from starling.configuration import Config, read_saved
+from starling.configuration import Config
 from starling.errors import ConfigError, DataError
 from starling.extras import require
 
@@ -65,7 +65,7 @@ class Phones(Config):
         return [phone for word in words for phone in self.words[word]]
 
     def save(self, folder: Path) -> Path:
-        """Write the file that `load_phones` reads, and return its path."""
+        """Write the file of a recogniser's phones, and return its path."""
         path = folder / PHONES_FILE
         path.write_text(self.model_dump_json(), encoding="utf-8")
         return path
@@ -77,11 +77,6 @@ class MadePhones(NamedTuple):
     phones: Phones
     num_words: int
     unknown: list[str]  # words without phones, sorted
-
-
-def load_phones(folder: Path) -> Phones:
-    """What `save` wrote. Raises CheckpointError naming the file."""
-    return read_saved(Phones, folder / PHONES_FILE)
 
 
 def make_phones(config: PhonesConfig, texts: Iterable[str]) -> MadePhones:

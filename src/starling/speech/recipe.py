@@ -16,8 +16,8 @@ from pydantic import (
 from starling.configuration import Config, differing, digest
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.folder import ExperimentFolder
+from starling.problems import ProblemsError, checked
 from starling.recipe.file import Tree, apply_overrides, read_recipe
-from starling.recipe.problems import ProblemsError, checked
 from starling.recipe.run import RecipeConfig
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import BatchConfig
@@ -307,10 +307,8 @@ def earlier_recipe(checkpoint: Path) -> Recipe | None:
 
 def changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> str:
     """The changes in some sections since a checkpoint, as `: KEY=OLD (now NEW), …`; empty if they are unknown."""
-    earlier = earlier_recipe(checkpoint)
-    if earlier is None:
-        return ""
     try:
+        earlier = load_resolved(ExperimentFolder(checkpoint.parent.parent).config)
         before, now = fixed_settings(earlier), fixed_settings(recipe)
     except StarlingError:
         return ""

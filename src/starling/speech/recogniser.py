@@ -20,12 +20,12 @@ from starling.files import sha256
 from starling.speech.codecs import Codec, transmitted
 from starling.speech.decoding import decoders
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, load_states
+from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates
 from starling.speech.hybrid.viterbi import WordDecoder
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.models.network import Decoder, Network
-from starling.speech.phones import PHONES_FILE, Phones, load_phones
+from starling.speech.phones import PHONES_FILE, Phones
 from starling.speech.resampling import resampled
 from starling.speech.tokens import Tokenizer, load_tokenizer
 
@@ -128,7 +128,7 @@ class Recogniser:
         """
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"features.{name}": value for name, value in self.features.statistics().items()}
+        tensors |= {f"features.{name}": value for name, value in self.features.statistics.items()}
         save_file({name: value.detach().cpu().clone() for name, value in tensors.items()}, folder / _WEIGHTS_FILE)
         files = [folder / _WEIGHTS_FILE, self.tokenizer.save(folder)]
         if self.states is not None:
@@ -163,8 +163,8 @@ class Recogniser:
                 f"{description.vocab_size}: the files belong to different recognisers"
             )
         features = LogMel(description.features, description.sampling_rate)
-        states = load_states(folder) if STATES_FILE in description.sha256 else None
-        phones = load_phones(folder) if PHONES_FILE in description.sha256 else None
+        states = read_saved(TiedStates, folder / STATES_FILE) if STATES_FILE in description.sha256 else None
+        phones = read_saved(Phones, folder / PHONES_FILE) if PHONES_FILE in description.sha256 else None
         recogniser = cls.create(description.model, features, tokenizer, 0, states, phones)
         recogniser._load_weights(folder / _WEIGHTS_FILE)
         return recogniser
@@ -312,9 +312,9 @@ class Recogniser:
             raise CheckpointError(f"{path} does not fit the model of {_CONFIG_FILE}: " + "; ".join(problems[:5]))
         self.model.load_state_dict(stored)
         prefix = "features."
-        self.features.load_statistics(
-            {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        )
+        self.features.statistics = {
+            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+        }
 
 
 def mono(waveform: np.ndarray | torch.Tensor) -> torch.Tensor:

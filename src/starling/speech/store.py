@@ -10,7 +10,7 @@
 
 import io
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,20 +25,23 @@ from starling.speech.shards import Place, Shards, again, open_shards
 
 
 class _Strings:
-    """N strings in one block of UTF-8 bytes; 8 bytes of overhead each."""
+    """N strings in one block of UTF-8 bytes; 8 bytes of overhead each. `name` is that of the array of bytes."""
 
-    def __init__(self, blob: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
-        self._blob, self._ends = blob, ends
+    def __init__(self, folder: Path, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._folder, self._name = folder, name
+        self._blob, self._ends = arrays[name], arrays[f"{name}_ends"]
 
     def __getitem__(self, i: int) -> str:
-        """String `i`. Raises ValueError if its bounds or its bytes are invalid."""
+        """String `i`. Raises DataError if its bounds or its bytes are invalid."""
         start, end = int(self._ends[i - 1]) if i else 0, int(self._ends[i])
-        if not 0 <= start <= end <= len(self._blob):
-            raise ValueError(f"bytes {start} to {end} of {len(self._blob)}")
-        return self._blob[start:end].tobytes().decode("utf-8")
-
-    def __len__(self) -> int:
-        return len(self._ends)
+        try:
+            if not 0 <= start <= end <= len(self._blob):
+                raise ValueError(f"bytes {start} to {end} of {len(self._blob)}")
+            return self._blob[start:end].tobytes().decode("utf-8")
+        except ValueError as error:
+            raise DataError(
+                f"{self._folder}/index/{self._name}.npy: entry {i} is damaged ({error}); {again(self._folder)}"
+            ) from error
 
 
 class Stored(NamedTuple):
@@ -72,22 +75,19 @@ class SpeechSet:
         self._speaker_of, self._shard_of = arrays["speaker_of"], arrays["shard_of"]
         self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
         self._checks = arrays["checks"]
-        self._ids, self._texts, self._speakers = (_Strings(arrays[name], arrays[f"{name}_ends"]) for name in TEXTS)
+        self._ids, self._texts, self._speakers = (_Strings(folder, name, arrays) for name in TEXTS)
         self._shards = shards
 
     @classmethod
-    def open(cls, folder: Path) -> "SpeechSet":
-        """Open the set that `starling prepare` wrote to `folder`; its shards may be in an object store.
+    def open(cls, folder: Path, is_checked: bool = False) -> "SpeechSet":
+        """Open the set that `starling prepare` wrote to `folder`; its shards may be in an object store. `is_checked`
+        means that another process has already verified the digests.
 
         Raises:
             DataError: The folder is missing or incomplete, a file of the index does not match its digest, or a local
                 shard has another size than when it was written.
         """
-        return cls._opened(Path(folder), is_checked=False)
-
-    @classmethod
-    def _opened(cls, folder: Path, is_checked: bool = True) -> "SpeechSet":
-        """As `open`. `is_checked` means that another process has already verified the digests."""
+        folder = Path(folder)
         summary = read_summary(folder)
         shards = open_shards(folder, summary.shards)
         shards.check()
@@ -109,21 +109,13 @@ class SpeechSet:
         return self.summary.utterances
 
     def id(self, index: int) -> str:
-        return self._string(self._ids, "ids", self._checked(index))
+        return self._ids[self._checked(index)]
 
     def text(self, index: int) -> str:
-        return self._string(self._texts, "texts", self._checked(index))
+        return self._texts[self._checked(index)]
 
     def speaker(self, index: int) -> str:
-        return self._string(self._speakers, "speakers", int(self._speaker_of[self._checked(index)]))
-
-    def _string(self, strings: _Strings, name: str, place: int) -> str:
-        try:
-            return strings[place]
-        except ValueError as error:
-            raise DataError(
-                f"{self.folder}/index/{name}.npy: entry {place} is damaged ({error}); {again(self.folder)}"
-            ) from error
+        return self._speakers[int(self._speaker_of[self._checked(index)])]
 
     def audio(self, index: int) -> NDArray[np.float32]:
         """The samples of utterance `index`, [T], mono, in -1..1. Raises DataError if the stored FLAC is damaged."""
@@ -187,8 +179,8 @@ class SpeechSet:
         if hasattr(self, "_shards"):
             self.close()
 
-    def __reduce__(self) -> "tuple[object, tuple[Path]]":
-        return (SpeechSet._opened, (self.folder.absolute(),))
+    def __reduce__(self) -> "tuple[object, tuple[Path, bool]]":
+        return (SpeechSet.open, (self.folder.absolute(), True))
 
 
 class Member(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from starling.experiment.folder import ExperimentFolder, best_model
 from starling.experiment.task import MiniBatches, Scoring, Task
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from starling.reporting.epochs import Score
     from starling.reporting.evidence import ScoredSet
     from starling.reporting.progress import Bars, Say
+    from starling.speech.training.plan import RecipePlan
     from starling.training.job import Job
 
 
@@ -58,9 +59,8 @@ class Speech(Task[Recipe]):
         set_up(recipe, folder, say, bars)
 
     def max_skipped(self, recipe: Recipe, job: Job) -> int:
-        from starling.speech.training.set_up import max_skipped
-
-        return max_skipped(recipe, job)
+        plan: RecipePlan = cast(Any, job.workload).plan
+        return int(recipe.data.filter.max_skipped * len(plan.utterances))
 
     def validate_every(self, recipe: Recipe) -> int | None:
         return recipe.validate_every if recipe.data.valid is not None else None
@@ -86,11 +86,9 @@ class Speech(Task[Recipe]):
         return scored_set(folder, file)
 
     def mini_batches(self, recipe: Recipe, folder: ExperimentFolder) -> MiniBatches:
-        from starling.speech.training.plan import load_frame_plan, load_plan
+        from starling.speech.training.plan import load_plan
 
-        if recipe.loss == "frames":
-            return load_frame_plan(recipe, folder.frames)
-        return load_plan(recipe, folder.too_short)
+        return load_plan(recipe, folder)
 
     def comparison(self, tree: Tree, where: str) -> Subject:
         from starling.speech.comparison import check_comparison

@@ -1,42 +1,20 @@
-"""The strategies by name. Each file holds one algorithm and ends with its `Strategy`."""
+"""The strategies by name. Each file holds one algorithm, and registers it."""
 
 import copyreg
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from starling.registry import Registry
-from starling.strategies.adpsgd import ADPSGD
-from starling.strategies.allreduce import ALLREDUCE
-from starling.strategies.async_local import AEASGD, ASYNC_DILOCO
-from starling.strategies.base import NoOptions, Strategy, SyncGroups
-from starling.strategies.delay_by_one import DELAY_BY_ONE
-from starling.strategies.delayed import DELAYED
-from starling.strategies.dpsgd import DPSGD
-from starling.strategies.hadpsgd import HADPSGD
-from starling.strategies.hogwild import HOGWILD
-from starling.strategies.local import (
-    BMUF,
-    DILOCO,
-    EASGD,
-    LOCAL_SGD,
-    NOLOCO,
-    SLOWMO,
-    SPARSELOCO,
-    SPARTA,
-    STREAMING_DILOCO,
-)
-from starling.strategies.parameter_server import PARAMETER_SERVER
-from starling.strategies.sgp import SGP
+from starling.strategies.base import REGISTERED, NoOptions, Strategy, SyncGroups
 
 __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy", "strategy_names"]
 
-_OWN = (
-    *(ALLREDUCE, DELAY_BY_ONE, DPSGD, ADPSGD, HADPSGD, PARAMETER_SERVER, HOGWILD, DELAYED),
-    *(LOCAL_SGD, BMUF, SLOWMO, DILOCO, STREAMING_DILOCO),
-    *(NOLOCO, SPARSELOCO, EASGD, SPARTA),
-    *(ASYNC_DILOCO, AEASGD, SGP),
-)
-STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _OWN}
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+_KINDS = ("all-reduce", "periodic", "gossip", "server", "shared memory")
+STRATEGIES: Mapping[str, Strategy] = dict(sorted(REGISTERED.items(), key=lambda each: _KINDS.index(each[1].kind)))
 """Starling's own strategies by name."""
 
 
@@ -47,7 +25,7 @@ def _reduced(strategy: Strategy) -> str | tuple[Any, ...]:
     return object.__reduce_ex__(strategy, 2)
 
 
-for kind in {type(strategy) for strategy in _OWN}:
+for kind in {type(strategy) for strategy in STRATEGIES.values()}:
     copyreg.pickle(kind, _reduced)
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starling.configuration import Config, canonical
 from starling.learner import Learner
-from starling.strategies.compression import LowRank
+
+Run = Callable[..., Coroutine[Any, Any, None]]
 
 
 class NoOptions(Config):
@@ -64,7 +66,7 @@ class Strategy:
     """The name in a recipe."""
     summary: str
     """One line, for `starling strategies`."""
-    run: Callable[..., Coroutine[Any, Any, None]]
+    run: Run
     """The algorithm, a coroutine function: `run(learner)`, or `run(learner, options)` if the strategy has options."""
     sync_group_size: Callable[[Any, int], int] = all_learners
     """How many learners claim mini-batches together, one each, and compute in step, from the options and the number of
@@ -117,7 +119,12 @@ class Strategy:
 
     def has_common_state(self, options: Config) -> bool:
         """Whether it keeps a common `Learner.strategy_state` with these options."""
-        return self.keeps_state or isinstance(getattr(options, "compression", None), LowRank)
+        return self.keeps_state or self.compresses_gradients(options)
+
+    def compresses_gradients(self, options: Config) -> bool:
+        """Whether gradients travel encoded with these options, so that a parameter can be without one in their mean
+        although each learner had one."""
+        return False
 
     def successors(
         self, options: Config, members: Sequence[int], lost: Collection[int], joined: Sequence[int] = ()
@@ -151,3 +158,24 @@ class Strategy:
     def start(self, learner: Learner, options: Config) -> Coroutine[Any, Any, None]:
         """The coroutine of one learner, not yet started."""
         return self.run(learner) if self.options is NoOptions else self.run(learner, options)
+
+
+REGISTERED: dict[str, Strategy] = {}
+"""Starling's own strategies by name."""
+
+
+def registered(
+    name: str, summary: str, options: type[Config] = NoOptions, of: type[Strategy] = Strategy, **more: Any
+) -> Callable[[Run], Run]:
+    """Register a coroutine function as a strategy of Starling, `of` a class; `more` are other fields of `Strategy`."""
+
+    def register(run: Run) -> Run:
+        REGISTERED[name] = of(name, summary, run, options=options, **more)
+        return run
+
+    return register
+
+
+gossip, periodic = partial(registered, kind="gossip"), partial(registered, kind="periodic", keeps_state=True)
+"""The same for strategies that average with neighbours, and for those that agree every few steps and keep common state,
+as `parts.local_steps` does."""

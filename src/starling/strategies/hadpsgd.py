@@ -6,14 +6,13 @@ from pydantic import Field
 
 from starling.errors import ConfigError
 from starling.learner import Learner
-from starling.strategies.adpsgd import BackgroundOptions
-from starling.strategies.base import Strategy
-from starling.strategies.mixing import Encoder, Mixing, check_mixing, one_ahead
+from starling.strategies.base import Strategy, gossip
+from starling.strategies.parts.background import BackgroundOptions, check_background, encoder_of
+from starling.strategies.parts.mixing import Mixing, one_ahead
 from starling.topology import Topology, find_topology
 
-DROPPED = ("k", "compression")
-"""A round that is under way when a membership ends is left out. The next one counts rounds from 0, and what encodings
-remember begins again with it, as it does after a resume."""
+DROPPED = ("k", "encoder")
+"""As of the background of `adpsgd`: a round under way when a membership ends is left out."""
 
 
 class HierarchicalOptions(BackgroundOptions):
@@ -23,6 +22,31 @@ class HierarchicalOptions(BackgroundOptions):
     """Learners per super-learner, usually one for each device of a node. Learners 0 to per_node - 1 form the first."""
 
 
+def _check(options: HierarchicalOptions, world: int) -> None:
+    if world % options.per_node:
+        raise ConfigError(
+            f"strategy.per_node: {world} learners cannot be divided into super-learners of {options.per_node}"
+        )
+    check_background(options, world // options.per_node)
+
+
+class OfSuperLearners(Strategy):
+    """A super-learner that lost a learner cannot continue."""
+
+    def survivors(self, options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
+        broken = {rank // options.per_node for rank in lost}
+        return [rank for rank in range(world) if rank // options.per_node not in broken]
+
+
+@gossip(
+    "hadpsgd",
+    "step together within a super-learner, adpsgd between super-learners",
+    HierarchicalOptions,
+    sync_group_size=lambda options, world: options.per_node,
+    check=_check,
+    averages_gradients=lambda options: options.per_node > 1,
+    of=OfSuperLearners,
+)
 async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
     """A super-learner's learners step together with the mean of their gradients; super-learners average as in `adpsgd`.
 
@@ -39,6 +63,13 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
     then sums these changes, so that no single process carries the node's traffic. Learners of one super-learner apply
     the changes at different times: their weights agree up to rounding, and their gradients may be one round apart.
 
+    Waits:
+        Inside a super-learner all wait for the slowest, in each step. Between super-learners only backgrounds wait, as
+        under `adpsgd`.
+
+    Use when:
+        Nodes have several devices: links inside a node are fast, those between nodes slow, or nodes differ in speed.
+
     Args:
         me: The learner that runs this coroutine.
         options: The size of a super-learner, and how super-learners average.
@@ -46,22 +77,27 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
     References:
         Zhang et al. 2019, "A Highly Efficient Distributed Deep Learning System for Automatic Speech Recognition",
         arXiv 1907.05701.
+
+    Example:
+        >>> from starling.toy import regression
+        >>> starling.simulate(regression("hadpsgd", per_node=2), learners=4).loss()
+        0.01
     """
     first = me.rank - me.rank % options.per_node
     node = range(first, first + options.per_node)
-    me.background(_average(me, options, node))
+    me.background.start(_average(me, options, node))
     while me.claim():
         me.step(await me.mean(me.gradient(me.snapshot()), node))
-        await me.keep_up(options.lag)
+        await me.background.keep_up(options.lag)
 
 
 async def _average(me: Learner, options: HierarchicalOptions, node: range) -> None:
     between = find_topology(options.pattern, me.world // len(node), me.seed)
     topology, pieces = SideBySide(between, len(node)), options.pieces(me)
     shares = [_share(piece, me.rank - node.start, len(node)) for piece in pieces]
-    compression = Encoder(options, me.weights, [share for share in shares if share.stop > share.start])
-    while (k := await me.round(options.period)) is not None:
-        mixings = (Mixing(me, topology, k, each, compression) if each.stop > each.start else None for each in shares)
+    encoder = encoder_of(options.compression, me.weights, [share for share in shares if share.stop > share.start])
+    while (k := await me.background.round(options.period)) is not None:
+        mixings = (Mixing(me, topology, k, each, encoder) if each.stop > each.start else None for each in shares)
         for piece, share, mixing in zip(pieces, shares, one_ahead(mixings), strict=True):
             delta = me.weights.new_zeros(piece.stop - piece.start)
             if mixing is not None:
@@ -93,31 +129,3 @@ def _share(piece: slice, local: int, parts: int) -> slice:
     """Part `local` of `parts` nearly equal parts of a piece."""
     size = piece.stop - piece.start
     return slice(piece.start + size * local // parts, piece.start + size * (local + 1) // parts)
-
-
-def _check(options: HierarchicalOptions, world: int) -> None:
-    if world % options.per_node:
-        raise ConfigError(
-            f"strategy.per_node: {world} learners cannot be divided into super-learners of {options.per_node}"
-        )
-    check_mixing(options, world // options.per_node)
-
-
-class OfSuperLearners(Strategy):
-    """A super-learner that lost a learner cannot continue."""
-
-    def survivors(self, options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
-        broken = {rank // options.per_node for rank in lost}
-        return [rank for rank in range(world) if rank // options.per_node not in broken]
-
-
-HADPSGD = OfSuperLearners(
-    "hadpsgd",
-    "step together within a super-learner, adpsgd between super-learners",
-    hadpsgd,
-    lambda options, world: options.per_node,
-    HierarchicalOptions,
-    check=_check,
-    averages_gradients=lambda options: options.per_node > 1,
-    kind="gossip",
-)

@@ -58,6 +58,9 @@ class IslandStrategy(Strategy):
         kept = self.between.survivors(options, world // size, {rank // size for rank in lost})
         return [island * size + member for island in kept for member in range(size)]
 
+    def compresses_gradients(self, options: Config) -> bool:
+        return self.between.compresses_gradients(options)
+
     def validate(self, options: Any, world: int) -> None:
         between, size = self.between, self.island.size
         if between.is_served or not between.steps_itself:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from starling.configuration import Config
 from starling.learner import Handle, Learner, LoopEnded
-from starling.strategies.base import Strategy
-from starling.strategies.mixing import Pattern
+from starling.strategies.base import gossip
+from starling.strategies.parts.mixing import Pattern, kept_by
 from starling.topology import find_topology
 
 if TYPE_CHECKING:
@@ -25,8 +25,13 @@ class PushSumOptions(Config):
     """Whether messages travel during the next gradient (OSGP)."""
 
 
+def _check(options: PushSumOptions, world: int) -> None:
+    find_topology(options.pattern, world, seed=0, is_balanced=False)
+
+
+@gossip("sgp", "average with neighbours on a directed graph at each step", PushSumOptions, check=_check)
 async def sgp(me: Learner, options: PushSumOptions) -> None:
-    """Each learner sends shares of its weights along a directed graph, and the share of the whole that it holds.
+    """Each learner sends shares of its weights, and of its share of the whole, along a directed graph (push-sum).
 
     Equation, for learner l, with z_l its model and u_l, initially 1, the push-sum weight::
 
@@ -37,17 +42,25 @@ async def sgp(me: Learner, options: PushSumOptions) -> None:
     with p_lj the share of what learner j holds that it gives to l, and p_ll what it keeps; the shares of each j sum to
     1. So the sums of all x_l and of all u_l stay, whatever the graph, and without gradients all z_l reach the mean of
     the first x_l. Where averaging conserves the mean of all (a doubly stochastic matrix), u_l stays 1, and this is
-    `dpsgd` with `order: adapt-first`.
+    `dpsgd` with `order: adapt-first`. a is the step size of the local optimizer, and g_l the gradient of learner l's
+    mini-batch.
 
     With `overlap`, what is sent in step k arrives at the end of step k + 1, before that step's messages are sent::
 
         x_l <- x_l - a g_l(z_l) + sum_(j /= l) p_lj x_j,  then x_l <- p_ll x_l
 
-    with x_j as it was sent, and u_l likewise. A learner waits for a message only if it takes longer than a gradient.
-    The last messages arrive after the last step.
+    with x_j as it was sent, and u_l likewise. The last messages arrive after the last step.
 
     The learner's weights are z_l. A membership begins with u_l = 1, so what was under way when the last one ended is
     dropped with the push-sum weights, and each learner continues with its z_l.
+
+    Waits:
+        A learner waits for the messages of its sources, in each step, after its gradient. With `overlap` it waits only
+        for messages that take longer than a gradient.
+
+    Use when:
+        Sending is not mutual, or only half the bytes of a ring may be sent. Where neighbours exchange weights, `dpsgd`
+        needs no push-sum weights.
 
     Args:
         me: The learner that runs this coroutine.
@@ -56,6 +69,11 @@ async def sgp(me: Learner, options: PushSumOptions) -> None:
     References:
         Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", arXiv 1811.10792.
         Kempe et al. 2003, "Gossip-Based Computation of Aggregate Information", FOCS (push-sum).
+
+    Example:
+        >>> from starling.toy import regression
+        >>> starling.simulate(regression("sgp"), learners=4).loss()
+        0.01
     """
     push = Push(me, options)
     with suppress(LoopEnded):
@@ -76,12 +94,10 @@ class Push:
     def __init__(self, me: Learner, options: PushSumOptions) -> None:
         import torch
 
-        def keep(name: str, initial: Tensor) -> Tensor:
-            return me.strategy_state(name, initial, for_membership=True)
-
+        keep = kept_by(me)
         self._me, self._has_overlap = me, options.overlap
         self._topology = find_topology(options.pattern, me.world, me.seed, is_balanced=False)
-        (self._whole,) = me.pieces(len(me.weights))
+        (self._whole,) = me.optimizer.pieces(len(me.weights))
         self._u = keep("push-sum weight", torch.ones(1, dtype=torch.float64))
         self._k = keep("rounds", torch.zeros(1, dtype=torch.int64))
         self._receiving: list[tuple[float, Handle[Tensor], Handle[Tensor]]] = []
@@ -133,17 +149,3 @@ class Push:
             await each
         if self._has_overlap:
             self._sent_u.zero_()
-
-
-def _check(options: PushSumOptions, world: int) -> None:
-    find_topology(options.pattern, world, seed=0, is_balanced=False)
-
-
-SGP = Strategy(
-    "sgp",
-    "average with neighbours on a directed graph at each step",
-    sgp,
-    options=PushSumOptions,
-    check=_check,
-    kind="gossip",
-)

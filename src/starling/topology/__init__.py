@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -417,13 +417,8 @@ def find_topology(pattern: str, world: int, seed: int, is_balanced: bool = True)
     found = _REGISTRY.find(pattern)
     if pattern in PATTERNS:
         return PATTERNS[pattern](world, seed)
-    function = _sources_of(found(world, seed)) if isinstance(found, type) else found
+    function = found
+    if isinstance(found, type):
+        topology = found(world, seed)
+        function = wraps(found)(lambda number, rank, world: topology.sources(number, rank))
     return custom(world, function, is_balanced=is_balanced)
-
-
-def _sources_of(topology: Topology) -> Function:
-    def sources(round: int, rank: int, world: int) -> Mapping[int, float]:
-        return topology.sources(round, rank)
-
-    sources.__name__ = type(topology).__name__
-    return sources

@@ -34,7 +34,7 @@ from starling.training.job import (
 from starling.training.loading import Loaded
 from starling.training.pace import Rounds
 from starling.training.replica import ReplicaLearner
-from starling.training.shards import MakeOptimizer, Shards
+from starling.training.shards import HeldShards, MakeOptimizer
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket, Unit
@@ -88,7 +88,7 @@ class CourseLearner(ReplicaLearner):
         self.is_averaged = False  # whether a mean of the newest gradient has begun
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
         self._observer = observer
-        self.shards = Shards(self, self._set_rates, start.shards if start else ())
+        self.own_shards = HeldShards(self, self._set_rates, start.shards if start else ())
         sync_groups = job.sync_groups(world)
         self.is_worker = rank < sync_groups.num_workers
         self.claimers = sync_groups.of(rank)  # the learners that claim mini-batches together
@@ -100,6 +100,8 @@ class CourseLearner(ReplicaLearner):
         is_cut = is_cut and sync_groups.size < sync_groups.num_workers
         self.cuts = self.rounds.cuts = Cuts(replica, self.cut_agreement) if is_cut else None
         """The states at checkpoint barriers that are not saved yet."""
+        if job.strategy.compresses_gradients(job.options):
+            replica.sometimes_unused.update(range(len(replica.parameters)))
         self._minutes_before = start.minutes if start else 0.0
         self._loss = 0.0  # of the newest gradient
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
@@ -150,7 +152,6 @@ class CourseLearner(ReplicaLearner):
             self._reach(int(portion))
         if not self.is_worker:  # a server learns the progress of the run only from step metadata
             self._pass_barriers(int(portion))
-            self._save_complete()
         for group, peak in zip(optimizer.param_groups if peaks else (), peaks, strict=True):
             group["lr"] = peak * factor * scale
 
@@ -195,7 +196,7 @@ class CourseLearner(ReplicaLearner):
                 self.batches.done(ticket)
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.shards.keep(piece, make_optimizer)
+        return self.own_shards.keep(piece, make_optimizer)
 
     def claim(self) -> bool:
         if not self.job.strategy.steps_itself:
@@ -203,7 +204,7 @@ class CourseLearner(ReplicaLearner):
         if self._over is not None or not self.is_worker:
             return False
         if self.statistics.num_claimed == 0:
-            self.shards.forget_saved()
+            self.own_shards.forget_saved()
         minutes, loaded = self._minutes_before, None
         if (most := self.job.budget.minutes) is not None:
             minutes += self.batches.agreed_seconds(self.statistics.num_claimed) / 60.0
@@ -218,7 +219,6 @@ class CourseLearner(ReplicaLearner):
         self.statistics.num_claimed += 1
         self._portion = self.tickets.number_of(loaded[0][0])
         self._pass_barriers(self._portion)
-        self._save_complete()
         self.statistics.num_steps += self._is_reporting
         progress = self.tickets.progress(self._portion, minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
@@ -262,7 +262,7 @@ class CourseLearner(ReplicaLearner):
     def state(self, position: Position, epochs_ended: int | None = None) -> LearnerState:
         """This learner's state for continuing from `position`. Call between two mini-batches; it shares memory with the
         learner."""
-        weights, shards = self.replica.on_host(), tuple(shard.state() for shard in self.shards.held)
+        weights, shards = self.replica.on_host(), tuple(shard.state() for shard in self.own_shards.held)
         under_shards = None
         if shards:
             if self.is_worker and self.job.strategy.steps_itself:  # its weights are more than a copy of the shards'
@@ -288,7 +288,8 @@ class CourseLearner(ReplicaLearner):
         )
 
     def _pass_barriers(self, portion: int) -> None:
-        """Pass all checkpoint barriers up to `portion`: several if this learner had no mini-batch between them."""
+        """Pass all checkpoint barriers up to `portion`: several if this learner had no mini-batch between them. Save
+        the states that are complete by now."""
         if not self.is_worker:  # a worker has waited for this when the portion was drawn
             self.batches.reach(portion)
         self._reach(portion)
@@ -299,13 +300,15 @@ class CourseLearner(ReplicaLearner):
             for epoch in barrier.ended:
                 self._end_epoch(epoch, state, is_last=barrier.number == self._run_end)
                 self._last_end = barrier.number
+        if self.cuts is not None:
+            self.cuts.save()
 
     def _save(self, state: LearnerState, barrier: Barrier) -> LearnerState:
         """Save the state at a barrier within an epoch, or one that is complete only later. Returns it."""
         cuts, number, save = self.cuts, barrier.number, self._observer.on_barrier
         forks = None
         if cuts is not None and self.job.strategy.is_served:
-            forks = partial(self.shards.with_forks, portion=number)
+            forks = partial(self.own_shards.with_forks, portion=number)
         if cuts is not None and self._run_end is None:
             cuts.add(state, save, forks)
             return replace(state, is_complete=False)
@@ -315,17 +318,13 @@ class CourseLearner(ReplicaLearner):
             save(state)
         return state
 
-    def _save_complete(self) -> None:
-        if self.cuts is not None:
-            self.cuts.save()
-
     def _reach(self, portion: int) -> None:
         """Find the barriers up to `portion`. At each a server copies its shards, before they take a push from after it.
         Called by the foreground and the background."""
         with self._reaching:
             for barrier in self.barriers.until(portion):
                 if self.cuts is not None and self.job.strategy.is_served:
-                    self.shards.fork(barrier.number)
+                    self.own_shards.fork(barrier.number)
                 self._ahead.append(barrier)
 
     def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from starling.checkpoint.state import MEMBERSHIP_PREFIX, LearnerState, own
+from starling.checkpoint.state import MEMBERSHIP_PREFIX, ROUNDS_PREFIX, LearnerState, own
 from starling.training.replica import Replica
 
 
@@ -126,7 +126,7 @@ class Cuts:
         def complete(state: LearnerState) -> LearnerState:
             optimizer = replica.end_copy_for_rounds(copies, state.optimizer)
             kept = replica.strategy_state.items()
-            of_rounds = {name: own(each) for name, each in kept if name.startswith(MEMBERSHIP_PREFIX)}
+            of_rounds = {name: own(each) for name, each in kept if name.startswith((MEMBERSHIP_PREFIX, ROUNDS_PREFIX))}
             return replace(state, weights=copies[0], optimizer=optimizer, strategy=state.strategy | of_rounds)
 
         return complete

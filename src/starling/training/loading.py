@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice, repeat
 from multiprocessing import resource_tracker
@@ -15,7 +15,7 @@ from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from statistics import median
 from threading import Thread
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,7 +136,7 @@ def _reduce(tensor: Tensor) -> Any:
     return torch.from_numpy, (tensor.detach().numpy(),)
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """Loads mini-batches ahead in `num_workers` processes; if there are none, on request.
 
     The processes are spawned, because forking a process with gloo's threads crashes, and a fork server outlives a
@@ -213,9 +213,6 @@ class Loader:
         self._requested.put(_END)
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_SECONDS)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

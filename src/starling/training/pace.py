@@ -13,67 +13,6 @@ FEW_ROUNDS = 0.4
 `max_lag` the fraction stays above 0.5."""
 
 
-class Pace:
-    """Whether a learner has made enough gradients to open another round, and how far it is ahead of its rounds.
-
-    Each gradient earns a credit of 1 / period rounds, and each round costs one, whichever learner opened it: so each
-    round is opened once, for all learners. Credit and debt are bounded: rounds missed during a delay are not made up
-    for, and if the fastest learner leaves, a slower one soon opens rounds instead.
-    """
-
-    def __init__(self) -> None:
-        self.period = 1.0
-        self.num_gradients = self.num_rounds = 0
-        self._credit = 0.0
-        self._ahead = 0  # gradients since this learner completed a round
-        self._is_due = False  # whether its background has a round to do
-
-    @property
-    def may_open(self) -> bool:
-        return self._credit >= 1.0
-
-    def gradient_made(self) -> None:
-        """Record a gradient."""
-        self.num_gradients += 1
-        self._ahead += 1
-        self._credit = min(self._most, self._credit + 1.0 / self.period)
-
-    def opened(self) -> None:
-        """Record that this learner opened a round, which its background will enter."""
-        self._is_due = True
-
-    def entered(self) -> None:
-        """Record that a round began, opened by any learner."""
-        self._is_due = True
-        self.num_rounds += 1
-        self._credit = max(-self._most, self._credit - 1.0)
-
-    def completed(self) -> None:
-        """Record that this learner's background has completed its round, if one was due."""
-        if self._is_due:
-            self._ahead = 0
-        self._is_due = False
-
-    def lags(self, most: float) -> bool:
-        """Whether a round is under way and at least `most` gradients were made since the last completed one."""
-        return self._is_due and self._ahead >= most
-
-    def complaint(self) -> str | None:
-        """A warning with its remedy if there were far fewer rounds than the period specifies; otherwise None."""
-        if self.num_gradients < ENOUGH_GRADIENTS or self.num_rounds * self.period >= FEW_ROUNDS * self.num_gradients:
-            return None
-        return (
-            f"made {self.num_rounds / self.num_gradients:.2g} averaging rounds per gradient; a period of "
-            f"{self.period:g} asks for {1.0 / self.period:.2g}. Learners that average so rarely train almost "
-            "independently. Lower strategy.max_lag, or raise strategy.period to what network and cores can sustain"
-        )
-
-    @property
-    def _most(self) -> float:
-        """The bound of credit and debt: the credit of one gradient, but at least one round."""
-        return max(1.0, 1.0 / self.period)
-
-
 class Board(Protocol):
     """Which rounds have opened, and which is the last, for all learners of a membership."""
 
@@ -92,6 +31,10 @@ class Rounds:
     A learner that has made enough gradients opens a round on the `board`; all backgrounds wait for it. The last learner
     to make its last gradient marks the first unopened round as the end. So all learners take part in the same rounds,
     and no learner waits for a neighbour that has left.
+
+    Each gradient earns a credit of 1 / period rounds, and each round costs one, whichever learner opened it: so each
+    round is opened once, for all learners. Credit and debt are bounded: rounds missed during a delay are not made up
+    for, and if the fastest learner leaves, a slower one soon opens rounds instead.
     """
 
     def __init__(self, board: Board) -> None:
@@ -99,7 +42,11 @@ class Rounds:
         self.cuts: Cuts | None = None
         """The states of this learner that wait for rounds, if it saves any."""
         self._lock = threading.Lock()
-        self.pace = Pace()
+        self._period = 1.0
+        self._num_gradients = self._num_rounds = 0
+        self._credit = 0.0
+        self._ahead = 0  # gradients since this learner completed a round
+        self._is_due = False  # whether its background has a round to do
         self._next = 0
         self._waiting: int | None = None
         self._kept_up: tuple[float, Callable[[], object]] | None = None
@@ -108,11 +55,13 @@ class Rounds:
     def gradient_made(self) -> None:
         """Called by the foreground after each gradient; opens the round that the background waits for, if it is due."""
         with self._lock:
-            self.pace.gradient_made()
-            if self._waiting is not None and self.pace.may_open:
+            self._num_gradients += 1
+            self._ahead += 1
+            self._credit = min(self._most, self._credit + 1.0 / self._period)
+            if self._waiting is not None and self._credit >= 1.0:
                 self._board.open(self._waiting, False)
                 self._waiting = None
-                self.pace.opened()
+                self._is_due = True
 
     def begin(self, period: float) -> tuple[int, bool | None]:
         """The background has completed its round. Returns the number of the next one, for which it then waits, and
@@ -123,11 +72,11 @@ class Rounds:
             self._completed()
             if self._is_over:
                 return self._next, False
-            number, self._next, self.pace.period = self._next, self._next + 1, period
-            if not self.pace.may_open or self._is_finished:
+            number, self._next, self._period = self._next, self._next + 1, period
+            if self._credit < 1.0 or self._is_finished:
                 self._waiting = number
                 return number, None
-            self.pace.opened()
+            self._is_due = True
             return number, self._board.open(number, True)
 
     def enter(self, number: int, is_open: bool) -> int | None:
@@ -137,7 +86,9 @@ class Rounds:
             if not is_open:
                 self._completed()
                 return None
-            self.pace.entered()
+            self._is_due = True
+            self._num_rounds += 1
+            self._credit = max(-self._most, self._credit - 1.0)
         if self.cuts is not None:
             self.cuts.entered(number)
         return number
@@ -146,15 +97,37 @@ class Rounds:
         """Called by the foreground: whether the learner is less than `most` gradients ahead of the last round that its
         background completed. Otherwise `tell` is called as soon as it is."""
         with self._lock:
-            if self.pace.lags(most):
+            if self._lags(most):
                 self._kept_up = most, tell
             return self._kept_up is None
 
     def _completed(self) -> None:
-        self.pace.completed()
-        if self._kept_up is not None and not self.pace.lags(self._kept_up[0]):
+        if self._is_due:
+            self._ahead = 0
+        self._is_due = False
+        if self._kept_up is not None and not self._lags(self._kept_up[0]):
             tell, self._kept_up = self._kept_up[1], None
             tell()
+
+    def _lags(self, most: float) -> bool:
+        """Whether a round is under way and at least `most` gradients were made since the last completed one."""
+        return self._is_due and self._ahead >= most
+
+    @property
+    def _most(self) -> float:
+        """The bound of credit and debt: the credit of one gradient, but at least one round."""
+        return max(1.0, 1.0 / self._period)
+
+    def complaint(self) -> str | None:
+        """A warning with its remedy if there were far fewer rounds than the period specifies; otherwise None."""
+        gradients, rounds = self._num_gradients, self._num_rounds
+        if gradients < ENOUGH_GRADIENTS or rounds * self._period >= FEW_ROUNDS * gradients:
+            return None
+        return (
+            f"made {rounds / gradients:.2g} averaging rounds per gradient; a period of "
+            f"{self._period:g} asks for {1.0 / self._period:.2g}. Learners that average so rarely train almost "
+            "independently. Lower strategy.max_lag, or raise strategy.period to what network and cores can sustain"
+        )
 
     def end(self) -> int:
         """The foreground takes part in no more rounds. Returns the number of the one for which the background waits."""

@@ -4,7 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from starling.checkpoint.state import name_of_state
 from starling.errors import ConfigError
-from starling.learner import Handle, Learner
+from starling.learner import Background, Handle, Learner, LocalOptimizer, Shards
 from starling.training.flat import split, split_gradient
 from starling.training.job import Statistics
 from starling.training.streams import lock_for
@@ -186,6 +186,11 @@ class Replica:
             for start in range(0, size, largest)
         ]
 
+    def reset_optimizer(self) -> None:
+        """Forget all that the optimizer keeps between its steps."""
+        with self._lock:
+            self.optimizer.state.clear()
+
     def restore(self, weights: Tensor, optimizer: dict[str, Any], strategy: Mapping[str, Tensor]) -> None:
         """Continue from saved weights `[P]`, a saved `state_dict` of the optimizer and the strategy's saved state."""
         self.replace(weights)
@@ -303,9 +308,13 @@ class OptimizerMemory:
         return names
 
 
-class ReplicaLearner(Learner):
-    """What all learners do with their replica, on every engine."""
+class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
+    """What all learners do with their replica, on every engine. To its strategy a learner is also the objects that it
+    has: their methods share its state."""
 
+    rank: int = 0
+    world: int = 1
+    seed: int = 0
     replica: Replica
     statistics: Statistics
     gradient_version = 0
@@ -320,6 +329,12 @@ class ReplicaLearner(Learner):
         return self.replica.version
 
     @property
+    def _itself(self) -> Self:
+        return self
+
+    optimizer = background = shards = _itself
+
+    @property
     def shapes(self) -> Sequence[torch.Size]:
         return [parameter.shape for parameter in self.replica.parameters]
 
@@ -328,10 +343,6 @@ class ReplicaLearner(Learner):
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         return self.replica.snapshot(piece)
-
-    @property
-    def staleness(self) -> int:
-        return self.version - self.gradient_version
 
     def clip(self, gradient: Tensor) -> Tensor | None:
         is_finite = math.isfinite(self.replica.clip(gradient))
@@ -342,13 +353,21 @@ class ReplicaLearner(Learner):
     def count_finite(self, is_finite: bool) -> None:
         """Count gradients that are not finite, which are skipped. Raises NonFiniteError after many in a row."""
 
-    def pieces(self, largest: int, optimizer_state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, optimizer_state)
+    def pieces(self, largest: int, state: bool = False) -> Sequence[slice]:
+        return self.replica.pieces(largest, state)
+
+    def reset(self) -> None:
+        self.replica.reset_optimizer()
 
     def strategy_state(
-        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False
+        self,
+        name: str,
+        initial: Tensor,
+        is_common: bool = True,
+        for_membership: bool = False,
+        of_rounds: bool = False,
     ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership), initial)
+        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership, of_rounds), initial)
 
     @abstractmethod
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:

@@ -44,7 +44,7 @@ class Forkable(Protocol):
         """As that of any optimizer."""
 
 
-class Shards:
+class HeldShards:
     """The model shards that one learner holds.
 
     `saved` are the shards in its checkpoint after a resume; each held shard continues from the saved one of its piece.
@@ -55,26 +55,16 @@ class Shards:
         self.held: list[HeldShard] = []
         self._saved = {(shard.start, shard.stop): shard for shard in saved}
 
-    def check(self, piece: slice) -> None:
-        """Raise `ConfigError` for an empty piece or one outside the weights."""
-        rank, size = self.host.rank, len(self.host.replica.weights)
-        if not 0 <= piece.start < piece.stop <= size:
-            raise ConfigError(
-                f"learner {rank} cannot keep weights {piece.start} to {piece.stop} of {size}; use fewer shards"
-            )
-
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         """Hold a piece of the model for all learners, initialised from the checkpoint or this learner's weights."""
-        self.check(piece)
         saved = self._saved.get((piece.start, piece.stop))
         memory = host_copy(self.host.replica.weights[piece] if saved is None else saved.weights)
-        return self._hold(HeldShard(self, piece, memory, torch.zeros(1, dtype=torch.int64), 0, make_optimizer))
+        return self._hold(piece, memory, torch.zeros(1, dtype=torch.int64), 0, make_optimizer)
 
     def share(self, pieces: Sequence[slice], weights: Tensor, counts: Tensor) -> Sequence[Shard]:
         """Hold `pieces` of `weights` `[P]`, which all learners share; `counts` `[pieces, L]` counts their steps."""
         return [
-            self._hold(HeldShard(self, piece, weights[piece], counts[number], self.host.rank))
-            for number, piece in enumerate(pieces)
+            self._hold(piece, weights[piece], counts[number], self.host.rank) for number, piece in enumerate(pieces)
         ]
 
     def forget_saved(self) -> None:
@@ -93,13 +83,26 @@ class Shards:
             state.weights[shard.start : shard.stop] = shard.weights
         return replace(state, shards=shards)
 
-    def _hold(self, shard: "HeldShard") -> "HeldShard":
-        place = (shard.piece.start, shard.piece.stop)
+    def _hold(
+        self,
+        piece: slice,
+        weights: Tensor,
+        counts: Tensor,
+        index: int,
+        make_optimizer: MakeOptimizer | None = None,
+    ) -> Shard:
+        """Raises `ConfigError` for an empty piece or one outside the model's weights."""
+        rank, size, place = self.host.rank, len(self.host.replica.weights), (piece.start, piece.stop)
+        if not 0 <= piece.start < piece.stop <= size:
+            raise ConfigError(
+                f"learner {rank} cannot keep weights {piece.start} to {piece.stop} of {size}; use fewer shards"
+            )
+        shard = HeldShard(self, piece, weights, counts, index, make_optimizer)
         if place in self._saved:
             shard.optimizer.load_state_dict(self._saved.pop(place).optimizer)
         elif self._saved:
             raise CheckpointError(
-                f"learner {self.host.rank}: the checkpoint holds the model in pieces {sorted(self._saved)}, but the "
+                f"learner {rank}: the checkpoint holds the model in pieces {sorted(self._saved)}, but the "
                 f"strategy needs {place}; resume with the same strategy.shards or strategy.piece_megabytes as before"
             )
         self.held.append(shard)
@@ -115,7 +118,7 @@ class HeldShard(Shard):
 
     def __init__(
         self,
-        owner: Shards,
+        owner: HeldShards,
         piece: slice,
         weights: Tensor,
         counts: Tensor,

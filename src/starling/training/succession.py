@@ -1,7 +1,7 @@
 """How a run continues after a membership change: with which learners, at which position, and from whose state."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -17,11 +17,10 @@ from starling.training.faults import Kill, NotFinite, Pause, faults_of
 from starling.training.job import Job, Statistics
 from starling.training.membership import Membership
 from starling.training.stragglers import Delays
-from starling.training.tickets import SyncGroupTickets, position_after
+from starling.training.tickets import DoneTickets, SyncGroupTickets, position_after
 from starling.workload import Position
 
 _NUM_SUMS = 64
-LOST_BEFORE_TRAINING = "learners were lost before training began; start again"
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def plan_after(
     before: MembershipStart,
     members: Sequence[Past],
     job: Job,
-    all_done: Callable[[], Collection[int]],
+    all_done: Callable[[], DoneTickets],
     names: Sequence[int] = (),
 ) -> MembershipStart:
     """The plan of a membership from its members' pasts, by rank. `before` is the plan of the last membership in which
@@ -168,7 +167,8 @@ def plan_after(
         current = [each.membership == last and each.num_done == models[newest].num_done for each in models]
     else:
         position = position_after(before.position, job.workload, all_done())
-        newest = first_with_a_state(models)
+        if not job.strategy.has_common_state(job.options):
+            newest = next(number for number, each in enumerate(models) if each.membership is not None)
         current = [each.membership is not None for each in models]
     takers = tuple(rank for rank in range(len(members)) if not current[rank // size])
     plan = MembershipStart(
@@ -186,14 +186,6 @@ def _past_of_island(ranks: Sequence[Past]) -> Past:
     """The past of the model that these ranks hold: that of a joiner if not all of them have made the same steps."""
     pasts = {(each.membership, each.num_done) for each in ranks}
     return ranks[0] if len(pasts) == 1 else Past()
-
-
-def first_with_a_state(members: Sequence[Past]) -> int:
-    """The lowest rank that has trained before. PeerLost if there is none."""
-    with_state = [rank for rank, each in enumerate(members) if each.membership is not None]
-    if not with_state:
-        raise PeerLost(LOST_BEFORE_TRAINING)
-    return with_state[0]
 
 
 def must_begin_equal(job: Job, start: LearnerState | None) -> bool:

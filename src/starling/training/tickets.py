@@ -7,7 +7,7 @@ asynchronous one each learner is its own.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -55,28 +55,25 @@ class TicketSequence:
         return bisect_right(self._first_steps, step) - 1
 
 
-def position_after(start: Position, workload: Workload[Any], done: Collection[int]) -> Position:
-    """The position of a run that began at `start`, when the tickets with the numbers `done` are done.
+def position_after(start: Position, workload: Workload[Any], done: "DoneTickets") -> Position:
+    """The position of a run that began at `start`, when these tickets are done.
 
-    Of `DoneTickets`, it looks only at those after the first undone one: a membership may last for millions of tickets.
+    It looks only at those after the first undone one: a membership may last for millions of tickets.
     """
     sequence = TicketSequence(workload, start.next_ticket)
-    done = done if isinstance(done, DoneTickets) else DoneTickets(start, done)
     handed_out = [*start.outstanding, *(sequence[step] for step in range(done.below, done.beyond))]
     return Position(sequence[done.beyond], tuple(ticket for ticket in handed_out if ticket.step not in done))
 
 
-class DoneTickets(Set[int]):
+class DoneTickets:
     """The numbers of the done tickets after a position. Memory is needed only for those after the first undone one."""
 
-    def __init__(self, start: Position, done: Iterable[int] = ()) -> None:
+    def __init__(self, start: Position) -> None:
         self._start = start
         self._first = self.below = start.next_ticket.step  # all from `_first` to `below` - 1 are done
         """The first ticket after the position that is not done."""
         self.others: set[int] = set()
         """The done tickets that are stored individually."""
-        for step in done:
-            self.add(step)
 
     def add(self, step: int) -> None:
         """Record that ticket `step` is done."""
@@ -103,13 +100,6 @@ class DoneTickets(Set[int]):
 
     def __contains__(self, step: object) -> bool:
         return step in self.others or step in range(self._first, self.below)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.others
-        yield from range(self._first, self.below)
-
-    def __len__(self) -> int:
-        return len(self.others) + self.below - self._first
 
 
 class SyncGroupTickets:
@@ -138,19 +128,16 @@ class SyncGroupTickets:
         self._start, self._num_done_before = start, start.num_done
         self._budget, self._num_parts, self._learners_per_ticket = budget, workload.num_parts, learners_per_ticket
         groups = [range(*each) for each in pairwise(accumulate(self.shares[::learners_per_ticket], initial=0))]
-        self._members = [groups[member // learners_per_ticket] for member in range(sync_group_size)]
+        self.places = [groups[member // learners_per_ticket] for member in range(sync_group_size)]
+        """The places of each member's tickets in each portion."""
         self.portion_size = groups[-1].stop
         """The tickets of a portion."""
-        self._places = {ticket.step: place for place, ticket in enumerate(start.outstanding)}
+        self._outstanding_at = {ticket.step: place for place, ticket in enumerate(start.outstanding)}
         self._end: int | None = None
 
     def end_at(self, number: int) -> None:
         """End the run before portion `number`, as if the budget were spent there. May be called by any thread."""
         self._end = number
-
-    def places(self, member: int) -> range:
-        """The places of a member's tickets in each portion."""
-        return self._members[member]
 
     def weight(self, member: int) -> float:
         """What a member's tickets count for where each ticket counts alike: 1 on average over the members."""
@@ -158,7 +145,7 @@ class SyncGroupTickets:
 
     def tickets(self, number: int, member: int) -> tuple[Ticket, ...]:
         """The tickets of a `member` (its index in the sync group) in portion `number`."""
-        return tuple(self._ticket_at(number * self.portion_size + place) for place in self.places(member))
+        return tuple(self._ticket_at(number * self.portion_size + place) for place in self.places[member])
 
     def parts(self, learner: int) -> list[int]:
         """The part of divided data from which each ticket of a learner in a portion is: its own, or each rank's own."""
@@ -171,7 +158,7 @@ class SyncGroupTickets:
 
     def ticket(self, number: int, member: int = 0) -> Ticket:
         """The first ticket of a `member` in portion `number`."""
-        return self._ticket_at(number * self.portion_size + self.places(member).start)
+        return self._ticket_at(number * self.portion_size + self.places[member].start)
 
     def _ticket_at(self, place: int) -> Ticket:
         outstanding = self._start.outstanding
@@ -181,8 +168,8 @@ class SyncGroupTickets:
 
     def number_of(self, ticket: Ticket) -> int:
         """The portion that contains a ticket."""
-        place = self._places.get(ticket.step, ticket.step - self._start.next_ticket.step + len(self._start.outstanding))
-        return place // self.portion_size
+        beyond = ticket.step - self._start.next_ticket.step + len(self._start.outstanding)
+        return self._outstanding_at.get(ticket.step, beyond) // self.portion_size
 
     def position(self, number: int, undone: Iterable[int] = ()) -> Position:
         """The position of the run when the portions below `number` are done, except for `undone` ones."""
@@ -212,7 +199,7 @@ class SyncGroupTickets:
         if not self._budget.is_spent(self.progress(number, minutes=0.0)):
             return False
         step = self.ticket(number).step
-        if step not in self._places:
+        if step not in self._outstanding_at:
             return True
         return self._budget.is_spent(Progress(step, self.sequence.epochs_before(step), minutes=0.0))
 
@@ -221,7 +208,7 @@ class SyncGroupTickets:
         for number in numbers:
             if self.is_beyond(number):
                 return
-            for member in range(len(self._members)):
+            for member in range(len(self.places)):
                 yield from self.tickets(number, member)
 
     def handed_out(self, num_drawn: int) -> int:

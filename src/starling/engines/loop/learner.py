@@ -34,9 +34,9 @@ from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
 from starling.engines.processes.threads import Worker
 from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
-from starling.learner import Handle, LoopEnded, Shard
+from starling.learner import EncodedMean, Handle, LoopEnded, Shard
 from starling.training.checks import check_group
-from starling.training.shards import MakeOptimizer, Shards
+from starling.training.shards import HeldShards, MakeOptimizer
 
 _HEARD_SECONDS = 2.0
 """How long a learner waits until all others have heard why they cannot end together."""
@@ -79,7 +79,7 @@ class LoopLearner(ConnectedLearner):
         super().__init__(
             peers, sync_groups, run.replica, run.seed, by_nccl, run.statistics, has_other_threads=peers.world > 1
         )
-        self.shards = Shards(self, _set_rates)
+        self.own_shards = HeldShards(self, _set_rates)
         self._begin(plan, listening)
         self.begin_computing()
 
@@ -157,9 +157,9 @@ class LoopLearner(ConnectedLearner):
         return super().snapshot(piece)
 
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        return self.shards.keep(piece, make_optimizer)
+        return self.own_shards.keep(piece, make_optimizer)
 
-    def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
+    def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         if not isinstance(of, LoopGradient):
             return super().mean(of, group)
         if len(self.sync_group) == 1:
@@ -170,11 +170,11 @@ class LoopLearner(ConnectedLearner):
             return mean(self.replica.own_gradient(), group)
         return LoopGradient(lambda: mean(self.replica.own_gradient(), group).result(), of)
 
-    def background(self, activity: Coroutine[Any, Any, None]) -> None:
+    def start(self, activity: Coroutine[Any, Any, None]) -> None:
         if self.world == 1 and not self._run.strategy.is_served:
             activity.close()  # there are no other learners
         else:
-            super().background(activity)
+            super().start(activity)
 
     # called by the user's loop
 
@@ -467,7 +467,7 @@ class LoopLearner(ConnectedLearner):
         own, is_served = contribution[:num_weights].clone(), self._run.strategy.is_served
         if is_served and self.world > 1:  # the servers hold the model: each learner contributes only its shards
             contribution[:num_weights] = 0.0
-        for shard in self.shards.held:
+        for shard in self.own_shards.held:
             contribution[shard.piece] = shard.copy() * (self.world if is_served else 1)
         return contribution, own
 

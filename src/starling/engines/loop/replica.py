@@ -90,7 +90,9 @@ class LoopReplica(Replica):
         self, model: nn.Module, optimizer: Optimizer, is_shared: bool, refuses_changes: str | None = None
     ) -> None:
         """`refuses_changes` is the name of the strategy if it cannot adopt changes that the loop makes itself."""
-        self.adopted = AdoptedParameters(model, optimizer)
+        # otherwise the loop changes the learner's own weights
+        notices_changes = refuses_changes is not None or not is_shared
+        self.adopted = AdoptedParameters(model, optimizer, notices_changes)
         self.model, self.loop = model, self.adopted.flat
         parameters, weights = self.adopted.parameters, self.loop if is_shared else self.loop.clone()
         super().__init__(weights, torch.empty_like(weights), parameters, lambda _: optimizer, clip_norm=None)
@@ -109,8 +111,6 @@ class LoopReplica(Replica):
         self._own_gradient.fill = self.own_gradient
         self._is_filled = False
         self._refuses_changes = refuses_changes
-        if refuses_changes is not None or not is_shared:  # otherwise the loop changes the learner's own weights
-            self.adopted.notice_changes()
         self._rates: tuple[tuple[float, ...], Tensor] | None = None
 
     # gradients and steps
@@ -143,7 +143,8 @@ class LoopReplica(Replica):
         Returns False, without a step, if the gradient is not finite.
         """
         is_own = gradient is self._own_gradient
-        if not are_finite(self._gradients_of_optimizer() if is_own else [gradient]):
+        own = [each.grad for each in parameters_of(self.optimizer) if each.grad is not None] if is_own else [gradient]
+        if not are_finite(own):
             self.refresh_loop()
             return False
         with self._lock:
@@ -158,10 +159,6 @@ class LoopReplica(Replica):
     def _changed(self) -> None:
         self.version += 1
         self.loop_version = self.version
-
-    def _gradients_of_optimizer(self) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in parameters_of(self.optimizer)]
-        return [gradient for gradient in gradients if gradient is not None]
 
     def _give_to_parameters(self, gradient: Tensor) -> None:
         """Make the parameters' gradients views into `gradient` `[P]`, or None if no learner had one. Those of sparse
@@ -214,6 +211,11 @@ class LoopReplica(Replica):
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
         """An optimizer like the loop's for `parameters`, with the same groups and options."""
         return optimizer_like(self.optimizer, parameters, self.parameters)
+
+    def reset_optimizer(self) -> None:
+        with self._lock:
+            for member in members_of(self.optimizer):
+                member.state.clear()
 
     # the loop's weights
 
@@ -369,9 +371,8 @@ class AdoptedParameters:
     `parameter.data.clamp_`, in the sum of all weights.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, notices_changes: bool) -> None:
         self._model, self._optimizer = model, optimizer
-        self._left: Tensor | None = None
         like = trainable(model)[0]
         in_optimizer = {id(parameter) for parameter in parameters_of(optimizer)}
         self.names, self.parameters = [], []
@@ -387,14 +388,11 @@ class AdoptedParameters:
         view_weights(model, self.parameters, self.flat)
         self._views = [parameter.data for parameter in self.parameters]
         self._addresses = [view.data_ptr() for view in self._views]
+        self._left = torch.empty_like(self.flat) if notices_changes else None
+        self.leave()
 
     names: list[str]
     parameters: list[nn.Parameter]
-
-    def notice_changes(self) -> None:
-        """Let `change` find what the loop changes from now on."""
-        self._left = torch.empty_like(self.flat)
-        self.leave()
 
     def leave(self) -> None:
         """The learner leaves the weights to the loop, as they are now."""

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -41,7 +42,7 @@ from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
 from starling.training.membership import Membership, MembershipChanged
 from starling.training.replica import Replica, ReplicaLearner
-from starling.training.shards import Shards, host_copy
+from starling.training.shards import HeldShards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
@@ -75,10 +76,7 @@ class ConnectedLearner(ReplicaLearner):
     learner while it waits.
     """
 
-    rank: int = 0
-    world: int = 1
-    seed: int = 0
-    shards: Shards
+    own_shards: HeldShards
 
     def __init__(
         self,
@@ -94,7 +92,7 @@ class ConnectedLearner(ReplicaLearner):
         self.release = Release()
         place = self._place = peers.place.row(row_size)
         self.rank, self.world, self.seed = place.rank, place.world, seed
-        self.peers = peers.but(look_around=self.release.check)
+        self.peers = replace(peers, look_around=self.release.check)
         """The learners of the membership, for waits that end when this learner fails."""
         self.replica, self.sync_group = replica, sync_groups.of(place.rank)
         self._group_processes = [place.process(rank) for rank in self.sync_group]
@@ -107,7 +105,9 @@ class ConnectedLearner(ReplicaLearner):
         """The thread of the learner's second coroutine."""
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         with self.naming_the_lost("linking the learners of this machine"):
-            in_row = peers if place.num_rows == 1 else peers.but(place=place, waits=Waits())  # those name whole ranks
+            in_row = (
+                peers if place.num_rows == 1 else replace(peers, place=place, waits=Waits())
+            )  # those name whole ranks
             links = self._links = MemoryLinks(in_row, replica.weights.nbytes if self._device.type == "cpu" else 0)
         is_linked = links.join(range(self.world))
         self.rounds = ProcessRounds(LinkBoard(links) if is_linked else StoreBoard(place.store, self.rank, self.world))
@@ -142,7 +142,7 @@ class ConnectedLearner(ReplicaLearner):
         """The lost learners, for messages, one of which is suspected or none."""
         return self.peers.silent(suspect)
 
-    def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
+    def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         check_group(self.rank, group, self.sync_group, self.world)
         if isinstance(of, GradientHandle) and not of.is_finished:
             return of.averaged(lambda gradient: self._mean(gradient, into=gradient).result())
@@ -150,7 +150,10 @@ class ConnectedLearner(ReplicaLearner):
             of = of.result()
         if isinstance(of, Handle):
             return ProcessHandle(lambda: self._mean(of.result()).result())
-        return self._mean(of)
+        if isinstance(of, Tensor):
+            return self._mean(of)
+        self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * of.message_bytes
+        return ProcessHandle(self._averaging(A_MEAN, lambda means: means.start_encoded(of)))
 
     def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
         """The mean of a vector as it is now, in new memory or, if learners share memory, in `into`."""
@@ -187,10 +190,6 @@ class ConnectedLearner(ReplicaLearner):
             under_way = start(means)
         # in shared memory, a wait ends when this learner fails
         return lambda: self.wait_for(what, under_way.result, in_this_thread=isinstance(means, SharedMean))
-
-    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
-        self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * part.message_bytes
-        return ProcessHandle(self._averaging(A_MEAN, lambda means: means.start_encoded(part)))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         check_peer(self.rank, peer, self.world)
@@ -251,16 +250,6 @@ class ConnectedLearner(ReplicaLearner):
             lambda: on_device(self.wait_for(what, lambda: take(False), peer, in_this_thread=is_linked)), patient_result
         )
 
-    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
-        receiving = self.receive(peer, tensor, tag)  # first, so that data flows in both directions at once
-        sending = self.send(peer, tensor, tag)
-
-        def result() -> Tensor:
-            sending.result()
-            return receiving.result()
-
-        return ProcessHandle(result)
-
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
         work = {key: handle for key, handle in handles.items() if isinstance(handle, ProcessHandle)}
 
@@ -277,9 +266,7 @@ class ConnectedLearner(ReplicaLearner):
             raise PeerLost(f"learner {self.peers.rank} lost {self._name_lost(None)}, {self._where()}")
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
-        for piece in pieces:
-            self.shards.check(piece)
-        return ProcessHandle(lambda: self.shards.share(pieces, *self._shared_model(len(pieces))))
+        return ProcessHandle(lambda: self.own_shards.share(pieces, *self._shared_model(len(pieces))))
 
     def _shared_model(self, num_pieces: int) -> tuple[Tensor, Tensor]:
         """Learner 0's weights `[P]` and zero counts `[num_pieces, L]`, in memory shared by all learners."""
@@ -313,7 +300,7 @@ class ConnectedLearner(ReplicaLearner):
 
         return ProcessHandle(result)
 
-    def background(self, activity: Coroutine[Any, Any, None]) -> None:
+    def start(self, activity: Coroutine[Any, Any, None]) -> None:
         """Start the learner's second coroutine in a thread, on CUDA with a stream of its own."""
         if self._background is not None:
             raise ProtocolError(f"learner {self.rank} already has a background; it can have only one")
@@ -385,7 +372,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def warn_of_few_rounds(self) -> None:
         """Warn, at the end, if this learner made too few averaging rounds."""
-        if self._background is not None and (complaint := self.rounds.pace.complaint()):
+        if self._background is not None and (complaint := self.rounds.complaint()):
             warnings.warn(f"learner {self.peers.rank} {complaint}", RuntimeWarning, stacklevel=2)
 
     def end_rounds(self) -> None:

@@ -68,6 +68,7 @@ class Handshake:
     torch: str = field(default_factory=lambda: str(torch.__version__))
 
 
+@dataclass(eq=False)
 class Peers:
     """The learners of one membership, as one of them meets them through the store.
 
@@ -75,21 +76,17 @@ class Peers:
     The `feed` announces the next membership. Without one the first is the only one, and a lost learner is an error.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        timeout_seconds: float = 600.0,
-        waits: Waits | None = None,
-        feed: MembershipFeed | None = None,
-        membership: Membership | None = None,
-        look_around: Callable[[], None] = do_nothing,
-    ) -> None:
-        self.place, self.store, self.rank, self.world = place, place.store, place.rank, place.world
-        self.timeout_seconds = timeout_seconds
-        self.waits = waits or Waits()
-        self.membership = membership or Membership(0, tuple(range(place.world)))
-        self.feed = feed or MembershipFeed(place.rank, self.membership)
-        self.look_around = look_around
+    place: Place
+    timeout_seconds: float = 600.0
+    waits: Waits = field(default_factory=Waits)
+    feed: MembershipFeed = None  # type: ignore[assignment]
+    membership: Membership = None  # type: ignore[assignment]
+    look_around: Callable[[], None] = do_nothing
+
+    def __post_init__(self) -> None:
+        self.store, self.rank, self.world = self.place.store, self.place.rank, self.place.world
+        self.membership = self.membership or Membership(0, tuple(range(self.world)))
+        self.feed = self.feed or MembershipFeed(self.rank, self.membership)
 
     def enter(self, membership: Membership, look_around: Callable[[], None] = do_nothing) -> "Peers":
         """The learners of a membership that includes this one. An announcement of the next one ends its waits."""
@@ -104,16 +101,11 @@ class Peers:
 
         return Peers(place, self.timeout_seconds, self.waits, self.feed, membership, look_for_change)
 
-    def but(self, **changes: Any) -> "Peers":
-        """The same learners, met in another way: with other arguments of the constructor."""
-        now = {name: getattr(self, name) for name in ("place", "timeout_seconds", "waits", "feed", "membership")}
-        return Peers(**{**now, "look_around": self.look_around, **changes})
-
     def beside(self, look_around: Callable[[], None], waits: Waits) -> "Peers":
         """The same learners over another connection to the store, which serves one request at a time: for a thread that
         waits until `look_around` raises."""
         place = replace(self.place, store=clone_store(self.store))
-        return self.but(place=place, timeout_seconds=math.inf, waits=waits, look_around=look_around)
+        return replace(self, place=place, timeout_seconds=math.inf, waits=waits, look_around=look_around)
 
     def await_done(self, is_done: Callable[[], bool], what: str) -> None:
         """Wait until `is_done`, which itself waits a moment; `DistStoreError` with `what` after the time-out."""

@@ -105,7 +105,9 @@ class IslandModel(Model):
     """
 
     def __init__(self, model: nn.Module, island: IslandGroup, whole: Mapping[str, Tensor], cut: Cut) -> None:
-        self.cut, self.island, self._named = cut, island, list(whole)
+        self.cut, self.island = cut, island
+        self.names = list(whole)
+        """Of the parameters, in the model."""
         every = torch.cat([parameter.detach().reshape(-1) for parameter in whole.values()])
         weights = cut.part(every, island.member)
         shapes = [torch.empty(shape, device="meta") for shape in cut.local_shapes]
@@ -114,10 +116,6 @@ class IslandModel(Model):
 
     def begin(self, num_parts: int) -> int:
         return int(max(self.island.gathered(num_parts)))  # the same on all ranks, since they communicate in each
-
-    def name_of(self, number: int) -> str:
-        """The name of a parameter in the model."""
-        return self._named[number]
 
     def own_part(self, state: LearnerState, make_optimizer: MakeOptimizer) -> LearnerState:
         """This rank's part of the state of a whole model; a state that is a part is returned as it is."""
@@ -152,7 +150,7 @@ class ShardedModel(IslandModel):
         super().__init__(model, island, whole, cut)
         units = _shard(model, island)
         parts = _parts(units)
-        self._fsdp = [parts[name] for name in self._named]
+        self._fsdp = [parts[name] for name in self.names]
         for part, view in zip(self._fsdp, self.gradients_of, strict=True):
             part.sharded_param.grad = part.to_sharded_dtensor(view[: part.sharded_size[0]])
         self._notice_gradients(units)

@@ -23,7 +23,7 @@ from starling.engines.processes.rounds import ProcessRounds, StoreCuts
 from starling.engines.processes.threads import GradientHandle
 from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.errors import ConfigError, ProtocolError
-from starling.learner import Handle, Shard
+from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies.islands import NO_ISLANDS, between_islands
 from starling.training.checks import changed_beneath, check_elementwise
 from starling.training.course import CourseLearner
@@ -176,7 +176,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         self._refuse_in_island("shares a model in memory")
         return super().share(pieces)
 
-    def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
+    def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.is_averaged |= isinstance(of, Handle)
         return super().mean(of, group)
 
@@ -215,7 +215,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             loss = self.compute_gradient(flat.model, flat)
         if self.unused:
             raise ConfigError(
-                f"learner {self.peers.rank}: parameter {part.name_of(min(self.unused))} took no part in "
+                f"learner {self.peers.rank}: parameter {part.names[min(self.unused)]} took no part in "
                 f"mini-batch {self.claimed()[0][0].step}, but an island needs a gradient of every parameter from "
                 "every mini-batch; use it in each, freeze it, or leave out island"
             )
@@ -314,7 +314,8 @@ class ProcessBatches:
 
     def _drawn(self) -> Iterator[Ticket]:
         """Draw this learner's tickets."""
-        for number in self._numbers() if self._learner.is_worker else ():
+        numbers: Iterator[int] = count() if self._is_whole else iter(self._take, None)
+        for number in numbers if self._learner.is_worker else ():
             self.reach(number)
             if not (drawn := self._tickets.drawn(number, self._member)):
                 return
@@ -324,14 +325,8 @@ class ProcessBatches:
             for ticket in drawn:
                 yield replace(ticket, part=self._part)
 
-    def _numbers(self) -> Iterator[int]:
-        """Draw portions for this sync group: their numbers."""
-        if self._is_whole:
-            yield from count()
-        while True:
-            yield self._take()
-
     def _take(self) -> int:
+        """Draw a portion for this sync group: its number."""
         with self._learner.naming_the_lost(CLAIMING):
             return self._draws.take()
 

@@ -10,8 +10,9 @@ learners keep their own state, and a joiner copies that of the first learner wit
 
 import gc
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ from starling.training.membership import (
     MembershipObserver,
 )
 from starling.training.succession import (
-    LOST_BEFORE_TRAINING,
     Life,
     MembershipStart,
     Past,
@@ -87,7 +87,10 @@ def run_learner(
         PeerLost: A learner is lost, or does not respond within `timeout_seconds`, and the run cannot continue.
     """
     feed = membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
-    life, root = Life.begin(job, feed.name, feed.is_new, state=start), Peers(place, timeout_seconds, waits, feed)
+    life, root = (
+        Life.begin(job, feed.name, feed.is_new, state=start),
+        Peers(place, timeout_seconds, waits or Waits(), feed),
+    )
     with Loader(job.workload, job.num_workers, ignores_signals=save_requests is not None) as loader:
         check_island(job.island, device)
         changes = changes or MembershipObserver()
@@ -172,7 +175,7 @@ class _Member:
         peers = self.root.enter(membership)
         if self.feed.is_watched:
             local_world = max(peers.place.local_world, peers.world)
-            peers = peers.but(place=replace(peers.place, local_world=local_world))
+            peers = replace(peers, place=replace(peers.place, local_world=local_world))
         self.feed.report("arrived", membership.number)
         peers.shake_hands(self._handshake(peers.world))
         plan = self._plan(peers)
@@ -306,9 +309,7 @@ def agree_on_plan(
         store = PrefixStore(Membership(max(trained), ()).key, root)
         before = MembershipStart.decode(store.get(_PLAN))
 
-        def all_done() -> Collection[int]:
-            return noted(store, before.world, before.position)
-
+        all_done = partial(noted, store, before.world, before.position)
         plan = plan_after(before, members, job, all_done, peers.membership.members)
         on_plan(plan)
         peers.store.set(_PLAN, plan.encode())
@@ -316,7 +317,7 @@ def agree_on_plan(
 
     plan = peers.gather("past", json.dumps(asdict(past)), make, "entering the next membership")
     if not plan:
-        raise PeerLost(LOST_BEFORE_TRAINING)
+        raise PeerLost("learners were lost before training began; start again")
     return MembershipStart.decode(plan)
 
 

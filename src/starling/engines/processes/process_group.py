@@ -111,9 +111,8 @@ def process_group(peers: Peers, device: torch.device) -> Generator[Connections, 
                 timeout=timedelta(seconds=peers.timeout_seconds),
             )
     except RuntimeError as error:
-        _world.group_count = (
-            0  # so that later groups have the same names on all learners, even if only some failed here
-        )
+        # so that later groups have the same names on all learners, even if only some failed here
+        _world.group_count = 0
         check_files(place.rank)
         raise PeerLost(
             f"learner {place.rank} lost {peers.silent()} while connecting to the others ({str(error).splitlines()[0]})"

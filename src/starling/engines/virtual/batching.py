@@ -128,7 +128,9 @@ class BatchedGradients(RealGradients):
         template = _common([each.examples for each in group])
 
         def loss_of_one(weights: dict[str, Tensor], tensors: dict[str, Tensor]) -> Tensor:
-            loss: Tensor = torch.func.functional_call(self._loss, weights, (_with_tensors(template, tensors),))
+            examples = copy.copy(template)
+            vars(examples).update(tensors)
+            loss: Tensor = torch.func.functional_call(self._loss, weights, (examples,))
             return loss
 
         named = dict(zip(self._names, leaves, strict=True))
@@ -230,10 +232,4 @@ def _common(examples: Sequence[Any]) -> Any:
     vars(made).update(
         {name: _Differs() for name, value in others.items() if any(vars(each)[name] != value for each in examples)}
     )
-    return made
-
-
-def _with_tensors(template: Any, tensors: dict[str, Tensor]) -> Any:
-    made = copy.copy(template)
-    vars(made).update(tensors)
     return made

@@ -98,7 +98,6 @@ class VirtualEngine:
     def run(self) -> Outcome:
         """Run all events. Raises what a learner raised, `Deadlock`, and `PeerLost` if the learners cannot continue."""
         simulation = self._simulation
-        simulation.schedule_faults()
         try:
             with _little_garbage(has_cycles=self._computation.holds_weights):
                 while True:

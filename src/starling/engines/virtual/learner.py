@@ -37,9 +37,6 @@ class Failed(Exception):  # noqa: N818 - carries what a strategy raised
 class VirtualLearner(Member):
     """A learner of a membership that is a coroutine on the simulated clock, or two of them."""
 
-    rank: int = 0
-    world: int = 1
-    seed: int = 0
     life: VirtualLife
 
     def __init__(
@@ -71,7 +68,7 @@ class VirtualLearner(Member):
         claimed, step = super().claim(), -1
         if claimed:
             first, tickets = self.claimed()[0][0], self.tickets
-            step = first.step - tickets.places(self.rank - self.claimers.start).start + tickets.portion_size
+            step = first.step - tickets.places[self.rank - self.claimers.start].start + tickets.portion_size
             step //= tickets.ranks_per_learner
         self._record("claim", struct.pack("<q", step))
         return claimed
@@ -115,24 +112,21 @@ class VirtualLearner(Member):
         self._record("apply", b"")
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
-        for piece in pieces:
-            self.shards.check(piece)
-        shards = self.shards.share(pieces, *self._membership.shared_memory(len(pieces)))
+        shards = self.own_shards.share(pieces, *self._membership.shared_memory(len(pieces)))
         return VirtualHandle(self._environment.timeout(0.0), lambda: shards, lambda: "shared memory")
 
-    def mean(self, of: Tensor | Handle[Tensor], group: Sequence[int] | None = None) -> Handle[Tensor]:
+    def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         check_group(self.rank, group, self.claimers, self.world)
+        if isinstance(of, EncodedMean):
+            return self._join_mean(of, 2 * (len(self.claimers) - 1) * of.message_bytes)
         if isinstance(of, Tensor):
             check_mean(self.rank, of, self.weights)
         else:
             self.is_averaged = True
         if isinstance(of, VirtualGradient) and not of.event.processed:
-            of.give_away(given_away(self.rank))
+            of.is_own, of.refusal = False, given_away(self.rank)
         size, num_bytes = len(self.claimers), self.weights.nbytes if isinstance(of, Handle) else of.nbytes
         return self._join_mean(of, 2 * (size - 1) * num_bytes // size)
-
-    def encoded_mean(self, part: EncodedMean) -> Handle[Tensor]:
-        return self._join_mean(part, 2 * (len(self.claimers) - 1) * part.message_bytes)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         check_peer(self.rank, peer, self.world)
@@ -152,7 +146,7 @@ class VirtualLearner(Member):
         self.send(peer, tensor, tag)
         return self.receive(peer, tensor, tag)
 
-    def background(self, activity: Coroutine[Any, Any, None]) -> None:
+    def start(self, activity: Coroutine[Any, Any, None]) -> None:
         self._drive(activity, BACKGROUND)
 
     def round(self, period: float) -> Handle[int | None]:
@@ -239,10 +233,7 @@ class VirtualLearner(Member):
                 return False
             activity.waits_for = None
             if kind == FOREGROUND:
-                waited = self._spent_waiting()
-                self.statistics.spent.computing += waited.computing
-                self.statistics.spent.waiting_for_peers += waited.waiting_for_peers
-                self._wait = None
+                self.statistics.spent, self._wait = self.statistics.spent_now(), None
 
     def _spent_waiting(self) -> Spent:
         """The seconds of the foreground's wait so far: first its own computation, then waiting for others."""

@@ -266,7 +266,7 @@ class VirtualMembership:
         if not self.computation.holds_weights:
             return None
         weights = [learner.replica.weights for learner in self.learners]
-        found = {shard.piece.start: shard for learner in self.learners for shard in learner.shards.held}
+        found = {shard.piece.start: shard for learner in self.learners for shard in learner.own_shards.held}
         if not found:
             return consensus_distance(weights, consensus(weights, []))
         model = torch.cat([found[start].weights for start in sorted(found)])

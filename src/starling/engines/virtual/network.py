@@ -74,39 +74,24 @@ class VirtualGradient(VirtualHandle[Tensor]):
     """A gradient; once `mean` has taken it, only the mean may be awaited, as on the `processes` engine."""
 
     is_own = True
-    _refusal: ProtocolError | None = None
-
-    def give_away(self, refusal: ProtocolError) -> None:
-        """A mean has taken it: from now on, awaiting it raises `refusal`."""
-        self.is_own, self._refusal = False, refusal
+    refusal: ProtocolError | None = None
+    """What awaiting it raises."""
 
     def result(self) -> Tensor:
-        if self._refusal is not None:
-            raise self._refusal
+        if self.refusal is not None:
+            raise self.refusal
         return super().result()
 
 
 class _Content:
-    """What a learner sends, as it was then: one copy, however many receivers there are."""
+    """What a learner sends, as it was then: one copy for all receivers, to which no learner may write."""
 
     def __init__(self, sent: Tensor) -> None:
-        self._sent, self._version = ref(sent), sent._version
-        self._copy = sent.clone()
-        self._num_readers = 0
+        self._sent, self._version, self.copy = ref(sent), sent._version, sent.clone()
 
     def is_still(self, tensor: Tensor) -> bool:
         """Whether it is a copy of this tensor's present values."""
-        return self._num_readers > 0 and self._sent() is tensor and self._version == tensor._version
-
-    def for_one_more(self) -> "_Content":
-        """Add a reader."""
-        self._num_readers += 1
-        return self
-
-    def read(self) -> Tensor:
-        """The content, in the reader's own memory. Each reader calls this once."""
-        self._num_readers -= 1
-        return self._copy if self._num_readers == 0 else self._copy.clone()
+        return self._sent() is tensor and self._version == tensor._version
 
 
 @dataclass(slots=True)
@@ -114,7 +99,6 @@ class _Message:
     event: simpy.Event
     is_sent: bool
     content: _Content | None = None
-    read: Tensor | None = None
 
 
 class Mean:
@@ -193,7 +177,7 @@ class Network:
         content = self._sent.get(rank)
         if content is None or not content.is_still(tensor):
             content = self._sent[rank] = _Content(tensor)
-        message.content = content.for_one_more()
+        message.content = content
         if rank == peer:
             self._happen(message.event, self._cluster.memory.seconds(tensor.nbytes, 1), [rank, peer])
         else:
@@ -236,13 +220,10 @@ class Network:
 
         def result() -> Tensor:
             self._record(self._names[rank], "receive", struct.pack("<qq", peer, tag))
-            if message.content is not None:
-                message.read = message.content.read()
-                message.content = None
-            if message.read is None:
+            if message.content is None:
                 raise ProtocolError(f"learner {rank} read a message of learner {peer} before it had come")
-            check(message.read)
-            return message.read
+            check(message.content.copy)
+            return message.content.copy
 
         return VirtualHandle(message.event, result, lambda: f"learner {self._names[peer]} to send under tag {tag}")
 

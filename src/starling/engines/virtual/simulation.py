@@ -83,6 +83,9 @@ class Simulation:
         self.event_hash = hashlib.sha256()
         self._times = times or partial(ComputeTimes, cluster.compute, job.seed)
         self._cut_off: dict[int, float] = {}  # by name, until when
+        for fault in job.faults:
+            if not isinstance(fault, NotFinite) and fault.at_seconds is not None:
+                self._after(fault.at_seconds, partial(self.inject, fault))
 
     @property
     def now(self) -> float:
@@ -96,12 +99,6 @@ class Simulation:
         for fault in self.job.faults:
             if getattr(fault, "at_event", None) == self.num_events:
                 self.inject(fault)
-
-    def schedule_faults(self) -> None:
-        """Schedule the faults that are placed by seconds."""
-        for fault in self.job.faults:
-            if not isinstance(fault, NotFinite) and fault.at_seconds is not None:
-                self._after(fault.at_seconds, partial(self.inject, fault))
 
     def begin_life(self, name: int) -> VirtualLife:
         """Start or restart a learner; only the learners that begin with the run suffer injected faults of their own."""

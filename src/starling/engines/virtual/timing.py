@@ -6,7 +6,7 @@ bytes, rounds and stalenesses are those of a run with real gradients on the same
 every gradient of that run is finite.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -175,7 +175,8 @@ class _NoOptimizer(Optimizer):
     """It changes nothing."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
-        self.param_groups: list[dict[str, Any]] = []
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
+        self.state = defaultdict(dict)
 
     def step(self, closure: Any = None) -> Any: ...
 
@@ -198,9 +199,6 @@ class _CountingReplica(Replica):
         return True
 
     def clip(self, gradient: Tensor) -> float:
-        return 0.0
-
-    def learning_rate(self, factor: float) -> float:
         return 0.0
 
 

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import kaldialign
 import numpy as np
@@ -47,7 +47,7 @@ def misfits(
         count = min(max(_SUSPECTS[0], math.ceil(_SUSPECTS[1] * len(heard))), _SUSPECTS[2], len(heard))
         suspects = heard[:count]
         fits = listener.gaps(suspects) if count > 1 else np.zeros((count, count))
-        return whole, list(_findings(whole, suspects, fits, listener.seconds))
+        return whole, list(_findings(whole, suspects, fits, listener.records))
 
 
 def usual_limit(scores: Sequence[float], config: CheckConfig) -> float:
@@ -85,9 +85,8 @@ class _Listener:
 
     def __init__(self, records: Sequence[Record], recogniser: Recogniser) -> None:
         self._recogniser = recogniser
-        self._records: dict[str, Record] = {}
+        self.records: dict[str, Record] = {}
         self._tokens: dict[str, list[int]] = {}
-        self.seconds: dict[str, float] = {}
         self.skipped: list[tuple[str, str]] = []
         for record in records:
             try:
@@ -95,17 +94,16 @@ class _Listener:
             except DataError as error:
                 self.skipped.append((record.id, str(error)))
                 continue
-            self._records[record.id] = record
-            self.seconds[record.id] = record.sound.seconds
+            self.records[record.id] = record
         distinct = sorted({tuple(tokens) for tokens in self._tokens.values()})
         np.random.default_rng(derive_seed(0, "other transcripts")).shuffle(distinct)
         self._texts = sorted(distinct, key=len)
 
     def all_heard(self, told: Told) -> Iterator[Heard]:
-        for done, (record, log_probs) in enumerate(self._listen(list(self._records)), start=1):
+        for done, (record, log_probs) in enumerate(self._listen(list(self.records)), start=1):
             yield self._heard(record, log_probs, self._recogniser.tokenizer)
-            if done % 100 == 0 or done == len(self._records):
-                told(done, len(self._records))
+            if done % 100 == 0 or done == len(self.records):
+                told(done, len(self.records))
 
     def gaps(self, suspects: Sequence[Heard]) -> NDArray[np.float64]:
         """Nats per token by which the transcript of suspect j is less likely than what is heard in the audio of suspect
@@ -143,9 +141,9 @@ class _Listener:
 
     def _listen(self, names: Sequence[str]) -> Iterator[tuple[Record, Tensor]]:
         """Each utterance, with the log-probabilities `[T, V]` of its audio on the CPU; longest first."""
-        for batch in by_duration(np.array([self.seconds[name] for name in names]), _MAX_DURATION):
+        for batch in by_duration(np.array([self.records[name].seconds for name in names]), _MAX_DURATION):
             records, matrices = [], []
-            for record in (self._records[names[place]] for place in batch):
+            for record in (self.records[names[place]] for place in batch):
                 try:
                     matrices.append(self._recogniser.matrix(*record.read()))
                     records.append(record)
@@ -157,7 +155,7 @@ class _Listener:
 
 
 def _findings(
-    whole: SetHeard, suspects: Sequence[Heard], gaps: NDArray[np.float64], seconds: dict[str, float]
+    whole: SetHeard, suspects: Sequence[Heard], gaps: NDArray[np.float64], records: Mapping[str, Record]
 ) -> Iterator[Finding]:
     """Swapped transcripts, and then those that do not fit."""
     usual = [each.gap for each in whole.heard if math.isfinite(each.gap)]
@@ -170,12 +168,11 @@ def _findings(
 
     def finding(kind: Kind, each: Heard, other: Heard | None) -> Finding:
         detail = f"{each.text!r}, heard {each.heard!r}, {each.errors:.0%} of the characters wrong"
-        if other is None:
-            return Finding(kind, whole.name, each.id, "", "", each.score, whole.limit, detail, seconds[each.id])
-        detail = f"{detail}; fits {other.text!r}"
-        return Finding(
-            kind, whole.name, each.id, whole.name, other.id, each.score, whole.limit, detail, seconds[each.id]
-        )
+        where, fits = ("", ""), ""
+        if other is not None:
+            where, fits = (whole.name, other.id), f"; fits {other.text!r}"
+        seconds = records[each.id].seconds
+        return Finding(kind, whole.name, each.id, *where, each.score, whole.limit, detail + fits, seconds)
 
     for place, other in sorted(other_of.items()):
         yield finding("swapped", suspects[place], suspects[other])

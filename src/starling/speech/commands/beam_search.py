@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median_low
@@ -218,10 +218,8 @@ def tune(
     """
     trials: list[Trial] = []
 
+    @cache
     def attempt(vocabulary: Vocabulary, weights: Weights) -> Trial:
-        known = (each for each in trials if (each.vocabulary, each.weights) == (vocabulary, weights))
-        if (found := next(known, None)) is not None:
-            return found
         results = pools[vocabulary](list(utterances.values()), weights)
         texts = dict(zip(utterances, map(first_text, results), strict=True))
         words, characters = count_errors(references, texts)

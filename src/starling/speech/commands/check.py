@@ -12,8 +12,8 @@ from rich.table import Column, Table
 
 from starling.configuration import Config
 from starling.errors import ConfigError, DataError
+from starling.problems import describe
 from starling.recipe.file import apply_overrides
-from starling.recipe.problems import describe
 from starling.reporting.progress import Bars
 from starling.speech.check.corpus import Training, check_corpus
 from starling.speech.check.findings import (

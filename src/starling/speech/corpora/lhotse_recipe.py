@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -91,6 +91,7 @@ class LhotseRecipeCorpus(FileCorpus):
 
     def _prepare(self, scratch: Path, set_name: str, names: Sequence[str], custom: _Custom) -> dict[str, Any]:
         import lhotse.recipes
+        from lhotse.audio.backend import get_current_audio_backend, set_current_audio_backend
 
         prepare = getattr(lhotse.recipes, f"prepare_{self.recipe}")
         source = self.located()
@@ -113,7 +114,10 @@ class LhotseRecipeCorpus(FileCorpus):
                 present = custom.present(source)
                 for part in names:
                     _check_part(self.recipe, set_name, part, present)
-            with _libsndfile(), redirect_stdout(sys.stderr):  # some print
+            # lhotse reads all audio by libsndfile, as Starling does, and starts no other programs; some recipes print
+            with ExitStack() as stack, redirect_stdout(sys.stderr):
+                stack.callback(set_current_audio_backend, get_current_audio_backend())
+                set_current_audio_backend("LibsndfileBackend")
                 if custom.prepare is not None:
                     manifests: Any = custom.prepare(call)
                 elif "corpus_dir" in parameters:
@@ -268,16 +272,3 @@ def _rewritten(utterance: Utterance, rewrite: Rewriting) -> Utterance:
     if text.strip() or not utterance.text.strip():
         return replace(utterance, text=text)
     return replace(utterance, wordless=utterance.text.strip())
-
-
-@contextmanager
-def _libsndfile() -> Iterator[None]:
-    """lhotse reads all audio by libsndfile, as Starling does, and starts no other programs."""
-    from lhotse.audio.backend import get_current_audio_backend, set_current_audio_backend
-
-    before = get_current_audio_backend()
-    set_current_audio_backend("LibsndfileBackend")
-    try:
-        yield
-    finally:
-        set_current_audio_backend(before)

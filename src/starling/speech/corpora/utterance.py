@@ -5,7 +5,7 @@ Audio is read with bounded memory; every error is a `DataError`.
 
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,8 @@ MAX_SAMPLES = round(MAX_SECONDS * 48_000)
 """Maximum number of samples that are read at once. It bounds memory at very high sampling rates."""
 _ESTIMATED_LENGTH = ("MP3", "MPEG")
 _SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
+"""Numbers that are read at once; all channels together."""
 _STREAMED = 0x7FFFF000
 """Declared sizes of at least this value are placeholders: the length was unknown when the header was written."""
 
@@ -166,28 +167,31 @@ def read_audio(
             column = _channel(path, file.channels, channel)
             if first:
                 file.seek(first)
-            samples = read_blocks(file, count, column)
-            rate, kind = int(file.samplerate), str(file.format)
+            samples = np.concatenate([block[:, column] for block in read_blocks(file, path, count)])
+            return samples, int(file.samplerate)
     except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, MemoryError) as error:
         raise DataError(f"{path}: cannot be read as audio: {error}") from error
-    if len(samples) < count and kind not in _ESTIMATED_LENGTH:
-        raise DataError(f"{path}: truncated: only {len(samples)} of {count} samples")
-    if len(samples) == 0:
-        raise DataError(f"{path}: no samples")
-    return samples, rate
 
 
-def read_blocks(file: "soundfile.SoundFile", count: int, column: int = 0) -> NDArray[np.float32]:
-    """Up to `count` samples of one channel. Memory use depends on the samples present, not on the header."""
-    blocks = [np.zeros(0, np.float32)]
-    most = max(1, _BLOCK // file.channels)
-    while count > 0:
-        block = file.read(min(count, most), dtype="float32", always_2d=True)[:, column]
+def read_blocks(file: "soundfile.SoundFile", name: object, count: int | None = None) -> Iterator[NDArray[np.float32]]:
+    """The next `count` samples (None: all) in blocks `[n, channels]`. Memory use depends on the samples present, not on
+    the header. Raises DataError that begins with `name` if there are fewer, or none."""
+    import soundfile
+
+    most, read = max(1, _BLOCK // file.channels), 0
+    while count is None or read < count:
+        try:
+            block = file.read(most if count is None else min(most, count - read), dtype="float32", always_2d=True)
+        except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, MemoryError) as error:
+            raise DataError(f"{name}: cannot be read as audio: {error}") from error
         if not len(block):
             break
-        blocks.append(block)
-        count -= len(block)
-    return np.concatenate(blocks)
+        read += len(block)
+        yield block
+    if read < (wanted := file.frames if count is None else count) and file.format not in _ESTIMATED_LENGTH:
+        raise DataError(f"{name}: truncated: only {read} of {wanted} samples")
+    if read == 0:
+        raise DataError(f"{name}: no samples")
 
 
 def check_regular(path: Path) -> None:

@@ -12,7 +12,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.extras import require
 from starling.reporting.progress import Say
 from starling.speech.commands.beam_search import LANGUAGE_FILES, SEARCH, TunedSearch
-from starling.speech.exporting.onnx import check_exportable, write_onnx
+from starling.speech.exporting.onnx import write_onnx
 from starling.speech.models import count_parameters
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
@@ -64,8 +64,6 @@ def export(
     source, recipe = open_experiment(experiment)
     recogniser = load_recogniser(experiment, is_best, average)
     recogniser.model.cpu()
-    if with_onnx:
-        check_exportable(recogniser)
     partial = partial_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     try:

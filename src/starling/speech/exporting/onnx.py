@@ -31,18 +31,6 @@ _TOLERANCE = 1e-4
 """The largest difference of log-probabilities from torch's."""
 
 
-class _Whole(nn.Module):
-    """A network with its inputs and outputs as ONNX has them."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs, lengths = self.network(features, lengths)
-        return log_probs, lengths
-
-
 class _Step(nn.Module):
     """One chunk of a streaming network."""
 
@@ -55,7 +43,7 @@ class _Step(nn.Module):
         return self.network.log_probs(frames), *caches
 
 
-def check_exportable(recogniser: Recogniser) -> None:
+def _check_exportable(recogniser: Recogniser) -> None:
     """Raise ConfigError for a recogniser that is more than an encoder with CTC."""
     if recogniser.states is not None:
         raise ConfigError("--onnx is for CTC, and this model was trained with loss: frames; export it without --onnx")
@@ -68,16 +56,16 @@ def check_exportable(recogniser: Recogniser) -> None:
 
 
 def write_onnx(recogniser: Recogniser, folder: Path) -> None:
-    """Write the files above, and compare them with torch. Raises ConfigError for a network that
-    cannot be exported, or whose outputs differ."""
-    check_exportable(recogniser)
+    """Write the files above, and compare them with torch. Raises ConfigError for a network that cannot be exported, or
+    whose outputs differ."""
+    _check_exportable(recogniser)
     network, num_features = recogniser.model, recogniser.features.num_features
     generator = torch.Generator().manual_seed(0)
     with recogniser.evaluating():
         inputs = torch.randn(2, 131, num_features, generator=generator), torch.tensor([131, 90])
-        _write(_Whole(network), inputs, folder / MODEL, ["features", "lengths"], ["log_probs", "log_prob_lengths"])
+        _write(network, inputs, folder / MODEL, ["features", "lengths"], ["log_probs", "log_prob_lengths"])
         others = torch.randn(3, 201, num_features, generator=generator), torch.tensor([201, 7, 60])
-        _compare(_Whole(network), others, folder / MODEL)
+        _compare(network, others, folder / MODEL)
         streaming = None
         if isinstance(network, StreamingNetwork) and network.chunks is not None:
             streaming = _write_step(network, network.caches(2, network.chunks), num_features, folder / STREAMING)
@@ -162,7 +150,7 @@ def _compare(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> N
 def _write_frontend(recogniser: Recogniser, streaming: dict[str, Any] | None, folder: Path) -> None:
     features, tokenizer = recogniser.features, recogniser.tokenizer
     window, bank = features.window, features.bank
-    arrays = {"window": window, "bank": bank, **features.statistics()}
+    arrays = {"window": window, "bank": bank, **features.statistics}
     np.savez(folder / "frontend.npz", allow_pickle=False, **{name: each.numpy() for name, each in arrays.items()})
     characters = ["", *tokenizer.alphabet] if isinstance(tokenizer, CharacterTokenizer) else None
     description = {

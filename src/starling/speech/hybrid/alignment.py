@@ -163,8 +163,9 @@ def tie_states(
     gaussians = _estimated(frames, transcripts.rows, positions, len(transcripts.states))
     counts = gaussians.counts.numpy()
     seen = np.flatnonzero(counts)
-    statistics = Statistics([transcripts.states[each] for each in seen], counts[seen], gaussians.sums.numpy()[seen])
-    tree = grow_tree(statistics.whitened(gaussians.within().numpy()), number, min_frames)
+    whitening = np.linalg.inv(np.linalg.cholesky(gaussians.within().numpy())).T
+    sums = gaussians.sums.numpy()[seen] @ whitening
+    tree = grow_tree(Statistics([transcripts.states[each] for each in seen], counts[seen], sums), number, min_frames)
     tied = transcripts.labelled([tree.tied(state) for state in transcripts.states])
     return tree, [row[path] for row, path in zip(tied, positions, strict=True)]
 

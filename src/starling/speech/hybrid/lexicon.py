@@ -1,24 +1,22 @@
 """The tied states as a recogniser keeps them: the tree, their priors, and the words that they make."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from starling.configuration import Config, read_saved
 from starling.errors import ConfigError, DataError
 from starling.speech.decoding.config import DecodingConfig
-from starling.speech.hybrid.tying import Node, StateSpeller, StateTree
+from starling.speech.hybrid.tying import StateSpeller, StateTree
 from starling.speech.tokens import Tokenizer
 
 STATES_FILE = "states.json"
 
 
-class TiedStates(Config):
+class TiedStates(StateTree):
     """What a network's outputs mean, and how they become words; the contents of `states.json`."""
 
     format: int = Field(default=1, ge=1, le=1)
@@ -26,9 +24,6 @@ class TiedStates(Config):
     """States of a unit."""
     context: int = Field(ge=0)
     """Neighbours on either side that a state depends on."""
-    roots: tuple[tuple[int, int, int], ...]
-    """Those of the tree: state of the unit, unit, node."""
-    nodes: tuple[Node, ...]
     log_priors: tuple[float, ...]
     """Natural logarithm of each tied state's share of the training frames, `[S]`."""
     words: tuple[str, ...] = Field(min_length=1)
@@ -51,20 +46,6 @@ class TiedStates(Config):
             raise ValueError("a unit leads to no node")
         return self
 
-    @classmethod
-    def of(cls, tree: StateTree, **others: Any) -> Self:
-        """With the roots and nodes of a tree."""
-        return cls(roots=tuple((*key, node) for key, node in tree.roots.items()), nodes=tree.nodes, **others)
-
-    @cached_property
-    def tree(self) -> StateTree:
-        """The tied state of each state in context."""
-        return StateTree(self.nodes, {(part, unit): node for part, unit, node in self.roots})
-
-    @property
-    def num_states(self) -> int:
-        return len(self.log_priors)
-
     def speller(self, tokenizer: Tokenizer) -> StateSpeller:
         """What makes states of texts."""
         return StateSpeller(tokenizer, self.per_unit, self.context)
@@ -75,22 +56,14 @@ class TiedStates(Config):
 
     def means_the_same(self, other: "TiedStates | None") -> bool:
         """Whether output n is the same state in both."""
-        return other is not None and (self.tree, self.per_unit, self.context) == (
-            other.tree,
-            other.per_unit,
-            other.context,
-        )
+        outputs = {"roots", "nodes", "per_unit", "context"}
+        return other is not None and self.model_dump(include=outputs) == other.model_dump(include=outputs)
 
     def save(self, folder: Path) -> Path:
-        """Write the file that `load_states` reads; its path."""
+        """Write the file of a recogniser's states; its path."""
         path = folder / STATES_FILE
         path.write_text(self.model_dump_json(), encoding="utf-8")
         return path
-
-
-def load_states(folder: Path) -> TiedStates:
-    """What `save` wrote. Raises CheckpointError naming the file."""
-    return read_saved(TiedStates, folder / STATES_FILE)
 
 
 def read_words(path: Path) -> list[str]:
@@ -113,7 +86,7 @@ def check_words(states: TiedStates, tokenizer: Tokenizer) -> None:
     for word in states.words:
         try:
             for state in speller.word(word, word):
-                states.tree.tied(state)
+                states.tied(state)
         except DataError as error:
             raise DataError(f"the word {word!r} cannot be recognised: {error}") from error
 

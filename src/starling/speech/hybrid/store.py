@@ -88,14 +88,18 @@ class Frames:
         """
         if self._features is None:
             raise DataError(f"{self.folder}: there are no frames")
+        found: NDArray[np.float32] = self._taken(self._features, pieces, splice, 0.0).astype(np.float32)
+        return found.reshape(*found.shape[:2], -1)
+
+    def _taken(self, values: NDArray[Any], pieces: NDArray[np.int64], splice: int, padding: float) -> NDArray[Any]:
+        """The `values` `[N, ...]` of sub-sequences' frames and their neighbours, `[B, T, 2 * splice + 1, ...]`."""
         utterance, first, end = pieces.T
         length = int((end - first).max())
         place = first[:, None, None] + np.arange(length)[:, None] + np.arange(-splice, splice + 1)
         place = np.clip(place, 0, self.lengths[utterance][:, None, None] - 1)
-        found: NDArray[np.float32] = self._features[place + self.starts[utterance][:, None, None]].astype(np.float32)
-        found[np.arange(length) >= (end - first)[:, None]] = 0.0
-        joined: NDArray[np.float32] = found.reshape(len(pieces), length, -1)
-        return joined
+        found: NDArray[Any] = values[place + self.starts[utterance][:, None, None]]
+        found[np.arange(length) >= (end - first)[:, None]] = padding
+        return found
 
 
 class AlignedFrames(Frames):
@@ -112,12 +116,7 @@ class AlignedFrames(Frames):
 
     def states(self, pieces: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
         """The states of sub-sequences as `cut` gives them, `[B, T]`; `padding` behind the end of a shorter one."""
-        utterance, first, end = pieces.T
-        length = int((end - first).max())
-        place = np.minimum(first[:, None] + np.arange(length), end[:, None] - 1) + self.starts[utterance][:, None]
-        found: NDArray[np.int64] = self._states[place].astype(np.int64)
-        found[np.arange(length) >= (end - first)[:, None]] = padding
-        return found
+        return self._taken(self._states, pieces, 0, padding)[..., 0].astype(np.int64)
 
 
 def save_states(folder: Path, states: Sequence[NDArray[np.int32]]) -> None:

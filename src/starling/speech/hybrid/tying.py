@@ -4,6 +4,7 @@ network. A decision tree says which do."""
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,13 +70,16 @@ class Node(Config):
     """The tied state; None for a question."""
 
 
-@dataclass(frozen=True)
-class StateTree:
+class StateTree(Config):
     """The tied state of each state in context, also of contexts that no training text holds."""
 
+    roots: tuple[tuple[int, int, int], ...]
+    """State of the unit, unit, and the first node for them."""
     nodes: tuple[Node, ...]
-    roots: dict[tuple[int, int], int]
-    """The first node for (state of the unit, unit)."""
+
+    @cached_property
+    def _root_of(self) -> dict[tuple[int, int], int]:
+        return {(part, unit): node for part, unit, node in self.roots}
 
     @property
     def num_states(self) -> int:
@@ -83,7 +87,7 @@ class StateTree:
 
     def tied(self, state: ContextState) -> int:
         """Raises DataError for a unit that was not trained."""
-        number = self.roots.get((state[0], state[1]))
+        number = self._root_of.get((state[0], state[1]))
         if number is None:
             raise DataError(f"no training text holds token {state[1]}, so that it has no states")
         while (node := self.nodes[number]).state is None:
@@ -101,11 +105,6 @@ class Statistics:
     sums: NDArray[np.float64]
     """Of their features, `[C, D]`."""
 
-    def whitened(self, within: NDArray[np.float64]) -> "Statistics":
-        """The same in a space in which the covariance within states, here `[D, D]`, is the identity."""
-        factor = np.linalg.inv(np.linalg.cholesky(within))
-        return Statistics(self.states, self.counts, self.sums @ factor.T)
-
 
 @dataclass(order=True)
 class _Split:
@@ -119,7 +118,8 @@ class _Split:
 
 
 def grow_tree(statistics: Statistics, number: int, min_frames: int) -> StateTree:
-    """A tree of at most `number` leaves, from whitened statistics.
+    """A tree of at most `number` leaves, from statistics in a space in which the covariance within states is the
+    identity.
 
     It begins with a leaf for each state of each unit, whatever the context. Again and again the split that raises the
     likelihood of all frames most is made, of those whose halves have `min_frames` each: with a Gaussian for each leaf
@@ -152,7 +152,10 @@ def grow_tree(statistics: Statistics, number: int, min_frames: int) -> StateTree
                 heapq.heappush(open_splits, following)
         num_leaves += 1
     leaves = {leaf: state for state, leaf in enumerate(place for place, node in enumerate(nodes) if node is None)}
-    return StateTree(tuple(node or Node(state=leaves[place]) for place, node in enumerate(nodes)), roots)
+    return StateTree(
+        roots=tuple((*key, node) for key, node in roots.items()),
+        nodes=tuple(node or Node(state=leaves[place]) for place, node in enumerate(nodes)),
+    )
 
 
 class _Questions:

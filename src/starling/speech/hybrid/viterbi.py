@@ -95,11 +95,11 @@ class WordDecoder:
         self._states = states
         self._words = states.words
         speller = states.speller(tokenizer)
-        silence = states.tree.tied(speller.silence)
+        silence = states.tied(speller.silence)
         is_loop = states.decoding.words == "loop"
         chains = [[silence], *([] if is_loop else [[silence]])]
         num_silences = len(chains)
-        chains += [[states.tree.tied(each) for each in speller.word(word)] for word in self._words]
+        chains += [[states.tied(each) for each in speller.word(word)] for word in self._words]
         sizes = [len(chain) for chain in chains]
         ends = np.cumsum(sizes)
         starts = ends - sizes

@@ -33,21 +33,12 @@ if TYPE_CHECKING:
 
     N = TypeVar("N", bound=nn.Module)
 
-__all__ = ["Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters", "find_model"]
+__all__ = ["Architecture", "ModelConfig", "ModelShape", "build_model", "count_parameters"]
 
 
-_REGISTRY = Registry(
+_ARCHITECTURES = Registry(
     MODELS | PUBLISHED, "starling.models", accepts=Architecture, wanted="a starling.speech.models.Architecture"
 )
-
-
-def find_model(name: str) -> Architecture:
-    """The architecture of a name: one in `MODELS`, an entry point of the group `starling.models`, or `module:name`.
-
-    Raises:
-        ConfigError: there is none; the message suggests the nearest name.
-    """
-    return _REGISTRY.find(name)
 
 
 _NO_SIZES = ("name", "preset", "decoder", "phones", "chunk", "checkpoint", "encoder")
@@ -129,7 +120,7 @@ class ModelConfig(Config):
     @classmethod
     def _name_is_known(cls, name: str) -> str:
         try:
-            find_model(name)
+            _ARCHITECTURES.find(name)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return name
@@ -138,7 +129,7 @@ class ModelConfig(Config):
     @classmethod
     def _preset_is_known(cls, preset: str, info: ValidationInfo) -> str:
         name = info.data.get("name")  # absent if it is itself an error
-        if name is not None and preset not in (presets := find_model(name).presets):
+        if name is not None and preset not in (presets := _ARCHITECTURES.find(name).presets):
             raise ValueError(f"{name} has no preset {preset!r}; known are {', '.join(presets)}")
         return preset
 
@@ -146,26 +137,30 @@ class ModelConfig(Config):
     @classmethod
     def _size_is_one_of_the_architecture(cls, value: object, info: ValidationInfo) -> object:
         name, size = info.data.get("name"), info.field_name
-        if name is None or value is None or size in _NO_SIZES or size in (sizes := find_model(name).sizes):
+        if name is None or value is None or size in _NO_SIZES or size in (sizes := _ARCHITECTURES.find(name).sizes):
             return value
         raise ValueError(f"{name} has no such size; known are {', '.join(sizes)}")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ModelConfig:
+        architecture = _ARCHITECTURES.find(self.name)
         shape = self.shape  # raises ValueError for sizes that don't go together
-        if find_model(self.name).is_published != (self.encoder is not None):
+        if architecture.is_hybrid and shape.subsampling != 1:
+            raise ValueError(
+                f"{self.name} has an output for each feature frame: leave out subsampling {shape.subsampling}"
+            )
+        if isinstance(shape, PublishedShape) != (self.encoder is not None):
             raise ValueError(f"checkpoint: each of {', '.join(PUBLISHED)} needs one, and no other model has one")
         if self.encoder is not None and self.encoder.get("model_type") != self.name:
             raise ValueError(f"checkpoint: it is a {self.encoder.get('model_type')!r}, not a {self.name}")
         if self.phones is not None:
-            if not find_model(self.name).can_have_phones:
+            if not architecture.can_have_phones:
                 known = [name for name, each in MODELS.items() if each.can_have_phones]
                 raise ValueError(f"phones: {self.name} has no layer for them; known are {', '.join(known)}")
-            layers = getattr(shape, "layers", None)
-            if layers is not None and self.phones.layer > layers:
+            if self.phones.layer > (layers := getattr(shape, "layers", self.phones.layer)):
                 raise ValueError(f"phones.layer is {self.phones.layer}, but model.layers is {layers}; lower it")
         if self.chunk is not None:
-            if not find_model(self.name).can_stream:
+            if not architecture.can_stream:
                 known = [name for name, each in MODELS.items() if each.can_stream]
                 raise ValueError(f"chunk: {self.name} cannot stream; known are {', '.join(known)}")
             if getattr(shape, "positions", "rotary") != "rotary" or getattr(shape, "span", 0):
@@ -176,7 +171,7 @@ class ModelConfig(Config):
     def shape(self) -> ModelShape:
         """The preset with the sizes given here put in."""
         given = self.model_dump(exclude=set(_NO_SIZES), exclude_none=True)
-        shape = replace(find_model(self.name).presets[self.preset], **given)
+        shape = replace(_ARCHITECTURES.find(self.name).presets[self.preset], **given)
         if isinstance(shape, PublishedShape):
             shape = replace(shape, encoder=self.encoder)
         if isinstance(shape, Wav2Vec2Shape):
@@ -221,7 +216,7 @@ def build_model(
     from starling.speech.models.transducer import Transducer
 
     with borrowed_generators(seed):
-        network = find_model(config.name).load()(config.shape, num_features, vocab_size)
+        network = _ARCHITECTURES.find(config.name).load()(config.shape, num_features, vocab_size)
         if config.decoder is not None:
             own = _checked(network, Network, "decoder")
             width = own.output.in_features

@@ -121,11 +121,8 @@ class Network(nn.Module):
         def keep(_: nn.Module, __: object, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
             heard.append(outputs[0] if isinstance(outputs, tuple) else outputs)
 
-        hook = self.stacked.modules[self.phones.layer - 1].register_forward_hook(keep)
-        try:
+        with self.stacked.modules[self.phones.layer - 1].register_forward_hook(keep):
             frames, lengths = self.encode(features, lengths)
-        finally:
-            hook.remove()
         return frames, lengths, self.phones(heard[0])
 
 

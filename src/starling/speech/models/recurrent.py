@@ -10,8 +10,6 @@ from starling.speech.models.shape import (
     BlstmShape,
     Chunks,
     DeepSpeechShape,
-    DnnHybridShape,
-    HybridShape,
     RecurrentShape,
     StackShape,
 )
@@ -47,13 +45,21 @@ class BidirectionalLayer(nn.Module):
         return torch.cat([onward, backward], dim=2)
 
 
-class _Blstm(Network):
-    """Bidirectional LSTM layers, an optional bottleneck, outputs; in front of them there may be `subsampling`."""
+class Blstm(Network):
+    """Bidirectional LSTM layers, an optional bottleneck, and outputs: of CTC behind convolutional subsampling, or log
+    posteriors of a hybrid network, whose shape has no convolution."""
 
-    def __init__(self, subsampling: nn.Module | None, inputs: int, shape: StackShape, num_outputs: int) -> None:
+    def __init__(self, shape: StackShape, num_features: int, num_outputs: int) -> None:
         super().__init__()
-        self.subsampling = subsampling
-        widths = [inputs] + [2 * shape.hidden] * shape.layers
+        widths = [num_features] + [2 * shape.hidden] * shape.layers
+        self.subsampling: nn.Module | None = None
+        if isinstance(shape, BlstmShape):
+            widths[0], sizes = shape.channels, (shape.channels, shape.subsampling)
+            self.subsampling = (
+                Conv2dSubsampling(num_features, shape.conv2d_channels, *sizes)
+                if shape.conv2d_channels
+                else ConvSubsampling(num_features, *sizes)
+            )
         self.layers = nn.ModuleList(BidirectionalLayer(width, shape.hidden) for width in widths[:-1])
         self.stacked = Layers(self.layers, 2 * shape.hidden)
         self.dropout = nn.Dropout(shape.dropout)
@@ -71,25 +77,6 @@ class _Blstm(Network):
         return self.bottleneck(self.dropout(frames)), lengths
 
 
-class BlstmCtc(_Blstm):
-    """Convolutional subsampling, bidirectional LSTM layers, an optional bottleneck, CTC outputs."""
-
-    def __init__(self, shape: BlstmShape, num_features: int, vocab_size: int) -> None:
-        subsampling = (
-            Conv2dSubsampling(num_features, shape.conv2d_channels, shape.channels, shape.subsampling)
-            if shape.conv2d_channels
-            else ConvSubsampling(num_features, shape.channels, shape.subsampling)
-        )
-        super().__init__(subsampling, shape.channels, shape, vocab_size)
-
-
-class BlstmHybrid(_Blstm):
-    """Bidirectional LSTM layers, an optional bottleneck, and log posteriors of the outputs; no convolution."""
-
-    def __init__(self, shape: HybridShape, num_features: int, num_outputs: int) -> None:
-        super().__init__(None, num_features, shape, num_outputs)
-
-
 class DnnHybrid(Network):
     """Dense layers with rectified linear units, an optional bottleneck, and log posteriors of the outputs.
 
@@ -104,7 +91,7 @@ class DnnHybrid(Network):
     sigmoids and pre-training.
     """
 
-    def __init__(self, shape: DnnHybridShape, num_features: int, num_outputs: int) -> None:
+    def __init__(self, shape: StackShape, num_features: int, num_outputs: int) -> None:
         super().__init__()
         widths = [num_features] + [shape.hidden] * shape.layers
         dense = [nn.Linear(width, after) for width, after in pairwise(widths)]

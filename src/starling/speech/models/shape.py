@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
@@ -35,7 +35,10 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StackShape(ModelShape):
-    """Every size of stacked layers, an optional bottleneck, and outputs."""
+    """Every size of stacked layers, an optional bottleneck, and outputs.
+
+    Dropout is before every LSTM layer but the first, and before the outputs; it is behind every dense layer.
+    """
 
     layers: int
     hidden: int  # units of a layer; of an LSTM layer, per direction
@@ -44,7 +47,7 @@ class StackShape(ModelShape):
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentShape(StackShape):
-    """Every size of a stack of LSTM layers; dropout is before every layer but the first, and before the outputs."""
+    """Every size of a stack of LSTM layers behind convolutions."""
 
     channels: int  # output channels of every subsampling layer
 
@@ -54,29 +57,6 @@ class BlstmShape(RecurrentShape):
     """Every size of a stack of bidirectional LSTM layers."""
 
     conv2d_channels: int = 0  # channels of the first of two convolutions over time and frequency; 0: over time alone
-
-
-@dataclass(frozen=True, kw_only=True)
-class HybridShape(StackShape):
-    """Every size of the hybrid network; dropout is as in a stack of LSTM layers.
-
-    Raises ValueError for subsampling, which it has not.
-    """
-
-    NAME: ClassVar[str] = "blstm-hybrid"
-
-    def __post_init__(self) -> None:
-        if self.subsampling != 1:
-            raise ValueError(
-                f"{self.NAME} has an output for each feature frame: leave out subsampling {self.subsampling}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DnnHybridShape(HybridShape):
-    """Every size of the feed-forward hybrid network; dropout is behind every hidden layer."""
-
-    NAME: ClassVar[str] = "dnn-hybrid"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +90,10 @@ class AttentionShape(ModelShape):
     width: int  # units of a frame, between the blocks
     heads: int  # of the attention; they share the width
     feed_forward: int  # units inside a block's feed-forward parts
-    positions: Positions
+    positions: Positions = "rotary"
     channels: int  # output channels of every subsampling layer
+    subsampling: int = 4
+    dropout: float = 0.1
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
@@ -172,7 +154,8 @@ class ZipformerShape(ModelShape):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedShape(ModelShape):
-    """A published encoder; dropout is before the outputs."""
+    """A published encoder, which `model.checkpoint` names and which hears waveforms (`features.kind: raw`); dropout is
+    before the outputs."""
 
     encoder: dict[str, Any] | None = None  # its configuration, as `transformers` has it; None: not known yet
 
@@ -219,57 +202,34 @@ _RECURRENT = {
 }
 _BLSTM = {name: BlstmShape(**asdict(shape)) for name, shape in _RECURRENT.items()}
 _HYBRID = {
-    "tiny": HybridShape(layers=1, hidden=32, bottleneck=0, subsampling=1, dropout=0.0),
-    "small": HybridShape(layers=2, hidden=80, bottleneck=0, subsampling=1, dropout=0.1),
-    "ibm": HybridShape(layers=6, hidden=512, bottleneck=256, subsampling=1, dropout=0.0),
+    "tiny": StackShape(layers=1, hidden=32, bottleneck=0, subsampling=1, dropout=0.0),
+    "small": StackShape(layers=2, hidden=80, bottleneck=0, subsampling=1, dropout=0.1),
+    "ibm": StackShape(layers=6, hidden=512, bottleneck=256, subsampling=1, dropout=0.0),
 }
 _DNN_HYBRID = {
-    "tiny": DnnHybridShape(layers=1, hidden=64, bottleneck=0, subsampling=1, dropout=0.0),
-    "small": DnnHybridShape(layers=4, hidden=256, bottleneck=0, subsampling=1, dropout=0.0),
-    "seide": DnnHybridShape(layers=7, hidden=2048, bottleneck=0, subsampling=1, dropout=0.0),
+    "tiny": StackShape(layers=1, hidden=64, bottleneck=0, subsampling=1, dropout=0.0),
+    "small": StackShape(layers=4, hidden=256, bottleneck=0, subsampling=1, dropout=0.0),
+    "seide": StackShape(layers=7, hidden=2048, bottleneck=0, subsampling=1, dropout=0.0),
 }
 _DEEP_SPEECH = {
     "tiny": DeepSpeechShape(hidden=64, context=9, subsampling=4, dropout=0.0),
     "small": DeepSpeechShape(hidden=240, context=9, subsampling=4, dropout=0.1),
     "original": DeepSpeechShape(hidden=2048, context=9, subsampling=2, dropout=0.05),
 }
-
-
-def _attention(
-    kind: Callable[..., ModelShape], name: str, layers: int, width: int, heads: int, channels: int, **further: int
-) -> ModelShape:
-    return kind(
-        layers=layers,
-        width=width,
-        heads=heads,
-        feed_forward=4 * width,
-        positions="rotary",
-        channels=channels,
-        subsampling=4,
-        dropout=0.0 if name == "tiny" else 0.1,
-        **further,
-    )
-
-
 _TRANSFORMER = {
-    name: _attention(TransformerShape, name, *sizes)
-    for name, *sizes in (
-        ("tiny", 2, 64, 4, 32),
-        ("small", 4, 128, 4, 64),
-        ("medium", 6, 256, 4, 128),
-        ("large", 12, 448, 8, 256),
-        ("huge", 16, 720, 10, 256),
-    )
+    "tiny": TransformerShape(layers=2, width=64, heads=4, feed_forward=256, channels=32, dropout=0.0),
+    "small": TransformerShape(layers=4, width=128, heads=4, feed_forward=512, channels=64),
+    "medium": TransformerShape(layers=6, width=256, heads=4, feed_forward=1024, channels=128),
+    "large": TransformerShape(layers=12, width=448, heads=8, feed_forward=1792, channels=256),
+    "huge": TransformerShape(layers=16, width=720, heads=10, feed_forward=2880, channels=256),
 }
 _CONFORMER = {
-    name: _attention(ConformerShape, name, *sizes, kernel=kernel)
-    for name, kernel, *sizes in (
-        ("tiny", 15, 2, 48, 4, 32),
-        ("small", 15, 4, 96, 4, 64),
-        ("medium", 31, 16, 144, 4, 144),  # the last three have the sizes of the paper's S, M and L
-        ("large", 31, 16, 256, 4, 256),
-        ("huge", 31, 17, 512, 8, 256),
-    )
+    "tiny": ConformerShape(layers=2, width=48, heads=4, feed_forward=192, kernel=15, channels=32, dropout=0.0),
+    "small": ConformerShape(layers=4, width=96, heads=4, feed_forward=384, kernel=15, channels=64),
+    # the last three have the sizes of the paper's S, M and L
+    "medium": ConformerShape(layers=16, width=144, heads=4, feed_forward=576, kernel=31, channels=144),
+    "large": ConformerShape(layers=16, width=256, heads=4, feed_forward=1024, kernel=31, channels=256),
+    "huge": ConformerShape(layers=17, width=512, heads=8, feed_forward=2048, kernel=31, channels=256),
 }
 _ZIPFORMER = {
     name: ZipformerShape(
@@ -305,8 +265,8 @@ class Architecture:
     can_have_phones: bool = False
     """Whether the network is a `starling.speech.models.network.Network` with `stacked` layers, which `model.phones`
     needs."""
-    is_published: bool = False
-    """Whether `model.checkpoint` says what the encoder is; it then hears waveforms (`features.kind: raw`)."""
+    is_hybrid: bool = False
+    """Whether the network has an output for each feature frame, hence no subsampling."""
 
     @property
     def sizes(self) -> list[str]:
@@ -318,13 +278,12 @@ class Architecture:
         """What makes the network, which needs torch; what a recipe says of it does not."""
         if not isinstance(self.network, str):
             return self.network
-        module, name = self.network.split(":")
-        return cast(Callable[..., "nn.Module"], getattr(import_module(module), name))
+        return cast(Callable[..., "nn.Module"], resolve_name(self.network))
 
 
 _HERE = "starling.speech.models"
 MODELS = {
-    "blstm": Architecture(f"{_HERE}.recurrent:BlstmCtc", _BLSTM, can_have_phones=True),
+    "blstm": Architecture(f"{_HERE}.recurrent:Blstm", _BLSTM, can_have_phones=True),
     "lstm": Architecture(f"{_HERE}.recurrent:LstmCtc", _RECURRENT, can_stream=True, can_have_phones=True),
     "transformer": Architecture(
         f"{_HERE}.transformer:TransformerCtc", _TRANSFORMER, can_stream=True, can_have_phones=True
@@ -332,18 +291,14 @@ MODELS = {
     "conformer": Architecture(f"{_HERE}.conformer:ConformerCtc", _CONFORMER, can_stream=True, can_have_phones=True),
     "zipformer": Architecture(f"{_HERE}.zipformer:ZipformerCtc", _ZIPFORMER),
     "deep-speech": Architecture(f"{_HERE}.recurrent:DeepSpeechCtc", _DEEP_SPEECH),
-    "blstm-hybrid": Architecture(f"{_HERE}.recurrent:BlstmHybrid", _HYBRID),
-    "dnn-hybrid": Architecture(f"{_HERE}.recurrent:DnnHybrid", _DNN_HYBRID),
+    "blstm-hybrid": Architecture(f"{_HERE}.recurrent:Blstm", _HYBRID, is_hybrid=True),
+    "dnn-hybrid": Architecture(f"{_HERE}.recurrent:DnnHybrid", _DNN_HYBRID, is_hybrid=True),
 }
 
 
 PUBLISHED = {
-    "wav2vec2": Architecture(
-        f"{_HERE}.published:Wav2Vec2Ctc", {"small": Wav2Vec2Shape(subsampling=320, dropout=0.1)}, is_published=True
-    ),
-    "whisper": Architecture(
-        f"{_HERE}.published:WhisperCtc", {"small": WhisperShape(subsampling=320, dropout=0.1)}, is_published=True
-    ),
+    "wav2vec2": Architecture(f"{_HERE}.published:Wav2Vec2Ctc", {"small": Wav2Vec2Shape(subsampling=320, dropout=0.1)}),
+    "whisper": Architecture(f"{_HERE}.published:WhisperCtc", {"small": WhisperShape(subsampling=320, dropout=0.1)}),
 }
 """Those whose sizes are a checkpoint's."""
 

@@ -1,6 +1,7 @@
 """Encoders of blocks with attention, and of them a Transformer with CTC outputs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -97,12 +98,6 @@ class Block(nn.Module):
         return frames + self.dropout(self.narrowing(self.wide_dropout(wide))), past
 
 
-def _near(num_frames: int, span: int, device: torch.device) -> torch.Tensor:
-    """`[num_frames, num_frames]`: true for pairs of frames that are at most `span` apart."""
-    place = torch.arange(num_frames, device=device)
-    return (place[:, None] - place).abs() <= span
-
-
 class AttentionNetwork(StreamingNetwork):
     """Convolutional subsampling, a projection to the width, positions, blocks with attention, `norm`, CTC outputs.
 
@@ -146,7 +141,8 @@ class AttentionNetwork(StreamingNetwork):
         inside = frame_mask(lengths, num_frames)
         visible = inside[:, None, None, :, 0]
         if self.span:
-            visible = visible & _near(num_frames, self.span, frames.device) | ~visible.transpose(2, 3)
+            place = torch.arange(num_frames, device=frames.device)
+            visible = visible & ((place[:, None] - place).abs() <= self.span) | ~visible.transpose(2, 3)
         if (chunks := self.pass_chunks()) is not None:
             visible = chunk_mask(inside, chunks)
         sight = Sight(inside, visible, places, None if chunks is None else chunks.frames)
@@ -182,7 +178,5 @@ class TransformerCtc(AttentionNetwork):
     cache_names = ("attention", "remembered")
 
     def __init__(self, shape: TransformerShape, num_features: int, vocab_size: int) -> None:
-        def make() -> Block:
-            return Block(shape.width, shape.heads, shape.feed_forward, shape.dropout)
-
+        make = partial(Block, shape.width, shape.heads, shape.feed_forward, shape.dropout)
         super().__init__(shape, num_features, vocab_size, make, nn.LayerNorm(shape.width), shape.span)

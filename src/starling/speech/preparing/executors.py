@@ -38,21 +38,12 @@ _num_done: "Synchronized[int] | None" = None
 
 
 class Executor:
-    """Runs stages, one after another in this process. As a context manager it ends the processes it has started."""
+    """Runs stages, one after another in this process; others run them elsewhere. As a context manager it ends the
+    processes it has started."""
 
-    def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[Stage]:
-        """Run the stages that have no result yet, and yield all in order, each once it has a result.
-
-        The first error in the order of the stages is raised. Stages are drawn as they are needed.
-        """
-        for stage in stages:
-            if not _is_done(stage, tick):
-                with one_thread():  # on busy cores, resampling short audio with several threads is ten times slower
-                    stage.run(tick)
-            yield stage
-
-    def stop(self, at_once: bool) -> None:
-        """Begin no more stages. Wait for running ones to finish or, if `at_once`, end them."""
+    def __init__(self) -> None:
+        self._running: dict[Future[int], Any] = {}
+        """What has been submitted, with what else is known of it."""
 
     def __enter__(self) -> Self:
         return self
@@ -60,16 +51,12 @@ class Executor:
     def __exit__(self, kind: object, *_: object) -> None:
         """End without waiting if there is an error."""
 
-
-class Remote(Executor):
-    """The base class of executors that run stages in other processes."""
-
-    def __init__(self) -> None:
-        self._running: dict[Future[int], Any] = {}
-        """What has been submitted, with what else is known of it."""
-
     def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[Stage]:
-        """See `Executor`; at most `window` stages are in memory."""
+        """Run the stages that have no result yet, and yield all in order, each once it has a result.
+
+        The first error in the order of the stages is raised. Stages are drawn as they are needed: at most `window` of
+        them are in memory.
+        """
         queue: deque[tuple[Stage, Future[int] | None]] = deque()
         listed, error = iter(stages), None
         while True:
@@ -78,7 +65,7 @@ class Remote(Executor):
             except StarlingError as problem:  # raised once the stages before it are done
                 stage, error = None, problem
             if stage is not None:
-                queue.append((stage, None if _is_done(stage, tick) else self._submitted(stage)))
+                queue.append((stage, None if _is_done(stage, tick) else self._submitted(stage, tick)))
             while queue and (stage is None or queue[0][1] is None or len(queue) >= self.window()):
                 first, future = queue.popleft()
                 if future is not None:
@@ -91,19 +78,25 @@ class Remote(Executor):
 
     def window(self) -> int:
         """How many stages may be submitted before the first of them has finished."""
-        raise NotImplementedError
+        return 1
 
-    def submit(self, stage: Stage) -> "tuple[Future[int], Any]":
-        """Run a stage elsewhere; its result is the number of utterances used. Also returns what `stop` needs."""
-        raise NotImplementedError
+    def submit(self, stage: Stage, tick: Tick) -> "tuple[Future[int], Any]":
+        """Run a stage; its result is the number of utterances used. Also returns what `stop` needs."""
+        done: Future[int] = Future()
+        with one_thread():  # on busy cores, resampling short audio with several threads is ten times slower
+            done.set_result(stage.run(tick))
+        return done, None
 
     def look(self, tick: Tick, finished: int) -> None:
-        """Report progress; `finished` is the number of utterances of a stage that has just ended, or 0."""
-        raise NotImplementedError
+        """Report the progress of stages that run elsewhere; `finished` is the number of utterances of one that has just
+        ended, or 0."""
 
-    def _submitted(self, stage: Stage) -> "Future[int]":
+    def stop(self, at_once: bool) -> None:
+        """Begin no more stages. Wait for running ones to finish or, if `at_once`, end them."""
+
+    def _submitted(self, stage: Stage, tick: Tick) -> "Future[int]":
         try:
-            future, handle = self.submit(stage)
+            future, handle = self.submit(stage, tick)
         except BrokenExecutor as error:  # raised later, when it is this stage's turn
             future, handle = Future(), None
             future.set_exception(error)
@@ -126,7 +119,7 @@ class Remote(Executor):
             self._running.pop(future, None)
 
 
-class Processes(Remote):
+class Processes(Executor):
     """Several local processes, started when the first stage is submitted. They end when this process does."""
 
     def __init__(self, jobs: int) -> None:
@@ -140,7 +133,7 @@ class Processes(Remote):
     def window(self) -> int:
         return 2 * self._jobs
 
-    def submit(self, stage: Stage) -> "tuple[Future[int], Any]":
+    def submit(self, stage: Stage, tick: Tick) -> "tuple[Future[int], Any]":
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._lifeline = context.Pipe(duplex=False)
@@ -184,7 +177,7 @@ class Processes(Remote):
         self._lifeline = ()
 
 
-class OnRay(Remote):
+class OnRay(Executor):
     """The CPUs of a running Ray cluster, connected to when the first stage is submitted.
 
     The nodes read the corpus and write the shards themselves, so they need this version of Starling, and the same
@@ -206,7 +199,7 @@ class OnRay(Remote):
             self._counted_at = time.monotonic()
         return 2 * self._num_cpus
 
-    def submit(self, stage: Stage) -> "tuple[Future[int], Any]":
+    def submit(self, stage: Stage, tick: Tick) -> "tuple[Future[int], Any]":
         if self._ray is None:
             self._ray = self._stack.enter_context(self._connect())
             options = {"num_cpus": 1, "max_retries": self._retries, "scheduling_strategy": "SPREAD"}

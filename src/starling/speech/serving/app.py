@@ -163,7 +163,7 @@ class Service:
                 Route("/transcribe", self._transcribe, methods=["POST"]),
                 WebSocketRoute("/live", self._live),
             ],
-            exception_handlers={HTTPException: _refused, DataError: _bad, ClientDisconnect: _gone},
+            exception_handlers=dict.fromkeys((HTTPException, DataError, ClientDisconnect), _refused),
         )
         return Guard(inner, self._limits, is_local)
 
@@ -324,15 +324,7 @@ def _line(content: dict[str, object]) -> str:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
-    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-
-
-async def _bad(request: Request, error: Exception) -> Response:
+    """Why there is no other answer; a client that has gone does not read it."""
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
     return JSONResponse({"error": str(error)}, 400)
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    """Of a client that does not read it."""
-    return Response(status_code=400)

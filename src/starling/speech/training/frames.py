@@ -4,6 +4,8 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,6 @@ from starling.speech.features import LogMel
 from starling.speech.hybrid import AlignmentConfig, StatesConfig
 from starling.speech.hybrid.alignment import (
     Labels,
-    Scorer,
     StateSequences,
     align,
     align_with_gaussians,
@@ -36,7 +37,7 @@ from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled
 from starling.speech.store import SpeechSets, Stored
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
-from starling.speech.too_short import TooShort, frames_needed, kept_utterances
+from starling.speech.too_short import TooShort, frames_needed, kept_utterances, transcripts
 from starling.speech.trained import load_newest
 
 _READ_TOGETHER = 32
@@ -48,11 +49,11 @@ def too_few_frames(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, feat
     """The utterances with fewer frames than states that cannot be skipped."""
     speller = _speller(recipe, tokenizer)
     found = []
-    for index, seconds in enumerate(train.durations.tolist()):
-        _, optional = speller.text(train.text(index), train.id(index))
+    for name, text, seconds in transcripts(train):
+        _, optional = speller.text(text, name)
         num_frames = features.num_frames(round(seconds * train.sampling_rate / max(recipe.augment.speed)))
         if num_frames < (needed := optional.count(False)):
-            found.append(TooShort(train.id(index), num_frames, needed))
+            found.append(TooShort(name, num_frames, needed))
     return found
 
 
@@ -70,7 +71,12 @@ def make_frames(
     else:
         words = words_of([train.text(index) for index in range(len(train))])
     if recipe.resume is not None:
-        states = _taken_over(ExperimentFolder(recipe.resume.parent.parent), folder)
+        before = ExperimentFolder(recipe.resume.parent.parent)
+        if not before.frames.is_dir():
+            raise DataError(f"{before.frames}: the aligned frames of the run to resume are missing; train again")
+        shutil.copytree(before.frames, folder.frames, copy_function=_link)
+        if (states := Recogniser.load(before.initial).states) is None:
+            raise DataError(f"{before.initial}: the model has no tied states; train again without resume")
         states = states.model_copy(update={"words": tuple(words), "decoding": decoding})
     else:
         kept = kept_utterances(train, folder.too_short)
@@ -84,17 +90,6 @@ def make_frames(
 def _speller(recipe: Recipe, tokenizer: Tokenizer) -> StateSpeller:
     config = recipe.states or StatesConfig()
     return StateSpeller(tokenizer, config.per_unit, config.context)
-
-
-def _taken_over(before: ExperimentFolder, now: ExperimentFolder) -> TiedStates:
-    """The frames and the states of the experiment that is resumed."""
-    if not before.frames.is_dir():
-        raise DataError(f"{before.frames}: the aligned frames of the run to resume are missing; train again")
-    shutil.copytree(before.frames, now.frames, copy_function=_link)
-    states = Recogniser.load(before.initial).states
-    if states is None:
-        raise DataError(f"{before.initial}: the model has no tied states; train again without resume")
-    return states
 
 
 def _link(source: str, target: str) -> None:
@@ -148,8 +143,7 @@ def _at_speed(utterance: Stored, speed: float, features: LogMel) -> Tensor:
     if speed == 1.0:
         return waveform
     faster = resampled(waveform[None], round(features.sampling_rate * speed), features.sampling_rate)[0]
-    features.check(faster, utterance.id)
-    return faster
+    return features.checked(faster, utterance.id)
 
 
 def _align(
@@ -163,13 +157,13 @@ def _align(
     if config.experiment is None:
         positions = flat_start(transcripts, frames.lengths)
     else:
-        model = _load_aligner(config.experiment, recipe)
-        if model.states is None:
+        aligner = _Aligner(_load_aligner(config.experiment, recipe), train, frames, transcripts, wanted.per_unit)
+        if (states := aligner.model.states) is None:
             how, rounds = f"the CTC model of {config.experiment}", _ROUNDS_AFTER_CTC
-            positions = _by_ctc(model, train, transcripts, frames, wanted.per_unit)
+            positions = aligner.by_ctc()
         else:
             how, rounds = f"the tied states of {config.experiment}", 0
-            positions = _by_states(model, train, texts, transcripts, frames, wanted.per_unit)
+            positions = aligner.by_states(states, texts)
     rounds = rounds if config.rounds is None else config.rounds
     positions, changed = align_with_gaussians(frames, transcripts, positions, rounds)
     line = f"{frames.ends[-1]:,} frames aligned from {how}"
@@ -186,12 +180,13 @@ def _align(
     for each in tied:
         counts += np.bincount(each, minlength=tree.num_states)
     log_priors = np.log(np.maximum(counts, 0.5) / counts.sum())
-    return TiedStates.of(
-        tree,
+    return TiedStates(
+        roots=tree.roots,
+        nodes=tree.nodes,
         per_unit=wanted.per_unit,
         context=wanted.context,
         log_priors=log_priors.tolist(),
-        words=words,
+        words=tuple(words),
         decoding=recipe.decoding or DecodingConfig(),
     )
 
@@ -214,65 +209,52 @@ def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
     return model
 
 
-def _scorer(model: Recogniser, train: SpeechSets, frames: Frames, chosen: Sequence[int]) -> Scorer:
-    """Log-probabilities of a model for what is stored of the training set, of `chosen` utterances."""
+@dataclass(frozen=True)
+class _Aligner:
+    """A trained model, which aligns the stored frames of a training set."""
 
-    def scores(places: Sequence[int]) -> Tensor:
-        stored = [chosen[place] for place in places]
-        numbers, speeds = frames.utterances[stored].tolist(), frames.speeds[stored].tolist()
-        waveforms = [
-            _at_speed(each, speed, model.features) for each, speed in zip(train.read(numbers), speeds, strict=True)
-        ]
-        log_probs = model.hear(model.features.batch(waveforms)).log_probs
-        return log_probs if model.states is None else model.states.scaled(log_probs)
+    model: Recogniser
+    train: SpeechSets
+    frames: Frames
+    transcripts: StateSequences
+    per_unit: int
 
-    return scores
+    def by_states(self, states: TiedStates, texts: list[tuple[str, str]]) -> Labels:
+        """Positions by the scaled likelihoods of the model's tied states."""
+        if states.per_unit != self.per_unit:
+            raise ConfigError(
+                f"alignment.experiment: its model has {states.per_unit} states a character, and states.per_unit is "
+                f"{self.per_unit}; choose the same"
+            )
+        own = StateSequences.of(texts, states.speller(self.model.tokenizer))
+        labels = own.labelled([states.tied(state) for state in own.states])
+        positions: Labels = [np.zeros(0, np.int32)] * len(self.frames)
+        score = partial(self._scores, range(len(self.frames)))
+        for each, path in align(self.frames.lengths, labels, self.transcripts.optional, score):
+            positions[each] = path
+        return positions
 
+    def by_ctc(self) -> Labels:
+        """Positions by a CTC model: of its best path, or equal ones for an utterance that is too short for CTC."""
+        frames, shape, encode = self.frames, self.model.model_config.shape, self.model.tokenizer.encode
+        numbers = frames.utterances.tolist()
+        texts = [" ".join(self.train.text(number).split()) for number in numbers]
+        tokens = [encode(text, self.train.id(number)) for text, number in zip(texts, numbers, strict=True)]
+        emitted = np.asarray([shape.encoder_frames(int(length)) for length in frames.lengths])
+        positions = flat_start(self.transcripts, frames.lengths)
+        fits = [each for each in range(len(frames)) if emitted[each] >= frames_needed(tokens[each])]
+        rows = [ctc_row(tokens[each]) for each in fits]
+        score = partial(self._scores, fits)
+        for place, path in align(emitted[fits], [labels for labels, _ in rows], [skips for _, skips in rows], score):
+            each = fits[place]
+            length = int(frames.lengths[each])
+            positions[each] = from_ctc(path, shape.subsampling, length, texts[each], self.per_unit)
+        return positions
 
-def _by_states(
-    model: Recogniser,
-    train: SpeechSets,
-    texts: list[tuple[str, str]],
-    transcripts: StateSequences,
-    frames: Frames,
-    per_unit: int,
-) -> Labels:
-    """Positions by the scaled likelihoods of a model with tied states."""
-    states = model.states
-    if states is None or states.per_unit != per_unit:
-        has = 0 if states is None else states.per_unit
-        raise ConfigError(
-            f"alignment.experiment: its model has {has} states a character, and states.per_unit is {per_unit}; choose "
-            "the same"
-        )
-    own = StateSequences.of(texts, states.speller(model.tokenizer))
-    labels = own.labelled([states.tree.tied(state) for state in own.states])
-    positions: Labels = [np.zeros(0, np.int32)] * len(frames)
-    for each, path in align(
-        frames.lengths, labels, transcripts.optional, _scorer(model, train, frames, range(len(frames)))
-    ):
-        positions[each] = path
-    return positions
-
-
-def _by_ctc(
-    model: Recogniser,
-    train: SpeechSets,
-    transcripts: StateSequences,
-    frames: Frames,
-    per_unit: int,
-) -> Labels:
-    """Positions by a CTC model: of its best path, or equal ones for an utterance that is too short for CTC."""
-    subsampling = model.model_config.shape.subsampling
-    numbers = frames.utterances.tolist()
-    texts = [" ".join(train.text(number).split()) for number in numbers]
-    tokens = [model.tokenizer.encode(text, train.id(number)) for text, number in zip(texts, numbers, strict=True)]
-    emitted = np.asarray([model.model_config.shape.encoder_frames(int(length)) for length in frames.lengths])
-    positions = flat_start(transcripts, frames.lengths)
-    fits = [each for each in range(len(frames)) if emitted[each] >= frames_needed(tokens[each])]
-    rows = [ctc_row(tokens[each]) for each in fits]
-    score = _scorer(model, train, frames, fits)
-    for place, path in align(emitted[fits], [labels for labels, _ in rows], [skips for _, skips in rows], score):
-        each = fits[place]
-        positions[each] = from_ctc(path, subsampling, int(frames.lengths[each]), texts[each], per_unit)
-    return positions
+    def _scores(self, chosen: Sequence[int], places: Sequence[int]) -> Tensor:
+        """Log-probabilities for what is stored of the training set, of some of the `chosen` utterances."""
+        stored, features = [chosen[place] for place in places], self.model.features
+        numbers, speeds = self.frames.utterances[stored].tolist(), self.frames.speeds[stored].tolist()
+        heard = zip(self.train.read(numbers), speeds, strict=True)
+        log_probs = self.model.hear(features.batch([_at_speed(*each, features) for each in heard])).log_probs
+        return log_probs if self.model.states is None else self.model.states.scaled(log_probs)

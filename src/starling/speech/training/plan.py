@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,11 +12,12 @@ from numpy.typing import NDArray
 
 from starling.chance import derive_seed
 from starling.errors import DataError
+from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import MiniBatches
 from starling.speech.batch_plan import BatchConfig, Dealing, MiniBatch, ShardWindows, in_similar_groups, shard_bounds
 from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.store import AlignedFrames
-from starling.speech.mixture import Mixture
+from starling.speech.mixture import MixedWindows, Mixture
 from starling.speech.partition import PartDraws, describe_parts, divide, labels_are_domains
 from starling.speech.recipe import Recipe
 from starling.speech.store import Member, SpeechSets
@@ -107,9 +107,8 @@ class UtterancePlan(RecipePlan):
         return self._planner.batch(ticket.epoch, ticket.index)
 
     def ids(self, ticket: Ticket) -> Iterator[str]:
-        """The ids of a mini-batch's utterances; only for data that are not divided."""
-        for micro_batch in self._planner.batch(ticket.epoch, ticket.index):
-            yield from (self.speech_set.id(int(self.utterances[index])) for index in micro_batch)
+        """The ids of a mini-batch's utterances."""
+        return (self.speech_set.id(int(self.utterances[index])) for part in self.of(ticket) for index in part)
 
     @property
     def num_examples(self) -> int:
@@ -172,7 +171,7 @@ class Planner:
         self.windows = (
             ShardWindows(shards, config.window, seed)
             if mixture is None
-            else mixture.windows(durations, shard_bounds(shards), config.window, seed)
+            else MixedWindows(mixture, durations, shard_bounds(shards), config.window, seed)
         )
         self._ends: dict[int, NDArray[np.int64]] = {}
         self._plans: dict[tuple[int, int], list[MiniBatch]] = {}
@@ -195,15 +194,12 @@ class Planner:
 
     def _ends_of_windows(self, epoch: int) -> NDArray[np.int64]:
         """The number of mini-batches up to the end of each window."""
-        windows = range(self.windows.num_windows)
-        return _recent(
-            self._ends, _EPOCHS_KEPT, epoch, lambda: np.cumsum([self._count(epoch, each) for each in windows])
-        )
 
-    def _count(self, epoch: int, window: int) -> int:
-        """The number of mini-batches in a window."""
-        members = self.windows.members(epoch, window)
-        return Dealing(self._durations[members], self._config).num_batches
+        def count() -> NDArray[np.int64]:
+            members = (self.windows.members(epoch, window) for window in range(self.windows.num_windows))
+            return np.cumsum([Dealing(self._durations[each], self._config).num_batches for each in members])
+
+        return _recent(self._ends, _EPOCHS_KEPT, epoch, count)
 
     def _plan(self, epoch: int, window: int) -> list[MiniBatch]:
         members = self.windows.members(epoch, window)
@@ -242,8 +238,7 @@ class FramePlan(RecipePlan):
 
     def ids(self, ticket: Ticket) -> Iterator[str]:
         """The names of a mini-batch's sub-sequences."""
-        for pieces in self.of(ticket):
-            yield from self.names(pieces)
+        return (name for pieces in self.of(ticket) for name in self.names(pieces))
 
     def names(self, pieces: Pieces) -> tuple[str, ...]:
         """`utterance[first:end]` of each sub-sequence; `utterance@speed[first:end]` at another speed."""
@@ -290,9 +285,7 @@ class SequencePlanner:
     def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> list[Pieces]:
         """A mini-batch of sub-sequences drawn from the utterances of a part; `parts` `[U]` gives the part of each."""
         generator = np.random.default_rng(derive_seed(self._seed, "draw", part, step))
-        own = np.flatnonzero(parts == part)
-        counts = np.diff(self._ends, prepend=0)[own]
-        numbers = np.repeat(self._ends[own] - counts, counts) + _ranges(counts)
+        numbers = np.flatnonzero(np.repeat(parts == part, np.diff(self._ends, prepend=0)))
         size = self.config.batch * self._accumulate
         chosen = generator.choice(numbers, size, replace=len(numbers) < size)
         return self._split(self._pieces(chosen, generator.integers(self._spare + 1)))
@@ -314,22 +307,13 @@ class SequencePlanner:
         return [part for part in np.array_split(pieces, self._accumulate) if len(part)]
 
 
-def _ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, …, count - 1 for each of `counts`, end to end."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-
-
-def load_plan(recipe: Recipe, too_short: Path) -> UtterancePlan:
-    """The plan of a recipe whose data are prepared; `too_short` lists the utterances that CTC cannot align."""
+def load_plan(recipe: Recipe, folder: ExperimentFolder) -> UtterancePlan | FramePlan:
+    """The plan of a recipe whose `folder` is set up. Raises DataError where the data are not prepared, or aligned."""
     train = open_training_set(recipe)
-    return UtterancePlan(recipe, train, kept_utterances(train, too_short))
-
-
-def load_frame_plan(recipe: Recipe, frames: Path) -> FramePlan:
-    """The plan of a recipe whose training set is prepared and aligned. DataError where it is not."""
-    train = open_training_set(recipe)
-    return FramePlan(recipe, train, AlignedFrames(frames, recipe.features.mels_at(recipe.data.sampling_rate)))
+    if recipe.loss == "ctc":
+        return UtterancePlan(recipe, train, kept_utterances(train, folder.too_short))
+    frames = AlignedFrames(folder.frames, recipe.features.mels_at(recipe.data.sampling_rate))
+    return FramePlan(recipe, train, frames)
 
 
 def open_training_set(recipe: Recipe) -> SpeechSets:

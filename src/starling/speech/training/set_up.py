@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from starling.speech.store import SpeechSets
 from starling.speech.tokens import Tokenizer, make_tokenizer
 from starling.speech.too_short import list_too_short, too_short_for_ctc, transcripts
 from starling.speech.training.frames import make_frames, too_few_frames
-from starling.speech.training.plan import load_frame_plan, load_plan, open_training_set
+from starling.speech.training.plan import FramePlan, load_plan, open_training_set
 from starling.speech.training.warm_start import warm_start
 from starling.speech.training.workload import FrameWorkload, SpeechWorkload
 from starling.training.flat import split, trainable
@@ -73,9 +72,6 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     states = make_frames(recipe, train, tokenizer, features, folder, say) if recipe.loss == "frames" else None
     phones = _phones(recipe, train, say)
     recogniser = _untrained(recipe, features, tokenizer, states, phones, say)
-    if recipe.warm_start is not None and recipe.resume is None:
-        for line in warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes):
-            say(line)
     if recipe.island.tensor > 1:
         tensor_plan(recogniser.model)  # raises if it has none
     for line in in_words(recogniser.model, recipe.freeze):
@@ -84,7 +80,11 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     freeze(recogniser.model, recipe.freeze)
     workload = load_workload(recipe, folder)
     num_at_once = recipe.sync_group_size // recipe.island.tensor
-    _check_share(len(workload.plan.utterances), num_at_once)
+    if (count := len(workload.plan.utterances)) < max(1, num_at_once):
+        raise DataError(
+            f"{count} utterances cannot be shared by {num_at_once} learners that step together: "
+            f"use at most {count} learners or a larger training set"
+        )
     for line in workload.plan.shares():
         say(line)
     if change := schedule_change(recipe, workload):
@@ -132,14 +132,17 @@ def _untrained(
     phones: Phones | None,
     say: Say,
 ) -> Recogniser:
-    """A recogniser with weights drawn with the recipe's seed, or loaded from its published checkpoint, which is not
-    needed afterwards."""
+    """A recogniser with weights drawn with the recipe's seed, loaded from its published checkpoint, which is not needed
+    afterwards, or from another experiment."""
     model = recipe.model.model_copy(update={"checkpoint": None})
     recogniser = Recogniser.create(model, features, tokenizer, derive_seed(recipe.seed, "model"), states, phones)
     if recipe.model.checkpoint is not None:
         from starling.speech.models.published import load_published
 
         say(load_published(recogniser.model, recipe.model.checkpoint))
+    if recipe.warm_start is not None and recipe.resume is None:
+        for line in warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes):
+            say(line)
     return recogniser
 
 
@@ -168,8 +171,6 @@ def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFold
     recogniser = _untrained(
         recipe, initial.features, initial.tokenizer, initial.states, initial.phones, lambda line: None
     )
-    if recipe.warm_start is not None:
-        warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes)
     folder.too_short.unlink(missing_ok=True)
     if before.too_short.exists():
         shutil.copyfile(before.too_short, folder.too_short)
@@ -181,8 +182,7 @@ def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFold
 
 def schedule_change(recipe: Recipe, workload: SpeechWorkload | FrameWorkload) -> str | None:
     """A warning if resuming with this budget changes the learning rate, else None."""
-    earlier = earlier_recipe(recipe.resume) if recipe.resume is not None else None
-    if recipe.resume is None or earlier is None:
+    if recipe.resume is None or (earlier := earlier_recipe(recipe.resume)) is None:
         return None
     before, now = (each.optimizer.schedule.budget or each.budget for each in (earlier, recipe))
     manifest = read_manifest(recipe.resume)
@@ -201,21 +201,12 @@ def schedule_change(recipe: Recipe, workload: SpeechWorkload | FrameWorkload) ->
     )
 
 
-def _check_share(count: int, sync_group_size: int) -> None:
-    """Raise DataError if there are fewer utterances than learners that step together."""
-    if count < max(1, sync_group_size):
-        raise DataError(
-            f"{count} utterances cannot be shared by {sync_group_size} learners that step together: "
-            f"use at most {count} learners or a larger training set"
-        )
-
-
 def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload | FrameWorkload:
     """The workload of a recipe after `set_up`."""
-    if recipe.loss == "frames":
-        return FrameWorkload(load_frame_plan(recipe, folder.frames), folder.initial)
+    plan = load_plan(recipe, folder)
+    if isinstance(plan, FramePlan):
+        return FrameWorkload(plan, folder.initial)
     initial = Recogniser.load(folder.initial)
-    plan = load_plan(recipe, folder.too_short)
     return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial, initial.phones)
 
 
@@ -258,11 +249,11 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
     a simulation."""
     workload = load_workload(recipe, folder)
     num_workers = recipe.batches.num_workers
-    if num_workers == "auto" and isinstance(workload, FrameWorkload):
-        num_workers = 0  # what it loads is ready on the disk
     if num_workers == "auto":
-        epoch = float(workload.plan.speech_set.durations[workload.plan.utterances].sum(dtype=np.float64))
-        num_workers = 0 if learners_here is None else loading_processes(recipe, learners_here, cores_here(), epoch)
+        num_workers = 0  # in a simulation; and what frames need is ready on the disk
+        if learners_here is not None and isinstance(workload, SpeechWorkload):
+            epoch = float(workload.plan.durations.sum(dtype=np.float64))
+            num_workers = loading_processes(recipe, learners_here, cores_here(), epoch)
     return job_of(
         recipe,
         workload,
@@ -289,11 +280,6 @@ def loading_processes(recipe: Recipe, learners_here: int, cores: int, epoch: Sec
         return 0
     is_slow = recipe.data.remote is not None or (recipe.engine.device != "cpu" and torch.cuda.is_available())
     return max(1, min(MAX_PROCESSES, cores // learners_here - 1)) if is_slow else 1
-
-
-def max_skipped(recipe: Recipe, job: Job) -> int:
-    """How many utterances of an epoch may be skipped; if it is more, the run fails."""
-    return int(recipe.data.filter.max_skipped * len(cast(SpeechWorkload | FrameWorkload, job.workload).plan.utterances))
 
 
 class ModelWriter:

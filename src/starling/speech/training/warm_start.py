@@ -160,9 +160,8 @@ def _alike(names: Sequence[str], there: Sequence[str]) -> list[tuple[int, int]]:
 def _blocks(value: Tensor, rows: int, columns: int) -> Tensor | None:
     """A view `[rows, R, columns, C, …]` of a tensor; None if its size is no multiple of the blocks."""
     matrix = value if value.ndim > 1 else value[:, None]
-    if matrix.shape[0] % rows or (value.ndim > 1 and matrix.shape[1] % columns):
+    if matrix.shape[0] % rows or matrix.shape[1] % columns:
         return None
-    columns = columns if value.ndim > 1 else 1
     return matrix.view(rows, matrix.shape[0] // rows, columns, matrix.shape[1] // columns, *matrix.shape[2:])
 
 

@@ -1,9 +1,9 @@
 """The workloads of speech recognition: prepared audio, the plan of its mini-batches, the model and its losses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -14,12 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 from starling.chance import derive_seed, one_thread
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig, augmented, draw_warps, spec_augment
-from starling.speech.features import LogMel
+from starling.speech.features import LogMel, attempt
 from starling.speech.models import ModelConfig
 from starling.speech.phones import Phones
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet, SpeechSets
-from starling.speech.tokens import BLANK, Tokenizer, encode_all
+from starling.speech.tokens import BLANK, Tokenizer
 from starling.speech.training.plan import FramePlan, UtterancePlan
 from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
@@ -33,35 +33,43 @@ ExamplesT = TypeVar("ExamplesT", "Batch", "FrameBatch")
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch, ready for a model.
-
-    A batch is void if all its utterances were skipped: one row of zeros without tokens, whose loss and gradients are 0.
-    """
+class MicroBatch:
+    """One micro-batch, ready for a model: of whole utterances, or of sub-sequences of them."""
 
     features: Tensor  # [B, T, F] float32, zero in the padding
-    feature_lengths: Tensor  # [B] int64, frames
-    tokens: Tensor  # [sum of token_lengths] int64, utterance after utterance
-    token_lengths: Tensor  # [B] int64
+    lengths: Tensor  # [B] int64, frames
     seconds: float  # audio as stored, before speed perturbation, without padding
-    ids: tuple[str, ...]  # utterance ids, in the order of B; empty if void
-    skipped: tuple[tuple[str, str], ...] = ()  # id and reason of skipped utterances
-    phones: Tensor | None = None  # [sum of phone_lengths] int64; None: the model has none
-    phone_lengths: Tensor | None = None  # [B] int64; 0: not all words have known phones
+    ids: tuple[str, ...]  # in the order of B; of a sub-sequence, utterance[first:end]; empty if void
 
     @property
     def num_examples(self) -> int:
-        """The number of utterances."""
+        """The number of utterances or sub-sequences."""
         return len(self.ids)
 
     @property
     def num_frames(self) -> int:
         """The number of feature frames without padding; 0 if void."""
-        return int(self.feature_lengths.sum()) if self.ids else 0
+        return int(self.lengths.sum()) if self.ids else 0
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: torch.device | str) -> Self:
         """A copy with all tensors on `device`."""
-        return replace(self, **_moved(vars(self), device))
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Batch(MicroBatch):
+    """One micro-batch of utterances.
+
+    A batch is void if all its utterances were skipped: one row of zeros without tokens, whose loss and gradients are 0.
+    """
+
+    tokens: Tensor  # [sum of token_lengths] int64, utterance after utterance
+    token_lengths: Tensor  # [B] int64
+    skipped: tuple[tuple[str, str], ...] = ()  # id and reason of skipped utterances
+    phones: Tensor | None = None  # [sum of phone_lengths] int64; None: the model has none
+    phone_lengths: Tensor | None = None  # [B] int64; 0: not all words have known phones
 
 
 def load_batch(
@@ -87,32 +95,33 @@ def load_batch(
     stored = speech_set.read(indices.tolist())
     names, texts = [each.id for each in stored], [each.text for each in stored]
     with one_thread():
-        encoded = encode_all(tokenizer, texts, names)
-        waveforms = features.waveforms([each.samples for each in stored], names)
+        encoded = [attempt(tokenizer.encode, *each) for each in zip(texts, names, strict=True)]
+        waveforms = [attempt(features.checked, each.samples, each.id) for each in stored]
         waveforms = augmented(waveforms, speech_set.sampling_rate, augment, seed)
         warps = draw_warps(augment, seed, len(stored)) if augment.tempo or augment.vocal_tract else None
         matrices = features.tried(waveforms, names, warps)
         if augment.spec_augment is not None:
             matrices = spec_augment(matrices, augment.spec_augment, seed)
-    kept: list[tuple[int, list[int], Tensor]] = []
+    places: list[int] = []
+    kept: list[tuple[list[int], Tensor]] = []
     skipped = []
     for place, (tokens, matrix) in enumerate(zip(encoded, matrices, strict=True)):
         if not isinstance(tokens, DataError) and not isinstance(matrix, DataError):
-            kept.append((place, tokens, matrix))
+            places.append(place)
+            kept.append((tokens, matrix))
             continue
         error = tokens if isinstance(tokens, DataError) else matrix
         if on_bad == "fail" and isinstance(error, DataError):
             raise error
         skipped.append((names[place], str(error)))
-    if not kept:
-        return _void(features, skipped)
-    places = [place for place, _, _ in kept]
+    if not kept:  # void
+        kept = [([], torch.zeros(round(_VOID_SECONDS / features.frame_seconds), features.num_features))]
     spoken = None if phones is None else [phones.encode(texts[place]) for place in places]
     return Batch(
-        features=pad_sequence([matrix for _, _, matrix in kept], batch_first=True),
-        feature_lengths=torch.tensor([len(matrix) for _, _, matrix in kept]),
-        tokens=torch.tensor([token for _, tokens, _ in kept for token in tokens]),
-        token_lengths=torch.tensor([len(tokens) for _, tokens, _ in kept]),
+        features=pad_sequence([matrix for _, matrix in kept], batch_first=True),
+        lengths=torch.tensor([len(matrix) for _, matrix in kept]),
+        tokens=torch.tensor([token for tokens, _ in kept for token in tokens], dtype=torch.int64),
+        token_lengths=torch.tensor([len(tokens) for tokens, _ in kept]),
         seconds=float(speech_set.durations[indices[places]].sum(dtype=np.float64)),
         ids=tuple(names[place] for place in places),
         skipped=tuple(skipped),
@@ -121,48 +130,11 @@ def load_batch(
     )
 
 
-def _void(features: LogMel, skipped: Sequence[tuple[str, str]]) -> Batch:
-    num_frames = round(_VOID_SECONDS / features.frame_seconds)
-    return Batch(
-        features=torch.zeros(1, num_frames, features.num_features),
-        feature_lengths=torch.tensor([num_frames]),
-        tokens=torch.zeros(0, dtype=torch.int64),
-        token_lengths=torch.zeros(1, dtype=torch.int64),
-        seconds=0.0,
-        ids=(),
-        skipped=tuple(skipped),
-    )
-
-
 @dataclass(frozen=True)
-class FrameBatch:
-    """One micro-batch of sub-sequences, ready for a model."""
+class FrameBatch(MicroBatch):
+    """One micro-batch of sub-sequences."""
 
-    features: Tensor  # [B, T, F] float32, zero in the padding
-    lengths: Tensor  # [B] int64, frames
     states: Tensor  # [B, T] int64, PADDING in the padding
-    seconds: float  # of audio, without padding
-    ids: tuple[str, ...]  # utterance[first:end], in the order of B
-
-    @property
-    def num_examples(self) -> int:
-        """Sub-sequences."""
-        return len(self.ids)
-
-    @property
-    def num_frames(self) -> int:
-        """Without padding."""
-        return int(self.lengths.sum())
-
-    def to(self, device: torch.device | str) -> "FrameBatch":
-        """The same batch with its tensors on `device`."""
-        return replace(self, **_moved(vars(self), device))
-
-
-def _moved(fields: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Those fields that are tensors, on `device`."""
-    tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
-    return {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
 
 
 class RecipeWorkload(Workload[ExamplesT], Generic[PlanT, ExamplesT]):
@@ -225,8 +197,8 @@ class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
         indices = np.concatenate(self.plan.of(ticket))
         if unit == "utterances":
             return float(len(indices))
-        durations = self.plan.speech_set.durations[self.plan.utterances[indices]]
-        return float(durations.sum(dtype=np.float64)) / self.plan.recipe.features.frame_shift
+        seconds = float(self.plan.durations[indices].sum(dtype=np.float64))
+        return seconds / self.plan.recipe.features.frame_shift
 
 
 class FrameWorkload(RecipeWorkload[FramePlan, FrameBatch]):
@@ -275,7 +247,7 @@ def speech_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
     An utterance with too few frames gives infinity; `too_short_for_ctc` finds these before training. A void batch gives
     0 and gradients of 0 for all parameters that take part, as DDP requires.
     """
-    inputs = [batch.features, batch.feature_lengths]
+    inputs = [batch.features, batch.lengths]
     if config.decoder is not None or config.phones is not None:
         inputs += [batch.tokens, batch.token_lengths]
     log_probs, lengths, *others = model(*inputs)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from rich.console import Console
 
@@ -21,9 +21,6 @@ from starling.speech.transcribing.segmenter import Piece
 from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
 from starling.speech.transcribing.transcript import FORMATS, Format, Segment, Transcript, formatted
-
-if TYPE_CHECKING:
-    pass
 
 STANDARD_INPUT = Path("-")
 AUDIO = {".wav", ".flac", ".mp3", ".opus", ".ogg", ".oga", ".aif", ".aiff", ".aifc", ".au", ".w64", ".rf64", ".caf"}
@@ -202,16 +199,10 @@ def _transcribed(
     waiting: list[tuple[list[Segment], Piece]] = []
     read: list[tuple[_Source, list[Segment], Sound]] = []
 
-    def is_enough() -> bool:
-        return sum(len(piece.samples) for _, piece in waiting) >= TOGETHER * transcriber.rate
-
-    def decode() -> None:
+    def finished() -> Iterator[tuple[_Source, Transcript]]:
         for (segments, _), found in zip(waiting, transcriber.decode([piece for _, piece in waiting]), strict=True):
             segments.append(found)
         waiting.clear()
-
-    def finished() -> Iterator[tuple[_Source, Transcript]]:
-        decode()
         yield from ((source, Transcript(tuple(segments), sound.heard)) for source, segments, sound in read)
         read.clear()
 
@@ -227,8 +218,8 @@ def _transcribed(
             with _opened(source, raw_rate) as sound:
                 for piece in transcriber.pieces(sound, sound.rate):
                     waiting.append((own, piece))
-                    if is_enough():
-                        decode()
+                    if sum(len(each.samples) for _, each in waiting) >= TOGETHER * transcriber.rate:
+                        yield from finished()
                     if len(sources) == 1:
                         bars("seconds of audio", round(sound.heard), round(sound.seconds or 0.0))
         except DataError as error:
@@ -237,8 +228,6 @@ def _transcribed(
             continue
         read.append((source, own, sound))
         bars("transcribing", number, len(sources))
-        if is_enough():
-            yield from finished()
     yield from finished()
 
 

@@ -12,11 +12,11 @@ import soundfile
 from numpy.typing import NDArray
 
 from starling.errors import DataError
-from starling.speech.corpora.utterance import check_regular, check_whole
+from starling.speech.corpora.utterance import check_regular, check_whole, read_blocks
 
 Seconds = float
 _BLOCK = 1 << 18
-"""Numbers that are read at once; all channels together."""
+"""Bytes of raw PCM that are read at once."""
 RATES = (1_000, 768_000)
 """The lowest and the highest sampling rate, Hz."""
 
@@ -54,11 +54,14 @@ def opened(audio: Path | IO[bytes], name: str, raw_rate: int | None = None) -> I
     try:
         file = soundfile.SoundFile(str(audio) if isinstance(audio, Path) else audio)
     except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, TypeError) as error:
-        raise DataError(f"{name}: cannot be read as audio: {_reason(error)}") from error
+        reason = re.sub(r"^Error opening <.*?>: ", "", str(error))  # without the name of an object in memory
+        raise DataError(f"{name}: cannot be read as audio: {reason}") from error
     with file:
         check_rate(int(file.samplerate), name)
         check_whole(name, file)
-        yield Sound(int(file.samplerate), file.frames / file.samplerate, _blocks(file, name))
+        means = (block.mean(axis=1) if file.channels > 1 else block[:, 0] for block in read_blocks(file, name))
+        blocks = (checked(block, name) for block in means)
+        yield Sound(int(file.samplerate), file.frames / file.samplerate, blocks)
 
 
 def check_rate(rate: int, name: str) -> None:
@@ -67,28 +70,6 @@ def check_rate(rate: int, name: str) -> None:
         raise DataError(
             f"{name}: a sampling rate of {rate} Hz is impossible; the limits are {RATES[0]} and {RATES[1]} Hz"
         )
-
-
-def _reason(error: Exception) -> str:
-    """libsndfile's words, without the name of an object in memory."""
-    return re.sub(r"^Error opening <.*?>: ", "", str(error))
-
-
-def _blocks(file: soundfile.SoundFile, name: str) -> Iterator[NDArray[np.float32]]:
-    size, read = max(1, _BLOCK // file.channels), 0
-    while True:
-        try:
-            block = file.read(size, dtype="float32", always_2d=True)
-        except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, MemoryError) as error:
-            raise DataError(f"{name}: cannot be read as audio: {_reason(error)}") from error
-        if not len(block):
-            break
-        read += len(block)
-        yield checked(block.mean(axis=1) if file.channels > 1 else block[:, 0], name)
-    if read == 0:
-        raise DataError(f"{name}: no samples")
-    if read < file.frames and file.format not in ("MP3", "MPEG"):  # whose lengths are estimates
-        raise DataError(f"{name}: truncated: only {read} of {file.frames} samples")
 
 
 def _pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:

@@ -1,14 +1,11 @@
-"""Lossy encodings of vectors for sending, and the mean of vectors that travel encoded."""
+"""Lossy encodings of vectors for sending."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from starling.learner import EncodedMean
 
 BLOCK = 256
 """The numbers that share a scale."""
@@ -164,70 +161,3 @@ class CoarseLargest(Encoding):
 
 def _blocks(size: int) -> int:
     return -(-size // BLOCK)
-
-
-class PartOfMean(EncodedMean):
-    """One learner's part in the mean of its sync group's vectors, of which all travel encoded.
-
-    Equation, for L learners, each of which owns one of L equal chunks of the vectors; with v_l learner l's vector, e_l
-    its residual, C the encoding, and everything for the chunk of owner o::
-
-        l to o:        q_l = C(v_l + e_l),  e_l <- v_l + e_l - q_l        for all l but o
-        o to all:      s = (v_o + sum_l q_l) / L + e_o,  mean = C(s),  e_o <- s - mean
-
-    The owner sums in rank order, and its own vector exactly, so that its residual has room for the error of the mean.
-    Each learner sends 2 (L - 1) times the bytes of a chunk, and all get the same bits.
-
-    References:
-        Seide et al. 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed training
-        of speech DNNs", Interspeech, which has both exchanges.
-        Tang et al. 2019, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
-        Compression", arXiv 1905.05957.
-    """
-
-    def __init__(self, encoding: Encoding, vector: Tensor, residual: Tensor, place: int, num_learners: int) -> None:
-        """`vector` and `residual`, both `[n]`, are read now; `place` is this learner's in its sync group."""
-        self.vector = vector
-        self._encoding, self._place, self._num = encoding, place, num_learners
-        self._chunk = -(-len(vector) // num_learners)
-        self.message_bytes = encoding.num_bytes(self._chunk)
-        if not vector.is_meta:
-            self._own, self._errors = self._chunks(vector), self._chunks(residual)
-
-    def messages(self) -> list[Tensor]:
-        """Encode each owner's chunk: a message `[message_bytes]` for each learner, in the order of ranks; zeros for
-        this learner."""
-        nothing = torch.zeros(self.message_bytes, dtype=torch.uint8)
-        owners = range(self._num)
-        return [nothing if owner == self._place else self._encoded(owner, self._own[owner]) for owner in owners]
-
-    def combine(self, received: Sequence[Tensor]) -> Tensor:
-        """Encode the mean of this learner's chunk, from what each learner sent it; this learner's own place is not
-        read."""
-        own = self._own[self._place]
-        total = torch.zeros_like(own)
-        for place, each in enumerate(received):
-            total.add_(own if place == self._place else self._encoding.decode(each, self._chunk))
-        return self._encoded(self._place, total.div_(len(received)))
-
-    def result(self, combined: Sequence[Tensor]) -> Tensor:
-        """The mean `[n]`, from the encoded means of all chunks."""
-        mean = torch.cat([self._encoding.decode(each, self._chunk) for each in combined])[: len(self.vector)]
-        return mean.masked_fill_(mean == 0.0, -0.0)  # the mark of a parameter without a gradient
-
-    @property
-    def residual(self) -> Tensor:
-        """What the residual `[n]` becomes once the mean is used."""
-        return self._errors.view(-1)[: len(self.vector)]
-
-    def _encoded(self, owner: int, vector: Tensor) -> Tensor:
-        """Encode a vector for the chunk of an owner, with its errors, which become those of this encoding."""
-        errors = self._errors[owner].add_(vector)
-        encoded = self._encoding.encode(errors)
-        errors.sub_(self._encoding.decode(encoded, self._chunk))
-        return encoded
-
-    def _chunks(self, vector: Tensor) -> Tensor:
-        padded = torch.zeros(self._chunk * self._num)
-        padded[: len(vector)] = vector
-        return padded.view(self._num, self._chunk)

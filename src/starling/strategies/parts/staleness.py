@@ -67,15 +67,19 @@ class Correction(ABC):
 
 
 class Compensation(Correction):
-    """Equation, with lambda constant or, with rho, of each weight::
+    """Correct a gradient to first order for how far the weights have moved.
+
+    Equation, with lambda constant or, with rho, of each weight::
 
         g' = g + lambda g g (w - Phi)
         m <- rho m + (1 - rho) g g,  lambda <- lambda_0 / sqrt(m + epsilon)
 
-    g g approximates the diagonal of the loss's second derivative. A weight without a gradient stays without one.
+    with lambda_0 the option `delay_compensation`, rho `mean_square`, m the mean square of gradients, initially 0. g g
+    approximates the diagonal of the loss's second derivative. A weight without a gradient stays without one.
 
     References:
-        Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", arXiv 1609.08326.
+        Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", arXiv 1609.08326
+        (Algorithm 2; DC-ASGD-c, and with rho DC-ASGD-a).
     """
 
     def __init__(self, options: DelayCompensation, me: Learner) -> None:
@@ -97,7 +101,9 @@ class Compensation(Correction):
 
 
 class GapAware(Correction):
-    """Equation, with C the mean length of the steps so far, of the server or of this learner::
+    """Divide a gradient by how far the weights have moved, in steps.
+
+    Equation, with C the mean length of the steps so far, of the server or of this learner::
 
         g' = g / (1 + |w - Phi| / C)
 
@@ -147,6 +153,10 @@ def correction(staleness: Staleness, me: Learner) -> Correction | None:
 def rate_scale(staleness: float) -> float:
     """What the learning rate of a step is multiplied by, if it is to be divided by the staleness.
 
+    Equation, for a gradient taken tau changes of the weights ago::
+
+        a <- a / max(1, tau)
+
     References:
         Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950.
     """
@@ -159,13 +169,17 @@ class StaleSteps:
     Without a rule, they are `Learner.snapshot` and `Learner.step`.
     """
 
+    DROPPED = ("_read_at",)  # the next snapshot begins with its own
+
     def __init__(self, me: Learner, staleness: Staleness, scale_by_staleness: bool) -> None:
         self._me, self._scales = me, scale_by_staleness
         self._correction = correction(staleness, me)
         self._taken_at: Tensor | None = None  # Phi; kept only for a correction
+        self._read_at = me.version
 
     def snapshot(self) -> Tensor:
         """Phi `[P]`, where the next gradient is to be taken."""
+        self._read_at = self._me.version
         phi = self._me.snapshot()
         self._taken_at = None if self._correction is None else phi
         return phi
@@ -173,7 +187,7 @@ class StaleSteps:
     def step(self, gradient: Tensor) -> None:
         """Make a step with a gradient `[P]` that was taken at the last snapshot."""
         me, (phi, self._taken_at) = self._me, (self._taken_at, None)
-        scale = rate_scale(me.staleness) if self._scales else 1.0
+        scale = rate_scale(me.version - self._read_at) if self._scales else 1.0
         if self._correction is None or phi is None or not is_finite(gradient):  # a step skips what is not finite
             me.step(gradient, scale=scale)
             return

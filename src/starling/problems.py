@@ -1,4 +1,4 @@
-"""Describes all problems of a recipe, one per line."""
+"""Describes all problems of a recipe, or of other configuration, one per line."""
 
 from collections.abc import Iterator, Sequence
 from types import UnionType
@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from starling.configuration import owners
 from starling.errors import ConfigError, did_you_mean, nearest
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -23,6 +24,7 @@ def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: 
     `prefix` is the dotted path of `tree` itself, such as `strategy.`.
     """
     known = [prefix + key for key in known_keys(model)]
+    moved = {prefix + key: words for key, words in getattr(model, "MOVED", {}).items()}
     lines: dict[str, list[str]] = {}
     for detail in error.errors(include_url=False):
         cause = detail.get("ctx", {}).get("error")
@@ -31,7 +33,7 @@ def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: 
             continue
         path = prefix + ".".join(_path(detail, tree))
         said = lines.setdefault(path.rstrip("."), [])
-        words = _words(detail, path, known)
+        words = moved.get(path) or _words(detail, path, known)
         if words not in said:
             said.append(words)
     return [": ".join(filter(None, (path, "; or ".join(said)))) for path, said in lines.items()]
@@ -54,7 +56,8 @@ def refused(problems: Sequence[str], where: str) -> ConfigError:
 
 def known_keys(model: type[BaseModel]) -> Iterator[str]:
     """The dotted keys of `model` and of the models inside it."""
-    for name, field in model.model_fields.items():
+    for name, kind in owners(model).items():
+        field = kind.model_fields[name]
         key = field.alias or name
         yield key
         for inner in _models_in(field.annotation):
@@ -62,13 +65,15 @@ def known_keys(model: type[BaseModel]) -> Iterator[str]:
 
 
 def suggestion(path: str, known: Sequence[str]) -> str:
-    """`; did you mean KEY?` for an unknown dotted key; empty if no known key resembles it."""
+    """`; did you mean KEY?` for an unknown dotted key; the known keys beside it if it resembles none."""
     path = ".".join(part for part in path.split(".") if not part.isdecimal())  # places in a list
     parent, _, name = path.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
     near = beside.get(nearest(name, beside) or "") or next(iter(elsewhere), None) or nearest(path, known)
-    return f"; did you mean {near}?" if near else ""
+    if near:
+        return f"; did you mean {near}?"
+    return f"; known are {', '.join(beside)}" if beside else ""
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -1,0 +1,137 @@
+"""Ako: partial gradient exchange, in which each learner sends a part of what it has gathered to all others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.learner import Learner
+from starling.strategies.base import gossip, never, one_learner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DROPPED = ("k", "acc")
+"""A part that is under way when a membership ends: `known` has it, where it was sent and where it came."""
+
+
+class AkoOptions(Config):
+    """The options of `ako`."""
+
+    parts: int = Field(default=4, ge=1)
+    """p, the parts of the weights, of which a learner sends one in each round."""
+    combine: Literal["mean", "sum"] = "mean"
+    """Whether the learners' steps are averaged, each as 1/L of itself, or added up, as in the paper."""
+    period: float = Field(default=1.0, gt=0.0)
+    """Gradients that a learner computes before it opens the next round."""
+    max_lag: float | None = Field(default=None, ge=1.0)
+    """A learner that has computed this many gradients since its last completed round waits for the round under way;
+    null: twice the period, but at least 2."""
+
+
+@gossip(
+    "ako",
+    "step alone, send all others a part of the steps in each round",
+    AkoOptions,
+    sync_group_size=one_learner,
+    keeps_state=True,
+    adopts_changes=never,
+)
+async def ako(me: Learner, options: AkoOptions) -> None:
+    """Each learner steps alone, and sends all others one part after another of what its own steps have changed.
+
+    Equation, for every learner l of L, with acc_l, initially 0, what its steps have changed and others have not got,
+    and [i] part i of p equal parts of a vector::
+
+        each step:  w_l <- w_l - s a g_l(Phi_l),  acc_l <- acc_l - s a g_l(Phi_l)
+        round k:    learner l sends acc_l[(l + k) mod p] to all others, and sets it to 0
+                    each adds what it receives: w_j[i] <- w_j[i] + acc_l[i]
+
+    with w_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch; Phi_l
+    the value of w_l when the gradient began; s = 1 if steps are added up, and 1/L if they are averaged. Every step
+    reaches everybody within p rounds, once. At the end all send all that is left.
+
+    With p = 1, averaging, learners of one speed, plain SGD and a round for each gradient, this is `allreduce` one step
+    late: learner l computes its gradient k + 1 where its own gradients up to k and those of the others up to k - 1 have
+    been applied, each with the rate a / L. `sparta` sends parts of the weights instead of what changed them, and waits;
+    `streaming-diloco` sends each part once in H steps.
+
+    The paper accumulates gradients, and the receiver multiplies them by its learning rate. Here a learner accumulates
+    what its own optimizer makes of them, so that momentum and Adam mean what they mean alone. With plain SGD and a
+    constant rate the two are the same.
+
+    What others know of a learner is kept as one vector: the weights without acc_l. It is the same on all between two
+    rounds, but for messages that a lost learner has sent to some only: a membership begins with its mean over those
+    that have one.
+
+    Waits:
+        Nobody for another's gradient. A learner waits for a round under way if it is `max_lag` gradients ahead of it.
+
+    Use when:
+        Learners are of unequal speed, and a whole gradient takes longer to send than to compute: p times fewer bytes in
+        a round. Each learner sends to all others, so that it suits few learners, or a switch that is not shared.
+
+    Args:
+        me: The learner that runs this coroutine.
+        options: The number of parts, how the learners' steps are combined, and how often parts are sent.
+
+    References:
+        Watcharapichat, Lopez Morales, Fernandez & Pietzuch 2016, "Ako: Decentralised Deep Learning with Partial
+        Gradient Exchange", ACM SoCC.
+
+    Example:
+        >>> from starling.toy import regression
+        >>> starling.simulate(regression("ako", parts=2), learners=4).loss()
+        0.01
+    """
+    known = await _what_all_know(me)
+    me.background.start(_exchange(me, options, known))
+    while me.claim():
+        me.step(await me.gradient(me.snapshot()), scale=1.0 / me.world if options.combine == "mean" else 1.0)
+        await me.background.keep_up(options.max_lag or max(2.0, 2.0 * options.period))
+
+
+async def _exchange(me: Learner, options: AkoOptions, known: Tensor) -> None:
+    parts, others = me.optimizer.pieces(-(-len(me.weights) // options.parts)), [*range(me.world)]
+    others.remove(me.rank)
+    while (k := await me.background.round(options.period)) is not None:
+        parts_of = {peer: parts[(peer + k) % len(parts)] for peer in range(me.world)}
+        receiving = {peer: me.receive(peer, known[parts_of[peer]], tag=k) for peer in others}
+        own = parts_of[me.rank]
+        acc = me.snapshot(own) - known[own]
+        sending = [me.send(peer, acc, tag=k) for peer in others]
+        known[own].add_(acc)
+        for peer, handle in receiving.items():
+            theirs = await handle
+            me.apply(theirs, parts_of[peer])
+            known[parts_of[peer]].add_(theirs)
+        for each in sending:
+            await each
+    rest = me.snapshot() - known
+    of_first, *_ = await _of_all(me, known)  # others differ from it by rounding
+    me.replace(sum(await _of_all(me, rest), of_first))
+
+
+async def _what_all_know(me: Learner) -> Tensor:
+    """The weights `[P]` without what this learner has not sent, the same on all when a membership begins."""
+    import torch
+
+    known = me.strategy_state("known", me.weights, of_rounds=True)
+    has_begun = me.strategy_state("begun", torch.zeros(1))
+    was_there = me.strategy_state("was there", torch.zeros(1), is_common=False)
+    if bool(has_begun):
+        of_all, are_there = await _of_all(me, known * float(was_there)), await _of_all(me, was_there)
+        agreed = sum(of_all[1:], of_all[0]) / float(sum(are_there))
+        me.apply(agreed - known)
+        known.copy_(agreed)
+    has_begun.fill_(1.0)
+    was_there.fill_(1.0)
+    return known
+
+
+async def _of_all(me: Learner, vector: Tensor) -> list[Tensor]:
+    """What all learners give in exchange for `vector`, in the order of ranks, so that sums have the same bits."""
+    exchanges = [me.exchange(peer, vector, tag=0) if peer != me.rank else None for peer in range(me.world)]
+    return [vector if each is None else await each for each in exchanges]

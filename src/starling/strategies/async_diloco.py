@@ -1,0 +1,122 @@
+"""Asynchronous DiLoCo: learners step alone, and a server with delayed Nesterov momentum takes what they have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import ClassVar
+
+from pydantic import Field
+
+from starling.errors import ConfigError
+from starling.learner import Learner, LoopEnded
+from starling.strategies.base import never, one_learner, registered
+from starling.strategies.parts.remote import connected
+from starling.strategies.parts.rules import Served, ServedStrategy
+
+
+class AsyncDilocoOptions(Served):
+    """The options of `async-diloco`."""
+
+    MOVED: ClassVar[Mapping[str, str]] = {
+        "elasticity": "elastic averaging is a strategy of its own: write `name: aeasgd`"
+    }
+
+    every: int = Field(default=100, ge=1)
+    """H, the steps of the fastest learner from one push to the next."""
+    by_speed: bool = True
+    """Whether H of each learner is in proportion to its speed; otherwise all make as many steps."""
+    rate: float = Field(default=0.1, gt=0.0)
+    """eta, the rate of the server's optimizer."""
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """beta, the momentum of the server's optimizer."""
+    delay: int | None = Field(default=None, ge=1)
+    """N, the pushes from one change of the momentum to the next; null: the number of workers."""
+    spread: float = Field(default=0.0, ge=0.0, le=1.0)
+    """c, the share of the momentum's step that each push makes, at most 1/N; the rest is made with each N-th push."""
+
+    def pushes(self, world: int) -> int:
+        """N, with its default."""
+        return self.delay or max(1, len(self.workers(world)))
+
+
+def _check(options: AsyncDilocoOptions, world: int) -> None:
+    if options.spread * options.pushes(world) > 1.0:
+        raise ConfigError(
+            f"strategy.spread: {options.spread:g} of the momentum's step with each of {options.pushes(world)} pushes "
+            f"is more than one step; set at most {1.0 / options.pushes(world):g}"
+        )
+
+
+@registered(
+    "async-diloco",
+    "step alone, agree with a server every few steps; no learner waits",
+    AsyncDilocoOptions,
+    kind="periodic",
+    sync_group_size=one_learner,
+    check=_check,
+    adopts_changes=never,
+    of=ServedStrategy,
+)
+async def async_diloco(me: Learner, options: AsyncDilocoOptions) -> None:
+    """Each learner steps alone, and every H steps pushes what it has moved to a server that keeps theta.
+
+    Equation, for every learner l of L, with theta_l the theta that it pulled last::
+
+        each step:             x_l <- x_l - a g_l(x_l)
+        after every H-th step: push D = theta_l - x_l,  theta_l <- theta,  x_l <- theta
+        server, at push t:     B <- B + D
+                               theta <- theta - eta (c beta m + D / N)
+        at each N-th push:     m <- beta m + B / N,  B <- 0
+                               theta <- theta - eta ((1 - c N + c) beta m + D / N)
+
+    with a the step size of the local optimizer, whose own state stays with each learner; m and B the server's momentum
+    and sum, initially 0; eta, beta, N and c the options `rate`, `momentum`, `delay` and `spread`. The momentum takes N
+    pushes at once, because momentum multiplies what is stale in each of them. With `by_speed` H of a learner is
+    H n_l / max_j n_j, n_l being the steps that it has pushed.
+
+    At the end all learners push once more and take theta. A learner that begins alone has no server, and its steps are
+    all there is. When a membership begins, and after a resume, a worker first pushes what it has not pushed:
+    theta_l - x_l. A server takes a push only once.
+
+    The paper takes each learner's speed as known; here the steps that were pushed tell it.
+
+    Waits:
+        No learner waits for another, only for its push to arrive and theta to come back, once in H steps.
+
+    Use when:
+        The link is slow and learners differ in speed, or stall. If they are alike, take `diloco`: nothing in it is
+        stale.
+
+    Args:
+        me: The learner that runs this coroutine: a worker, a server, or both.
+        options: How often learners push, what the server makes of it, and where the servers run.
+
+    References:
+        Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135 (Algorithm 3).
+
+    Example:
+        >>> from starling.toy import regression
+        >>> starling.simulate(regression("async-diloco", every=4), learners=4).loss()
+        0.036
+    """
+    outer = options.rate, options.momentum, options.pushes(me.world), options.spread
+    if (centre := await connected(me, options, *outer)) is None:
+        return
+    centre.theta = me.strategy_state("theta", centre.theta, is_common=False)
+
+    async def push() -> None:
+        if centre.num_steps or centre.num_unconfirmed:
+            await centre.push(centre.theta - me.weights)
+
+    await push()
+    me.replace(await centre.pull())
+    with suppress(LoopEnded):
+        while me.claim():
+            me.step(await me.gradient(me.weights))
+            centre.count_step()
+            if centre.num_steps >= (centre.by_speed(options.every) if options.by_speed else options.every):
+                await push()
+                me.replace(await centre.pull())
+    await push()
+    me.replace(await centre.leave())

@@ -1,0 +1,76 @@
+"""CHOCO-SGD: neighbours send each other, encoded, what has changed in their weights."""
+
+from pydantic import Field
+
+from starling.learner import Learner
+from starling.strategies.base import gossip
+from starling.strategies.parts.choco import Differences, PublicCopies, check_fixed_neighbours
+from starling.strategies.parts.mixing import Gossip, MixingOptions, Order, kept_by
+
+
+class ChocoOptions(MixingOptions):
+    """The options of `choco`. Its pattern must have the same neighbours in each step."""
+
+    compression: Differences = "int8"
+    """C, how what has changed in weights is encoded: `int8`, `int4`, or the largest numbers alone, `top_k`."""
+    consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
+    """gamma, the share of a round's change that is made. The coarser the encoding, the smaller it must be."""
+    order: Order = "at-once"
+    """Whether neighbours average during the gradient, or after the step with it, as in the paper."""
+
+
+@gossip(
+    "choco",
+    "send neighbours what has changed in weights, encoded, at each step",
+    ChocoOptions,
+    check=lambda options, world: check_fixed_neighbours(options.pattern, world),
+)
+async def choco(me: Learner, options: ChocoOptions) -> None:
+    """Each learner averages with its neighbours in each step, of whose weights it knows public copies (CHOCO-SGD).
+
+    Equation, for all learners together::
+
+        Q = C(W - Y),  Y <- Y + Q
+        W <- W + gamma (Y T - Y) - a g(W)
+
+    with W `[P, L]` the weights, one column for each learner; Y `[P, L]` their public copies, which neighbours know
+    because they have received each Q; C the encoding; T the mixing matrix, given by `options.pattern`; gamma
+    `options.consensus_rate`; a the step size of the local optimizers; g `[P, L]` the gradients, each taken at its own
+    column. With `order: adapt-first` W is replaced by W - a g(W) before, as in the paper; at once, the exchange takes
+    place during the gradient.
+
+    What C leaves out stays in W - Y, and is sent later: without gradients, all learners reach the exact mean. In the
+    first step of a membership Q is W, as float32; in the paper Y begins at 0.
+
+    Waits:
+        Neighbours wait for each other, in each step.
+
+    Use when:
+        Learners are about equally fast, and the links between them too slow for the weights of `dpsgd`. Strong
+        encodings need a smaller gamma, which must be tuned.
+
+    Args:
+        me: The learner that runs this coroutine.
+        options: Which learners are neighbours, how changes are encoded, and how much of them is made.
+
+    References:
+        Koloskova et al. 2019, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
+        Communication", arXiv 1902.00340.
+
+    Example:
+        >>> from starling.toy import regression
+        >>> starling.simulate(regression("choco", compression="int4", consensus_rate=0.5), learners=4).loss()
+        0.01
+    """
+    pieces = options.pieces(me)
+    copies = PublicCopies(me.weights, pieces, options.compression, options.consensus_rate, kept_by(me))
+    rounds = Gossip(me, options, copies)
+    while me.claim():
+        if options.order == "adapt-first":
+            me.step(await me.gradient(me.weights))
+            await rounds.start().change_weights()
+        else:
+            averaging = rounds.start()
+            gradient = await me.gradient(me.weights)
+            await averaging.change_weights()
+            me.step(gradient)

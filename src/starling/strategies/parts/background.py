@@ -1,0 +1,106 @@
+"""Averaging rounds that a learner's background makes while it computes gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.learner import Learner
+from starling.strategies.parts.choco import Differences, PublicCopies, check_fixed_neighbours
+from starling.strategies.parts.mixing import Encoder, Mixing, MixingOptions, Pattern, Rounding, check_mixing, one_ahead
+from starling.strategies.parts.staleness import Staleness
+from starling.topology import find_topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DROPPED = ("k", "encoder")
+"""A round that is under way when a membership ends is left out. The next one counts rounds from 0, and what encodings
+remember begins again with it, as it does after a resume."""
+
+
+class Choco(Config):
+    """Send what has changed in weights, and make a part of each change."""
+
+    choco: Differences
+    """How what has changed is encoded."""
+    consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
+    """gamma, the share of a round's change that is made."""
+
+
+Compressed = Literal["none", "bfloat16"] | Differences | Choco
+"""How weights are encoded for sending. `int8`, `int4` and `top_k` alone have a consensus rate of 1."""
+
+
+class BackgroundOptions(MixingOptions):
+    """The options of every strategy that averages in the background."""
+
+    MOVED: ClassVar[Mapping[str, str]] = {
+        "consensus_rate": "it belongs to an encoding: write `compression: {choco: int8, consensus_rate: 0.5}`"
+    }
+    pattern: Pattern = "random"
+    period: float = Field(default=1.0, gt=0.0)
+    """Gradients that a learner computes before it opens the next averaging round; below 1: several rounds per
+    gradient."""
+    max_lag: float | None = Field(default=None, ge=1.0)
+    """A learner that has computed this many gradients since its last completed round waits for the round under way.
+    None: twice the period, but at least 2, so that a round can always overlap with a gradient."""
+    compression: Compressed = "none"
+    """How weights are encoded for sending, with error feedback; or with int8, int4, top_k and `choco` what has changed
+    in them, between fixed neighbours."""
+
+    @property
+    def lag(self) -> float:
+        """`max_lag`, or its default."""
+        return max(2.0, 2.0 * self.period) if self.max_lag is None else self.max_lag
+
+
+class StaleOptions(BackgroundOptions):
+    """The options of strategies whose learners step alone."""
+
+    scale_by_staleness: bool = False
+    """Divide the learning rate of a step by the staleness of its gradient, if that is above 1."""
+    staleness: Staleness = "none"
+    """How gradients are corrected for what averaging has changed since they were begun: `none`, `gap-aware`, or
+    `delay_compensation`."""
+
+
+def check_background(options: BackgroundOptions, world: int) -> None:
+    """Raises ConfigError if so many learners cannot average with this pattern and compression."""
+    if options.compression in ("none", "bfloat16"):
+        check_mixing(options, world)
+    else:
+        check_fixed_neighbours(options.pattern, world)
+
+
+def encoder_of(compression: Compressed, weights: Tensor, pieces: Sequence[slice]) -> Encoder:
+    """The encoder of pieces of the weights, each once in a round, that an option asks for."""
+    if compression == "none":
+        return Encoder()
+    if compression == "bfloat16":
+        return Rounding(weights, pieces)
+    chosen = compression if isinstance(compression, Choco) else Choco(choco=compression)
+    return PublicCopies(weights, pieces, chosen.choco, chosen.consensus_rate)
+
+
+def unchanged(delta: Tensor, piece: slice) -> Tensor:
+    """A round changes the weights by what averaging changes, and nothing else."""
+    return delta
+
+
+async def average_in_rounds(
+    me: Learner, options: BackgroundOptions, change: Callable[[Tensor, slice], Tensor] = unchanged
+) -> None:
+    """Average with neighbours in each round: W <- W T_k in round k, piece by piece.
+
+    `change` makes of what averaging changes in a piece, sum_j T_jl (w_j - w_l), what is added to my weights. A step
+    made meanwhile stays in them. Each piece is on its way before the previous one is awaited.
+    """
+    topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
+    encoder = encoder_of(options.compression, me.weights, pieces)
+    while (k := await me.background.round(options.period)) is not None:
+        for piece, mixing in one_ahead((piece, Mixing(me, topology, k, piece, encoder)) for piece in pieces):
+            me.apply(change(await mixing.delta(), piece), piece)

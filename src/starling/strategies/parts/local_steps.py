@@ -1,0 +1,119 @@
+"""The steps between two agreements, and fragments of the weights that are averaged meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from starling.learner import Learner, LoopEnded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LocalSteps:
+    """The steps of a learner that agrees with the others after every H-th: x_l <- x_l - a g_l(x_l).
+
+    They are counted from the beginning of the run, alike on all learners: a checkpoint between two agreements has their
+    number, and after a loss all learners count as the one that is furthest. An agreement that a loss interrupted is
+    made first in the next membership.
+    """
+
+    DROPPED = ("_is_agreeing",)
+    """Whether the caller has agreed since this membership began: what it agreed on is counted."""
+
+    def __init__(self, me: Learner, every: int) -> None:
+        import torch
+
+        self._me, self._every = me, every
+        self._num = me.strategy_state("steps", torch.zeros(1, dtype=torch.int64))
+        self._agreed_after = me.strategy_state("agreed after", self._num)
+        self._num_together = 0
+        self._is_agreeing = self._have_ended = False
+
+    @property
+    def num(self) -> int:
+        """The number of steps made alone."""
+        return int(self._num) - self._num_together
+
+    async def together(self, num_steps: int) -> None:
+        """Make the first steps of the run with the mean gradient, as under `allreduce`, and then average the weights,
+        which are apart if a learner was lost between two of these steps."""
+        import torch
+
+        me, self._num_together = self._me, num_steps
+        if num_steps == 0:
+            return
+        is_done = me.strategy_state("warmed up", torch.zeros(1, dtype=torch.int64))
+        with suppress(LoopEnded):
+            while int(self._num) < num_steps and me.claim():
+                me.step(await me.mean(me.gradient(me.weights)))
+                self._num.add_(1)
+        self._have_ended = int(self._num) < num_steps
+        if not (self._have_ended or is_done):
+            me.replace(await me.mean(me.snapshot()))
+            is_done.fill_(1)
+            self._agreed_after.copy_(self._num)
+
+    async def alone(self) -> bool:
+        """Make H steps alone, or those that the budget still has. False if there is nothing more to agree about."""
+        me = self._me
+        if self._is_agreeing:  # the caller has agreed
+            self._agreed_after.copy_(self._num)
+        self._is_agreeing = True
+        if self._num > self._agreed_after and self.num % self._every == 0 and not self._have_ended:
+            return True
+        with suppress(LoopEnded):
+            while not self._have_ended and me.claim():
+                me.step(await me.gradient(me.weights))
+                self._num.add_(1)
+                if self.num % self._every == 0:
+                    return True
+        has_ended, self._have_ended = self._have_ended, True
+        return not has_ended and bool(self._num > self._agreed_after)
+
+
+class Travelling:
+    """Which fragment of the weights is being averaged, and from which weights.
+
+    Fragment n of N departs after the steps n H / N, n H / N + H, …, and arrives tau <= H / N steps later, so that at
+    most one is under way. A learner keeps its weights as they were when they departed: x, and not what is made of them
+    for sending, so that they mean the same if compression ends with the loss of all others. In a new membership or
+    after a resume the mean begins again, from the same x; a learner that has taken over the number of steps of another,
+    or has joined, has not sent this fragment, and sends its weights as they are.
+    """
+
+    def __init__(self, me: Learner, num_fragments: int, every: int, steps_on_the_way: int) -> None:
+        import torch
+
+        self._me, self._every, self._tau = me, every, steps_on_the_way
+        self.fragments = list(me.optimizer.pieces(-(-len(me.weights) // num_fragments)))
+        self._x = me.strategy_state("sent", me.weights, is_common=False)
+        self._sent_at = me.strategy_state("sent at", torch.zeros(1, dtype=torch.int64), is_common=False)
+        self._under_way: tuple[slice, Awaitable[Tensor]] | None = None
+
+    def x(self, fragment: slice) -> Tensor:
+        """This learner's weights `[n]` as they were when a fragment departed."""
+        return self._x[fragment]
+
+    def depart(self, num_steps: int, mean: Callable[[slice, Tensor], Awaitable[Tensor]]) -> None:
+        """Start the `mean` of the fragment that departs after so many steps, or that should be under way then."""
+        if self._under_way is not None:
+            return
+        for number, fragment in enumerate(self.fragments, 1):
+            first = self._every * number // len(self.fragments)
+            since = (num_steps - first) % self._every
+            if num_steps < first or since >= max(1, self._tau):
+                continue
+            if int(self._sent_at) != num_steps - since:
+                self._x[fragment] = self._me.weights[fragment]
+                self._sent_at.fill_(num_steps - since)
+            self._under_way = fragment, mean(fragment, self._x[fragment])
+
+    async def arrival(self, num_steps: int | None = None) -> tuple[slice, Tensor] | None:
+        """The fragment that arrives after so many steps (None: whichever is under way) with its mean; or None."""
+        if self._under_way is None or (num_steps is not None and num_steps - int(self._sent_at) < self._tau):
+            return None
+        (fragment, mean), self._under_way = self._under_way, None
+        return fragment, await mean

@@ -1,0 +1,161 @@
+"""Means of vectors over all learners: as they are, or encoded, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from starling.configuration import Config
+from starling.learner import Handle, Learner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from starling.strategies.parts.encodings import Encoding
+    from starling.strategies.parts.exchanges import LowRankMeans
+
+
+class TopK(Config):
+    """Send the largest numbers alone."""
+
+    top_k: float = Field(gt=0.0, le=0.25)
+    """The fraction of the numbers that are sent, 8 bytes each."""
+    bits: Literal[2] | None = None
+    """2: send each number in 2 bits and its place in 2 bytes, from every 4096 numbers their largest."""
+
+    def __str__(self) -> str:
+        return f"{{top_k: {self.top_k:g}{'' if self.bits is None else f', bits: {self.bits}'}}}"
+
+
+class LowRank(Config):
+    """Send two thin factors of each matrix, of which the product is near it (PowerSGD)."""
+
+    low_rank: int = Field(ge=1)
+    """The columns of a factor."""
+
+
+Encoded = Literal["none", "bfloat16", "int8", "int4"] | TopK
+"""How vectors are encoded for sending; what an encoding takes away is added to the next message."""
+Compression = Encoded | LowRank
+"""The same, or factors of matrices."""
+
+
+def is_compressed(options: Config) -> bool:
+    """Whether a strategy with these options sends anything encoded."""
+    return getattr(options, "compression", "none") != "none"
+
+
+def find_encoding(compression: Encoded) -> Encoding | None:
+    """The encoding that an option names; None: numbers travel as they are."""
+    from starling.strategies.parts.encodings import Bfloat16, CoarseLargest, Integers, Largest
+
+    if isinstance(compression, TopK):
+        return (Largest if compression.bits is None else CoarseLargest)(compression.top_k)
+    return {"none": None, "bfloat16": Bfloat16(), "int8": Integers(8), "int4": Integers(4)}[compression]
+
+
+class Means:
+    """The means of a strategy's vectors `[P]`, or of pieces of them.
+
+    Compressed, a vector travels as its encoding says, and what that takes away is kept in a `Residual` for each piece:
+    numbers of few bits by way of owners (`OwnersMean`), the largest numbers from each learner to all (`GatheredMean`),
+    matrices as two factors (`LowRankMeans`). A mean that is not finite leaves the residuals as they were, because its
+    mini-batches are left out. A learner alone encodes nothing.
+    """
+
+    def __init__(
+        self, me: Learner, compression: Compression = "none", pieces: Sequence[slice] = (), feedback: float = 1.0
+    ) -> None:
+        self._me = me
+        self.are_encoded = compression != "none" and me.world > 1
+        self._encoding: Encoding | None = None
+        self._factors: LowRankMeans | None = None
+        self._residuals: dict[int, Residual] = {}
+        self._is_gathered = isinstance(compression, TopK)
+        if self.are_encoded:
+            from starling.strategies.parts.exchanges import LowRankMeans
+
+            if isinstance(compression, LowRank):
+                self._factors = LowRankMeans(me, compression.low_rank)
+            else:
+                self._encoding = find_encoding(compression)
+            for piece in pieces or me.optimizer.pieces(len(me.weights)):
+                self._residuals[piece.start] = Residual(me, piece, feedback, self._factors is None)
+
+    def start(self, of: Tensor | Handle[Tensor], piece: slice | None = None) -> Awaitable[Tensor]:
+        """Start averaging a vector `[P]`, or the `piece` of one. If it travels encoded, a gradient is completed first,
+        and the mean is -0.0 where no learner has sent anything, as for parameters without a gradient."""
+        if not self.are_encoded:
+            return self._me.mean(of)
+        if isinstance(of, Handle):
+            return self._of_gradient(of)
+        residual = self._residuals[piece.start if piece is not None else 0]
+        from starling.strategies.parts.exchanges import GatheredMean, OwnersMean
+
+        total, left, mean = residual.added_to(of), residual.following, GatheredMean if self._is_gathered else OwnersMean
+        if self._encoding is None:
+            return _UnderWay(self._me, self._factors.mean(of, total, left), residual)  # type: ignore[union-attr]
+        return _UnderWay(self._me, mean(self._me, self._encoding, total, left), residual)
+
+    async def _of_gradient(self, gradient: Handle[Tensor]) -> Tensor:
+        return await self.start(await gradient)
+
+
+class Residual:
+    """What one learner has brought to the means of a piece of its vectors and not handed on: e `[n]`, float32.
+
+    Equation, for mean k of vectors v, with q what the learner hands on, and beta = `feedback`::
+
+        total = v + beta e_k,  e_(k+1) = total - q
+
+    A residual has one unit, that of one learner's vector, whoever owes it: a learner that has not sent a part of its
+    own vector, or the owner of a chunk that has not handed on a part of the mean, which is L times as much in this
+    unit. So it means the same among any number of learners, and stays with its learner when the membership changes. A
+    joiner begins with 0, and a lost learner takes its residual along.
+
+    e_(k+1) is written when mean k is sent, beside e_k, and takes its place when the mean is used. Which of them is
+    meant follows from the number of means that have been used: common state, which after a loss all have from the
+    learner that is furthest. A learner that had sent its part of the last mean, and lost a peer before it had the mean,
+    so knows whether the others have used it.
+    """
+
+    def __init__(self, me: Learner, piece: slice, feedback: float, is_on_host: bool) -> None:
+        import torch
+
+        weights, name = me.weights[piece], "" if piece.start == 0 else f" {piece.start}"
+        zeros = weights.new_zeros(2, len(weights), dtype=torch.float32)
+        zeros = zeros.cpu() if is_on_host and not weights.is_meta else zeros
+        self._both = me.strategy_state(f"residual{name}", zeros, is_common=False)
+        self._num_used = me.strategy_state(f"means{name}", torch.zeros(1, dtype=torch.int64))
+        self._feedback = feedback
+
+    def added_to(self, vector: Tensor) -> Tensor:
+        """`vector` `[n]` plus the residual, in new memory, where the residual is."""
+        now = self._both[int(self._num_used) % 2]
+        return vector.to(now.device, now.dtype).add(now, alpha=self._feedback)
+
+    @property
+    def following(self) -> Tensor:
+        """Where the residual `[n]` is written that follows from the mean under way."""
+        return self._both[(int(self._num_used) + 1) % 2]
+
+    def use(self) -> None:
+        """The mean under way is used."""
+        self._num_used.add_(1)
+
+
+class _UnderWay:
+    """An encoded mean that has begun; with it, the residual changes."""
+
+    def __init__(self, me: Learner, mean: Awaitable[Tensor], residual: Residual) -> None:
+        self._mean, self._residual, self._device = mean, residual, me.weights.device
+
+    def __await__(self) -> Generator[Handle[Any], None, Tensor]:
+        mean = yield from self._mean.__await__()
+        if mean.is_meta:
+            return mean
+        if bool(mean.isfinite().all()):
+            self._residual.use()
+        return mean.to(self._device).masked_fill_(mean == 0.0, -0.0)

@@ -1,0 +1,272 @@
+"""Averaging with neighbours in delta form: each learner adds a change to its weights, whatever has happened to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from starling.configuration import Config
+from starling.learner import Learner
+from starling.topology import Topology, check_pattern, find_topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+T = TypeVar("T")
+Keep = Callable[[str, "Tensor"], "Tensor"]
+"""From a name and an initial value to the tensor in which an encoder keeps what it remembers."""
+Pattern = Annotated[str, AfterValidator(check_pattern)]
+_CACHED_NUMBERS = 1 << 17
+"""Three vectors of this many numbers fit in a processor's cache."""
+
+
+class MixingOptions(Config):
+    """The options of every strategy that averages with neighbours."""
+
+    pattern: Pattern = "ring"
+    """Which learners average: a name in `topology.PATTERNS`, a pattern of an installed package, or `module:name`."""
+    optimizer_state: Literal["local", "averaged"] = "local"
+    """What happens to momentum and Adam's moments: each learner keeps its own, or they are averaged like weights."""
+    piece_megabytes: float = Field(default=16.0, gt=0.0)
+    """Weights are averaged in pieces of at most this size, so that locks on them are short and copies are small."""
+
+    def pieces(self, me: Learner) -> list[slice]:
+        """The pieces of the weights, and of the optimizer's state if it is averaged."""
+        largest = max(1, int(self.piece_megabytes * 2**20) // me.weights.element_size())
+        return list(me.optimizer.pieces(largest, self.optimizer_state == "averaged"))
+
+
+def kept_by(me: Learner) -> Keep:
+    """What a learner remembers is in its checkpoints, and begins again in each membership."""
+    return lambda name, initial: me.strategy_state(name, initial, for_membership=True)
+
+
+def forgotten(name: str, initial: Tensor) -> Tensor:
+    """What a learner remembers also begins again after a resume: for rounds that no checkpoint is in step with."""
+    return initial
+
+
+def check_mixing(options: MixingOptions, world: int) -> None:
+    """Raises ConfigError if so many learners cannot average with this pattern."""
+    find_topology(options.pattern, world, seed=0)
+
+
+def has_fixed_neighbours(topology: Topology) -> bool:
+    """Whether the neighbours are the same in each round."""
+    return topology.period == 1 or topology.world <= 2
+
+
+def averages_both_ways(topology: Topology) -> bool:
+    """Whether the neighbours are the same in each round, and mix each other with equal weights."""
+    mixing = topology.matrix(0)
+    return has_fixed_neighbours(topology) and bool(abs(mixing - mixing.T).max() <= 1e-9)
+
+
+class Encoder:
+    """Turns weights into messages, and messages into a change of the weights.
+
+    Here weights travel as they are, and the change of learner l's weights w_l is::
+
+        sum_j T_jl (w_j - w_l)
+
+    with T the mixing matrix. `Rounding` and `PublicCopies` send less.
+    """
+
+    def encode(self, mine: Tensor, piece: slice) -> Tensor:
+        """The message for a piece of my weights; `mine` becomes what its receivers decode."""
+        return mine
+
+    def change(self, own: Tensor, theirs: Sequence[tuple[float, Tensor]], piece: slice) -> Tensor:
+        """The change of my weights, from what I sent, decoded, and the messages of others, each with its T_jl."""
+        return sum_of_differences(own, theirs)
+
+
+class Mixing:
+    """Averages one piece of my weights in round k, or `mine` in its place: sends it to my targets and receives those of
+    my sources."""
+
+    def __init__(
+        self, me: Learner, topology: Topology, k: int, piece: slice, encoder: Encoder, mine: Tensor | None = None
+    ) -> None:
+        self._encoder, self._piece = encoder, piece
+        self._mine = me.snapshot(piece) if mine is None else mine
+        sent = encoder.encode(self._mine, piece)
+        # post receives before sends, so that data flows in both directions at once
+        self._receiving = [
+            (weight, me.receive(peer, sent, tag=k)) for peer, weight in topology.sources(k, me.rank).items()
+        ]
+        self._sending = [me.send(peer, sent, tag=k) for peer in topology.targets(k, me.rank)]
+
+    async def delta(self) -> Tensor:
+        """The change to my weights: sum_j T_jl (theirs_j - mine), with T_jl the weight with which I mix learner j.
+
+        Adding this change conserves the mean of all learners even if a gradient step changed the weights meanwhile;
+        writing the average itself would erase that step.
+        """
+        own = self._mine
+        del self._mine  # free the copy as early as possible: a strategy may keep this object
+        theirs = [(weight, await handle) for weight, handle in self._receiving]
+        self._receiving.clear()
+        for sending in self._sending:
+            await sending
+        return own if own.is_meta else self._encoder.change(own, theirs, self._piece)
+
+
+def sum_of_differences(own: Tensor, theirs: Sequence[tuple[float, Tensor]]) -> Tensor:
+    """sum_j T_jl (theirs_j - own)."""
+    import torch
+
+    total = torch.empty_like(own) if theirs else torch.zeros_like(own)
+    parts = _parts(own)
+    change = torch.empty_like(total[parts[0]])
+    for part in parts:
+        mine, sum_of_part = own[part], total[part]
+        for place, (weight, vector) in enumerate(theirs):
+            their_part = vector[part].to(mine.dtype)
+            if place == 0:
+                torch.sub(their_part, mine, out=sum_of_part).mul_(weight)
+            else:
+                sum_of_part.add_(torch.sub(their_part, mine, out=change[: len(mine)]), alpha=weight)
+    return total
+
+
+def _parts(vector: Tensor) -> list[slice]:
+    """Slices of a vector that fit in a processor's cache; on an accelerator, one slice."""
+    size = _CACHED_NUMBERS if vector.device.type == "cpu" else max(1, len(vector))
+    return [slice(start, start + size) for start in range(0, len(vector), size)] or [slice(0)]
+
+
+def one_ahead(work: Iterable[T]) -> Iterator[T]:
+    """Yield the items of `work`, each after the next one has been created, so that the next piece is already under way
+    while one is awaited."""
+    return (item for item, _ in pairwise(chain[Any](work, [None])))
+
+
+def _is_no_choco(value: Any) -> Any:
+    if value in ("int8", "int4") or isinstance(value, dict):
+        raise ValueError(
+            "int8, int4 and top_k encode what has changed in weights, which is CHOCO: write `name: choco`, or "
+            "`compression: bfloat16`"
+        )
+    return value
+
+
+Rounded = Annotated[Literal["none", "bfloat16"], BeforeValidator(_is_no_choco)]
+"""How weights are rounded for sending; errors are fed back."""
+
+
+class RoundedOptions(MixingOptions):
+    """The options of strategies that average whole weights with neighbours."""
+
+    compression: Rounded = "none"
+    """How weights are rounded for sending: `none` or `bfloat16`, with error feedback."""
+
+
+class Rounding(Encoder):
+    """Sends weights as bfloat16, half of their bytes.
+
+    Equation, for each piece w of the weights and its accumulated error e, initially 0::
+
+        send  q = round(w + e)
+        e <- w + e - q
+
+    The sums of the sent and of the exact weights differ only by e, so errors do not accumulate. e belongs to a
+    membership: after a change it is 0 again.
+
+    References:
+        Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training
+        of Speech DNNs", Interspeech (error feedback).
+    """
+
+    def __init__(self, weights: Tensor, pieces: Sequence[slice], keep: Keep = forgotten) -> None:
+        self._errors = keep("errors", weights.new_zeros(pieces[-1].stop if pieces else 0))
+
+    def encode(self, mine: Tensor, piece: slice) -> Tensor:
+        import torch
+
+        error = self._errors[piece]
+        error.add_(mine)  # w + e
+        sent = error.to(torch.bfloat16)
+        mine.copy_(sent)
+        error.sub_(mine)
+        return sent
+
+
+def rounding(me: Learner, options: RoundedOptions) -> Encoder:
+    """The encoder that these options ask for; its checkpoints are in step with its rounds."""
+    return Encoder() if options.compression == "none" else Rounding(me.weights, options.pieces(me), kept_by(me))
+
+
+Order = Literal["at-once", "adapt-first"]
+"""Whether neighbours average during the gradient, or after the step with it."""
+
+
+class Gossip:
+    """The averaging rounds of a learner, W <- W T_k in round k.
+
+    The number of rounds is part of a learner's checkpoint, and begins again in each membership.
+    """
+
+    def __init__(
+        self, me: Learner, options: MixingOptions, encoder: Encoder | None = None, topology: Topology | None = None
+    ) -> None:
+        import torch
+
+        self._me, self._pieces, self._encoder = me, options.pieces(me), encoder or Encoder()
+        self._topology = topology or find_topology(options.pattern, me.world, me.seed)
+        self._k = kept_by(me)("rounds", torch.zeros(1, dtype=torch.int64))
+
+    @property
+    def num_rounds(self) -> int:
+        """The rounds that have begun in this membership."""
+        return int(self._k)
+
+    def start(self) -> Averaging:
+        """Start the next round of the weights as they are now."""
+        self._k.add_(1)
+        return Averaging(self._me, [(piece, self._of_piece(piece)) for piece in self._pieces])
+
+    def start_mean(self) -> Averaging:
+        """Start the next round of the weights, as an exact mean of all learners in place of neighbours."""
+        self._k.add_(1)
+        return Averaging(self._me, [(piece, _MeanOfAll(self._me, piece)) for piece in self._pieces])
+
+    def start_beside(self, vector: Tensor) -> Averaging:
+        """Start averaging a vector `[P]`, beside the round of the weights that has just begun."""
+        pieces = [piece for piece in self._pieces if piece.stop <= len(vector)]
+        return Averaging(self._me, [(piece, self._of_piece(piece, vector[piece].clone())) for piece in pieces])
+
+    def _of_piece(self, piece: slice, mine: Tensor | None = None) -> Mixing:
+        return Mixing(self._me, self._topology, int(self._k) - 1, piece, self._encoder, mine)
+
+
+class Averaging:
+    """A round under way, in pieces."""
+
+    def __init__(self, me: Learner, pieces: Sequence[tuple[slice, Mixing | _MeanOfAll]]) -> None:
+        self._me, self._pieces = me, pieces
+
+    async def change_weights(self) -> None:
+        """Wait for each piece, and add its change to my weights."""
+        for piece, mixing in self._pieces:
+            self._me.apply(await mixing.delta(), piece)
+
+    async def changes(self) -> list[tuple[slice, Tensor]]:
+        """Wait for all pieces; the change of each, which the caller adds."""
+        return [(piece, await mixing.delta()) for piece, mixing in self._pieces]
+
+
+class _MeanOfAll:
+    """Averages one piece of my weights with all learners, exactly."""
+
+    def __init__(self, me: Learner, piece: slice) -> None:
+        self._mine = me.snapshot(piece)
+        self._mean = me.mean(self._mine)
+
+    async def delta(self) -> Tensor:
+        """The change to my weights."""
+        return await self._mean - self._mine

@@ -1,0 +1,101 @@
+"""What learners make of an agreement: the outer optimizer, and the state of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Literal
+
+from starling.learner import Learner, divided
+from starling.strategies.parts.means import Means
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+OptimizerState = Literal["local", "averaged", "reset"]
+"""Momentum and Adam's moments stay with each learner, are averaged like weights, or are forgotten with the count of the
+steps, so that the next step is that of a new optimizer."""
+
+
+class AgreedState:
+    """The state of a learner's optimizer, as an agreement leaves it."""
+
+    def __init__(self, me: Learner, what: OptimizerState) -> None:
+        self._me, self._is_reset = me, what == "reset"
+        self._vectors = me.optimizer.pieces(len(me.weights), True)[1:] if what == "averaged" else []
+
+    async def agree(self) -> None:
+        """Do what an agreement does to it."""
+        if self._is_reset:
+            self._me.optimizer.reset()
+        for vector in self._vectors:
+            self._me.replace(await self._me.mean(self._me.snapshot(vector)), vector)
+
+
+class Outer:
+    """theta, the weights that learners last agreed on, and the momentum v with which it follows the mean of theirs.
+
+    Equation, with D = theta - (1/L) sum_l x_l, eta the rate and beta the momentum::
+
+        v <- beta v + D
+        theta <- theta - eta v                    (classical momentum)
+        theta <- theta - eta (D + beta v)         (Nesterov's)
+
+    The caller takes theta of all weights at once. So a learner that lost a peer before it had the last mean, which
+    others had, begins the next membership with theta, which has its part; and so does a joiner.
+
+    With eta = 1 and beta = 0 theta is the mean, to the bit. theta and v are then kept only for `means`
+    that are encoded: what travels is theta - x_l, and D is the mean of what is decoded.
+    """
+
+    def __init__(
+        self,
+        me: Learner,
+        means: Means,
+        rate: float = 1.0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        is_common: bool = True,
+        keeps_theta: bool = False,
+    ) -> None:
+        """`is_common` is False if each learner has a theta of its own; `keeps_theta` is True if a method needs it."""
+        import torch
+
+        self._me, self._means, self._rate, self._momentum, self._nesterov = me, means, rate, momentum, nesterov
+        self._is_mean = rate == 1.0 and momentum == 0.0 and not (means.are_encoded or keeps_theta)
+        if not self._is_mean:
+            self.theta = me.strategy_state("theta", me.weights, is_common)
+            """`[P]`; there is none if it is always the mean."""
+            self._num_steps = me.strategy_state("outer steps", torch.zeros(1, dtype=torch.int64))
+            self._num_taken = me.strategy_state("taken", torch.zeros(1, dtype=torch.int64), is_common=False)
+            if is_common and not torch.equal(self._num_taken, self._num_steps):
+                me.replace(self.theta)
+                self._num_taken.copy_(self._num_steps)
+            if momentum:
+                self._v = me.strategy_state("momentum", me.weights.new_zeros(len(me.weights)), is_common)
+
+    def mean(self, piece: slice | None = None, x: Tensor | None = None) -> Awaitable[Tensor]:
+        """Start averaging this learner's weights, or a piece of them; x `[n]` is to be averaged in their place. The
+        result is for `step`: the mean or, if theta - x_l travels encoded, D."""
+        x = self._me.snapshot(piece) if x is None else x
+        return self._means.start(self.theta[piece or slice(None)] - x if self._means.are_encoded else x, piece)
+
+    def step(self, mean: Tensor, piece: slice | None = None, a: float | Tensor | None = None) -> Tensor:
+        """Make a step of theta, or of a piece, with what `mean` has returned, and return theta `[n]`. With a learning
+        rate `a`, v is in units of it: v <- beta v + D / a, theta <- theta - eta a v. It changes theta in place."""
+        if self._is_mean:
+            return mean
+        if piece is None:
+            self._num_steps.add_(1)
+            self._num_taken.copy_(self._num_steps)
+        rate: float | Tensor = self._rate
+        beta = self._momentum
+        theta = self.theta[piece or slice(None)]
+        difference = mean if self._means.are_encoded else theta - mean
+        if a is not None:
+            difference, rate = divided(difference, a), rate * a
+        if not beta:
+            return theta.sub_(rate * difference)
+        v = self._v[piece or slice(None)]
+        v.mul_(beta).add_(difference)  # in place: of a large model, each vector made on the way costs as much as these
+        return theta.sub_((beta * v).add_(difference).mul_(rate) if self._nesterov else rate * v)
