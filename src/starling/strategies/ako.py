@@ -87,7 +87,8 @@ async def ako(me: Learner, options: AkoOptions) -> None:
         0.01
     """
     known = await _what_all_know(me)
-    me.background.start(_exchange(me, options, known))
+    if me.world > 1:
+        me.background.start(_exchange(me, options, known))
     while me.claim():
         me.step(await me.gradient(me.snapshot()), scale=1.0 / me.world if options.combine == "mean" else 1.0)
         await me.background.keep_up(options.max_lag or max(2.0, 2.0 * options.period))
