@@ -10,7 +10,7 @@ import torch
 from starling.speech.decoding.config import DecodingConfig
 from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.hybrid.tying import Node
-from starling.speech.hybrid.viterbi import WordDecoder, best_path
+from starling.speech.hybrid.viterbi import WordDecoder, best_path, path_of
 from starling.speech.tokens import CharacterTokenizer
 
 Scored = tuple[float, tuple[int, ...]]
@@ -49,7 +49,7 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int) -> None:
     for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         own = scores[number, :length, : len(row)].numpy()
         _, path = best_by_trying(own, row)
-        assert tuple(found[number, :length].tolist()) == path
+        assert tuple(found[number, :length].tolist()) == tuple(path_of(own, np.array(row)).tolist()) == path
 
 
 def tied(words: tuple[str, ...], decoding: DecodingConfig, log_priors: np.ndarray) -> TiedStates:
