@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from starling.configuration import Config
 from starling.learner import Learner
 from starling.strategies.base import gossip, never, one_learner
+from starling.strategies.parts.background import RoundOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,18 +17,13 @@ DROPPED = ("k", "acc")
 """A part that is under way when a membership ends: `known` has it, where it was sent and where it came."""
 
 
-class AkoOptions(Config):
+class AkoOptions(RoundOptions):
     """The options of `ako`."""
 
     parts: int = Field(default=4, ge=1)
     """p, the parts of the weights, of which a learner sends one in each round."""
     combine: Literal["mean", "sum"] = "mean"
     """Whether the learners' steps are averaged, each as 1/L of itself, or added up, as in the paper."""
-    period: float = Field(default=1.0, gt=0.0)
-    """Gradients that a learner computes before it opens the next round."""
-    max_lag: float | None = Field(default=None, ge=1.0)
-    """A learner that has computed this many gradients since its last completed round waits for the round under way;
-    null: twice the period, but at least 2."""
 
 
 @gossip(
@@ -40,38 +35,38 @@ class AkoOptions(Config):
     adopts_changes=never,
 )
 async def ako(me: Learner, options: AkoOptions) -> None:
-    """Each learner steps alone, and sends all others one part after another of what its own steps have changed.
+    """Each learner steps alone, and sends the change that its steps have made to all others, one part in each round.
 
-    Equation, for every learner l of L, with acc_l, initially 0, what its steps have changed and others have not got,
-    and [i] part i of p equal parts of a vector::
+    Equation, for every learner l of L, with acc_l, initially 0, the change that its steps have made and that it has not
+    sent, and [i] part i of p equal parts of a vector::
 
         each step:  w_l <- w_l - s a g_l(Phi_l),  acc_l <- acc_l - s a g_l(Phi_l)
         round k:    learner l sends acc_l[(l + k) mod p] to all others, and sets it to 0
                     each adds what it receives: w_j[i] <- w_j[i] + acc_l[i]
 
     with w_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch; Phi_l
-    the value of w_l when the gradient began; s = 1 if steps are added up, and 1/L if they are averaged. Every step
-    reaches everybody within p rounds, once. At the end all send all that is left.
+    the value of w_l when the gradient began; s = 1 if steps are added up, and 1/L if they are averaged. Each step
+    reaches every learner exactly once, within p rounds. At the end, all learners send what is left.
 
     With p = 1, averaging, learners of one speed, plain SGD and a round for each gradient, this is `allreduce` one step
     late: learner l computes its gradient k + 1 where its own gradients up to k and those of the others up to k - 1 have
     been applied, each with the rate a / L. `sparta` sends parts of the weights instead of what changed them, and waits;
     `streaming-diloco` sends each part once in H steps.
 
-    The paper accumulates gradients, and the receiver multiplies them by its learning rate. Here a learner accumulates
-    what its own optimizer makes of them, so that momentum and Adam mean what they mean alone. With plain SGD and a
-    constant rate the two are the same.
+    In the paper, learners accumulate gradients, and the receiver multiplies them by its learning rate. Here a learner
+    accumulates the steps of its own optimizer, so that momentum and Adam work as usual. With plain SGD and a constant
+    learning rate, the two are the same.
 
-    What others know of a learner is kept as one vector: the weights without acc_l. It is the same on all between two
-    rounds, but for messages that a lost learner has sent to some only: a membership begins with its mean over those
-    that have one.
+    A learner keeps its weights without acc_l as one vector. Between rounds it is the same on all learners, unless a
+    lost learner has reached only some of them, so each membership begins with its mean over the learners that have one.
 
     Waits:
-        Nobody for another's gradient. A learner waits for a round under way if it is `max_lag` gradients ahead of it.
+        No learner waits for another's gradient. A learner that is `max_lag` gradients ahead of its round under way
+        waits for that round.
 
     Use when:
-        Learners are of unequal speed, and a whole gradient takes longer to send than to compute: p times fewer bytes in
-        a round. Each learner sends to all others, so that it suits few learners, or a switch that is not shared.
+        Learners differ in speed, and a gradient takes longer to send than to compute: each round sends 1/p of it. Each
+        learner sends to all others, so the method suits a small number of learners.
 
     Args:
         me: The learner that runs this coroutine.
@@ -91,7 +86,7 @@ async def ako(me: Learner, options: AkoOptions) -> None:
         me.background.start(_exchange(me, options, known))
     while me.claim():
         me.step(await me.gradient(me.snapshot()), scale=1.0 / me.world if options.combine == "mean" else 1.0)
-        await me.background.keep_up(options.max_lag or max(2.0, 2.0 * options.period))
+        await me.background.keep_up(options.lag)
 
 
 async def _exchange(me: Learner, options: AkoOptions, known: Tensor) -> None:

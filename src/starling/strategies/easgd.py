@@ -59,8 +59,8 @@ async def easgd(me: Learner, options: EasgdOptions) -> None:
         A learner waits for the slowest one once in a period, but behind its own gradient.
 
     Use when:
-        A single average of the learners' weights is worse than each of them: with a loss of many valleys and many steps
-        between two agreements. `aeasgd` is the same with a server, for which nobody waits.
+        Averaging the learners' weights outright gives a worse model than any of them, as with long periods on a loss
+        with many minima. `aeasgd` is the asynchronous form, with a server.
 
     Args:
         me: The learner that runs this coroutine.

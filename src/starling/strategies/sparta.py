@@ -43,7 +43,7 @@ async def sparta(me: Learner, options: SpartaOptions) -> None:
 
     Use when:
         Links are slow but waiting is short: with a share of 0.005, 200 times fewer bytes than `allreduce`, and the same
-        number of messages. `ako` sends parts of the gradients instead, and waits for nobody.
+        number of messages. `ako` sends parts of the gradients instead, without waiting.
 
     Args:
         me: The learner that runs this coroutine.

@@ -68,10 +68,12 @@ async def streaming_diloco(me: Learner, options: StreamingOptions) -> None:
     Fragments are consecutive weights here, and layers in the paper, which sends D in 4 bits: `compression: int4`.
 
     Waits:
-        A learner waits for a fragment only if it is slower than tau steps, or another learner is as far behind.
+        A learner waits for a fragment only if its mean takes longer than tau steps, or another learner is that far
+        behind.
 
     Use when:
-        Links are so slow that `diloco` stands still while it sends: the peak of the traffic is P times lower.
+        Links are so slow that `diloco` stalls at each agreement. Peak bandwidth is P times lower, and hidden behind
+        computation.
 
     Args:
         me: The learner that runs this coroutine.

@@ -35,27 +35,32 @@ Compressed = Literal["none", "bfloat16"] | Differences | Choco
 """How weights are encoded for sending. `int8`, `int4` and `top_k` alone have a consensus rate of 1."""
 
 
-class BackgroundOptions(MixingOptions):
-    """The options of every strategy that averages in the background."""
+class RoundOptions(Config):
+    """The options of every strategy that makes rounds in the background."""
 
-    MOVED: ClassVar[Mapping[str, str]] = {
-        "consensus_rate": "it belongs to an encoding: write `compression: {choco: int8, consensus_rate: 0.5}`"
-    }
-    pattern: Pattern = "random"
     period: float = Field(default=1.0, gt=0.0)
     """Gradients that a learner computes before it opens the next averaging round; below 1: several rounds per
     gradient."""
     max_lag: float | None = Field(default=None, ge=1.0)
     """A learner that has computed this many gradients since its last completed round waits for the round under way.
     None: twice the period, but at least 2, so that a round can always overlap with a gradient."""
-    compression: Compressed = "none"
-    """How weights are encoded for sending, with error feedback; or with int8, int4, top_k and `choco` what has changed
-    in them, between fixed neighbours."""
 
     @property
     def lag(self) -> float:
         """`max_lag`, or its default."""
         return max(2.0, 2.0 * self.period) if self.max_lag is None else self.max_lag
+
+
+class BackgroundOptions(MixingOptions, RoundOptions):
+    """The options of every strategy that averages in the background."""
+
+    MOVED: ClassVar[Mapping[str, str]] = {
+        "consensus_rate": "it belongs to an encoding: write `compression: {choco: int8, consensus_rate: 0.5}`"
+    }
+    pattern: Pattern = "random"
+    compression: Compressed = "none"
+    """How weights are encoded for sending, with error feedback; or with int8, int4, top_k and `choco` what has changed
+    in them, between fixed neighbours."""
 
 
 class StaleOptions(BackgroundOptions):

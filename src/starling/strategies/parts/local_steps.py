@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class LocalSteps:
     """The steps of a learner that agrees with the others after every H-th: x_l <- x_l - a g_l(x_l).
 
-    They are counted from the beginning of the run, alike on all learners: a checkpoint between two agreements has their
-    number, and after a loss all learners count as the one that is furthest. An agreement that a loss interrupted is
-    made first in the next membership.
+    All learners count the same steps from the beginning of the run. A checkpoint between two agreements includes the
+    count; after a loss, all learners continue with the count of the one that is furthest. The next membership first
+    completes an agreement that a loss interrupted.
     """
 
     DROPPED = ("_is_agreeing",)
@@ -39,7 +39,7 @@ class LocalSteps:
 
     async def together(self, num_steps: int) -> None:
         """Make the first steps of the run with the mean gradient, as under `allreduce`, and then average the weights,
-        which are apart if a learner was lost between two of these steps."""
+        which may differ if a learner was lost meanwhile."""
         import torch
 
         me, self._num_together = self._me, num_steps
@@ -57,7 +57,7 @@ class LocalSteps:
             self._agreed_after.copy_(self._num)
 
     async def alone(self) -> bool:
-        """Make H steps alone, or those that the budget still has. False if there is nothing more to agree about."""
+        """Make the steps up to the next agreement: H, or fewer at the end of the budget. False if none is due."""
         me = self._me
         if self._is_agreeing:  # the caller has agreed
             self._agreed_after.copy_(self._num)
@@ -77,11 +77,11 @@ class LocalSteps:
 class Travelling:
     """Which fragment of the weights is being averaged, and from which weights.
 
-    Fragment n of N departs after the steps n H / N, n H / N + H, …, and arrives tau <= H / N steps later, so that at
-    most one is under way. A learner keeps its weights as they were when they departed: x, and not what is made of them
-    for sending, so that they mean the same if compression ends with the loss of all others. In a new membership or
-    after a resume the mean begins again, from the same x; a learner that has taken over the number of steps of another,
-    or has joined, has not sent this fragment, and sends its weights as they are.
+    Fragment n of N departs after the steps n H / N, n H / N + H, …, and arrives tau <= H / N steps later, so at most
+    one is under way. A learner keeps x, its weights at departure, and not the encoded message: x also has a meaning for
+    a learner that is left alone, and encodes nothing. In a new membership, or after a resume, the mean is started again
+    from the same x. A learner that has not sent this fragment, because it has joined or continues with the step count
+    of another, sends its present weights.
     """
 
     def __init__(self, me: Learner, num_fragments: int, every: int, steps_on_the_way: int) -> None:

@@ -104,21 +104,21 @@ class Means:
 
 
 class Residual:
-    """What one learner has brought to the means of a piece of its vectors and not handed on: e `[n]`, float32.
+    """The error feedback of one learner for a piece of its vectors: e `[n]`, float32.
 
-    Equation, for mean k of vectors v, with q what the learner hands on, and beta = `feedback`::
+    Equation, for mean k of vectors v, with q what the learner sends, and beta = `feedback`::
 
         total = v + beta e_k,  e_(k+1) = total - q
 
-    A residual has one unit, that of one learner's vector, whoever owes it: a learner that has not sent a part of its
-    own vector, or the owner of a chunk that has not handed on a part of the mean, which is L times as much in this
-    unit. So it means the same among any number of learners, and stays with its learner when the membership changes. A
-    joiner begins with 0, and a lost learner takes its residual along.
+    A residual always has the unit of one learner's vector. For a learner, it is what it has not yet sent of its own
+    vectors; for the owner of a chunk, L times what it has not yet returned of the mean. It therefore means the same for
+    any number of learners, and stays with its learner when the membership changes. A joiner starts at 0, and the
+    residual of a lost learner is lost.
 
     e_(k+1) is written when mean k is sent, beside e_k, and takes its place when the mean is used. Which of them is
-    meant follows from the number of means that have been used: common state, which after a loss all have from the
-    learner that is furthest. A learner that had sent its part of the last mean, and lost a peer before it had the mean,
-    so knows whether the others have used it.
+    current follows from the number of means used, which is common state: after a loss, all learners take it from the
+    one that is furthest. So a learner that sent its part of a mean, and lost a peer before it received that mean,
+    knows whether the others have used it.
     """
 
     def __init__(self, me: Learner, piece: slice, feedback: float, is_on_host: bool) -> None:

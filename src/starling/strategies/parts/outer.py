@@ -41,11 +41,12 @@ class Outer:
         theta <- theta - eta v                    (classical momentum)
         theta <- theta - eta (D + beta v)         (Nesterov's)
 
-    The caller takes theta of all weights at once. So a learner that lost a peer before it had the last mean, which
-    others had, begins the next membership with theta, which has its part; and so does a joiner.
+    After a step for all weights at once, the caller replaces its weights by theta. A learner that lost a peer, and
+    missed a mean that others received, begins the next membership with theta, which includes its own part. So does a
+    joiner.
 
-    With eta = 1 and beta = 0 theta is the mean, to the bit. theta and v are then kept only for `means`
-    that are encoded: what travels is theta - x_l, and D is the mean of what is decoded.
+    With eta = 1 and beta = 0, theta is the mean to the bit. It is then kept only if the method needs it, or if `means`
+    are encoded: learners then send theta - x_l, and D is the mean of the decoded messages. v is kept only if beta > 0.
     """
 
     def __init__(
