@@ -181,6 +181,12 @@ def test_each_mini_batch_counts_once_whatever_happens_once(cell: Cell, tmp_path:
     assert problems([cell], tmp_path) == []
 
 
+def test_an_interrupted_agreement_is_made_with_the_rate_of_the_newest_step(tmp_path: Path) -> None:
+    """A learner joins while an agreement of SlowMo is due. No mini-batch has been claimed yet, but with a rate of 0 the
+    momentum of a period would be lost."""
+    assert problems([Cell(methods()["slowmo/none"], "join", "uneven", 4, 1)], tmp_path) == []
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("method", "kind"),

@@ -42,6 +42,13 @@ def beyond_membership(strategy: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: each for name, each in strategy.items() if not name.startswith(MEMBERSHIP_PREFIX)}
 
 
+def counted(strategy: Mapping[str, Tensor]) -> int:
+    """The sum of a strategy's common counts. Of learners that have done as many mini-batches, one that has used a mean
+    for which others still wait has counted more."""
+    counts = (each for name, each in strategy.items() if not name.startswith(OWN_PREFIX))
+    return sum(int(each) for each in counts if each.numel() == 1 and not each.is_floating_point())
+
+
 def has_common(strategy: Mapping[str, Tensor]) -> bool:
     """Whether a strategy's state includes what all learners have in common."""
     return any(not name.startswith(OWN_PREFIX) for name in strategy)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from starling.checkpoint.cut import ShardOfIsland
-from starling.checkpoint.state import LearnerState
+from starling.checkpoint.state import LearnerState, counted
 from starling.errors import CheckpointError, NonFiniteError, ProtocolError
 from starling.learner import Shard
 from starling.training.cuts import CutAgreement, Cuts
@@ -107,7 +107,9 @@ class CourseLearner(ReplicaLearner):
         self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
         self._open: deque[Sequence[Loaded]] = deque()  # claimed and not done
         self._epochs = self._fraction = 0.0
-        self._rate = 0.0  # the learning rate of the claimed mini-batch, in units of its peak
+        self._rate = (
+            0.0  # the learning rate of the claimed mini-batch, in units of its peak; before that, of the newest step
+        )
         self._portion = 0
         self.statistics.num_claimed = self.statistics.not_finite_in_a_row = 0
         self._epoch_begin = self.now() - self.statistics.seconds
@@ -121,6 +123,7 @@ class CourseLearner(ReplicaLearner):
                     f"{replica.weights.numel()}; resume with the model that was trained"
                 )
             replica.restore(start.weights.to(replica.weights.device), start.optimizer, start.strategy)
+            self._rate = replica.newest_factor
 
     @abstractmethod
     def named_buffers(self) -> dict[str, Tensor]:
@@ -241,7 +244,8 @@ class CourseLearner(ReplicaLearner):
 
     def end_membership(self, membership: int) -> None:
         """Membership number `membership` has ended: save in the learner's `Life` what it needs in the next one."""
-        self.life.past = Past(membership, self.num_done, self._minutes)
+        counts = counted(self.replica.strategy_state)
+        self.life.past = Past(membership, self.num_done, self._minutes, counts)
         self.life.state = self.state(Position()).copy()
         self.statistics.seconds = self.now() - self._epoch_begin
 

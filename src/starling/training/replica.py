@@ -115,6 +115,11 @@ class Replica:
         """The learning rate of the first parameter group."""
         return float(self._peaks[0]) * factor
 
+    @property
+    def newest_factor(self) -> float:
+        """The learning rate of the newest step, which the optimizer's state includes, in units of its peak."""
+        return float(self.optimizer.param_groups[0]["lr"]) / self._peaks[0] if self._peaks[0] else 0.0
+
     def apply(self, delta: Tensor, piece: slice | None = None, in_round: bool = False) -> None:
         """See `Learner.apply`. What an averaging round changes is added to the copies for rounds, too."""
         with self._lock:

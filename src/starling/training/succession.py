@@ -33,6 +33,8 @@ class Past:
     """The number of mini-batches it completed in that membership."""
     minutes: float = 0.0
     """Training time so far."""
+    counted: int = 0
+    """The sum of its strategy's common counts."""
 
 
 @dataclass(kw_only=True)
@@ -157,7 +159,13 @@ def plan_after(
         )
     last = max(each.membership for each in models if each.membership is not None)
     newest = max(
-        range(len(models)), key=lambda number: (models[number].membership == last, models[number].num_done, -number)
+        range(len(models)),
+        key=lambda number: (
+            models[number].membership == last,
+            models[number].num_done,
+            models[number].counted,
+            -number,
+        ),
     )
     if job.strategy.has_one_model:
         # all learners are one sync group

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from starling.checkpoint.state import counted
 from starling.configuration import Config
 from starling.engines.loop.replica import Consensus, LoopReplica
 from starling.strategies import Strategy
@@ -20,6 +21,8 @@ class Past:
     """Whether it has the final consensus."""
     has_joined: bool = False
     """Whether it was not there when the run began."""
+    counted: int = 0
+    """The sum of its strategy's common counts."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class LoopRun:
     def past(self) -> Past:
         """What the others need to know before the next membership."""
         num_done = self.num_steps + (self.gradient == "used")
-        return Past(self.has_state, num_done, self.final is not None, self.has_joined)
+        counts = counted(self.replica.strategy_state)
+        return Past(self.has_state, num_done, self.final is not None, self.has_joined, counts)
 
     def continue_from(self, num_done: int, is_taker: bool) -> None:
         """Continue after `num_done` steps of the run. A taker has copied a state that includes its gradient."""
@@ -90,7 +94,11 @@ def plan(pasts: Sequence[Past], has_one_model: bool, is_in_step: bool, keeps_sta
     """
     finals = [rank for rank, past in enumerate(pasts) if past.has_final]
     with_state = [rank for rank, past in enumerate(pasts) if past.has_state]
-    source = finals[0] if finals else max(with_state, key=lambda rank: (pasts[rank].num_done, -rank), default=0)
+    source = (
+        finals[0]
+        if finals
+        else max(with_state, key=lambda rank: (pasts[rank].num_done, pasts[rank].counted, -rank), default=0)
+    )
     newest = pasts[source].num_done
     takers = tuple(
         rank

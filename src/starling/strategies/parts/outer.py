@@ -69,7 +69,7 @@ class Outer:
             """`[P]`; there is none if it is always the mean."""
             self._num_steps = me.strategy_state("outer steps", torch.zeros(1, dtype=torch.int64))
             self._num_taken = me.strategy_state("taken", torch.zeros(1, dtype=torch.int64), is_common=False)
-            if is_common and not torch.equal(self._num_taken, self._num_steps):
+            if is_common and self._num_taken < self._num_steps:
                 me.replace(self.theta)
                 self._num_taken.copy_(self._num_steps)
             if momentum:
