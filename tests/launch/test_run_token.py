@@ -14,10 +14,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.place import Place
 from starling.engines.processes.run_token import VARIABLE, new_challenge, new_token, sign, verified
-from starling.errors import ProtocolError
+from starling.errors import ConfigError, ProtocolError
 from starling.launch.launcher import launch
 from starling.launch.messages import values_of
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 
 MINE = Handshake(world=2, strategy="allreduce", num_parameters=3, dtype="torch.float32", configuration="same")
 
@@ -183,6 +183,32 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "")  # so that it is as before when the test is over
         monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_learner_remains_one_when_another_library_deletes_the_number_of_learners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert is_learner() and number_of_learners() == 3
+    monkeypatch.delenv("WORLD_SIZE")
+    assert number_of_learners() == 3 and is_learner()
+
+
+@pytest.mark.parametrize("missing", [("MASTER_ADDR",), ("MASTER_PORT",), ("MASTER_ADDR", "MASTER_PORT")])
+@pytest.mark.usefixtures("alone")
+def test_a_learner_without_an_address_does_not_train_alone_in_silence(
+    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in missing:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=f"RANK is set, but {' and '.join(missing)} not"):
+        is_learner()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not is_learner(), "a container's RANK=0 and WORLD_SIZE=1"
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,28 @@ REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable: True if learner 0 does not own the store."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_newest_world: list[str] = []
 
 
 def is_learner() -> bool:
-    """Whether this process was started as one learner among several."""
-    return all(name in os.environ for name in REQUIRED)
+    """Whether this process was started as one learner among several.
+
+    It stays one when another library deletes WORLD_SIZE, as Lightning does after a fit. Raises `ConfigError` if other
+    variables are missing beside RANK: each process would train alone in silence.
+    """
+    if "RANK" not in os.environ:
+        return False
+    if _newest_world and "WORLD_SIZE" not in os.environ:
+        os.environ["WORLD_SIZE"] = _newest_world[0]
+    missing = [name for name in REQUIRED if name not in os.environ]
+    if not missing:
+        _newest_world[:] = [os.environ["WORLD_SIZE"]]
+    elif os.environ.get("WORLD_SIZE") != "1":
+        raise ConfigError(
+            f"environment: RANK is set, but {' and '.join(missing)} not; set all of {', '.join(REQUIRED)}, as torchrun "
+            "does, or none of them to train alone"
+        )
+    return not missing
 
 
 def number_of_learners() -> int:
