@@ -24,7 +24,7 @@ from starling.checkpoint.cut import Cut
 from starling.checkpoint.state import LearnerState
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
-from starling.speech.models import ModelConfig, build_model
+from starling.speech.models import build_model, model_config
 from starling.speech.training.workload import FrameBatch, frame_loss
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import Island
@@ -47,7 +47,7 @@ class Published(Workload[FrameBatch]):
     """The BLSTM of arXiv 1907.05701 on random sub-sequences of 21 frames."""
 
     def make_model(self) -> nn.Module:
-        return build_model(ModelConfig(name="blstm-hybrid", preset="ibm"), NUM_FEATURES, NUM_OUTPUTS, seed=1)
+        return build_model(model_config(name="blstm-hybrid", preset="ibm"), NUM_FEATURES, NUM_OUTPUTS, seed=1)
 
     def num_batches(self, epoch: int) -> int:
         return 1 << 20

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from starling.speech.models import ModelConfig, build_model, count_parameters
+from starling.speech.models import build_model, count_parameters, model_config
 from starling.speech.training.workload import FrameBatch, frame_loss
 
 SEQUENCES, FRAMES, INPUTS, REPEATS = 16, 21, 260, 3
@@ -17,7 +17,7 @@ def main() -> None:
     features = torch.randn(SEQUENCES, FRAMES, INPUTS, generator=generator)
     lengths = torch.full((SEQUENCES,), FRAMES)
     for number in (100, 1_000, 9_000, 32_000):
-        model = build_model(ModelConfig(name="blstm-hybrid", preset="ibm"), INPUTS, number, seed=1)
+        model = build_model(model_config(name="blstm-hybrid", preset="ibm"), INPUTS, number, seed=1)
         states = torch.randint(number, (SEQUENCES, FRAMES), generator=generator)
         batch = FrameBatch(features, lengths, 0.0, ("",) * SEQUENCES, states)
         seconds = []

@@ -24,13 +24,13 @@ from benchmarks.measuring import Bar, Seconds
 from starling.speech.decoding.beam import BeamSearch, Weights
 from starling.speech.decoding.ngram import estimate
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig, count_parameters
+from starling.speech.models import count_parameters, model_config
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import BLANK, CharacterTokenizer
 from starling.speech.transcribing.transcriber import Transcriber
 
 RATE = 16_000
-MODEL = ModelConfig(name="transformer", preset="medium")
+MODEL = model_config(name="transformer", preset="medium")
 MINUTES = 10
 WORDS, BEAM = 1_000, 64
 KEPT = Path(__file__).parents[1] / "tests" / "data" / "kept-0.2" / "exp" / "kept"

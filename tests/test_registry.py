@@ -17,7 +17,7 @@ from starling.errors import ConfigError
 from starling.recipe.run import dump_recipe
 from starling.registry import Registry, did_you_mean
 from starling.speech.corpora import CorpusConfig
-from starling.speech.models import ModelConfig, build_model
+from starling.speech.models import build_model, model_config
 from starling.speech.recipe import check_recipe
 from starling.strategies import STRATEGIES, find_strategy
 from starling.topology import find_topology
@@ -32,7 +32,7 @@ from torch import nn
 
 from starling import Config, Learner, Strategy, Topology
 from starling.speech.corpora import NamedSets, Utterance
-from starling.speech.models import Architecture, ModelShape
+from starling.speech.models import Architecture
 
 
 class AloneOptions(Config):
@@ -58,7 +58,7 @@ def crossed(k, rank, world):
 
 
 class Linear(nn.Module):
-    def __init__(self, shape: ModelShape, num_features: int, vocab_size: int) -> None:
+    def __init__(self, config: Architecture, num_features: int, vocab_size: int) -> None:
         super().__init__()
         self.layer = nn.Linear(num_features, vocab_size)
 
@@ -66,7 +66,14 @@ class Linear(nn.Module):
         return self.layer(features).log_softmax(dim=-1), lengths
 
 
-LINEAR = Architecture(Linear, {"small": ModelShape(subsampling=1, dropout=0.0)})
+class LINEAR(Architecture):
+    """A linear layer."""
+
+    NETWORK = Linear
+    PRESETS = {"small": {"subsampling": 1}, "tiny": {"units": 3}}
+
+    units: int = 2
+    """A size of its own."""
 
 
 class Lines(NamedSets):
@@ -201,11 +208,14 @@ def test_a_pattern_from_outside_is_found_by_both_names(outside: Any, name: str) 
 @pytest.mark.parametrize("name", ["outside:LINEAR", "linear"])
 def test_a_model_from_outside_is_found_by_both_names(outside: Any, name: str) -> None:
     """Its presets and sizes are checked like those of Starling's own."""
-    config = ModelConfig(name=name, dropout=0.5)
-    assert config.shape.dropout == 0.5
+    config = model_config(name=name, dropout=0.5)
+    assert (config.dropout, config.subsampling, config.units) == (0.5, 1, 2)
+    assert model_config(name=name, preset="tiny").units == 3
     assert isinstance(build_model(config, num_features=3, vocab_size=5, seed=1), outside.Linear)
-    with pytest.raises(ValidationError, match=f"{name} has no such size; known are subsampling, dropout"):
-        ModelConfig(name=name, layers=2)
+    with pytest.raises(ValidationError, match=r"layers\n +Extra inputs are not permitted"):
+        model_config(name=name, layers=2)
+    with pytest.raises(ValidationError, match=f"{name} has no preset 'huge'; known are small, tiny"):
+        model_config(name=name, preset="huge")
 
 
 @pytest.mark.parametrize("kind", ["outside:Lines", "lines"])

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from starling.errors import CheckpointError
 
@@ -20,7 +20,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     MOVED: ClassVar[Mapping[str, str]] = {}
-    """By the name of each key that it had once, what to write instead: the error about that key says so."""
+    """Names of keys that no longer exist, each with what to write instead, which the error about the key says."""
 
     @classmethod
     def alternatives(cls) -> Sequence[type["Config"]]:
@@ -29,6 +29,15 @@ class Config(BaseModel):
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def short_for(key: str) -> Any:
+    """The validator of a section that may be written as a plain value, which is short for `{key: value}`."""
+
+    def expanded(value: object) -> object:
+        return {key: value} if isinstance(value, str | Path) else value
+
+    return model_validator(mode="before")(expanded)
 
 
 def read_saved(kind: type[ConfigT], path: Path) -> ConfigT:

@@ -1,13 +1,13 @@
 """Describes all problems of a recipe, or of other configuration, one per line."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from starling.configuration import owners
+from starling.configuration import Config
 from starling.errors import ConfigError, did_you_mean, nearest
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -23,7 +23,7 @@ def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: 
 
     `prefix` is the dotted path of `tree` itself, such as `strategy.`.
     """
-    known = [prefix + key for key in known_keys(model)]
+    known = {prefix + key: kinds for key, kinds in known_keys(model).items()}
     moved = {prefix + key: words for key, words in getattr(model, "MOVED", {}).items()}
     lines: dict[str, list[str]] = {}
     for detail in error.errors(include_url=False):
@@ -54,17 +54,29 @@ def refused(problems: Sequence[str], where: str) -> ConfigError:
     return ConfigError(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def known_keys(model: type[BaseModel]) -> Iterator[str]:
-    """The dotted keys of `model` and of the models inside it."""
-    for name, kind in owners(model).items():
-        field = kind.model_fields[name]
-        key = field.alias or name
-        yield key
-        for inner in _models_in(field.annotation):
-            yield from (f"{key}.{below}" for below in known_keys(inner))
+def known_keys(model: type[BaseModel]) -> dict[str, list[tuple[str, str]]]:
+    """The dotted keys of `model` and of the models inside it. If only some kinds of model have a key, the key and the
+    value that choose each of these, such as `kind` and `tsv`."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for kind in model.alternatives() if issubclass(model, Config) else (model,):
+        for name, field in kind.model_fields.items():
+            key = field.alias or name
+            found.setdefault(key, []).extend(_choosing(kind))
+            for inner in _models_in(field.annotation):
+                for below, kinds in known_keys(inner).items():
+                    found.setdefault(f"{key}.{below}", []).extend(kinds)
+    return found
 
 
-def suggestion(path: str, known: Sequence[str]) -> str:
+def _choosing(kind: type[BaseModel]) -> list[tuple[str, str]]:
+    """The key whose value chooses this class among others, and the value."""
+    for name, field in kind.model_fields.items():
+        if get_origin(field.annotation) is Literal and len(values := get_args(field.annotation)) == 1:
+            return [(name, str(values[0]))]
+    return []
+
+
+def suggestion(path: str, known: Collection[str]) -> str:
     """`; did you mean KEY?` for an unknown dotted key; the known keys beside it if it resembles none."""
     path = ".".join(part for part in path.split(".") if not part.isdecimal())  # places in a list
     parent, _, name = path.rpartition(".")
@@ -111,8 +123,10 @@ def _inside(place: Any, part: str | int) -> Any:
     return _NOTHING
 
 
-def _words(detail: ErrorDetails, path: str, known: Sequence[str]) -> str:
+def _words(detail: ErrorDetails, path: str, known: Mapping[str, Sequence[tuple[str, str]]]) -> str:
     if detail["type"] == "extra_forbidden":
+        if kinds := known.get(path):
+            return f"only for {kinds[0][0]}: {', '.join(dict.fromkeys(value for _, value in kinds))}; leave it out"
         return f"unknown key{suggestion(path, known)}"
     if detail["type"] in ("missing", "union_tag_not_found"):
         return "missing; a recipe must set it"

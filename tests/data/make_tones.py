@@ -7,7 +7,7 @@ import torch
 
 from starling.chance import derive_seed
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig
+from starling.speech.models import model_config
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.training.workload import Batch, speech_loss
@@ -22,7 +22,7 @@ def main() -> None:
     torch.set_num_threads(1)
     features = LogMel(FeatureConfig(num_mels=16), RATE)
     tokenizer = CharacterTokenizer(" ADEFIMOR")
-    config = ModelConfig(preset="tiny", hidden=32, channels=8, subsampling=2)
+    config = model_config(preset="tiny", hidden=32, channels=8, subsampling=2)
     recogniser = Recogniser.create(config, features, tokenizer, seed=1)
     optimizer = torch.optim.AdamW(recogniser.model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, pct_start=0.15)
@@ -44,7 +44,7 @@ def main() -> None:
             ids=("",) * UTTERANCES,
         )
         optimizer.zero_grad()
-        loss = speech_loss(recogniser.model, batch, ModelConfig())
+        loss = speech_loss(recogniser.model, batch, model_config())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(recogniser.model.parameters(), 5.0)
         optimizer.step()

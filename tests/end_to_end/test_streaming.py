@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from starling.experiment.folder import ExperimentFolder
-from starling.speech.models.shape import Chunks
+from starling.speech.models.config import Chunks
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring.error_rates import error_rates
 from starling.speech.store import SpeechSet

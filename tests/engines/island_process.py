@@ -28,7 +28,7 @@ from starling.engines.processes import island, links, tensor
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.launch.rendezvous import find_place
-from starling.speech.models import ModelConfig, build_model
+from starling.speech.models import build_model, model_config
 from starling.speech.models.recurrent import BidirectionalLayer, reversal
 from starling.speech.models.tensor_plan import CutDropout
 from starling.strategies import find_strategy
@@ -176,7 +176,7 @@ class Speech(Uneven):
         sizes = {"layers": 1, "width": 16, "heads": 2}
         decoder = {"kind": "attention", **sizes, "dropout": 0.2}
         config = {"name": "conformer", "preset": "tiny", **sizes, "feed_forward": 24, "channels": 8, "dropout": 0.2}
-        return build_model(ModelConfig.model_validate({**config, "decoder": decoder}), 20, 11, seed=1)
+        return build_model(model_config(**{**config, "decoder": decoder}), 20, 11, seed=1)
 
     def loss(self, model: nn.Module, examples: Points) -> Tensor:
         features, lengths = torch.randn(2, 40, 20), torch.tensor([40, 32])

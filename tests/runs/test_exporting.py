@@ -20,7 +20,7 @@ from starling.speech.exporting import export as exporting
 from starling.speech.exporting.onnx import write_onnx
 from starling.speech.exporting.standalone import Transcriber, resample
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig
+from starling.speech.models import model_config
 from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled
@@ -55,7 +55,7 @@ def recogniser_of(
     features = LogMel(FeatureConfig.model_validate({"normalise": normalise, "num_mels": 20}), rate)
     if normalise == "global":
         features.statistics = {"mean": torch.full((20,), -7.0), "deviation": torch.full((20,), 3.0)}
-    config = ModelConfig.model_validate({"preset": "tiny", **model})
+    config = model_config(**{"preset": "tiny", **model})
     recogniser = Recogniser.create(config, features, tokenizer or CharacterTokenizer(" ADEFIMOR"), seed=2)
     matrix = recogniser.matrix(sing(["DO", "RE", "MI", "FA"], np.random.default_rng(0), rate), rate)
     with torch.no_grad():

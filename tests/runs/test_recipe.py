@@ -253,6 +253,31 @@ def test_optimizers_are_known_in_any_case(tree: Tree) -> None:
         assert check_recipe(tree, "r.yaml").optimizer.name == name
 
 
+@pytest.mark.parametrize(
+    ("model", "digest"),
+    [
+        ({"preset": "tiny"}, "a21b1393f1e3cf91c495eb5bb344b037e80199a55d290a0b007406bab3ead3ba"),
+        ({"preset": "tiny", "heads": None}, "a21b1393f1e3cf91c495eb5bb344b037e80199a55d290a0b007406bab3ead3ba"),
+        (
+            {"preset": "tiny", "hidden": "48", "dropout": 0},
+            "e50cc144b26ed2cfc097f77d5aded415359557e6691e6c164dae731c382f11f9",
+        ),
+        (
+            {"name": "zipformer", "preset": "tiny", "stack_rates": [1, 2, 2]},
+            "3b365c79c2c578c5271e29066085832f8ea6937c6e1b40f2e3109aaa47a4a1fa",
+        ),
+        (
+            {"name": "transformer", "preset": "tiny", "positions": "sinusoidal", "phones": {"layer": 2}},
+            "26c75bd3eee09230306629281ee1fff2acd7fe05e4cac676326c3acf08993410",
+        ),
+    ],
+    ids=str,
+)
+def test_the_fingerprint_of_a_model_is_that_of_earlier_checkpoints(tree: Tree, model: Tree, digest: str) -> None:
+    """It depends on the sizes that a recipe sets, and not on what the architecture is called in the source."""
+    assert fingerprints(check_recipe({**tree, "model": model}, "r.yaml"))["model"] == digest
+
+
 def test_the_fingerprint_of_a_section_changes_with_what_a_resume_needs(tree: Tree) -> None:
     """The model's size does; the budget, the learning rate and the place of the data don't."""
     before = fingerprints(check_recipe(tree, "r.yaml"))

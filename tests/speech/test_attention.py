@@ -1,15 +1,16 @@
 """The attention decoder: torch's own layer as oracle, one token at a time, and its searches against all texts."""
 
 import itertools
+import json
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from starling.speech.decoding import decoders as decoding
-from starling.speech.models import ModelConfig, build_model
+from starling.speech.models import build_model, model_config
 from starling.speech.models.attention import END, AttentionDecoder, DecoderBlock
-from starling.speech.models.shape import AttentionConfig, TransducerConfig
+from starling.speech.models.config import AttentionConfig, TransducerConfig
 
 FRAMES = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(3))
 LENGTHS = torch.tensor([7, 4, 1])
@@ -138,22 +139,22 @@ def test_greedy_search_is_a_beam_of_one_token_after_another():
 
 def test_a_decoder_is_chosen_by_its_kind_and_has_its_own_keys():
     """The message of a wrong key names it."""
-    config = ModelConfig.model_validate({"preset": "tiny", "decoder": {"kind": "transducer", "context": 3}})
+    config = model_config(**{"preset": "tiny", "decoder": {"kind": "transducer", "context": 3}})
     assert config.decoder == TransducerConfig(kind="transducer", context=3)
-    assert ModelConfig.model_validate_json(config.model_dump_json()) == config
+    assert model_config(**json.loads(config.model_dump_json())) == config
     for tree, words in (
         ({"kind": "attention", "context": 3}, "context"),
         ({"kind": "listener"}, "'attention', 'transducer'"),
-        ({"kind": "attention", "width": 30, "heads": 4}, "take a multiple of 8"),
+        ({"kind": "attention", "width": 30, "heads": 4}, "take a width that is a multiple of 8"),
         ({"kind": "attention", "ctc_weight": 0}, "greater than 0"),
     ):
         with pytest.raises(ValidationError, match=words):
-            ModelConfig.model_validate({"decoder": tree})
+            model_config(**{"decoder": tree})
 
 
 def test_a_model_with_a_decoder_has_the_weights_of_the_one_without():
     """The decoder's come after them, so that the encoder begins alike."""
-    plain = ModelConfig(name="transformer", preset="tiny")
+    plain = model_config(name="transformer", preset="tiny")
     both = plain.model_copy(update={"decoder": AttentionConfig(kind="attention", width=16, heads=2)})
     model, other = (build_model(each, 40, 5, seed=1).state_dict() for each in (both, plain))
     assert all(torch.equal(model[name], value) for name, value in other.items())

@@ -13,7 +13,7 @@ from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig, build_model
+from starling.speech.models import build_model, model_config
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
 from starling.speech.training.workload import Batch, load_batch, speech_loss
@@ -169,8 +169,8 @@ def test_a_batch_with_nothing_left_has_a_loss_of_zero_and_gradients_of_zero(tmp_
     batch = load_batch(broken, np.array([0, 1]), log_mel, None, tokenizer, seed=1, on_bad="skip")
     assert [name for name, _ in batch.skipped] == ["song-0", "song-1"]
     assert (batch.num_examples, batch.num_frames, batch.seconds) == (0, 0, 0.0)
-    model = build_model(ModelConfig(name=name, preset="tiny"), log_mel.num_features, tokenizer.vocab_size, seed=1)
-    loss = speech_loss(model, batch.to("cpu"), ModelConfig())
+    model = build_model(model_config(name=name, preset="tiny"), log_mel.num_features, tokenizer.vocab_size, seed=1)
+    loss = speech_loss(model, batch.to("cpu"), model_config())
     loss.backward()
     assert loss.item() == 0.0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())

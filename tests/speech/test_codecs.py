@@ -15,7 +15,7 @@ from starling.speech.augmentation import AugmentConfig, augment_waveform
 from starling.speech.codecs import _band_filter, check_codec, label_of, set_of, transmitted
 from starling.speech.data import DataConfig
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig
+from starling.speech.models import model_config
 from starling.speech.prepare import prepare
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
@@ -156,7 +156,7 @@ def test_a_set_can_be_heard_through_a_codec(tmp_path: Path) -> None:
     config = DataConfig(folder=tmp_path / "sets", corpus=corpus, sampling_rate=8000, valid=None, test=())
     prepare(config)
     stored = SpeechSet.open(config.set_folder("train"))
-    model = ModelConfig(preset="tiny")
+    model = model_config(preset="tiny")
     recogniser = Recogniser.create(model, LogMel(FeatureConfig(), 8000), CharacterTokenizer("ab"), 0)
     found = dict.fromkeys(range(6), "")
     for names, heard in recogniser.heard(stored, codec="telephone"):

@@ -11,7 +11,7 @@ from tones import song_set
 from starling.chance import derive_seed
 from starling.speech.batch_plan import BatchConfig
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig
+from starling.speech.models import model_config
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring.error_rates import error_rates
 from starling.speech.tokens import TokenConfig, make_tokenizer
@@ -36,7 +36,7 @@ def test_a_decoder_learns_a_language(decoder: dict[str, object], rate: float, tm
     tokenizer = make_tokenizer(TokenConfig(), [songs.text(index) for index in range(60)])
     features = LogMel(FeatureConfig(normalise="global"), songs.sampling_rate)
     features.fit(songs)
-    config = ModelConfig.model_validate({"preset": "tiny", "decoder": decoder})
+    config = model_config(**{"preset": "tiny", "decoder": decoder})
     recogniser = Recogniser.create(config, features, tokenizer, seed=1)
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=rate)
     planner = Planner(songs.durations, np.zeros(60, np.int32), BatchConfig(max_duration=8), seed=1)

@@ -29,7 +29,7 @@ from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, check_words,
 from starling.speech.hybrid.store import AlignedFrames, Frames, FrameWriter, save_states
 from starling.speech.hybrid.tying import StateSpeller, Statistics, grow_tree
 from starling.speech.hybrid.viterbi import ctc_row
-from starling.speech.models import ModelConfig, build_model, count_parameters
+from starling.speech.models import build_model, count_parameters, model_config
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.training.plan import SequencePlanner
 from starling.speech.training.workload import PADDING, FrameBatch, frame_loss
@@ -119,7 +119,7 @@ def test_frames_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
 
 def test_the_loss_is_the_cross_entropy_of_the_frames_without_padding() -> None:
     """Against torch's own, frame by frame."""
-    model = build_model(ModelConfig(name="blstm-hybrid", preset="tiny"), 4, 5, seed=1)
+    model = build_model(model_config(name="blstm-hybrid", preset="tiny"), 4, 5, seed=1)
     features, lengths = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([6, 2])
     states = torch.tensor([[0, 1, 2, 3, 4, 0], [1, 1, *[PADDING] * 4]])
     batch = FrameBatch(features, lengths, 0.08, ("a[0:6]", "b[0:2]"), states)
@@ -135,7 +135,7 @@ def test_the_loss_is_the_cross_entropy_of_the_frames_without_padding() -> None:
 
 def test_the_feed_forward_network_hears_one_frame_at_a_time() -> None:
     """Rectified dense layers, a bottleneck and a softmax, against the same sums in numpy in float64."""
-    config = ModelConfig(name="dnn-hybrid", preset="tiny", layers=2, hidden=7, bottleneck=3)
+    config = model_config(name="dnn-hybrid", preset="tiny", layers=2, hidden=7, bottleneck=3)
     model = build_model(config, 4, 5, seed=1)
     features = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1))
     log_posteriors, lengths = model(features, torch.tensor([6, 2]))
@@ -151,7 +151,7 @@ def test_the_feed_forward_network_hears_one_frame_at_a_time() -> None:
 
 def test_gradients_of_feed_forward_learners_are_computed_in_one_call() -> None:
     """`vmap` over stacked weights gives the gradients of one learner after another, on padded sub-sequences."""
-    config = ModelConfig(name="dnn-hybrid", preset="tiny")
+    config = model_config(name="dnn-hybrid", preset="tiny")
     models = [build_model(config, 4, 5, seed=seed) for seed in (1, 2, 3)]
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(3, 2, 6, 4, generator=generator)
@@ -188,7 +188,7 @@ class _Functional(torch.nn.Module):
 
 def test_the_published_network_has_the_published_number_of_parameters() -> None:
     """6 bidirectional layers of 512 units a direction, 260 inputs, a bottleneck of 256, 32,000 states: 43.15 M."""
-    model = build_model(ModelConfig(name="blstm-hybrid", preset="ibm"), 260, 32_000, seed=1)
+    model = build_model(model_config(name="blstm-hybrid", preset="ibm"), 260, 32_000, seed=1)
     layers = sum(2 * 4 * 512 * (inputs + 512 + 2) for inputs in (260, *[1024] * 5))
     assert count_parameters(model) == layers + 1025 * 256 + 257 * 32_000 == 43_154_944
 

@@ -11,7 +11,7 @@ from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig, build_model
+from starling.speech.models import build_model, model_config
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.too_short import frames_needed, too_short_for_ctc, transcripts
@@ -52,14 +52,14 @@ def test_the_loss_is_the_sum_over_all_paths_per_token():
     lengths, tokens = [6, 4, 5], [[1, 2, 2], [2], [1, 2]]
     log_probs = features.log_softmax(2)
     expected = sum(path_sum(log_probs[row, : lengths[row]], tokens[row]) for row in range(3)) / 6
-    assert float(speech_loss(Fixed(), batch_of(features, lengths, tokens), ModelConfig())) == pytest.approx(
+    assert float(speech_loss(Fixed(), batch_of(features, lengths, tokens), model_config())) == pytest.approx(
         expected, rel=1e-5
     )
 
 
 def test_an_impossible_utterance_gives_infinity():
     """Nothing is silently set to zero: too few frames are visible in the loss."""
-    loss = speech_loss(Fixed(), batch_of(torch.zeros(1, 2, 3), [2], [[1, 1]]), ModelConfig())
+    loss = speech_loss(Fixed(), batch_of(torch.zeros(1, 2, 3), [2], [[1, 1]]), model_config())
     assert math.isinf(float(loss))
 
 
@@ -68,7 +68,7 @@ def test_equal_neighbours_need_a_blank_between_them(tokens, needed):
     """The number of frames needed is exactly where the loss turns finite."""
     assert frames_needed(tokens) == needed
     for frames in (needed - 1, needed):
-        loss = speech_loss(Fixed(), batch_of(torch.zeros(1, max(frames, 1), 4), [frames], [tokens]), ModelConfig())
+        loss = speech_loss(Fixed(), batch_of(torch.zeros(1, max(frames, 1), 4), [frames], [tokens]), model_config())
         assert math.isinf(float(loss)) == (frames < needed)
 
 
@@ -84,7 +84,7 @@ def pair(tmp_path) -> SpeechSet:
 
 def test_utterances_too_short_for_ctc_are_found_before_training(pair):
     """What fits at speed 1.0 need not fit at 1.1."""
-    log_mel, model, tokens = LogMel(FeatureConfig(), 8000), ModelConfig(preset="tiny"), CharacterTokenizer("AB")
+    log_mel, model, tokens = LogMel(FeatureConfig(), 8000), model_config(preset="tiny"), CharacterTokenizer("AB")
     assert too_short_for_ctc(transcripts(pair), tokens, model, log_mel) == []
     found = too_short_for_ctc(transcripts(pair), tokens, model, log_mel, AugmentConfig())
     assert found == [("tight", 4, 5)]
@@ -92,7 +92,7 @@ def test_utterances_too_short_for_ctc_are_found_before_training(pair):
 
 def test_the_check_predicts_the_frames_of_real_batches(pair):
     """The frames it counts are those that speed perturbation and the network really leave."""
-    log_mel, config, tokens = LogMel(FeatureConfig(), 8000), ModelConfig(preset="tiny"), CharacterTokenizer("AB")
+    log_mel, config, tokens = LogMel(FeatureConfig(), 8000), model_config(preset="tiny"), CharacterTokenizer("AB")
     fast = AugmentConfig(speed=(1.1,), spec_augment=None)
     batch = load_batch(pair, np.array([1]), log_mel, fast, tokens, seed=0)
     _, lengths = build_model(config, 40, 3, seed=0)(batch.features, batch.lengths)
@@ -102,4 +102,4 @@ def test_the_check_predicts_the_frames_of_real_batches(pair):
 def test_characters_outside_the_alphabet_are_found_before_training(pair):
     """The check encodes every transcript, so no run starts that would stop in the middle."""
     with pytest.raises(DataError, match=r"'long' contains the character 'B'"):
-        too_short_for_ctc(transcripts(pair), CharacterTokenizer("A"), ModelConfig(), LogMel(FeatureConfig(), 8000))
+        too_short_for_ctc(transcripts(pair), CharacterTokenizer("A"), model_config(), LogMel(FeatureConfig(), 8000))

@@ -15,7 +15,7 @@ from starling.configuration import read_saved
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.speech.espeak import pronounce
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig, build_model
+from starling.speech.models import Architecture, build_model, model_config
 from starling.speech.models.network import Network
 from starling.speech.phones import PHONES_FILE, Phones, PhonesConfig, make_phones, read_lexicon
 from starling.speech.recogniser import Recogniser
@@ -28,12 +28,12 @@ NAMES = ("blstm", "lstm", "transformer", "conformer")
 PHONES = Phones.of({"AB": ["a", "b"], "BA": ["b", "a"], "CAB": ["k", "a", "b"]})
 
 
-def config_of(name: str, decoder: str | None = None, **phones: Any) -> ModelConfig:
+def config_of(name: str, decoder: str | None = None, **phones: Any) -> Architecture:
     beside = None if decoder is None else {"kind": decoder, "width": 8}
-    return ModelConfig(name=name, preset="tiny", layers=2, phones=PhonesConfig(**phones), decoder=beside)
+    return model_config(name=name, preset="tiny", layers=2, phones=PhonesConfig(**phones), decoder=beside)
 
 
-def built(config: ModelConfig) -> Network:
+def built(config: Architecture) -> Network:
     model = build_model(config, 10, 6, seed=1, num_phones=len(PHONES.outputs))
     assert isinstance(model, Network)
     return model
@@ -202,5 +202,5 @@ def test_impossible_layers_are_refused() -> None:
     """Above the last one, or of a network whose layers have frames of other rates."""
     with pytest.raises(ValidationError, match=r"phones\.layer is 3, but model\.layers is 2; lower it"):
         config_of("blstm", layer=3)
-    with pytest.raises(ValidationError, match="phones: zipformer has no layer for them; known are blstm, lstm, trans"):
-        ModelConfig(name="zipformer", preset="tiny", phones=PhonesConfig())
+    with pytest.raises(ValidationError, match="phones: zipformer has no layer for them; blstm, lstm, trans"):
+        model_config(name="zipformer", preset="tiny", phones=PhonesConfig())

@@ -16,7 +16,7 @@ from starling.errors import CheckpointError, DataError
 from starling.speech.augmentation import AugmentConfig, SpecAugmentConfig
 from starling.speech.batch_plan import BatchConfig
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig
+from starling.speech.models import model_config
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring.error_rates import error_rates
 from starling.speech.store import SpeechSet
@@ -38,14 +38,14 @@ def trained(songs) -> Recogniser:
     tokenizer = make_tokenizer(TokenConfig(), [songs.text(index) for index in range(len(songs))])
     features = LogMel(FeatureConfig(normalise="global"), songs.sampling_rate)
     features.fit(songs)
-    recogniser = Recogniser.create(ModelConfig(preset="tiny"), features, tokenizer, seed=1)
+    recogniser = Recogniser.create(model_config(preset="tiny"), features, tokenizer, seed=1)
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=1e-2)
     planner = Planner(songs.durations, np.zeros(len(songs), np.int32), BatchConfig(max_duration=15), seed=1)
     for epoch in range(18):
         for number, mini in enumerate(epoch_of(planner, epoch)):
             batch = load_batch(songs, mini[0], features, AUGMENT, tokenizer, derive_seed(1, "batch", epoch, number))
             optimizer.zero_grad()
-            speech_loss(recogniser.model, batch, ModelConfig()).backward()
+            speech_loss(recogniser.model, batch, model_config()).backward()
             torch.nn.utils.clip_grad_norm_(recogniser.model.parameters(), 5.0)
             optimizer.step()
     return recogniser

@@ -8,22 +8,22 @@ import torch
 
 from starling.errors import ConfigError
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig, build_model
-from starling.speech.models.shape import ChunkConfig, Chunks
-from starling.speech.models.streaming import StreamingNetwork
+from starling.speech.models import Architecture, build_model, model_config
+from starling.speech.models.config import ChunkConfig, Chunks
+from starling.speech.models.network import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.streaming import Stream, StreamingLogMel
 from starling.speech.tokens import CharacterTokenizer
 from tests.speech.tones import RATE, sing
 
 CONFIGS = [
-    ModelConfig(name=name, preset="tiny", subsampling=subsampling, chunk=ChunkConfig(seconds=0.16, left=2))
+    model_config(name=name, preset="tiny", subsampling=subsampling, chunk=ChunkConfig(seconds=0.16, left=2))
     for name, rates in (("lstm", (2, 4)), ("transformer", (1, 4)), ("conformer", (1, 2)))
     for subsampling in rates
 ]
 
 
-def network_of(config: ModelConfig, chunks: Chunks | None = None) -> StreamingNetwork:
+def network_of(config: Architecture, chunks: Chunks | None = None) -> StreamingNetwork:
     network = build_model(config, 10, 7, seed=1).eval()
     assert isinstance(network, StreamingNetwork)
     if chunks is not None:
@@ -48,7 +48,7 @@ def streamed(network: StreamingNetwork, features: torch.Tensor, block: int) -> t
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.name}-{config.subsampling}")
-def test_chunk_by_chunk_is_the_whole_with_a_mask(config: ModelConfig) -> None:
+def test_chunk_by_chunk_is_the_whole_with_a_mask(config: Architecture) -> None:
     """To 1e-5, for every size of chunk and context, of blocks, and of utterances that end in the middle of a chunk."""
     for chunks in (Chunks(1, 5), Chunks(2, 1), Chunks(3, 2), Chunks(11, 3), Chunks(40, 1)):
         network = network_of(config, chunks)
@@ -57,12 +57,12 @@ def test_chunk_by_chunk_is_the_whole_with_a_mask(config: ModelConfig) -> None:
             with torch.inference_mode():
                 whole, lengths = network(features, torch.tensor([length, length]))
             ours = streamed(network, features, block)
-            assert ours.shape[1] == int(lengths[0]) == config.shape.encoder_frames(length)
+            assert ours.shape[1] == int(lengths[0]) == config.encoder_frames(length)
             torch.testing.assert_close(ours, whole, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.name}-{config.subsampling}")
-def test_one_chunk_is_full_context(config: ModelConfig) -> None:
+def test_one_chunk_is_full_context(config: Architecture) -> None:
     """The same weights: whole utterances in one chunk, in full context, and in the model without chunks."""
     features, lengths = features_of(90, rows=2), torch.tensor([90, 61])
     plain = build_model(config.model_copy(update={"chunk": None}), 10, 7, seed=1).eval()
@@ -78,7 +78,7 @@ def test_one_chunk_is_full_context(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.name}-{config.subsampling}")
-def test_the_stated_latency_is_the_true_one(config: ModelConfig) -> None:
+def test_the_stated_latency_is_the_true_one(config: Architecture) -> None:
     """The outputs of the first chunk hear a sound up to it, and nothing that comes later."""
     shift, length = 0.010, 0.025
     latency = config.latency(shift, length)
@@ -115,7 +115,7 @@ def test_padding_never_changes_an_utterance_in_chunks() -> None:
 
 def test_training_draws_chunks_and_full_context() -> None:
     """From dropout's generator, so that a learner's seed decides; gradients are finite."""
-    config = ModelConfig(name="conformer", preset="tiny", chunk=ChunkConfig(seconds=0.16, left=2))
+    config = model_config(name="conformer", preset="tiny", chunk=ChunkConfig(seconds=0.16, left=2))
     network = network_of(config).train()
     torch.manual_seed(0)
     drawn = [network.pass_chunks() for _ in range(200)]
@@ -155,7 +155,7 @@ def test_a_recording_shorter_than_a_window_has_no_frames() -> None:
     assert stream.finish().shape == (0, 40)
 
 
-def recogniser_of(config: ModelConfig, normalise: str = "none") -> Recogniser:
+def recogniser_of(config: Architecture, normalise: str = "none") -> Recogniser:
     features = LogMel(FeatureConfig(normalise=normalise, num_mels=10), RATE)
     return Recogniser.create(config, features, CharacterTokenizer("ADEFIMOR "), seed=3)
 
@@ -163,7 +163,7 @@ def recogniser_of(config: ModelConfig, normalise: str = "none") -> Recogniser:
 @pytest.mark.parametrize("name", ["lstm", "conformer"])
 def test_a_stream_ends_with_the_text_of_the_whole(name: str) -> None:
     """The tokens of two steps are joined as those of one; partial texts grow."""
-    recogniser = recogniser_of(ModelConfig(name=name, preset="tiny", chunk=ChunkConfig(seconds=0.08, left=2)))
+    recogniser = recogniser_of(model_config(name=name, preset="tiny", chunk=ChunkConfig(seconds=0.08, left=2)))
     waveform = torch.from_numpy(sing(["DO", "RE", "MI"], np.random.default_rng(0)))
     stream = Stream(recogniser)
     texts = [stream.accept(block) for block in waveform.split(700)]
@@ -177,14 +177,14 @@ def test_a_stream_ends_with_the_text_of_the_whole(name: str) -> None:
 def test_what_needs_the_whole_recording_cannot_stream() -> None:
     """The error names the key to set."""
     with pytest.raises(ConfigError, match=r"model\.chunk"):
-        Stream(recogniser_of(ModelConfig(name="lstm", preset="tiny")))
+        Stream(recogniser_of(model_config(name="lstm", preset="tiny")))
     chunk = ChunkConfig()
     with pytest.raises(ConfigError, match="normalise"):
-        Stream(recogniser_of(ModelConfig(name="lstm", preset="tiny", chunk=chunk), normalise="utterance"))
+        Stream(recogniser_of(model_config(name="lstm", preset="tiny", chunk=chunk), normalise="utterance"))
     for sizes in (
         {"name": "blstm"},
         {"name": "conformer", "positions": "relative"},
         {"name": "transformer", "span": 3},
     ):
         with pytest.raises(ValueError, match="chunk"):
-            ModelConfig.model_validate({"chunk": chunk, **sizes})
+            model_config(**{"chunk": chunk, **sizes})

@@ -12,9 +12,9 @@ import torch
 from starling.errors import DataError
 from starling.speech.decoding.decoders import emissions_of
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig
-from starling.speech.models.shape import AttentionConfig, ChunkConfig, TransducerConfig
-from starling.speech.models.streaming import StreamingNetwork
+from starling.speech.models import model_config
+from starling.speech.models.config import AttentionConfig, ChunkConfig, TransducerConfig
+from starling.speech.models.network import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled
 from starling.speech.tokens import CharacterTokenizer
@@ -103,7 +103,7 @@ def test_a_streaming_model_hears_live_audio_once(name: str, monkeypatch: pytest.
     generator = np.random.default_rng(2)
     words = generator.choice(list(WORDS), 12).tolist()
     waveform, _ = performance(words, [*generator.uniform(0.05, 0.4, 12), 0.2], generator)
-    config = ModelConfig(name=name, preset="tiny", chunk=ChunkConfig(seconds=0.16, left=2))
+    config = model_config(name=name, preset="tiny", chunk=ChunkConfig(seconds=0.16, left=2))
     features = LogMel(FeatureConfig(normalise="global"), RATE)
     (bands,) = features.energies([torch.from_numpy(waveform)])
     features.statistics = {"mean": bands.mean(0), "deviation": bands.std(0)}
@@ -182,7 +182,7 @@ def test_silence_has_no_words(transcriber: Transcriber) -> None:
 )
 def test_texts_of_decoders_have_times_by_ctc(decoder: AttentionConfig | TransducerConfig) -> None:
     """With random weights: the decoder's text, in order, inside its segment."""
-    config = ModelConfig(preset="tiny", subsampling=2, decoder=decoder)
+    config = model_config(preset="tiny", subsampling=2, decoder=decoder)
     recogniser = Recogniser.create(config, LogMel(FeatureConfig(), RATE), CharacterTokenizer(" AB"), seed=3)
     waveform, _ = song(2)
     found = Transcriber(recogniser).transcribe(waveform, RATE)

@@ -28,7 +28,7 @@ from starling.speech.check.findings import (
 from starling.speech.check.recordings import Record, collect, prepared_sources
 from starling.speech.check.transcripts import log_likelihoods, misfits, usual_limit
 from starling.speech.features import FeatureConfig, LogMel
-from starling.speech.models import ModelConfig
+from starling.speech.models import model_config
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer
@@ -42,7 +42,7 @@ def _train(songs: SpeechSet, epochs: int) -> Recogniser:
     tokenizer = make_tokenizer(TokenConfig(), [songs.text(index) for index in range(len(songs))])
     features = LogMel(FeatureConfig(normalise="global"), songs.sampling_rate)
     features.fit(songs)
-    recogniser = Recogniser.create(ModelConfig(preset="tiny"), features, tokenizer, seed=1)
+    recogniser = Recogniser.create(model_config(preset="tiny"), features, tokenizer, seed=1)
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=1e-2)
     planner = Planner(songs.durations, np.zeros(len(songs), np.int32), BatchConfig(max_duration=10), seed=1)
     for epoch in range(epochs):
@@ -50,7 +50,7 @@ def _train(songs: SpeechSet, epochs: int) -> Recogniser:
             seed = derive_seed(1, "batch", epoch, number)
             batch = load_batch(songs, mini[0], features, AugmentConfig.none(), tokenizer, seed)
             optimizer.zero_grad()
-            speech_loss(recogniser.model, batch, ModelConfig()).backward()
+            speech_loss(recogniser.model, batch, model_config()).backward()
             torch.nn.utils.clip_grad_norm_(recogniser.model.parameters(), 5.0)
             optimizer.step()
     return recogniser

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from starling.speech.decoding import decoders as decoding
-from starling.speech.models import ModelConfig, build_model
-from starling.speech.models.shape import TransducerConfig
+from starling.speech.models import build_model, model_config
+from starling.speech.models.config import TransducerConfig
 from starling.speech.models.transducer import Transducer, lattice_loss, transducer_loss
 
 LENGTHS, TOKEN_LENGTHS = torch.tensor([4, 2, 1, 3]), torch.tensor([3, 2, 0, 1])
@@ -176,7 +176,7 @@ def test_greedy_search_takes_the_likeliest_step_of_each_cell():
 
 def test_a_model_with_a_transducer_gives_its_loss_beside_ctc():
     """The third output; the first two are those of the model without one, with the same weights."""
-    plain = ModelConfig(name="blstm", preset="tiny")
+    plain = model_config(name="blstm", preset="tiny")
     with_decoder = plain.model_copy(update={"decoder": TransducerConfig(kind="transducer", width=16)})
     model, other = (build_model(each, 40, 5, seed=1) for each in (with_decoder, plain))
     features, lengths = torch.randn(2, 30, 40), torch.tensor([30, 20])

@@ -86,7 +86,8 @@ _COMPARED = Key("compare", "mapping", "`null`", "", "What `starling compare` com
 def sections() -> list[Section]:
     """All sections of a recipe, from the top, each before those inside it."""
     top, *inner = _sections(Recipe, "")
-    return [replace(top, keys=(_BASE, *top.keys, _COMPARED)), *inner, *_sections(CompareConfig, "compare")]
+    every = [replace(top, keys=(_BASE, *top.keys, _COMPARED)), *inner, *_sections(CompareConfig, "compare")]
+    return list(dict.fromkeys(every))  # several architectures have the same sections
 
 
 def page() -> str:
@@ -152,10 +153,11 @@ def _mappings(annotation: Any, path: str) -> Iterator[tuple[str, type[BaseModel]
 
 def _kind(model: type[BaseModel]) -> str:
     """What tells a model from others in its place: `kind: tsv`, or its own required key."""
-    kind = model.model_fields.get("kind")
-    if kind is not None and get_origin(kind.annotation) is Literal:
-        values = get_args(kind.annotation)
-        return f"kind: {values[0]}" if len(values) == 1 else ""
+    for name, field in model.model_fields.items():
+        if get_origin(field.annotation) is Literal and len(values := get_args(field.annotation)) == 1:
+            return f"{name}: {values[0]}"
+    if "kind" in model.model_fields:
+        return ""
     return next((name for name, field in model.model_fields.items() if field.is_required()), "")
 
 

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from starling.budget import Budget, Schedule
-from starling.configuration import Config, digest
+from starling.configuration import Config, digest, short_for
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.learner import Learner
@@ -150,10 +150,7 @@ class StrategyChoice(BaseModel):
 
     name: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_name(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
+    _of_name = short_for("name")
 
     @property
     def strategy(self) -> Strategy:
@@ -242,10 +239,7 @@ class LaunchConfig(Config):
     metrics_address: str = "127.0.0.1"
     """The address of the interface on which it serves them; 127.0.0.1: only to this machine."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_kind(cls, value: object) -> object:
-        return {"kind": value} if isinstance(value, str) else value
+    _of_kind = short_for("kind")
 
 
 class RunConfig(Config):
@@ -372,7 +366,7 @@ class RecipeConfig(RunConfig):
 
 
 def strategy_problems(choice: StrategyChoice, learners: int | None = None, **others: Any) -> list[str]:
-    """What is wrong with a strategy or its options; for so many `learners`, with what `check_for` takes of `others`."""
+    """Problems of a strategy or its options; if `learners` is given, also those that `check_for` finds."""
     try:
         _ = choice.options  # raises if they are wrong
         if learners is not None:

@@ -96,7 +96,7 @@ class SpeechComparison:
         sections = {"seed", "data", "mixture", "partition", "tokens", "features", "augment", "batches"}
         content = recipe.model_dump(mode="json", include=sections)
         content["parts"] = recipe.num_workers if recipe.partition != "identical" else 1
-        content["too short for"] = recipe.model.shape.subsampling  # decides which utterances CTC leaves out
+        content["too short for"] = recipe.model.subsampling  # decides which utterances CTC leaves out
         return digest(content)
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
@@ -170,7 +170,7 @@ class Remembered(SpeechWorkload):
     """A workload that keeps the mini-batches it loads, up to half a gibibyte, beside those in `kept`."""
 
     def __init__(self, workload: SpeechWorkload, kept: dict[Ticket, Sequence[Batch]]) -> None:
-        super().__init__(workload.plan, workload.features, workload.tokenizer, workload.initial, workload.phones)
+        super().__init__(workload.plan, workload.initial)
         self._kept = kept
         self._room = _MAX_BYTES - sum(batch.features.nbytes for batches in kept.values() for batch in batches)
 

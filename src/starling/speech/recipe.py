@@ -1,6 +1,6 @@
 """The recipe: all settings of a run, as one checked tree."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from starling.configuration import Config, differing, digest
+from starling.configuration import Config, differing, digest, short_for
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.folder import ExperimentFolder
 from starling.problems import ProblemsError, checked
@@ -27,26 +27,18 @@ from starling.speech.features import WHOLE, FeatureConfig
 from starling.speech.hybrid import AlignmentConfig, SequencesConfig, StatesConfig
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
+from starling.speech.models.architectures import BlstmConfig, PublishedConfig
 from starling.speech.partition import PartitionConfig, labels_are_domains
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
 from starling.strategies.islands import between_islands
 from starling.training.freezing import Freeze
 
-_LATER_SIZES = (
-    "span",
-    "kernel",
-    "stack_rates",
-    "stack_layers",
-    "stack_widths",
-    "conv2d_channels",
-    "decoder",
-    "phones",
-    "chunk",
-    "checkpoint",
-    "encoder",
+_FIRST_SIZES = (
+    *("layers", "hidden", "bottleneck", "width", "heads", "feed_forward", "positions"),
+    *("channels", "context", "subsampling", "dropout"),
 )
-"""Keys of `model` that fingerprints leave out where they are not set: earlier runs have none of them."""
+"""Keys of `model` that fingerprints have even where they are not set, as those of the first runs do."""
 _OF_FRAMES = ("sequences", "states", "alignment")
 """Sections that only `loss: frames` has."""
 _ONLY_FOR = {
@@ -68,10 +60,7 @@ class WarmStart(Config):
     """strict: only the outputs may differ; the rows of tokens and phones that both models have are kept. partial:
     layers may be missing, or of other sizes: what overlaps is taken."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_path(cls, value: object) -> object:
-        return {"experiment": value} if isinstance(value, str | Path) else value
+    _of_path = short_for("experiment")
 
     @model_serializer(mode="wrap")
     def _as_path(self, serialise: SerializerFunctionWrapHandler) -> object:
@@ -99,7 +88,7 @@ class Recipe(RecipeConfig):
     """How training audio is augmented."""
     batches: BatchConfig = BatchConfig()
     """How utterances are grouped into mini-batches."""
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = BlstmConfig()
     """Which network, and its sizes."""
     loss: Literal["ctc", "frames"] = "ctc"
     """ctc: of whole utterances, which needs no alignment; with model.decoder, the decoder's loss is beside it. frames:
@@ -157,16 +146,16 @@ class Recipe(RecipeConfig):
         return made
 
     @model_validator(mode="after")
-    def _loss_fits(self) -> Self:
-        problems = [
-            f"{key}: only for loss: {loss}; leave it out"
-            for loss, keys in _ONLY_FOR.items()
-            for key in keys
-            if loss != self.loss and self._is_set(key)
-        ]
-        if problems := problems + (self._frames_problems() if self.loss == "frames" else self._ctc_problems()):
-            raise ValueError("; ".join(problems))
+    def _sections_fit(self) -> Self:
+        of_loss = self._frames_problems() if self.loss == "frames" else self._ctc_problems()
+        if problems := [*self._of_another_loss(), *of_loss, *self._end_problems(), *self._mixture_problems()]:
+            raise ProblemsError(*problems)
         return self
+
+    def _of_another_loss(self) -> Iterator[str]:
+        for loss, keys in _ONLY_FOR.items():
+            if loss != self.loss:
+                yield from (f"{key}: only for loss: {loss}; leave it out" for key in keys if self._is_set(key))
 
     def _is_set(self, key: str) -> bool:
         """Whether a key, SECTION or SECTION.KEY, has another value than its default."""
@@ -176,87 +165,63 @@ class Recipe(RecipeConfig):
             return bool(section)
         return bool(getattr(section, inner) != type(section).model_fields[inner].get_default())
 
-    def _ctc_problems(self) -> list[str]:
-        given, normalise, is_raw = [], self.features.normalise, self.features.kind == "raw"
-        if is_raw != (self.model.encoder is not None):
-            given.append("features.kind: model.name: wav2vec2, or whisper, needs raw, and any other model log-mel")
+    def _ctc_problems(self) -> Iterator[str]:
+        normalise, is_raw = self.features.normalise, self.features.kind == "raw"
+        if is_raw != isinstance(self.model, PublishedConfig):
+            yield "features.kind: model.name: wav2vec2, or whisper, needs raw, and any other model log-mel"
         if self.model.name == "whisper" and normalise != "none":
-            given.append("features.normalise: model.name: whisper scales its features itself; set it to none")
+            yield "features.normalise: model.name: whisper scales its features itself; set it to none"
         if is_raw and normalise == "speech":
-            given.append("features.normalise: speech needs log-mel features; take utterance, global or none")
-        given += [
-            f"augment.{key}: needs log-mel features; set it to null"
-            for key in ("spec_augment", "tempo", "vocal_tract")
-            if is_raw and getattr(self.augment, key) is not None
-        ]
+            yield "features.normalise: speech needs log-mel features; take utterance, global or none"
+        for key in ("spec_augment", "tempo", "vocal_tract"):
+            if is_raw and getattr(self.augment, key) is not None:
+                yield f"augment.{key}: needs log-mel features; set it to null"
         if self.model.chunk is not None and normalise in WHOLE:
-            given.append(f"features.normalise: {normalise} needs whole recordings; model.chunk needs global, or none")
-        given += [
-            f"decoding.{key}: known words, for vocabulary: closed; leave one of them out"
-            for key in ("word_list", "lm")
-            if self.decoding is not None and self.decoding.vocabulary == "open" and self._is_set(f"decoding.{key}")
-        ]
-        return given
+            yield f"features.normalise: {normalise} needs whole recordings; model.chunk needs global, or none"
+        for key in ("word_list", "lm"):
+            if self.decoding is not None and self.decoding.vocabulary == "open" and self._is_set(f"decoding.{key}"):
+                yield f"decoding.{key}: known words, for vocabulary: closed; leave one of them out"
 
-    def _frames_problems(self) -> list[str]:
-        problems = []
+    def _frames_problems(self) -> Iterator[str]:
         if self.tokens.kind != "characters":
-            problems.append(f"tokens.kind: loss: frames has states of characters, not of {self.tokens.kind} pieces")
-        if (subsampling := self.model.shape.subsampling) != 1:
-            problems.append(
-                f"model.subsampling: loss: frames has an output for each frame, so it is 1, not {subsampling}"
-            )
+            yield f"tokens.kind: loss: frames has states of characters, not of {self.tokens.kind} pieces"
+        if (subsampling := self.model.subsampling) != 1:
+            yield f"model.subsampling: loss: frames has an output for each frame, so it is 1, not {subsampling}"
         if self.augment != AugmentConfig.none().model_copy(update={"speed": self.augment.speed}):
-            problems.append(
+            yield (
                 "augment: loss: frames trains on features that are stored once for each of augment.speed; leave its "
                 "other keys out"
             )
         if self.mixture is not None:
-            problems.append("mixture: only for loss: ctc; name one set in data.train")
-        problems += [
-            f"batches.{key}: groups whole utterances, for loss: ctc; loss: frames has sequences.batch"
-            for key in ("max_duration", "num_buckets", "window", "similar")
-            if self._is_set(f"batches.{key}")
-        ]
-        return problems
+            yield "mixture: only for loss: ctc; name one set in data.train"
+        for key in ("max_duration", "num_buckets", "window", "similar"):
+            if self._is_set(f"batches.{key}"):
+                yield f"batches.{key}: groups whole utterances, for loss: ctc; loss: frames has sequences.batch"
 
-    @model_validator(mode="after")
-    def _end_is_possible(self) -> Self:
-        problems = []
+    def _end_problems(self) -> Iterator[str]:
         if self.patience is not None and (self.data.valid is None or self.validate_every is None):
-            problems.append("patience: needs the scores of a validation set: set data.valid and validate_every")
+            yield "patience: needs the scores of a validation set: set data.valid and validate_every"
         if self.patience is not None and self.average > 1:
-            problems.append("average: patience scores the best model; leave one of them out")
+            yield "average: patience scores the best model; leave one of them out"
         if self.average > self.checkpoints.keep:
-            problems.append(
-                f"average: {self.average} checkpoints, but checkpoints.keep is {self.checkpoints.keep}; raise that"
-            )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+            yield f"average: {self.average} checkpoints, but checkpoints.keep is {self.checkpoints.keep}; raise that"
 
-    @model_validator(mode="after")
-    def _mixed_sets_exist(self) -> Self:
-        known = self.data.sets
-        for name in self.mixture.sets if self.mixture is not None else ():
+    def _mixture_problems(self) -> Iterator[str]:
+        known, mixture = self.data.sets, self.mixture
+        for name in mixture.sets if mixture is not None else ():
             if name not in known and not Path(name).is_dir():
-                raise ValueError(
+                yield (
                     f"mixture: {name!r} is neither a set of data.corpus ({', '.join(known)}) nor a folder; prepare it "
                     "first with its own recipe"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _partition_fits(self) -> Self:
-        if self.mixture is None:
+        if mixture is None:
             if labels_are_domains(self.partition):
-                raise ValueError("partition: it divides domains, but there is no mixture; define the domains there")
-        elif self.partition != "identical" and (self.mixture.by == "hand" or self.mixture.temperature != 1.0):
-            raise ValueError(
-                "partition: learners draw from their whole parts, so that the mixture's shares have no effect; "
-                "remove mixture.temperature and by: hand, or the partition"
+                yield "partition: it divides domains, but there is no mixture; define the domains there"
+        elif self.partition != "identical" and (mixture.by == "hand" or mixture.temperature != 1.0):
+            yield (
+                "partition: learners draw from their whole parts, so that the mixture's shares have no effect; remove "
+                "mixture.temperature and by: hand, or the partition"
             )
-        return self
 
     def set_folder(self, name: str) -> Path:
         """The folder of a prepared set of the corpus or the mixture, whether it exists yet or not."""
@@ -347,9 +312,8 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
         del fixed["features"]["splice"]
     if recipe.features.kind == "log-mel":
         del fixed["features"]["kind"]
-    for key in _LATER_SIZES:
-        if fixed["model"][key] is None:
-            del fixed["model"][key]
+    set_keys = {key: value for key, value in fixed["model"].items() if value is not None}
+    fixed["model"] = dict.fromkeys(_FIRST_SIZES) | set_keys
     if never := [each.parameters for each in recipe.freeze if each.until is None]:
         fixed["model"] = fixed["model"] | {"freeze": [list(each) for each in never]}
     if recipe.loss == "frames":

@@ -92,9 +92,9 @@ class Recogniser:
     model: nn.Module
     """The network."""
     model_config: ModelConfig
-    """Its kind and sizes."""
+    """The network's architecture and sizes."""
     features: LogMel
-    """What makes its inputs from waveforms."""
+    """The features that are computed from waveforms."""
     tokenizer: Tokenizer
     """The tokens of its texts."""
     states: TiedStates | None = None
@@ -226,7 +226,7 @@ class Recogniser:
     @property
     def output_seconds(self) -> float:
         """Seconds between two rows of log-probabilities."""
-        return self.features.frame_seconds * self.model_config.shape.subsampling
+        return self.features.frame_seconds * self.model_config.subsampling
 
     @property
     def latency(self) -> float | None:
@@ -249,7 +249,7 @@ class Recogniser:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without dropout and gradients."""
+        """A context in which the network computes without dropout and gradients."""
         was_training = self.model.training
         self.model.eval()
         try:

@@ -8,7 +8,7 @@ import torch
 from starling.errors import ConfigError
 from starling.speech.decoding.decoders import emissions_of
 from starling.speech.features import WHOLE, LogMel
-from starling.speech.models.streaming import StreamingNetwork
+from starling.speech.models.network import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import BLANK
 

@@ -29,7 +29,7 @@ class TokenConfig(Config):
     vocab_size: int = Field(default=100, ge=3)
     """Maximum number of pieces, for kind: sentencepiece."""
     model_type: Literal["unigram", "bpe"] = "unigram"
-    """For kind: sentencepiece."""
+    """The algorithm that finds pieces, for kind: sentencepiece."""
 
     @model_validator(mode="after")
     def _alphabet_fits(self) -> Self:
@@ -83,7 +83,7 @@ class CharacterTokenizer:
 
 
 class PieceTokenizer:
-    """The same for subword pieces of a sentencepiece model, shifted by one to make room for the blank."""
+    """Text to token ids and back: pieces of a sentencepiece model, shifted by one to make room for the blank."""
 
     def __init__(self, model: bytes) -> None:
         import sentencepiece

@@ -13,7 +13,7 @@ from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.corpora.lines import read_table, write_table
 from starling.speech.features import LogMel
-from starling.speech.models import ModelConfig
+from starling.speech.models import Architecture
 from starling.speech.store import SpeechSets
 from starling.speech.tokens import Tokenizer
 
@@ -45,7 +45,7 @@ def frames_needed(tokens: list[int]) -> int:
 def too_short_for_ctc(
     utterances: Iterable[tuple[str, str, float]],
     tokenizer: Tokenizer,
-    model: ModelConfig,
+    model: Architecture,
     features: LogMel,
     augment: AugmentConfig | None = None,
 ) -> list[TooShort]:
@@ -55,10 +55,10 @@ def too_short_for_ctc(
     characters outside the alphabet, and raises DataError for these.
     """
     fastest, tempo = augment.fastest if augment is not None else (1.0, 1.0)
-    shape, found = model.shape, []
+    found = []
     for name, text, seconds in utterances:
         samples = math.ceil(round(seconds * features.sampling_rate) / fastest)
-        frames = shape.encoder_frames(features.num_frames(samples, tempo))
+        frames = model.encoder_frames(features.num_frames(samples, tempo))
         if frames < (needed := frames_needed(tokenizer.encode(text, name))):
             found.append(TooShort(name, frames, needed))
     return found

@@ -13,6 +13,7 @@ from starling.speech.check.recordings import Group, Line, Record, Told, collect,
 from starling.speech.check.transcripts import misfits
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig
+from starling.speech.models.architectures import BlstmConfig
 from starling.speech.preparing.stages import OnProgress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import TokenConfig, make_tokenizer
@@ -129,7 +130,7 @@ class Training(Config):
     tokens: TokenConfig = TokenConfig()
     features: FeatureConfig = FeatureConfig()
     augment: AugmentConfig | None = None
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = BlstmConfig()
 
 
 def check_corpus(

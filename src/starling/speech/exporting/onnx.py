@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from starling.errors import ConfigError
-from starling.speech.models.streaming import StreamingNetwork
+from starling.speech.models.network import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer
 

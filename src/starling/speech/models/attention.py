@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import Decoder, frame_mask, padded, sinusoids
-from starling.speech.models.shape import AttentionConfig
+from starling.speech.models.config import AttentionConfig
+from starling.speech.models.network import Decoder, frame_mask, padded
+from starling.speech.models.transformer import sinusoids
 from starling.speech.tokens import BLANK
 
 END = BLANK
@@ -24,12 +25,12 @@ class Memory:
     visible: torch.Tensor  # [B, 1, 1, T'], false in the padding
 
     def times(self, count: int) -> "Memory":
-        """That of one utterance, for so many texts."""
+        """The memory of one utterance, repeated for `count` texts."""
         return Memory([each.expand(-1, count, -1, -1, -1) for each in self.blocks], self.visible)
 
 
 Past = list[torch.Tensor]
-"""For each block, keys and values `[2, B, heads, U, D]` of the tokens that came before."""
+"""Keys and values `[2, B, heads, U, D]` of the tokens that came before, one tensor for each block."""
 
 
 class DecoderBlock(nn.Module):
@@ -100,7 +101,7 @@ class AttentionDecoder(Decoder):
         self.output = nn.Linear(config.width, vocab_size)
 
     def hear(self, frames: torch.Tensor, lengths: torch.Tensor) -> Memory:
-        """What the encoder's frames `[B, T', W]` with lengths `[B]` are to the blocks."""
+        """The memory that the blocks attend to, from the encoder's frames `[B, T', W]` and lengths `[B]`."""
         heard = self.frames(frames)
         blocks = [cast(DecoderBlock, block) for block in self.blocks]
         return Memory(

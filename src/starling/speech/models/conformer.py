@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.shape import Chunks, ConformerShape
-from starling.speech.models.streaming import Caches, chunk_convolution, convolve_once
+from starling.speech.models.architectures import ConformerConfig
+from starling.speech.models.config import Chunks
+from starling.speech.models.network import Caches, chunk_convolution, convolve_once
 from starling.speech.models.transformer import AttentionNetwork, SelfAttention, Sight
 
 
@@ -31,7 +32,7 @@ class RelativeAttention(SelfAttention):
         places: torch.Tensor | None,
         past: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """As for `SelfAttention`, of whole utterances only; `places` is `distances(T, width)`."""
+        """The outputs for whole utterances, with arguments as in `SelfAttention`; `places` is `distances(T, width)`."""
         if places is None or past is not None:
             raise ValueError("relative attention needs the sinusoids of distances, of whole utterances")
         queries, keys, values = self.inputs(frames).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -103,17 +104,17 @@ class Block(nn.Module):
     x <- LayerNorm(x + FeedForward'(x) / 2)
     """
 
-    def __init__(self, shape: ConformerShape) -> None:
+    def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
-        width = shape.width
-        self.first = FeedForward(width, shape.feed_forward, shape.dropout)
+        width = config.width
+        self.first = FeedForward(width, config.feed_forward, config.dropout)
         self.attention_norm = nn.LayerNorm(width)
-        attention = RelativeAttention if shape.positions == "relative" else SelfAttention
-        self.attention = attention(width, shape.heads)
-        self.convolution = Convolution(width, shape.kernel, shape.dropout)
-        self.second = FeedForward(width, shape.feed_forward, shape.dropout)
+        attention = RelativeAttention if config.positions == "relative" else SelfAttention
+        self.attention = attention(width, config.heads)
+        self.convolution = Convolution(width, config.kernel, config.dropout)
+        self.second = FeedForward(width, config.feed_forward, config.dropout)
         self.norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,
@@ -142,12 +143,12 @@ class ConformerCtc(AttentionNetwork):
 
     cache_names = ("attention", "convolution", "remembered")
 
-    def __init__(self, shape: ConformerShape, num_features: int, vocab_size: int) -> None:
-        super().__init__(shape, num_features, vocab_size, lambda: Block(shape), nn.Identity())
-        self.convolved = shape.width, shape.kernel // 2
+    def __init__(self, config: ConformerConfig, num_features: int, vocab_size: int) -> None:
+        super().__init__(config, num_features, vocab_size, Block, nn.Identity())
+        self.convolved = config.width, config.kernel // 2
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """Those of attention, and between them what the convolutions hear of the frames before,
+        """The caches of attention, and between them the frames before the chunk that the convolutions hear,
         `[B, layers, width, kernel // 2]`."""
         past, remembered = super().caches(batch_size, chunks)
         return past, past.new_zeros(batch_size, len(self.blocks), *self.convolved), remembered

@@ -7,8 +7,8 @@ from torch import nn
 
 from starling.errors import ConfigError, DataError
 from starling.extras import require
+from starling.speech.models.architectures import Wav2Vec2Config, WhisperConfig
 from starling.speech.models.network import Network, frame_mask
-from starling.speech.models.shape import Wav2Vec2Shape, WhisperShape
 
 
 class PublishedNetwork(Network):
@@ -63,17 +63,19 @@ class Wav2Vec2Ctc(PublishedNetwork):
     (`feat_extract_norm: group`) hears the padding, as it did when it was trained; one with layer norms does not.
     """
 
-    def __init__(self, shape: Wav2Vec2Shape, num_features: int, vocab_size: int) -> None:
-        super().__init__("wav2vec2", num_features)
-        from transformers import Wav2Vec2Config, Wav2Vec2Model
+    def __init__(self, config: Wav2Vec2Config, num_features: int, vocab_size: int) -> None:
+        super().__init__(config.name, num_features)
+        import transformers
 
-        config = Wav2Vec2Config.from_dict({**(shape.encoder or {}), "layerdrop": 0.0, "apply_spec_augment": False})
-        self.has_mask = config.feat_extract_norm == "layer"
-        self.shape = shape
-        self.wav2vec2 = Wav2Vec2Model(config)
-        self.published = self.wav2vec2, Wav2Vec2Model, ""
-        self.dropout = nn.Dropout(shape.dropout)
-        self.output = nn.Linear(config.hidden_size, vocab_size)
+        theirs = transformers.Wav2Vec2Config.from_dict(
+            {**config.encoder, "layerdrop": 0.0, "apply_spec_augment": False}
+        )
+        self.has_mask = theirs.feat_extract_norm == "layer"
+        self.convolutions = config.convolutions
+        self.wav2vec2 = transformers.Wav2Vec2Model(theirs)
+        self.published = self.wav2vec2, transformers.Wav2Vec2Model, ""
+        self.dropout = nn.Dropout(config.dropout)
+        self.output = nn.Linear(theirs.hidden_size, vocab_size)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of samples `[B, T, 1]` and lengths `[B]`."""
@@ -81,12 +83,12 @@ class Wav2Vec2Ctc(PublishedNetwork):
         samples = features.masked_fill(~inside, 0.0)[:, :, 0]
         mask = inside[:, :, 0].long() if self.has_mask else None
         frames = self.wav2vec2(samples, attention_mask=mask).last_hidden_state
-        for kernel, stride in self.shape.convolutions:
+        for kernel, stride in self.convolutions:
             lengths = (lengths - kernel) // stride + 1
         return self.dropout(frames), lengths
 
 
-_WINDOW, _HOP = 400, WhisperShape.HOP  # samples, 25 and 10 ms at 16 kHz
+_WINDOW, _HOP = 400, WhisperConfig.HOP  # samples, 25 and 10 ms at 16 kHz
 _RANGE = 8.0  # tenfold steps of energy below the loudest of an utterance, where features end
 
 
@@ -99,18 +101,18 @@ class WhisperCtc(PublishedNetwork):
     exactly 30 s gives what `transformers` gives.
     """
 
-    def __init__(self, shape: WhisperShape, num_features: int, vocab_size: int) -> None:
-        super().__init__("whisper", num_features)
-        from transformers import WhisperConfig, WhisperModel
+    def __init__(self, config: WhisperConfig, num_features: int, vocab_size: int) -> None:
+        super().__init__(config.name, num_features)
+        import transformers
         from transformers.audio_utils import mel_filter_bank
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-        config = WhisperConfig.from_dict(shape.encoder or {})
-        self.whisper = WhisperEncoder(config)
-        self.published = self.whisper, WhisperModel, "encoder"
-        self.dropout = nn.Dropout(shape.dropout)
-        self.output = nn.Linear(config.d_model, vocab_size)
-        bank = mel_filter_bank(1 + _WINDOW // 2, config.num_mel_bins, 0.0, 8000.0, 16_000, "slaney", "slaney")
+        theirs = transformers.WhisperConfig.from_dict(config.encoder)
+        self.whisper = WhisperEncoder(theirs)
+        self.published = self.whisper, transformers.WhisperModel, "encoder"
+        self.dropout = nn.Dropout(config.dropout)
+        self.output = nn.Linear(theirs.d_model, vocab_size)
+        bank = mel_filter_bank(1 + _WINDOW // 2, theirs.num_mel_bins, 0.0, 8000.0, 16_000, "slaney", "slaney")
         self.register_buffer("bank", torch.from_numpy(bank).float(), persistent=False)
         self.register_buffer("window", torch.hann_window(_WINDOW), persistent=False)
         self.bank: torch.Tensor  # [_WINDOW / 2 + 1, mel bands]

@@ -5,15 +5,17 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from starling.speech.models.network import Conv2dSubsampling, ConvSubsampling, Layers, Network, frame_mask
-from starling.speech.models.shape import (
-    BlstmShape,
-    Chunks,
-    DeepSpeechShape,
-    RecurrentShape,
-    StackShape,
+from starling.speech.models.architectures import BlstmConfig, DeepSpeechConfig, RecurrentConfig, StackConfig
+from starling.speech.models.config import Chunks
+from starling.speech.models.network import (
+    Caches,
+    Conv2dSubsampling,
+    ConvSubsampling,
+    Layers,
+    Network,
+    StreamingNetwork,
+    frame_mask,
 )
-from starling.speech.models.streaming import Caches, StreamingNetwork
 
 _CLIP = 20.0
 
@@ -47,24 +49,24 @@ class BidirectionalLayer(nn.Module):
 
 class Blstm(Network):
     """Bidirectional LSTM layers, an optional bottleneck, and outputs: of CTC behind convolutional subsampling, or log
-    posteriors of a hybrid network, whose shape has no convolution."""
+    posteriors of a hybrid network, whose sizes have no convolution."""
 
-    def __init__(self, shape: StackShape, num_features: int, num_outputs: int) -> None:
+    def __init__(self, config: StackConfig, num_features: int, num_outputs: int) -> None:
         super().__init__()
-        widths = [num_features] + [2 * shape.hidden] * shape.layers
+        widths = [num_features] + [2 * config.hidden] * config.layers
         self.subsampling: nn.Module | None = None
-        if isinstance(shape, BlstmShape):
-            widths[0], sizes = shape.channels, (shape.channels, shape.subsampling)
+        if isinstance(config, BlstmConfig):
+            widths[0], sizes = config.channels, (config.channels, config.subsampling)
             self.subsampling = (
-                Conv2dSubsampling(num_features, shape.conv2d_channels, *sizes)
-                if shape.conv2d_channels
+                Conv2dSubsampling(num_features, config.conv2d_channels, *sizes)
+                if config.conv2d_channels
                 else ConvSubsampling(num_features, *sizes)
             )
-        self.layers = nn.ModuleList(BidirectionalLayer(width, shape.hidden) for width in widths[:-1])
-        self.stacked = Layers(self.layers, 2 * shape.hidden)
-        self.dropout = nn.Dropout(shape.dropout)
-        self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
-        self.output = nn.Linear(shape.bottleneck or widths[-1], num_outputs)
+        self.layers = nn.ModuleList(BidirectionalLayer(width, config.hidden) for width in widths[:-1])
+        self.stacked = Layers(self.layers, 2 * config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.bottleneck = nn.Linear(widths[-1], config.bottleneck) if config.bottleneck else nn.Identity()
+        self.output = nn.Linear(config.bottleneck or widths[-1], num_outputs)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
@@ -91,17 +93,17 @@ class DnnHybrid(Network):
     sigmoids and pre-training.
     """
 
-    def __init__(self, shape: StackShape, num_features: int, num_outputs: int) -> None:
+    def __init__(self, config: StackConfig, num_features: int, num_outputs: int) -> None:
         super().__init__()
-        widths = [num_features] + [shape.hidden] * shape.layers
+        widths = [num_features] + [config.hidden] * config.layers
         dense = [nn.Linear(width, after) for width, after in pairwise(widths)]
         for layer in dense:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)
         self.layers = nn.ModuleList(dense)
-        self.dropout = nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
-        self.bottleneck = nn.Linear(shape.hidden, shape.bottleneck) if shape.bottleneck else nn.Identity()
-        self.output = nn.Linear(shape.bottleneck or shape.hidden, num_outputs)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.bottleneck = nn.Linear(config.hidden, config.bottleneck) if config.bottleneck else nn.Identity()
+        self.output = nn.Linear(config.bottleneck or config.hidden, num_outputs)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
@@ -115,16 +117,16 @@ class LstmCtc(StreamingNetwork):
 
     cache_names = ("recurrent",)
 
-    def __init__(self, shape: RecurrentShape, num_features: int, vocab_size: int) -> None:
+    def __init__(self, config: RecurrentConfig, num_features: int, vocab_size: int) -> None:
         super().__init__()
-        self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
-        widths = [shape.channels] + [shape.hidden] * shape.layers
-        self.layers = nn.ModuleList(nn.LSTM(width, shape.hidden, batch_first=True) for width in widths[:-1])
-        self.stacked = Layers(self.layers, shape.hidden)
-        self.hidden = shape.hidden
-        self.dropout = nn.Dropout(shape.dropout)
-        self.bottleneck = nn.Linear(widths[-1], shape.bottleneck) if shape.bottleneck else nn.Identity()
-        self.output = nn.Linear(shape.bottleneck or widths[-1], vocab_size)
+        self.subsampling = ConvSubsampling(num_features, config.channels, config.subsampling)
+        widths = [config.channels] + [config.hidden] * config.layers
+        self.layers = nn.ModuleList(nn.LSTM(width, config.hidden, batch_first=True) for width in widths[:-1])
+        self.stacked = Layers(self.layers, config.hidden)
+        self.hidden = config.hidden
+        self.dropout = nn.Dropout(config.dropout)
+        self.bottleneck = nn.Linear(widths[-1], config.bottleneck) if config.bottleneck else nn.Identity()
+        self.output = nn.Linear(config.bottleneck or widths[-1], vocab_size)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
@@ -138,7 +140,7 @@ class LstmCtc(StreamingNetwork):
         return (self.output.weight.new_zeros(batch_size, len(self.layers), 2, self.hidden),)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
-        """As for `StreamingNetwork`."""
+        """The encoder frames of one chunk, and the caches of the next; the arguments are as in `StreamingNetwork`."""
         frames, _ = self.subsampling.of_window(window, inside)
         past = caches[0].permute(1, 2, 0, 3)[:, :, None]  # [layers, 2, 1, B, hidden]
         pasts = []
@@ -169,16 +171,16 @@ class DeepSpeechCtc(Network):
     are 180 ms to it and 90 ms at our 10 ms; `original` has the paper's stride, hence Coqui's 20 ms per encoder frame.
     """
 
-    def __init__(self, shape: DeepSpeechShape, num_features: int, vocab_size: int) -> None:
+    def __init__(self, config: DeepSpeechConfig, num_features: int, vocab_size: int) -> None:
         super().__init__()
-        hidden, window = shape.hidden, 2 * shape.context + 1
-        self.subsampling = shape.subsampling
-        self.window = nn.Conv1d(num_features, hidden, window, shape.subsampling, padding=shape.context)
+        hidden, window = config.hidden, 2 * config.context + 1
+        self.subsampling = config.subsampling
+        self.window = nn.Conv1d(num_features, hidden, window, config.subsampling, padding=config.context)
         self.dense = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
         self.recurrent = nn.LSTM(hidden, hidden, batch_first=True)
         self.last_dense = nn.Linear(hidden, hidden)
         self.output = nn.Linear(hidden, vocab_size)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         for layer in (self.window, *self.dense, self.last_dense, self.output):
             nn.init.xavier_uniform_(layer.weight.flatten(1))  # a window is a dense layer over all its frames
             nn.init.zeros_(layer.bias)

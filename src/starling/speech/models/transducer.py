@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from starling.speech.models.config import TransducerConfig
 from starling.speech.models.network import Decoder, padded
-from starling.speech.models.shape import TransducerConfig
 from starling.speech.tokens import BLANK
 
 MOST_NUMBERS = 2**24

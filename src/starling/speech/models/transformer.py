@@ -1,16 +1,70 @@
-"""Encoders of blocks with attention, and of them a Transformer with CTC outputs."""
+"""Encoders of blocks with attention, the positions of their frames, and of them a Transformer with CTC outputs."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import ConvSubsampling, Layers, distances, frame_mask, phases, rotate, sinusoids
-from starling.speech.models.shape import AttentionShape, Chunks, TransformerShape
-from starling.speech.models.streaming import Caches, StreamingNetwork, chunk_mask, chunk_visible
+from starling.speech.models.architectures import BlocksConfig, TransformerConfig
+from starling.speech.models.config import Chunks
+from starling.speech.models.network import (
+    Caches,
+    ConvSubsampling,
+    Layers,
+    StreamingNetwork,
+    chunk_mask,
+    chunk_visible,
+    frame_mask,
+)
+
+_LONGEST_PERIOD = 10_000.0  # in frames, divided by 2 pi
+
+
+def phases(num_frames: int, size: int, device: torch.device | None = None) -> torch.Tensor:
+    """`[num_frames, size / 2]` angles in radians: frame p, pair i of units -> p * 10000^(-2i / size)."""
+    pair = torch.arange(0, size, 2, device=device, dtype=torch.float32)
+    frame = torch.arange(num_frames, device=device, dtype=torch.float32)
+    return torch.outer(frame, _LONGEST_PERIOD ** (-pair / size))
+
+
+def sinusoids(num_frames: int, width: int, device: torch.device | None = None) -> torch.Tensor:
+    """Absolute positions `[num_frames, width]`, to be added to the frames.
+
+        PE(p, 2i) = sin(p / 10000^(2i / width)),    PE(p, 2i + 1) = cos(p / 10000^(2i / width))
+
+    Source: Vaswani et al. 2017, "Attention is all you need", section 3.5 (arXiv 1706.03762).
+    """
+    angles = phases(num_frames, width, device)
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)
+
+
+def distances(num_frames: int, width: int, device: torch.device | None = None) -> torch.Tensor:
+    """Sinusoids `[2 * num_frames - 1, width]` of the distances from 1 - num_frames to num_frames - 1 frames.
+
+    Source: Dai et al. 2019, "Transformer-XL", section 3.3 (arXiv 1901.02860).
+    """
+    angles = phases(num_frames, width, device)
+    angles = torch.cat([-angles.flip(0)[:-1], angles])
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)
+
+
+def rotate(vectors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Queries or keys `[B, T, ..., D]`, each frame's turned by its `phases(T, D)`: rotary positions.
+
+        <R_p q, R_s k> = <q, R_(s - p) k>
+
+    Attention then sees only how far frames are apart, not where they stand; nothing is learned.
+    Source: Su et al. 2021, "RoFormer: enhanced Transformer with rotary position embedding", section 3.2
+    (arXiv 2104.09864). Unit i is paired with unit i + D / 2 here, not with its neighbour as there: another order of the
+    units, with no interleaving.
+    """
+    angles = angles.view(angles.shape[0], *[1] * (vectors.ndim - 3), -1)
+    cosines, sines = angles.cos(), angles.sin()
+    first, second = vectors.chunk(2, dim=-1)
+    turned = torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
+    return turned.to(vectors.dtype)
 
 
 class Sight(NamedTuple):
@@ -78,15 +132,16 @@ class Block(nn.Module):
     the Transformer architecture" (arXiv 2002.04745), figure 1b, put them: it trains without a long warm-up.
     """
 
-    def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        width, feed_forward = config.width, config.feed_forward
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = SelfAttention(width, heads)
+        self.attention = SelfAttention(width, config.heads)
         self.feed_forward_norm = nn.LayerNorm(width)
         self.widening = nn.Linear(width, feed_forward)
         self.narrowing = nn.Linear(feed_forward, width)
-        self.wide_dropout = nn.Dropout(dropout)
-        self.dropout = nn.Dropout(dropout)
+        self.wide_dropout = nn.Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, frames: torch.Tensor, sight: Sight, past: torch.Tensor | None = None
@@ -107,23 +162,23 @@ class AttentionNetwork(StreamingNetwork):
 
     def __init__(
         self,
-        shape: AttentionShape,
+        config: BlocksConfig,
         num_features: int,
         vocab_size: int,
-        make_block: Callable[[], nn.Module],
+        block: Callable[[Any], nn.Module],
         norm: nn.Module,
         span: int = 0,
     ) -> None:
         super().__init__()
-        self.positions, self.span = shape.positions, span
-        self.heads, self.head_size = shape.heads, shape.width // shape.heads
-        self.subsampling = ConvSubsampling(num_features, shape.channels, shape.subsampling)
-        self.projection = nn.Linear(shape.channels, shape.width)
-        self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(make_block() for _ in range(shape.layers))
-        self.stacked = Layers(self.blocks, shape.width)
+        self.positions, self.span = config.positions, span
+        self.heads, self.head_size = config.heads, config.width // config.heads
+        self.subsampling = ConvSubsampling(num_features, config.channels, config.subsampling)
+        self.projection = nn.Linear(config.channels, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
+        self.stacked = Layers(self.blocks, config.width)
         self.norm = norm
-        self.output = nn.Linear(shape.width, vocab_size)
+        self.output = nn.Linear(config.width, vocab_size)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
@@ -157,7 +212,8 @@ class AttentionNetwork(StreamingNetwork):
         return past, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
-        """As for `StreamingNetwork`; the last of `caches` says which frames exist, the others are the blocks' pasts."""
+        """The encoder frames of one chunk, and the caches of the next. The last of `caches` says which frames exist;
+        the others are the blocks' pasts."""
         *pasts, remembered = caches
         before = remembered.shape[1]
         frames, inside = self.subsampling.of_window(window, inside)
@@ -177,6 +233,5 @@ class TransformerCtc(AttentionNetwork):
 
     cache_names = ("attention", "remembered")
 
-    def __init__(self, shape: TransformerShape, num_features: int, vocab_size: int) -> None:
-        make = partial(Block, shape.width, shape.heads, shape.feed_forward, shape.dropout)
-        super().__init__(shape, num_features, vocab_size, make, nn.LayerNorm(shape.width), shape.span)
+    def __init__(self, config: TransformerConfig, num_features: int, vocab_size: int) -> None:
+        super().__init__(config, num_features, vocab_size, Block, nn.LayerNorm(config.width), config.span)

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.network import ConvSubsampling, Network, frame_mask, phases, rotate
-from starling.speech.models.shape import ZipformerShape
+from starling.speech.models.architectures import ZipformerConfig
+from starling.speech.models.network import ConvSubsampling, Network, frame_mask
+from starling.speech.models.transformer import phases, rotate
 
 _QUERY_SIZE = 32  # units of a head's queries and keys
 _VALUE_SIZE = 12  # units of a head's values
@@ -233,17 +234,17 @@ class ZipformerCtc(Network):
     kernel are those of every stack.
     """
 
-    def __init__(self, shape: ZipformerShape, num_features: int, vocab_size: int) -> None:
+    def __init__(self, config: ZipformerConfig, num_features: int, vocab_size: int) -> None:
         super().__init__()
-        self.subsampling = ConvSubsampling(num_features, shape.channels, min(shape.subsampling, 2))
-        self.projection = nn.Linear(shape.channels, shape.stack_widths[0])
-        self.norm = BiasNorm(shape.stack_widths[0])
+        self.subsampling = ConvSubsampling(num_features, config.channels, min(config.subsampling, 2))
+        self.projection = nn.Linear(config.channels, config.stack_widths[0])
+        self.norm = BiasNorm(config.stack_widths[0])
         self.stacks = nn.ModuleList(
-            Stack(width, layers, rate, shape.heads, shape.kernel, shape.dropout)
-            for width, layers, rate in zip(shape.stack_widths, shape.stack_layers, shape.stack_rates, strict=True)
+            Stack(width, layers, rate, config.heads, config.kernel, config.dropout)
+            for width, layers, rate in zip(config.stack_widths, config.stack_layers, config.stack_rates, strict=True)
         )
-        self.downsample = Downsample(2) if shape.subsampling == 4 else None
-        self.output = nn.Linear(max(shape.stack_widths), vocab_size)
+        self.downsample = Downsample(2) if config.subsampling == 4 else None
+        self.output = nn.Linear(max(config.stack_widths), vocab_size)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
@@ -262,7 +263,7 @@ class ZipformerCtc(Network):
 
 
 def widest(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """Of outputs `[B, T, W_i]` the last one's units, and those that it has not of the last one before that has them."""
+    """The units of the last of some outputs `[B, T, W_i]`; units that it lacks come from the last one that has them."""
     parts = [outputs[-1]]
     width = outputs[-1].shape[2]
     for each in reversed(outputs[:-1]):

@@ -139,11 +139,8 @@ def _store(
 
 def _at_speed(utterance: Stored, speed: float, features: LogMel) -> Tensor:
     """The waveform `[T]` of an utterance, faster. Raises DataError for one that has no features."""
-    waveform = features.checked(utterance.samples, utterance.id)
-    if speed == 1.0:
-        return waveform
-    faster = resampled(waveform[None], round(features.sampling_rate * speed), features.sampling_rate)[0]
-    return features.checked(faster, utterance.id)
+    waveform, rate = features.checked(utterance.samples, utterance.id), features.sampling_rate
+    return features.checked(resampled(waveform, round(rate * speed), rate), utterance.id)
 
 
 def _align(
@@ -236,11 +233,11 @@ class _Aligner:
 
     def by_ctc(self) -> Labels:
         """Positions by a CTC model: of its best path, or equal ones for an utterance that is too short for CTC."""
-        frames, shape, encode = self.frames, self.model.model_config.shape, self.model.tokenizer.encode
+        frames, config, encode = self.frames, self.model.model_config, self.model.tokenizer.encode
         numbers = frames.utterances.tolist()
         texts = [" ".join(self.train.text(number).split()) for number in numbers]
         tokens = [encode(text, self.train.id(number)) for text, number in zip(texts, numbers, strict=True)]
-        emitted = np.asarray([shape.encoder_frames(int(length)) for length in frames.lengths])
+        emitted = np.asarray([config.encoder_frames(int(length)) for length in frames.lengths])
         positions = flat_start(self.transcripts, frames.lengths)
         fits = [each for each in range(len(frames)) if emitted[each] >= frames_needed(tokens[each])]
         rows = [ctc_row(tokens[each]) for each in fits]
@@ -248,7 +245,7 @@ class _Aligner:
         for place, path in align(emitted[fits], [labels for labels, _ in rows], [skips for _, skips in rows], score):
             each = fits[place]
             length = int(frames.lengths[each])
-            positions[each] = from_ctc(path, shape.subsampling, length, texts[each], self.per_unit)
+            positions[each] = from_ctc(path, config.subsampling, length, texts[each], self.per_unit)
         return positions
 
     def _scores(self, chosen: Sequence[int], places: Sequence[int]) -> Tensor:

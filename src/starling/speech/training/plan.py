@@ -268,9 +268,9 @@ class SequencePlanner:
         if not len(lengths) or not self._ends[-1]:
             raise DataError("there are no frames to train on; check the training set")
         self.num_sequences = int(self._ends[-1])
-        """In an epoch."""
+        """The number of sub-sequences in an epoch."""
         self.num_batches = -(-self.num_sequences // (config.batch * accumulate))
-        """In an epoch."""
+        """The number of mini-batches in an epoch."""
         self._spare = counts * config.frames - lengths
         self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 

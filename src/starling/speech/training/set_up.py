@@ -21,6 +21,7 @@ from starling.reporting.progress import Say
 from starling.speech.features import LogMel
 from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.models import count_parameters
+from starling.speech.models.architectures import PublishedConfig
 from starling.speech.phones import Phones, make_phones
 from starling.speech.prepare import prepare_all
 from starling.speech.preparing.stages import OnProgress
@@ -134,12 +135,14 @@ def _untrained(
 ) -> Recogniser:
     """A recogniser with weights drawn with the recipe's seed, loaded from its published checkpoint, which is not needed
     afterwards, or from another experiment."""
-    model = recipe.model.model_copy(update={"checkpoint": None})
+    model, published = recipe.model, None
+    if isinstance(model, PublishedConfig):
+        model, published = model.model_copy(update={"checkpoint": None}), model.checkpoint
     recogniser = Recogniser.create(model, features, tokenizer, derive_seed(recipe.seed, "model"), states, phones)
-    if recipe.model.checkpoint is not None:
+    if published is not None:
         from starling.speech.models.published import load_published
 
-        say(load_published(recogniser.model, recipe.model.checkpoint))
+        say(load_published(recogniser.model, published))
     if recipe.warm_start is not None and recipe.resume is None:
         for line in warm_start(recogniser, recipe.warm_start.experiment, recipe.warm_start.sizes):
             say(line)
@@ -206,8 +209,7 @@ def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload | 
     plan = load_plan(recipe, folder)
     if isinstance(plan, FramePlan):
         return FrameWorkload(plan, folder.initial)
-    initial = Recogniser.load(folder.initial)
-    return SpeechWorkload(plan, initial.features, initial.tokenizer, folder.initial, initial.phones)
+    return SpeechWorkload(plan, folder.initial)
 
 
 def _leave_out_too_short(
@@ -220,7 +222,7 @@ def _leave_out_too_short(
         whom, what, remedy = "their states", "fewer frames than states", "lower states.per_unit"
         found = too_few_frames(recipe, train, tokenizer, features)
     else:
-        speed, subsampling = math.prod(recipe.augment.fastest), recipe.model.shape.subsampling
+        speed, subsampling = math.prod(recipe.augment.fastest), recipe.model.subsampling
         whom, what = "CTC", f"too few encoder frames for CTC at speed {speed:g}"
         remedy = f"lower model.subsampling (now {subsampling}), use longer tokens"
         found = too_short_for_ctc(transcripts(train), tokenizer, recipe.model, features, recipe.augment)

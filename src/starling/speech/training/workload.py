@@ -15,7 +15,7 @@ from starling.chance import derive_seed, one_thread
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig, augmented, draw_warps, spec_augment
 from starling.speech.features import LogMel, attempt
-from starling.speech.models import ModelConfig
+from starling.speech.models import Architecture
 from starling.speech.phones import Phones
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet, SpeechSets
@@ -25,7 +25,7 @@ from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
 
 PADDING = -100
-"""In the place of a state, behind the end of a sub-sequence."""
+"""The value that stands for a state behind the end of a sub-sequence."""
 _VOID_SECONDS = 0.64  # of a batch without utterances, so that the model has an input
 
 PlanT = TypeVar("PlanT", UtterancePlan, FramePlan)
@@ -158,15 +158,13 @@ class RecipeWorkload(Workload[ExamplesT], Generic[PlanT, ExamplesT]):
 
 
 class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
-    """Whole utterances, with the loss of CTC and perhaps of a decoder; `phones` are those of the recogniser."""
+    """Whole utterances, with the features, tokens and phones of the recogniser to begin with, and the loss of CTC and
+    perhaps of a decoder."""
 
-    def __init__(
-        self, plan: UtterancePlan, features: LogMel, tokenizer: Tokenizer, initial: Path, phones: Phones | None = None
-    ) -> None:
+    def __init__(self, plan: UtterancePlan, initial: Path) -> None:
         super().__init__(plan, initial)
-        self.features = features
-        self.tokenizer = tokenizer
-        self.phones = phones
+        recogniser = Recogniser.load(initial)
+        self.features, self.tokenizer, self.phones = recogniser.features, recogniser.tokenizer, recogniser.phones
 
     def load(self, ticket: Ticket) -> Sequence[Batch]:
         recipe = self.plan.recipe
@@ -228,12 +226,12 @@ class FrameWorkload(RecipeWorkload[FramePlan, FrameBatch]):
         return float(examples.num_frames)
 
     def planned_size(self, ticket: Ticket, unit: Unit) -> float:
-        """Its sub-sequences, or their frames."""
+        """The number of sub-sequences of a mini-batch, or of their frames."""
         pieces = np.concatenate(self.plan.of(ticket))
         return float(len(pieces) if unit == "utterances" else (pieces[:, 2] - pieces[:, 1]).sum())
 
 
-def speech_loss(model: nn.Module, batch: Batch, config: ModelConfig) -> Tensor:
+def speech_loss(model: nn.Module, batch: Batch, config: Architecture) -> Tensor:
     """The CTC loss, or with a decoder
 
         ctc_weight * CTC + (1 - ctc_weight) * decoder,

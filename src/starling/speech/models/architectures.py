@@ -1,0 +1,354 @@
+"""The sizes and presets of each architecture. This module does not load torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from starling.extras import require
+from starling.speech.models.config import Architecture, Share, Size, check_heads
+
+
+def _odd(kernel: int) -> int:
+    if kernel % 2 == 0:
+        raise ValueError(f"a kernel of {kernel} frames has no middle: take an odd number, such as {kernel + 1}")
+    return kernel
+
+
+Kernel = Annotated[Size, AfterValidator(_odd)]
+
+
+class StackConfig(Architecture):
+    """The sizes of stacked layers, an optional bottleneck, and outputs.
+
+    Dropout is before every LSTM layer but the first, and before the outputs; it is behind every dense layer.
+    """
+
+    layers: Size = 2
+    """LSTM or dense layers."""
+    hidden: Size = 128
+    """Units of an LSTM layer, per direction; of each dense layer."""
+    bottleneck: int = Field(default=0, ge=0)
+    """Units before the outputs; 0: none."""
+
+
+class RecurrentConfig(StackConfig):
+    """The sizes of LSTM layers behind convolutions."""
+
+    PRESETS: ClassVar = {
+        "tiny": {"layers": 1, "hidden": 32, "channels": 32, "dropout": 0.0},
+        "small": {},
+        "medium": {"layers": 4, "hidden": 320, "channels": 256, "dropout": 0.2},
+        "ibm": {"layers": 6, "hidden": 512, "bottleneck": 256, "channels": 256, "subsampling": 2, "dropout": 0.2},
+    }
+    CAN_HAVE_PHONES = True
+
+    channels: Size = 128
+    """Channels of the subsampling convolutions."""
+
+
+class BlstmConfig(RecurrentConfig):
+    """Bidirectional LSTM layers."""
+
+    NETWORK = "starling.speech.models.recurrent:Blstm"
+
+    name: Literal["blstm"] = "blstm"
+    conv2d_channels: int = Field(default=0, ge=0)
+    """Channels of the first of two convolutions over time and frequency before the layers; the second has twice
+    as many. 0: convolutions over time alone."""
+
+
+class LstmConfig(RecurrentConfig):
+    """LSTM layers in the direction of time."""
+
+    NETWORK = "starling.speech.models.recurrent:LstmCtc"
+    CAN_STREAM = True
+
+    name: Literal["lstm"] = "lstm"
+
+
+class BlstmHybridConfig(StackConfig):
+    """Bidirectional LSTM layers with an output for each feature frame, for `loss: frames`."""
+
+    NETWORK = "starling.speech.models.recurrent:Blstm"
+    PRESETS: ClassVar = {
+        "tiny": {"layers": 1, "hidden": 32, "dropout": 0.0},
+        "small": {},
+        "ibm": {"layers": 6, "hidden": 512, "bottleneck": 256, "dropout": 0.0},
+    }
+
+    name: Literal["blstm-hybrid"] = "blstm-hybrid"
+    subsampling: Literal[1] = 1
+    hidden: Size = 80
+
+
+class DnnHybridConfig(StackConfig):
+    """Dense layers with an output for each feature frame, for `loss: frames`."""
+
+    NETWORK = "starling.speech.models.recurrent:DnnHybrid"
+    PRESETS: ClassVar = {
+        "tiny": {"layers": 1, "hidden": 64},
+        "small": {},
+        "seide": {"layers": 7, "hidden": 2048},
+    }
+
+    name: Literal["dnn-hybrid"] = "dnn-hybrid"
+    subsampling: Literal[1] = 1
+    dropout: Share = 0.0
+    layers: Size = 4
+    hidden: Size = 256
+
+
+class DeepSpeechConfig(Architecture):
+    """Deep Speech; dropout is behind every dense layer."""
+
+    NETWORK = "starling.speech.models.recurrent:DeepSpeechCtc"
+    PRESETS: ClassVar = {
+        "tiny": {"hidden": 64, "dropout": 0.0},
+        "small": {},
+        "original": {"hidden": 2048, "subsampling": 2, "dropout": 0.05},
+    }
+
+    name: Literal["deep-speech"] = "deep-speech"
+    hidden: Size = 240
+    """Units of every layer."""
+    context: int = Field(default=9, ge=0)
+    """Feature frames heard on either side of an encoder frame's own."""
+
+    @model_validator(mode="after")
+    def _every_frame_is_heard(self) -> Self:
+        window = 2 * self.context + 1
+        if window < self.subsampling:
+            raise ValueError(
+                f"a context of {self.context} makes a window of {window} feature frames, which would never hear some "
+                f"at subsampling {self.subsampling}: take a context of at least {self.subsampling // 2}"
+            )
+        return self
+
+
+class BlocksConfig(Architecture):
+    """The sizes of blocks with attention; dropout is on the first block's inputs and on what each part of a block
+    adds."""
+
+    CAN_STREAM = CAN_HAVE_PHONES = True
+
+    layers: Size = 4
+    """Blocks."""
+    width: Size = 128
+    """Units of a frame between blocks."""
+    heads: Size = 4
+    """Heads of the attention."""
+    feed_forward: Size = 512
+    """Units inside a block's feed-forward parts."""
+    positions: Literal["sinusoidal", "rotary", "relative"] = "rotary"
+    """rotary: relative, rotates queries and keys; relative: of the Conformer's paper; sinusoidal: absolute, added to
+    the frames."""
+    channels: Size = 64
+    """Channels of the subsampling convolutions."""
+
+    @model_validator(mode="after")
+    def _heads_share_the_width(self) -> Self:
+        check_heads(self.heads, self.width)
+        return self
+
+
+class TransformerConfig(BlocksConfig):
+    """Self-attention."""
+
+    NETWORK = "starling.speech.models.transformer:TransformerCtc"
+    PRESETS: ClassVar = {
+        "tiny": {"layers": 2, "width": 64, "feed_forward": 256, "channels": 32, "dropout": 0.0},
+        "small": {},
+        "medium": {"layers": 6, "width": 256, "feed_forward": 1024, "channels": 128},
+        "large": {"layers": 12, "width": 448, "heads": 8, "feed_forward": 1792, "channels": 256},
+        "huge": {"layers": 16, "width": 720, "heads": 10, "feed_forward": 2880, "channels": 256},
+    }
+
+    name: Literal["transformer"] = "transformer"
+    positions: Literal["sinusoidal", "rotary"] = "rotary"
+    span: int = Field(default=0, ge=0)
+    """Encoder frames that a frame attends to on either side; 0: all of its utterance."""
+
+
+class ConformerConfig(BlocksConfig):
+    """Self-attention and convolution; the presets medium, large and huge have the sizes of the paper's S, M and L."""
+
+    NETWORK = "starling.speech.models.conformer:ConformerCtc"
+    PRESETS: ClassVar = {
+        "tiny": {"layers": 2, "width": 48, "feed_forward": 192, "channels": 32, "dropout": 0.0},
+        "small": {},
+        "medium": {"layers": 16, "width": 144, "feed_forward": 576, "kernel": 31, "channels": 144},
+        "large": {"layers": 16, "width": 256, "feed_forward": 1024, "kernel": 31, "channels": 256},
+        "huge": {"layers": 17, "width": 512, "heads": 8, "feed_forward": 2048, "kernel": 31, "channels": 256},
+    }
+
+    name: Literal["conformer"] = "conformer"
+    width: Size = 96
+    feed_forward: Size = 384
+    positions: Literal["rotary", "relative"] = "rotary"
+    kernel: Kernel = 15
+    """Frames that a block's convolution hears; odd."""
+
+
+_RATES = (1, 2, 4, 8, 4, 2)
+
+
+def _stacks(rates: Sequence[int], layers: Sequence[int], widths: Sequence[int]) -> dict[str, Any]:
+    return {"stack_rates": rates, "stack_layers": layers, "stack_widths": widths}
+
+
+class ZipformerConfig(Architecture):
+    """Stacks of blocks at several frame rates; dropout is on what each part of a block adds."""
+
+    NETWORK = "starling.speech.models.zipformer:ZipformerCtc"
+    PRESETS: ClassVar = {
+        "tiny": _stacks((1, 2, 1), (1, 1, 1), (24, 32, 24)) | {"heads": 2, "channels": 24, "dropout": 0.0},
+        "small": {},
+        "medium": _stacks(_RATES, (1, 1, 1, 1, 1, 1), (96, 160, 192, 256, 192, 160)) | {"channels": 96},
+        "large": _stacks(_RATES, (2, 2, 2, 2, 2, 2), (192, 256, 256, 256, 256, 256)) | {"kernel": 31, "channels": 192},
+        "huge": _stacks(_RATES, (2, 2, 3, 4, 3, 2), (192, 256, 512, 672, 512, 256)) | {"kernel": 31, "channels": 256},
+    }
+
+    name: Literal["zipformer"] = "zipformer"
+    stack_rates: tuple[Size, ...] = (1, 2, 4, 2)
+    """Encoder frames that each stack joins into one."""
+    stack_layers: tuple[Size, ...] = (1, 1, 1, 1)
+    """Blocks of each stack."""
+    stack_widths: tuple[Size, ...] = (64, 96, 128, 96)
+    """Units of a frame in each stack; multiples of 4."""
+    heads: Size = 4
+    """Heads of the attention, in every stack."""
+    kernel: Kernel = 15
+    """Frames that a convolution hears, at the rate of its stack; odd."""
+    channels: Size = 64
+    """Channels of the subsampling convolutions."""
+
+    @model_validator(mode="after")
+    def _stacks_agree(self) -> Self:
+        sizes = {"stack_rates": self.stack_rates, "stack_layers": self.stack_layers, "stack_widths": self.stack_widths}
+        if len({len(values) for values in sizes.values()}) > 1 or not self.stack_rates:
+            counts = ", ".join(f"{name} {len(values)}" for name, values in sizes.items())
+            raise ValueError(f"a zipformer's stacks each need a rate, layers and a width, but there are {counts}")
+        if odd := [width for width in self.stack_widths if width % 4]:
+            raise ValueError(f"stack_widths: {odd[0]} is not a multiple of 4, which a zipformer's parts need")
+        return self
+
+
+class PublishedConfig(Architecture):
+    """A published encoder, which hears waveforms (`features.kind: raw`); dropout is before the outputs."""
+
+    PRESETS: ClassVar = {"small": {}}
+
+    subsampling: Size = 320  # type: ignore[assignment]
+    checkpoint: Path | None = None
+    """A folder with config.json and model.safetensors of a published model, or its name on the Hugging Face hub."""
+    encoder: dict[str, Any]
+    """The configuration of the published model; Starling fills it in from the checkpoint."""
+
+    @classmethod
+    def beneath(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "encoder" in given:
+            return {}
+        if "checkpoint" not in given:
+            raise ValueError(
+                f"checkpoint: {cls.model_fields['name'].default} needs one, the folder of a published model or its name"
+            )
+        return {"encoder": published_config(Path(given["checkpoint"]))}
+
+    @model_validator(mode="after")
+    def _is_of_its_kind(self) -> Self:
+        if (kind := self.encoder.get("model_type")) != self.name:
+            raise ValueError(f"checkpoint: it is a {kind!r}, not a {self.name}")
+        if "subsampling" in self.model_fields_set:
+            raise ValueError(f"subsampling: that of {self.name} is its checkpoint's; leave it out")
+        return self
+
+
+_STRIDES = (5, 2, 2, 2, 2, 2, 2)
+
+
+class Wav2Vec2Config(PublishedConfig):
+    """A published wav2vec 2.0."""
+
+    NETWORK = "starling.speech.models.published:Wav2Vec2Ctc"
+
+    name: Literal["wav2vec2"] = "wav2vec2"
+
+    @classmethod
+    def beneath(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        below = super().beneath(given)
+        encoder = {**below, **given}["encoder"]
+        return {"subsampling": math.prod(encoder.get("conv_stride", _STRIDES)), **below}
+
+    @property
+    def convolutions(self) -> list[tuple[int, int]]:
+        """Kernel and stride of each convolution over samples."""
+        kernels = self.encoder.get("conv_kernel", (10, 3, 3, 3, 3, 2, 2))
+        return list(zip(kernels, self.encoder.get("conv_stride", _STRIDES), strict=True))
+
+    def encoder_frames(self, num_frames: int) -> int:
+        """Encoder frames made of so many samples."""
+        for kernel, stride in self.convolutions:
+            num_frames = (num_frames - kernel) // stride + 1
+        return max(0, num_frames)
+
+
+class WhisperConfig(PublishedConfig):
+    """The encoder of a published Whisper."""
+
+    NETWORK = "starling.speech.models.published:WhisperCtc"
+    HOP: ClassVar = 160
+    """Samples from one of its feature frames to the next, of which two make an encoder frame."""
+
+    name: Literal["whisper"] = "whisper"
+
+    def encoder_frames(self, num_frames: int) -> int:
+        """Encoder frames made of so many samples."""
+        return (num_frames // self.HOP + 1) // 2
+
+
+BuiltIn = (
+    BlstmConfig
+    | LstmConfig
+    | TransformerConfig
+    | ConformerConfig
+    | ZipformerConfig
+    | DeepSpeechConfig
+    | BlstmHybridConfig
+    | DnnHybridConfig
+    | Wav2Vec2Config
+    | WhisperConfig
+)
+"""Starling's own architectures, of which `name` selects one."""
+
+
+def published_config(checkpoint: Path) -> dict[str, Any]:
+    """The configuration in a folder in the format of `transformers`, or of a model of the Hugging Face hub, which is
+    kept in the cache of `transformers`.
+
+    Raises ValueError for anything else, and without a network if the model is not in the cache.
+    """
+    name, path = checkpoint.as_posix(), checkpoint / "config.json"
+    is_name = not checkpoint.is_absolute() and len(checkpoint.parts) == 2 and ".." not in checkpoint.parts
+    try:
+        if is_name and not checkpoint.exists():
+            require("huggingface", f"model.checkpoint: {name}", ("transformers",))
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(name, "config.json"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"checkpoint: {name} is no folder with a config.json, and the hub of models gives none of this name "
+            f"({reason}). Where there is a network, fetch it with `hf download NAME`, or with `--local-dir FOLDER` and "
+            "give the folder"
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"checkpoint: {path} is no configuration")
+    return found
