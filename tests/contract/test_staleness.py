@@ -12,7 +12,9 @@ import torch
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.timing import simulate_timing
+from starling.errors import ConfigError
 from starling.learner import Learner
+from starling.problems import checked
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
@@ -126,8 +128,8 @@ def test_a_gradient_that_is_not_stale_is_not_changed(rule: str) -> None:
 
 def test_rules_without_staleness_refuse_a_correction() -> None:
     """With what to do."""
-    with pytest.raises(ValueError, match="staleness: an option of update: asynchronous and summed, not of hybrid"):
-        ServerOptions.model_validate({"update": "hybrid", "staleness": {"delay_compensation": 0.04}})
+    with pytest.raises(ConfigError, match="staleness: only for update: asynchronous, summed; leave it out"):
+        checked(ServerOptions, {"update": "hybrid", "staleness": {"delay_compensation": 0.04}}, "parameter-server")
 
 
 def of_learner(rule: str) -> tuple[Correct, Callable[[Vector, Vector], None]]:

@@ -96,23 +96,10 @@ class ServerOptions(Served):
     @model_validator(mode="wrap")
     @classmethod
     def _of_its_rule(cls, given: Any, handler: ModelWrapValidatorHandler[ServerOptions]) -> ServerOptions:
-        if not isinstance(given, dict):
+        if cls is not ServerOptions or not isinstance(given, dict):
             return handler(given)
-        if cls is ServerOptions:
-            rule = _rule(given)
-            return handler({"update": given["update"]}) if rule is cls else rule.model_validate(given)
-        elsewhere = {
-            name: [update for update, rule in RULES.items() if name in rule.model_fields]
-            for name in given.keys() - cls.model_fields.keys()
-        }
-        problems = [
-            f"{name}: an option of update: {' and '.join(rules)}, not of {cls.model_fields['update'].default}"
-            for name, rules in sorted(elsewhere.items())
-            if rules
-        ]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return handler(given)
+        rule = _rule(given)
+        return handler({"update": given["update"]}) if rule is cls else rule.model_validate(given)
 
     @classmethod
     def alternatives(cls) -> Sequence[type[ServerOptions]]:
