@@ -99,7 +99,7 @@ class Architecture(Config):
     NETWORK: ClassVar[str | type[nn.Module]]
     """The network, or its `module:name`; it is made of the configuration and the numbers of features and outputs."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Sizes by the name of the preset; those left out have their defaults, which are the preset `small`."""
+    """Sizes by the name of the preset, one of which is `small`; those that a preset leaves out have their defaults."""
     CAN_STREAM: ClassVar = False
     """Whether the network is a `starling.speech.models.network.StreamingNetwork`, which `chunk` needs."""
     CAN_HAVE_PHONES: ClassVar = False
@@ -136,7 +136,7 @@ class Architecture(Config):
     @classmethod
     def beneath(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The values that follow from the given keys, for keys that a recipe leaves out."""
-        return cls.PRESETS.get(str(given.get("preset")), {})
+        return cls.PRESETS.get(str(given.get("preset", "small")), {})
 
     @field_validator("preset")
     @classmethod
