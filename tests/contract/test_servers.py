@@ -495,7 +495,7 @@ def test_workers_without_a_finite_gradient_change_nothing_and_hold_up_no_one(opt
             "staleness_bound: only for update: asynchronous, summed; leave it out\n  overlap: only for update: ",
         ),
         ({"update": "hybrid", "scale_by_staleness": True}, "scale_by_staleness: only for update: asynchronous, summed"),
-        ({"update": "hybrid", "bound": 3}, "bound: unknown key; did you mean"),
+        ({"update": "hybrid", "bound": 3}, "bound: unknown key; "),
         ({"update": "sumed", "sum": 4}, "'asynchronous', 'summed', 'hybrid' or 'synchronous'"),
         ({"staleness_bound": -1}, "greater than or equal to 0"),
         ({"combine": "mean"}, "combine: only for update: summed, hybrid"),
