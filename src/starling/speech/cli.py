@@ -178,11 +178,9 @@ def transcribe(
     Files that cannot be transcribed are named at the end, and the exit code is then 5.
     """
     require("speech", "starling transcribe")
-    from starling.speech.transcribing.files import checked_format, transcribe_files
+    from starling.speech.transcribing.files import transcribe_files
 
-    transcribe_files(
-        experiment, paths, typer.echo, best, beam, progress_console(), checked_format(form), output, raw_pcm
-    )
+    transcribe_files(experiment, paths, typer.echo, best, beam, progress_console(), form, output, raw_pcm)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling serve exp/demo[/bold]")

@@ -20,7 +20,7 @@ from starling.speech.trained import is_model, load_recogniser, open_experiment
 from starling.speech.transcribing.segmenter import Piece
 from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
-from starling.speech.transcribing.transcript import FORMATS, Format, Segment, Transcript, formatted
+from starling.speech.transcribing.transcript import FORMATS, Segment, Transcript, formatted
 
 STANDARD_INPUT = Path("-")
 AUDIO = {".wav", ".flac", ".mp3", ".opus", ".ogg", ".oga", ".aif", ".aiff", ".aifc", ".au", ".w64", ".rf64", ".caf"}
@@ -71,7 +71,7 @@ def transcribe_files(
     is_best: bool = False,
     with_beam: bool = False,
     console: Console | None = None,
-    form: Format = "txt",
+    form: str = "txt",
     output: Path | None = None,
     raw_rate: int | None = None,
 ) -> None:
@@ -92,6 +92,9 @@ def transcribe_files(
         ConfigError: The model does not give what `form` needs, or the arguments contradict each other.
     """
     screen = console or Console(stderr=True)
+    if form not in FORMATS:
+        hint = did_you_mean(form, FORMATS)
+        raise ConfigError(f"--format {form}: unknown; {hint}known are {', '.join(FORMATS)}")
     if raw_rate is not None:
         check_rate(raw_rate, "--raw-pcm")
         if STANDARD_INPUT not in inputs:
@@ -113,14 +116,6 @@ def transcribe_files(
         raise DataError(several + "; ".join(problems))
 
 
-def checked_format(name: str) -> Format:
-    """The format of a name. Raises ConfigError if it is unknown."""
-    for form in FORMATS:
-        if form == name:
-            return form
-    raise ConfigError(f"--format {name}: unknown; {did_you_mean(name, FORMATS)}known are {', '.join(FORMATS)}")
-
-
 @dataclass(frozen=True)
 class _Source:
     """A file to transcribe."""
@@ -136,7 +131,7 @@ class _Source:
         return self.path == STANDARD_INPUT
 
 
-def _sources(inputs: Sequence[Path], form: Format, output: Path | None) -> tuple[list[_Source], list[str]]:
+def _sources(inputs: Sequence[Path], form: str, output: Path | None) -> tuple[list[_Source], list[str]]:
     """The files that are given or in given folders, and folders that have none. Raises ConfigError for an `output` that
     cannot hold their transcripts."""
     found: list[tuple[Path, Path]] = []
@@ -167,7 +162,7 @@ def _sources(inputs: Sequence[Path], form: Format, output: Path | None) -> tuple
     return sources, problems
 
 
-def _write(source: _Source, transcript: Transcript, form: Format, tell: Say) -> None:
+def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> None:
     """Write a transcript, or pass it on."""
     if source.output is None and form == "txt":
         if not source.is_standard_input:

@@ -5,17 +5,18 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
 
 from starling.errors import DataError
 
 Seconds = float
-Format = Literal["txt", "json", "srt", "vtt", "ctm"]
-FORMATS: tuple[Format, ...] = get_args(Format)
-MEDIA_TYPES: dict[Format, str] = {
-    "txt": "text/plain", "json": "application/json", "srt": "application/x-subrip", "vtt": "text/vtt",
+FORMATS = {
+    "txt": "text/plain",
+    "json": "application/json",
+    "srt": "application/x-subrip",
+    "vtt": "text/vtt",
     "ctm": "text/plain",
-}  # fmt: skip
+}
+"""The media type of each format."""
 
 _CUE_SECONDS = 7.0
 _CUE_CHARACTERS = 84  # two lines of 42, the usual limit of subtitles
@@ -86,8 +87,8 @@ class Update:
     """The text so far of the segment that has not ended."""
 
 
-def formatted(transcript: Transcript, form: Format, name: str) -> str:
-    """A transcript in a format. `name` is the recording's, in JSON and CTM.
+def formatted(transcript: Transcript, form: str, name: str) -> str:
+    """A transcript in one of the `FORMATS`. `name` is the recording's, in JSON and CTM.
 
     Raises DataError for CTM of words without times.
     """
