@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import IO
 
@@ -17,7 +18,7 @@ from starling.extras import require
 from starling.files import replace_file
 from starling.reporting.progress import Bars, Say
 from starling.speech.trained import is_model, load_recogniser, open_experiment
-from starling.speech.transcribing.segmenter import Piece
+from starling.speech.transcribing.segmenter import Piece, Seconds, gathered
 from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
 from starling.speech.transcribing.transcript import FORMATS, Segment, Transcript, formatted
@@ -107,16 +108,20 @@ def transcribe_files(
             "txt, json, srt or vtt"
         )
     total = len(sources) + len(problems)
+    is_told = form == "txt" and output is None
     with Bars(screen) as bars:
-        is_at_once = form == "txt" and output is None
-        for source, transcript in _transcribed(transcriber, sources, raw_rate, is_at_once, problems, bars):
-            _write(source, transcript, form, tell)
+        for is_at_once, some in groupby(sources, lambda each: is_told and each.path == STANDARD_INPUT):
+            if is_at_once:
+                _tell_segments(transcriber, raw_rate, problems, tell)
+            else:
+                for source, transcript in _transcribed(transcriber, list(some), raw_rate, problems, bars):
+                    _write(source, transcript, form, tell)
     if problems:
         several = f"{len(problems)} of {total} files cannot be transcribed: " if total > 1 else ""
         raise DataError(several + "; ".join(problems))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Source:
     """A file to transcribe."""
 
@@ -125,10 +130,6 @@ class _Source:
     """In the folder in which it was found; without suffix, unless another one differs in that alone."""
     output: Path | None
     """Where its transcript goes; None: to the screen."""
-
-    @property
-    def is_standard_input(self) -> bool:
-        return self.path == STANDARD_INPUT
 
 
 def _sources(inputs: Sequence[Path], form: str, output: Path | None) -> tuple[list[_Source], list[str]]:
@@ -164,15 +165,9 @@ def _sources(inputs: Sequence[Path], form: str, output: Path | None) -> tuple[li
 
 def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> None:
     """Write a transcript, or pass it on."""
-    if source.output is None and form == "txt":
-        if not source.is_standard_input:
-            tell(f"{source.path}\t{transcript.text}")
-        elif transcript.text:
-            tell(transcript.text)
-        return
     text = formatted(transcript, form, str(source.path) if form == "json" else source.name)
     if source.output is None:
-        tell(text.removesuffix("\n"))
+        tell(f"{source.path}\t{transcript.text}" if form == "txt" else text.removesuffix("\n"))
         return
     try:
         source.output.parent.mkdir(parents=True, exist_ok=True)
@@ -181,61 +176,60 @@ def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> Non
         raise ConfigError(f"--output {source.output}: cannot be written: {error.strerror}") from error
 
 
+def _tell_segments(transcriber: Transcriber, raw_rate: int | None, problems: list[str], tell: Say) -> None:
+    """Pass on the text of each segment of standard input; of raw PCM, as soon as the segment has ended."""
+    with _noted(problems), _opened(STANDARD_INPUT, raw_rate) as sound:
+        for some in transcriber.stream(sound, sound.rate, TOGETHER if raw_rate is None else 0.0):
+            for text in filter(None, (segment.text for segment in some)):
+                tell(text)
+
+
 def _transcribed(
-    transcriber: Transcriber,
-    sources: Sequence[_Source],
-    raw_rate: int | None,
-    is_at_once: bool,
-    problems: list[str],
-    bars: Bars,
+    transcriber: Transcriber, sources: Sequence[_Source], raw_rate: int | None, problems: list[str], bars: Bars
 ) -> Iterator[tuple[_Source, Transcript]]:
-    """The transcript of each file, in order; segments of several files are decoded together. A file that is no audio
-    becomes a problem. With `is_at_once`, standard input has a transcript for each of its segments."""
-    waiting: list[tuple[list[Segment], Piece]] = []
-    read: list[tuple[_Source, list[Segment], Sound]] = []
+    """The transcript of each file, in order; segments of several files are decoded together."""
+    segments: dict[_Source, list[Segment]] = {source: [] for source in sources}
+    read: dict[_Source, Seconds] = {}
 
-    def finished() -> Iterator[tuple[_Source, Transcript]]:
-        for (segments, _), found in zip(waiting, transcriber.decode([piece for _, piece in waiting]), strict=True):
-            segments.append(found)
-        waiting.clear()
-        yield from ((source, Transcript(tuple(segments), sound.heard)) for source, segments, sound in read)
-        read.clear()
-
-    for number, source in enumerate(sources, 1):
-        own: list[Segment] = []
-        try:
-            if source.is_standard_input and is_at_once:
-                yield from finished()
-                with _opened(source, raw_rate) as sound:
-                    for some in transcriber.stream(sound, sound.rate, TOGETHER if raw_rate is None else 0.0):
-                        yield from ((source, Transcript((segment,), sound.heard)) for segment in some)
-                continue
-            with _opened(source, raw_rate) as sound:
+    def pieces() -> Iterator[tuple[_Source, Piece]]:
+        for number, source in enumerate(sources, 1):
+            with _noted(problems), _opened(source.path, raw_rate) as sound:
                 for piece in transcriber.pieces(sound, sound.rate):
-                    waiting.append((own, piece))
-                    if sum(len(each.samples) for _, each in waiting) >= TOGETHER * transcriber.rate:
-                        yield from finished()
+                    yield source, piece
                     if len(sources) == 1:
                         bars("seconds of audio", round(sound.heard), round(sound.seconds or 0.0))
-        except DataError as error:
-            waiting = [each for each in waiting if each[0] is not own]
-            problems.append(str(error))
-            continue
-        read.append((source, own, sound))
-        bars("transcribing", number, len(sources))
+                read[source] = sound.heard
+                bars("transcribing", number, len(sources))
+
+    def finished() -> Iterator[tuple[_Source, Transcript]]:
+        yield from ((source, Transcript(tuple(segments.pop(source)), seconds)) for source, seconds in read.items())
+        read.clear()
+
+    for some in gathered(pieces(), TOGETHER * transcriber.rate):
+        for (source, _), found in zip(some, transcriber.decode([piece for _, piece in some]), strict=True):
+            segments[source].append(found)
+        yield from finished()
     yield from finished()
 
 
 @contextmanager
-def _opened(source: _Source, raw_rate: int | None) -> Iterator[Sound]:
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Inside the context, a DataError becomes a problem."""
+    try:
+        yield
+    except DataError as error:
+        problems.append(str(error))
+
+
+@contextmanager
+def _opened(path: Path, raw_rate: int | None) -> Iterator[Sound]:
     """A file or standard input. That is copied to a temporary file first, unless it is raw PCM."""
     with ExitStack() as stack:
-        audio: Path | IO[bytes] = source.path
-        if source.is_standard_input:
+        audio: Path | IO[bytes] = path
+        if path == STANDARD_INPUT:
             audio = sys.stdin.buffer
             if raw_rate is None:
                 audio = stack.enter_context(tempfile.TemporaryFile())
                 shutil.copyfileobj(sys.stdin.buffer, audio)
                 audio.seek(0)
-        name = "standard input" if source.is_standard_input else str(source.path)
-        yield stack.enter_context(opened(audio, name, raw_rate))
+        yield stack.enter_context(opened(audio, "standard input" if path == STANDARD_INPUT else str(path), raw_rate))

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from textwrap import wrap
 
 from starling.errors import DataError
 
@@ -132,9 +133,9 @@ def _ctm_lines(transcript: Transcript, name: str) -> Iterator[str]:
                 f"{name}: CTM needs word times, and the text from {segment.start:.2f} s has none; use txt, json, srt "
                 "or vtt"
             )
+        recording = re.sub(r"\s+", "_", name)
         for word in segment.words:
             duration = max(0.0, word.end - word.start)
-            recording = re.sub(r"\s+", "_", name)
             yield f"{recording} 1 {word.start:.3f} {duration:.3f} {word.text} {word.confidence:.4f}\n"
 
 
@@ -147,11 +148,8 @@ def _cues(segment: Segment) -> Iterator[Segment]:
     shown: list[Word] = []
     for word in segment.words:
         length = sum(len(each.text) + 1 for each in shown) + len(word.text)
-        if shown and (
-            length > _CUE_CHARACTERS
-            or word.end - shown[0].start > _CUE_SECONDS
-            or word.start - shown[-1].end > _CUE_PAUSE
-        ):
+        is_long = length > _CUE_CHARACTERS or (shown and word.end - shown[0].start > _CUE_SECONDS)
+        if shown and (is_long or word.start - shown[-1].end > _CUE_PAUSE):
             yield _cue(shown)
             shown = []
         shown.append(word)
@@ -160,14 +158,11 @@ def _cues(segment: Segment) -> Iterator[Segment]:
 
 
 def _cue(words: list[Word]) -> Segment:
-    lines = [""]
-    for word in words:
-        longer = f"{lines[-1]} {word.text}".strip()
-        if lines[-1] and len(longer) > _LINE_CHARACTERS and len(lines) == 1:
-            lines.append(word.text)
-        else:
-            lines[-1] = longer
-    return Segment(words[0].start, max(words[-1].end, words[0].start + 0.001), "\n".join(lines), tuple(words))
+    """Words as one subtitle: a first line of the usual length, and the rest."""
+    text = " ".join(word.text for word in words)
+    first = wrap(text, _LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)[0]
+    lines = f"{first}\n{text[len(first) :].strip()}".strip()
+    return Segment(words[0].start, max(words[-1].end, words[0].start + 0.001), lines, tuple(words))
 
 
 def _time(cue: Segment, mark: str) -> str:
