@@ -39,16 +39,7 @@ from starling.speech.serving.guard import LOOPBACK, Guard, Limits
 from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm
 from starling.speech.transcribing.transcriber import Transcriber
-from starling.speech.transcribing.transcript import (
-    FORMATS,
-    Seconds,
-    Segment,
-    Transcript,
-    Update,
-    as_json,
-    formatted,
-    segment_as_json,
-)
+from starling.speech.transcribing.transcript import FORMATS, Seconds, Segment, Transcript, Update, formatted
 from starling.timeouts import ANSWERS_END
 
 _Result = TypeVar("_Result")
@@ -171,13 +162,12 @@ class Service:
     async def _transcribe(self, request: Request) -> Response:
         form = request.query_params.get("format", "json")
         if form not in (*FORMATS, "jsonl"):
-            raise HTTPException(400, f"format {form[:100]!r} is unknown; known are {', '.join(FORMATS)}, jsonl")
+            raise DataError(f"format {form[:100]!r} is unknown; known are {', '.join(FORMATS)}, jsonl")
         if form == "ctm" and not self._transcriber.has_times:
-            raise HTTPException(400, "this model gives no word times, which CTM needs")
-        given = request.query_params.get("raw_pcm")
-        rate = (
-            None if given is None else _rate(given, "raw_pcm", f"raw_pcm {given[:100]!r} is not a sampling rate in Hz")
-        )
+            raise DataError("this model gives no word times, which CTM needs")
+        rate = None
+        if (given := request.query_params.get("raw_pcm")) is not None:
+            rate = _rate(given, "raw_pcm", f"raw_pcm {given[:100]!r} is not a sampling rate in Hz")
         async with AsyncExitStack() as stack:
             audio, name = await _upload(request, stack)
             growing = self._growing(audio, name, rate)
@@ -226,12 +216,12 @@ class Service:
             try:
                 async for whole in self._all(first, rest):
                     for segment in whole.segments[told:]:
-                        yield _line({"segment": segment_as_json(segment)})
+                        yield _line({"segment": segment.as_json()})
                     told = len(whole.segments)
             except StarlingError as error:
                 yield _line({"error": str(error)})
                 return
-            yield _line({key: value for key, value in as_json(whole, name).items() if key != "segments"})
+            yield _line({key: value for key, value in whole.as_json(name).items() if key != "segments"})
 
     async def _live(self, socket: WebSocket) -> None:
         await socket.accept()
@@ -239,11 +229,10 @@ class Service:
             await self._listen(socket)
         except (WebSocketDisconnect, TimeoutError):
             pass
-        except (StarlingError, HTTPException) as error:
-            reason = error.detail if isinstance(error, HTTPException) else str(error)
+        except StarlingError as error:
             if socket.client_state is WebSocketState.CONNECTED:
-                await socket.send_json({"error": reason})
-                await socket.close(1008, reason[:100])
+                await socket.send_json({"error": str(error)})
+                await socket.close(1008, str(error)[:100])
 
     async def _listen(self, socket: WebSocket) -> None:
         missing = "say the sampling rate of the audio in Hz: /live?rate=16000"
@@ -253,22 +242,22 @@ class Service:
             try:
                 message = await asyncio.wait_for(socket.receive(), self._limits.stall)
             except TimeoutError:
-                raise HTTPException(408, f"no audio for {self._limits.stall:g} s") from None
+                raise DataError(f"no audio for {self._limits.stall:g} s") from None
             if message["type"] == "websocket.disconnect":
                 return
             if message.get("bytes") is not None:
                 samples, rest = pcm(rest + message["bytes"])
                 update = await self._decoded(partial(live.feed, samples, self._waiting < _BUSY))
                 if update.final or update.partial != shown.partial:
-                    await socket.send_json(_as_json(update))
+                    await socket.send_json(update.as_json())
                 shown = update
             elif message.get("text") == "end":
                 update = await self._decoded(live.end)
-                await socket.send_json({**_as_json(update), "end": True})
+                await socket.send_json(update.as_json() | {"end": True})
                 await socket.close()
                 return
             else:
-                raise HTTPException(400, 'send binary messages with PCM of 16 bits, and the text "end" after the last')
+                raise DataError('send binary messages with PCM of 16 bits, and the text "end" after the last')
 
 
 async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str]:
@@ -278,12 +267,12 @@ async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], s
         for value in form.values():
             if not isinstance(value, str):
                 return value.file, PurePath(value.filename or "upload").name
-        raise HTTPException(400, "the form has no file")
+        raise DataError("the form has no file")
     copy = stack.enter_context(tempfile.SpooledTemporaryFile(1 << 20))  # noqa: SIM115 - the stack closes it
     async for chunk in request.stream():
         copy.write(chunk)
     if not copy.tell():
-        raise HTTPException(400, "the request has no audio: send a file as the body, or as multipart/form-data")
+        raise DataError("the request has no audio: send a file as the body, or as multipart/form-data")
     copy.seek(0)
     return copy, "upload"
 
@@ -291,13 +280,9 @@ async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], s
 def _rate(text: str, name: str, otherwise: str) -> int:
     """A sampling rate of a query; `otherwise` is the reason why a text that is no number is refused."""
     if not text.isdecimal():
-        raise HTTPException(400, otherwise)
+        raise DataError(otherwise)
     check_rate(int(text), name)
     return int(text)
-
-
-def _as_json(update: Update) -> dict[str, object]:
-    return {"final": [segment_as_json(each) for each in update.final], "partial": update.partial}
 
 
 def _line(content: dict[str, object]) -> str:

@@ -13,7 +13,7 @@ from starlette.websockets import WebSocketClose
 from starling.timeouts import Seconds
 
 _CLOSE = {"Connection": "close"}
-"""For answers to uploads that have not been read to their end."""
+"""The header of answers to uploads that have not been read to their end."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

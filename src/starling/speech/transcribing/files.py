@@ -3,19 +3,19 @@
 import shutil
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import IO
 
 from rich.console import Console
 
-from starling.errors import ConfigError, DataError, did_you_mean
+from starling.errors import ConfigError, DataError, did_you_mean, noted
 from starling.extras import require
-from starling.files import replace_file
+from starling.files import replace_file, writing
 from starling.reporting.progress import Bars, Say
 from starling.speech.trained import is_model, load_recogniser, open_experiment
 from starling.speech.transcribing.segmenter import Piece, Seconds, gathered
@@ -121,7 +121,7 @@ def transcribe_files(
         raise DataError(several + "; ".join(problems))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Source:
     """A file to transcribe."""
 
@@ -136,10 +136,9 @@ def _sources(inputs: Sequence[Path], form: str, output: Path | None) -> tuple[li
     """The files that are given or in given folders, and folders that have none. Raises ConfigError for an `output` that
     cannot hold their transcripts."""
     found: list[tuple[Path, Path]] = []
-    problems, is_one = [], len(inputs) == 1
+    problems = []
     for path in inputs:
         if path != STANDARD_INPUT and path.is_dir():
-            is_one = False
             inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in AUDIO and each.is_file())
             found += [(each, each.relative_to(path)) for each in inside]
             if not inside:
@@ -148,14 +147,14 @@ def _sources(inputs: Sequence[Path], form: str, output: Path | None) -> tuple[li
             found.append((path, Path("stdin" if path == STANDARD_INPUT else path.name)))
     if output is None and form in ("srt", "vtt") and len(found) > 1:
         raise ConfigError(f"--format {form}: subtitles of {len(found)} files need --output FOLDER")
+    is_one = len(inputs) == 1 and (inputs[0] == STANDARD_INPUT or not inputs[0].is_dir())
     into = output if output is not None and (not is_one or output.is_dir()) else None
     if into is not None and into.exists() and not into.is_dir():
         raise ConfigError(f"--output {into}: is a file; give a folder for {len(found)} transcripts")
     twice = [name for name, count in Counter(relative for _, relative in found).items() if count > 1]
     if into is not None and twice:
         raise ConfigError(f"--output {into}: {len(twice)} names are given twice, such as {twice[0]}; run them apart")
-    counts = Counter(relative.with_suffix("") for _, relative in found)
-    sources = []
+    counts, sources = Counter(relative.with_suffix("") for _, relative in found), []
     for path, relative in found:
         plain = relative.with_suffix("")
         name = str(relative if counts[plain] > 1 else plain)
@@ -169,16 +168,14 @@ def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> Non
     if source.output is None:
         tell(f"{source.path}\t{transcript.text}" if form == "txt" else text.removesuffix("\n"))
         return
-    try:
+    with writing(f"--output {source.output}", "name another file or folder"):
         source.output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(source.output, text)
-    except OSError as error:
-        raise ConfigError(f"--output {source.output}: cannot be written: {error.strerror}") from error
 
 
 def _tell_segments(transcriber: Transcriber, raw_rate: int | None, problems: list[str], tell: Say) -> None:
     """Pass on the text of each segment of standard input; of raw PCM, as soon as the segment has ended."""
-    with _noted(problems), _opened(STANDARD_INPUT, raw_rate) as sound:
+    with noted(problems, DataError), _opened(STANDARD_INPUT, raw_rate) as sound:
         for some in transcriber.stream(sound, sound.rate, TOGETHER if raw_rate is None else 0.0):
             for text in filter(None, (segment.text for segment in some)):
                 tell(text)
@@ -188,37 +185,29 @@ def _transcribed(
     transcriber: Transcriber, sources: Sequence[_Source], raw_rate: int | None, problems: list[str], bars: Bars
 ) -> Iterator[tuple[_Source, Transcript]]:
     """The transcript of each file, in order; segments of several files are decoded together."""
-    segments: dict[_Source, list[Segment]] = {source: [] for source in sources}
-    read: dict[_Source, Seconds] = {}
+    segments: defaultdict[int, list[Segment]] = defaultdict(list)
+    read: dict[int, Seconds] = {}
 
-    def pieces() -> Iterator[tuple[_Source, Piece]]:
-        for number, source in enumerate(sources, 1):
-            with _noted(problems), _opened(source.path, raw_rate) as sound:
+    def pieces() -> Iterator[Piece]:
+        for number, source in enumerate(sources):
+            with noted(problems, DataError), _opened(source.path, raw_rate) as sound:
                 for piece in transcriber.pieces(sound, sound.rate):
-                    yield source, piece
+                    yield replace(piece, recording=number)
                     if len(sources) == 1:
                         bars("seconds of audio", round(sound.heard), round(sound.seconds or 0.0))
-                read[source] = sound.heard
-                bars("transcribing", number, len(sources))
+                read[number] = sound.heard
+                bars("transcribing", number + 1, len(sources))
 
     def finished() -> Iterator[tuple[_Source, Transcript]]:
-        yield from ((source, Transcript(tuple(segments.pop(source)), seconds)) for source, seconds in read.items())
+        for number, seconds in read.items():
+            yield sources[number], Transcript(tuple(segments.pop(number, ())), seconds)
         read.clear()
 
     for some in gathered(pieces(), TOGETHER * transcriber.rate):
-        for (source, _), found in zip(some, transcriber.decode([piece for _, piece in some]), strict=True):
-            segments[source].append(found)
+        for piece, found in zip(some, transcriber.decode(some), strict=True):
+            segments[piece.recording].append(found)
         yield from finished()
     yield from finished()
-
-
-@contextmanager
-def _noted(problems: list[str]) -> Iterator[None]:
-    """Inside the context, a DataError becomes a problem."""
-    try:
-        yield
-    except DataError as error:
-        problems.append(str(error))
 
 
 @contextmanager

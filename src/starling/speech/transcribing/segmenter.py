@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from starling.speech.resampling import Resampler
 
 Seconds = float
-Source = TypeVar("Source")
 
 FRAME: Seconds = 0.01
 _LOOK_EVERY = 10
@@ -50,6 +48,8 @@ class Piece:
     start: int
     """Samples before it."""
     samples: NDArray[np.float32]
+    recording: int = 0
+    """The number of the recording that it is of, among several."""
 
 
 def powers(samples: NDArray[np.float32], hop: int) -> NDArray[np.float64]:
@@ -84,12 +84,12 @@ def quiet_stretches(samples: NDArray[np.float32], rate: int) -> tuple[NDArray[np
     return runs(level <= floor_of(level) + _ABOVE), hop / rate
 
 
-def gathered(pieces: Iterable[tuple[Source, Piece]], num_samples: float) -> Iterator[list[tuple[Source, Piece]]]:
-    """Pieces of various sources in groups, each as soon as it has `num_samples` or there are no more."""
-    group: list[tuple[Source, Piece]] = []
-    for each in pieces:
-        group.append(each)
-        if sum(len(piece.samples) for _, piece in group) >= num_samples:
+def gathered(pieces: Iterable[Piece], num_samples: float) -> Iterator[list[Piece]]:
+    """Pieces in groups, each as soon as it has `num_samples` or there are no more."""
+    group: list[Piece] = []
+    for piece in pieces:
+        group.append(piece)
+        if sum(len(each.samples) for each in group) >= num_samples:
             yield group
             group = []
     if group:

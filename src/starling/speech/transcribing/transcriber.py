@@ -83,9 +83,8 @@ class Transcriber:
 
         Segments of up to `together` seconds are decoded together, and come out together.
         """
-        pieces = ((None, piece) for piece in self.pieces(blocks, rate))
-        for some in gathered(pieces, together * self.rate):
-            yield self.decode([piece for _, piece in some])
+        for some in gathered(self.pieces(blocks, rate), together * self.rate):
+            yield self.decode(some)
 
     def pieces(self, blocks: Iterable[NDArray[np.float32]], rate: int) -> Iterator[Piece]:
         """The audio of the segments, at the rate of the recogniser."""
@@ -122,10 +121,9 @@ class Transcriber:
         ]
 
     def _tensor(self, piece: Piece) -> torch.Tensor:
-        """At least one window long."""
+        """The samples, padded to at least one window."""
         shortest = round(self.recogniser.features.config.frame_length * self.rate) + 1
-        missing = max(0, shortest - len(piece.samples))
-        return torch.from_numpy(np.pad(piece.samples, (0, missing)))
+        return torch.from_numpy(np.pad(piece.samples, (0, max(0, shortest - len(piece.samples)))))
 
     def _aligned(self, log_probs: NDArray[np.float32], text: str) -> list[Emission] | None:
         """Where CTC hears a text that another search has found."""

@@ -32,9 +32,9 @@ class Word:
     text: str
     """The word, as the model writes it."""
     start: Seconds
-    """From the beginning of the recording."""
+    """The beginning, in seconds from that of the recording."""
     end: Seconds
-    """From the beginning of the recording."""
+    """The end, in seconds from the beginning of the recording."""
     confidence: float
     """From 0 to 1: the geometric mean of what the network gives the word's tokens."""
 
@@ -44,9 +44,9 @@ class Segment:
     """Speech between two pauses, which was decoded as a whole."""
 
     start: Seconds
-    """From the beginning of the recording."""
+    """The beginning, in seconds from that of the recording."""
     end: Seconds
-    """From the beginning of the recording."""
+    """The end, in seconds from the beginning of the recording."""
     text: str
     """All words of the segment, in one line."""
     words: tuple[Word, ...] | None
@@ -57,6 +57,13 @@ class Segment:
         """The mean confidence of the words; None without words."""
         return sum(word.confidence for word in self.words) / len(self.words) if self.words else None
 
+    def as_json(self) -> dict[str, object]:
+        """`{"start", "end", "text", "confidence", "words": [{"text", "start", "end", "confidence"}]}`; `words` is null
+        for a model without times, `confidence` without words."""
+        mean = None if self.confidence is None else round(self.confidence, 4)
+        words = None if self.words is None else [asdict(word) for word in self.words]
+        return {"start": self.start, "end": self.end, "text": self.text, "confidence": mean, "words": words}
+
 
 @dataclass(frozen=True)
 class Transcript:
@@ -65,7 +72,7 @@ class Transcript:
     segments: tuple[Segment, ...]
     """In order; stretches without speech belong to none."""
     seconds: Seconds
-    """Of the recording."""
+    """Length of the recording."""
 
     @property
     def text(self) -> str:
@@ -77,6 +84,11 @@ class Transcript:
         """All words, in order; none of segments without times."""
         return tuple(word for segment in self.segments for word in segment.words or ())
 
+    def as_json(self, name: str) -> dict[str, object]:
+        """`{"file": name, "seconds", "text", "segments": [...]}`, with times in seconds."""
+        segments = [segment.as_json() for segment in self.segments]
+        return {"file": name, "seconds": round(self.seconds, 3), "text": self.text, "segments": segments}
+
 
 @dataclass(frozen=True)
 class Update:
@@ -87,6 +99,10 @@ class Update:
     partial: str = ""
     """The text so far of the segment that has not ended."""
 
+    def as_json(self) -> dict[str, object]:
+        """`{"final": [...], "partial"}`."""
+        return {"final": [segment.as_json() for segment in self.final], "partial": self.partial}
+
 
 def formatted(transcript: Transcript, form: str, name: str) -> str:
     """A transcript in one of the `FORMATS`. `name` is the recording's, in JSON and CTM.
@@ -96,7 +112,7 @@ def formatted(transcript: Transcript, form: str, name: str) -> str:
     if form == "txt":
         return "".join(f"{segment.text}\n" for segment in transcript.segments if segment.text)
     if form == "json":
-        return json.dumps(as_json(transcript, name), ensure_ascii=False) + "\n"
+        return json.dumps(transcript.as_json(name), ensure_ascii=False) + "\n"
     if form == "ctm":
         return "".join(_ctm_lines(transcript, name))
     cues = [cue for segment in transcript.segments for cue in _cues(segment)]
@@ -104,25 +120,6 @@ def formatted(transcript: Transcript, form: str, name: str) -> str:
         return "\n".join(f"{number}\n{_time(cue, ',')}\n{cue.text}\n" for number, cue in enumerate(cues, 1))
     body = "".join(f"\n{_time(cue, '.')}\n{html.escape(cue.text, quote=False)}\n" for cue in cues)
     return f"WEBVTT\n{body}"
-
-
-def as_json(transcript: Transcript, name: str) -> dict[str, object]:
-    """`{"file", "seconds", "text", "segments": [...]}`, with times in seconds."""
-    return {
-        "file": name,
-        "seconds": round(transcript.seconds, 3),
-        "text": transcript.text,
-        "segments": [segment_as_json(segment) for segment in transcript.segments],
-    }
-
-
-def segment_as_json(segment: Segment) -> dict[str, object]:
-    """`{"start", "end", "text", "confidence", "words": [{"text", "start", "end", "confidence"}]}`; `words` is null
-    for a model without times, `confidence` without words."""
-    confidence = segment.confidence
-    words = None if segment.words is None else [asdict(word) for word in segment.words]
-    mean = None if confidence is None else round(confidence, 4)
-    return {"start": segment.start, "end": segment.end, "text": segment.text, "confidence": mean, "words": words}
 
 
 def _ctm_lines(transcript: Transcript, name: str) -> Iterator[str]:
