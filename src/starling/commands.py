@@ -54,7 +54,7 @@ class Commands(typer.Typer):
     """An application whose commands have the option --debug. Without it, an error that Starling raised on purpose is
     printed as one message, and the process exits with its code.
 
-    `needs` is the extra without which its commands do not run, or a command that names its own.
+    `needs` names the extra that its commands need; a command may name another one.
     """
 
     def __init__(self, *, needs: str | None = None, **options: Any) -> None:
