@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from starling.commands import (
-    Commands,
-    Experiment,
-    Overrides,
-    RecipeArgument,
-    TakesKeys,
-    progress_console,
-)
+from starling.commands import Commands, Experiment, Overrides, RecipeArgument, TakesKeys, progress_console
 from starling.errors import ConfigError
-from starling.extras import require
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -74,8 +66,7 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
 @app.command(epilog="Example: [bold]starling join exp/demo --learners 2[/bold]")
 def join(
-    experiment: Experiment,
-    learners: Annotated[int, typer.Option("--learners", min=1, help="How many learners to add.")] = 1,
+    experiment: Experiment, learners: Annotated[int, typer.Option(min=1, help="How many learners to add.")] = 1
 ) -> None:
     """Add learners to a running experiment. Lost learners are restarted first."""
     from starling.experiment.running import join as join_experiment
@@ -97,7 +88,7 @@ def simulate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 def measure(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    output: Annotated[Path, typer.Option("--output", help="The file to write.")] = Path("profile.yaml"),
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("profile.yaml"),
 ) -> None:
     """Measure what a recipe costs on this machine: gradients, exchanges, means, memory. `starling plan` reads it."""
     from starling.experiment.planning import profile_recipe
@@ -109,18 +100,16 @@ def measure(
 
 @app.command(cls=TakesKeys, epilog="Example: [bold]starling plan demo --profile profile.yaml --learners 4,16[/bold]")
 def plan(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A recipe, as for train.", show_default=False)
-    ] = None,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe, as for train.")] = None,
     overrides: Overrides = None,
-    profile: Annotated[Path | None, typer.Option("--profile", help="What `starling profile` wrote.")] = None,
-    preset: Annotated[str | None, typer.Option("--preset", help="Data sheets, such as v100-2019, or a file.")] = None,
-    cluster: Annotated[Path | None, typer.Option("--cluster", help="A YAML file with the keys of `cluster`.")] = None,
-    learners: Annotated[str | None, typer.Option("--learners", help="Numbers of learners, such as 4,16,64.")] = None,
-    strategies: Annotated[str | None, typer.Option("--strategies", help="Names, such as allreduce,adpsgd.")] = None,
-    price: Annotated[float | None, typer.Option("--price", help="Of one device for an hour.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="The file that `starling profile` wrote.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Data sheets, such as v100-2019, or a file.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="A YAML file with the keys of `cluster`.")] = None,
+    learners: Annotated[str | None, typer.Option(help="Numbers of learners, such as 4,16,64.")] = None,
+    strategies: Annotated[str | None, typer.Option(help="Names, such as allreduce,adpsgd.")] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one device for an hour.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say what the columns mean and what is assumed.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", help="A CSV file for the table.")] = None,
+    output: Annotated[Path | None, typer.Option(help="A CSV file for the table.")] = None,
     published: Annotated[bool, typer.Option("--published", help="Print published hours beside predictions.")] = False,
 ) -> None:
     """Predict how long a recipe takes with each strategy and number of learners, and recommend one."""
@@ -172,23 +161,18 @@ def status(
     show_status(experiment, watch, Console())
 
 
-@app.command(epilog="Example: [bold]starling report exp/demo --output demo.html[/bold]")
+@app.command(epilog="Example: [bold]starling report exp/demo --output demo.html[/bold]", needs="report")
 def report(
-    experiments: Annotated[
-        list[Path], typer.Argument(metavar="EXP...", help="Experiments, such as exp/demo.", show_default=False)
-    ],
+    experiments: Annotated[list[Path], typer.Argument(metavar="EXP...", help="Experiments, such as exp/demo.")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", help="The page. Default: report.html in the experiment's folder; of several, in this one."
-        ),
+        typer.Option(help="The page. Default: report.html in the experiment's folder; of several, in this one."),
     ] = None,
 ) -> None:
     """Write one HTML page about experiments: curves, timelines, scores with intervals, utterances with audio, events.
 
     It needs no network to be read. Several experiments are drawn over each other. Of a comparison, it shows the losses.
     """
-    require("report", "starling report")
     from starling.experiment.report import write_report
 
     write_report(experiments, output, typer.echo)
@@ -196,9 +180,7 @@ def report(
 
 @app.command(epilog="Example: [bold]starling strategies diloco[/bold]")
 def strategies(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A strategy to describe, or module:name.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A strategy to describe, or module:name.")] = None,
 ) -> None:
     """List the strategies by which learners can agree, by family; or describe one: equation, options, references.
 
@@ -270,7 +252,7 @@ def recipes(context: typer.Context) -> None:
 
 @shipped.command(epilog="Example: [bold]starling recipes copy demo[/bold]")
 def copy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe, such as demo.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A recipe, such as demo.")],
     to: Annotated[Path, typer.Argument(metavar="TO", help="The folder to copy it to.")] = Path(),
 ) -> None:
     """Copy a recipe, and the recipes that it builds on, to a folder."""
@@ -284,31 +266,27 @@ def copy(
 def compare(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    strategies: Annotated[
-        str | None, typer.Option("--strategies", help="Arms of the recipe, or strategies: allreduce,adpsgd.")
-    ] = None,
-    learners: Annotated[str | None, typer.Option("--learners", help="Numbers of learners: 4,16.")] = None,
+    strategies: Annotated[str | None, typer.Option(help="Arms of the recipe, or strategies: allreduce,adpsgd.")] = None,
+    learners: Annotated[str | None, typer.Option(help="Numbers of learners: 4,16.")] = None,
     rates: Annotated[
-        str | None, typer.Option("--rates", help="Learning rates to tune over, 1e-3,3e-3, or multiples: 0.5x,1x,2x.")
+        str | None, typer.Option(help="Learning rates to tune over, 1e-3,3e-3, or multiples: 0.5x,1x,2x.")
     ] = None,
-    seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds: 1,2,3.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds: 1,2,3.")] = None,
     bracket: Annotated[
         bool | None, typer.Option("--bracket", help="Grow a grid of rates while its best is at an end.")
     ] = None,
-    baseline: Annotated[str | None, typer.Option("--baseline", help="The arm to compare with, not a learner.")] = None,
-    target: Annotated[
-        float | None, typer.Option("--target", help="A training loss, to measure the time to it.")
-    ] = None,
-    engine: Annotated[str | None, typer.Option("--engine", help="virtual, or processes.")] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", help="Simulated cells computed side by side.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The arm to compare with, not a learner.")] = None,
+    target: Annotated[float | None, typer.Option(help="A training loss, to measure the time to it.")] = None,
+    engine: Annotated[str | None, typer.Option(help="The engine: virtual or processes.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Number of cells that are simulated at the same time.")] = None,
 ) -> None:
     """Compare strategies, each at its own best learning rate. Finished cells are not computed again.
 
     What to compare may also stand in the recipe, as its section `compare`.
     """
-    options = {"learners": _listed(learners), "rates": _listed(rates), "seeds": _listed(seeds)}
-    given = {**options, "baseline": baseline, "target": target, "engine": engine, "jobs": jobs, "bracket": bracket}
-    _compare(recipe, overrides or (), strategies.split(",") if strategies else (), **given)
+    lists = {"learners": _listed(learners), "rates": _listed(rates), "seeds": _listed(seeds)}
+    given = {"baseline": baseline, "target": target, "engine": engine, "jobs": jobs, "bracket": bracket}
+    _compare(recipe, overrides or (), strategies.split(",") if strategies else (), **lists, **given)
 
 
 def _listed(text: str | None) -> list[Any] | None:

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from starling.errors import StarlingError
+from starling.extras import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,34 +41,39 @@ def _as_key(option: str, arguments: Sequence[str]) -> str:
 
 
 RecipeArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RECIPE", help="A YAML file, or a name that `starling recipes` lists, such as demo.", show_default=False
-    ),
+    Path, typer.Argument(metavar="RECIPE", help="A YAML file, or a name that `starling recipes` lists, such as demo.")
 ]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE", help="Keys of the recipe to change, such as budget.epochs=3.", show_default=False
-    ),
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe to change, such as budget.epochs=3.")
 ]
-Experiment = Annotated[Path, typer.Argument(metavar="EXP", help="An experiment, such as exp/demo.", show_default=False)]
+Experiment = Annotated[Path, typer.Argument(metavar="EXP", help="An experiment, such as exp/demo.")]
 Best = Annotated[bool, typer.Option("--best", help="Use the model that scored best on the validation set.")]
 
 
 class Commands(typer.Typer):
     """An application whose commands have the option --debug. Without it, an error that Starling raised on purpose is
-    printed as one message, and the process exits with its code."""
+    printed as one message, and the process exits with its code.
 
-    def command(self, *given: Any, **options: Any) -> Callable[[Function], Function]:  # type: ignore[override]
+    `needs` names the extra that its commands need; a command may name another one.
+    """
+
+    def __init__(self, *, needs: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._needs = needs
+
+    def command(  # type: ignore[override]
+        self, *given: Any, needs: str | None = None, **options: Any
+    ) -> Callable[[Function], Function]:
         add = super().command(*given, **options)
-        return lambda function: add(_with_debug(function))
+        return lambda function: add(_with_debug(function, needs or self._needs))
 
 
-def _with_debug(function: Function) -> Function:
+def _with_debug(function: Function, extra: str | None) -> Function:
     @wraps(function)
     def run(*given: Any, debug: bool, **options: Any) -> None:
         try:
+            if extra is not None:
+                require(extra, f"starling {function.__name__}")
             function(*given, **options)
         except StarlingError as error:
             if debug:

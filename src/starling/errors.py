@@ -4,7 +4,8 @@ A message says which learner, what, where, the value, the limit and the remedy. 
 traceback unless `--debug` is given.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -77,6 +78,15 @@ class Stopped(StarlingError):  # noqa: N818 - a request, not an error
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
         self.has_saved = has_saved
+
+
+@contextmanager
+def noted(problems: list[str], kind: type[StarlingError]) -> Iterator[None]:
+    """Inside the context, an error of that kind ends the context and becomes one of the problems."""
+    try:
+        yield
+    except kind as error:
+        problems.append(str(error))
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

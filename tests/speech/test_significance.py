@@ -17,7 +17,6 @@ from starling.speech.scoring.error_rates import (
     error_segments,
     matched_pairs,
     paired_bootstrap,
-    verdict_of,
 )
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=12).map(" ".join)
@@ -137,7 +136,7 @@ def test_without_differences_there_is_no_test() -> None:
     references = {"a": "one two", "b": "three"}
     result = matched_pairs(references, references, references)
     assert (result.segments, result.t, result.p) == (0, None, None)
-    assert verdict_of(result).endswith("there is no test")
+    assert result.verdict.endswith("there is no test")
     same = paired_bootstrap(references, references, references)
     assert same is not None and (same.difference, same.interval, same.second_better) == (0.0, (0.0, 0.0), 0.0)
     assert paired_bootstrap({"a": "one"}, {"a": "two"}, {"a": "one"}) is None

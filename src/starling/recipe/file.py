@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from starling.errors import ConfigError, did_you_mean
+from starling.errors import ConfigError, did_you_mean, noted
 from starling.files import writing
 
 Tree = dict[str, Any]
@@ -163,12 +163,10 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     Raises a ConfigError that lists every argument of another form, or whose key lies inside a plain value.
     """
     result = copy.deepcopy(tree)
-    problems = []
+    problems: list[str] = []
     for argument in overrides:
-        try:
+        with noted(problems, ConfigError):
             _apply(result, argument)
-        except ConfigError as error:
-            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return result

@@ -5,25 +5,16 @@ from typing import Annotated
 
 import typer
 
-from starling.commands import (
-    Best,
-    Commands,
-    Experiment,
-    Overrides,
-    RecipeArgument,
-    TakesKeys,
-    progress_console,
-)
-from starling.errors import ConfigError
-from starling.extras import require
+from starling.commands import Best, Commands, Experiment, Overrides, RecipeArgument, TakesKeys, progress_console
+from starling.errors import ConfigError, noted
 from starling.timeouts import CLIENT_STALL
 
-COMMANDS = Commands()
+COMMANDS = Commands(needs="speech")
 Average = Annotated[
     int | None,
     typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
 ]
-Beam = Annotated[bool, typer.Option("--beam", help="With the beam search that `evaluate` has tuned.")]
+Beam = Annotated[bool, typer.Option("--beam", help="Decode with the beam search that `evaluate` has tuned.")]
 
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling prepare demo data.folder=corpora/demo jobs=4[/bold]")
@@ -36,23 +27,18 @@ def prepare(
 
     jobs=N uses N processes, executor=ray the Ray cluster at launch.address; the result is the same.
     """
-    require("speech", "starling prepare")
     from starling.reporting.progress import Bars
     from starling.speech.prepare import prepare_all
     from starling.speech.preparing.executors import executor_of
     from starling.speech.recipe import load_recipe
 
     own = [each for each in overrides or () if each.partition("=")[0].strip() in ("jobs", "executor")]
-    problems, address = [], "auto"
-    try:
+    problems, address = list[str](), "auto"
+    with noted(problems, ConfigError):
         loaded = load_recipe(recipe, [each for each in overrides or () if each not in own])
         address = loaded.launch.address
-    except ConfigError as error:
-        problems.append(str(error))
-    try:
+    with noted(problems, ConfigError):
         executor = executor_of(own, address)
-    except ConfigError as error:
-        problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     with executor, Bars(progress_console()) as bars:
@@ -62,32 +48,26 @@ def prepare(
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling check demo data.check.silence_db=-50[/bold]")
 def check(
-    data: Annotated[
-        Path,
-        typer.Argument(metavar="DATA", help="A recipe, or a folder prepared from one.", show_default=False),
-    ],
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="A recipe, or a folder prepared from one.")],
     overrides: Overrides = None,
     drop: Annotated[bool, typer.Option("--drop", help="Also list what to leave out (data.filter.leave_out).")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 5 if anything is found.")] = False,
     model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="EXP", help="Also find transcripts that do not fit what this model hears."),
+        Path | None, typer.Option(metavar="EXP", help="Also find transcripts that do not fit what this model hears.")
     ] = None,
 ) -> None:
     """Find faults, duplicates, and overlap between the sets of a corpus, and list them in check.tsv.
 
     With --model, an experiment, a checkpoint or a recogniser's folder, also swapped and wrong transcripts.
     """
-    require("speech", "starling check")
     from starling.speech.commands import check
 
     check.check(data, overrides or (), drop, strict, progress_console(), model)
 
 
-@COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling demo learners=2[/bold]")
+@COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling demo learners=2[/bold]", needs="demo")
 def demo(overrides: Overrides = None) -> None:
     """Train the recipe `demo`, a recogniser of synthetic speech, in the current folder."""
-    require("demo", "starling demo")
     from starling.experiment.train import train_recipe
 
     train_recipe(Path("demo"), overrides or (), typer.echo, progress_console(), "starling demo")
@@ -101,7 +81,7 @@ def evaluate(
     ] = None,
     best: Best = False,
     greedy: Annotated[bool, typer.Option("--greedy", help="Skip the beam search.")] = False,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes for the beam search.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes for the beam search.")] = 1,
     conditions: Annotated[
         list[str] | None,
         typer.Option("--condition", help="Pass audio through a codec, such as telephone or opus-8; may be repeated."),
@@ -113,7 +93,6 @@ def evaluate(
     A CTC model is scored by greedy decoding and by beam search with a language model, tuned on the validation set.
     A model with a decoder is also scored by the decoder's own searches.
     """
-    require("speech", "starling evaluate")
     from starling.speech.commands import evaluate
 
     given = conditions or ()
@@ -122,24 +101,17 @@ def evaluate(
 
 @COMMANDS.command(epilog="Example: [bold]starling score exp/demo exp/demo-adpsgd --by speaker[/bold]")
 def score(
-    experiment: Annotated[
-        Path,
-        typer.Argument(metavar="A", help="An experiment that `starling evaluate` has scored.", show_default=False),
-    ],
-    other: Annotated[
-        Path | None, typer.Argument(metavar="B", help="Another one, to compare with.", show_default=False)
-    ] = None,
+    experiment: Annotated[Path, typer.Argument(metavar="A", help="An experiment that `starling evaluate` has scored.")],
+    other: Annotated[Path | None, typer.Argument(metavar="B", help="Another one, to compare with.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="A set; may be repeated. Default: all.")] = None,
-    by: Annotated[str | None, typer.Option("--by", help="A table by speaker, or by this column of a TSV.")] = None,
-    table: Annotated[Path | None, typer.Option("--table", help="A TSV with a header; ids come first.")] = None,
+    by: Annotated[str | None, typer.Option(help="A table by speaker, or by this column of a TSV.")] = None,
+    table: Annotated[Path | None, typer.Option(help="A TSV with a header; ids come first.")] = None,
     normalise: Annotated[
-        list[str] | None,
-        typer.Option("--normalise", help="numbers, punctuation or case; may be repeated. Default: none."),
+        list[str] | None, typer.Option(help="numbers, punctuation or case; may be repeated. Default: none.")
     ] = None,
-    language: Annotated[str, typer.Option("--language", help="In which numbers are written.")] = "en",
+    language: Annotated[str, typer.Option(help="The language in which numbers are written.")] = "en",
 ) -> None:
     """Score decoded texts again, by speaker or column, normalised; test whether two experiments differ."""
-    require("speech", "starling score")
     from starling.speech.commands.score import score as score_texts
 
     if table is not None and by is None:
@@ -159,15 +131,12 @@ def transcribe(
     ],
     form: Annotated[str, typer.Option("--format", help="txt, json, srt, vtt or ctm.")] = "txt",
     output: Annotated[
-        Path | None,
-        typer.Option("--output", help="A file; of several inputs, a folder. Default: the screen.", show_default=False),
+        Path | None, typer.Option(help="A file; of several inputs, a folder. Default: the screen.")
     ] = None,
     raw_pcm: Annotated[
         int | None,
         typer.Option(
-            "--raw-pcm",
-            metavar="RATE",
-            help="Standard input is raw PCM at this rate: 16 bits, little-endian, one channel.",
+            metavar="RATE", help="Standard input is raw PCM at this rate: 16 bits, little-endian, one channel."
         ),
     ] = None,
     best: Best = False,
@@ -177,31 +146,25 @@ def transcribe(
 
     Files that cannot be transcribed are named at the end, and the exit code is then 5.
     """
-    require("speech", "starling transcribe")
-    from starling.speech.transcribing.files import checked_format, transcribe_files
+    from starling.speech.transcribing.files import transcribe_files
 
-    transcribe_files(
-        experiment, paths, typer.echo, best, beam, progress_console(), checked_format(form), output, raw_pcm
-    )
+    transcribe_files(experiment, paths, typer.echo, best, beam, progress_console(), form, output, raw_pcm)
 
 
-@COMMANDS.command(epilog="Example: [bold]starling serve exp/demo[/bold]")
+@COMMANDS.command(epilog="Example: [bold]starling serve exp/demo[/bold]", needs="serve")
 def serve(
     experiment: Experiment,
     host: Annotated[
-        str, typer.Option("--host", help="The address to serve at. Others than loopback are open to the network.")
+        str, typer.Option(help="The address to serve at. Any other than loopback is open to the network.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 8000,
-    max_megabytes: Annotated[float, typer.Option("--max-megabytes", min=0.001, help="Of an upload.")] = 500.0,
-    max_minutes: Annotated[float, typer.Option("--max-minutes", min=0.01, help="Of audio in an upload.")] = 240.0,
-    stall_seconds: Annotated[
-        float, typer.Option("--stall-seconds", min=0.1, help="How long a client may send nothing.")
-    ] = CLIENT_STALL,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to serve at; 0 chooses a free one.")] = 8000,
+    max_megabytes: Annotated[float, typer.Option(min=0.001, help="Largest upload, in megabytes.")] = 500.0,
+    max_minutes: Annotated[float, typer.Option(min=0.01, help="Longest audio of an upload, in minutes.")] = 240.0,
+    stall_seconds: Annotated[float, typer.Option(min=0.1, help="How long a client may send nothing.")] = CLIENT_STALL,
     best: Best = False,
     beam: Beam = False,
 ) -> None:
     """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket."""
-    require("serve", "starling serve")
     from starling.speech.serving.app import serve as serve_model
     from starling.speech.serving.guard import Limits
 
@@ -212,7 +175,7 @@ def serve(
 @COMMANDS.command(epilog="Example: [bold]starling export exp/demo demo-model --onnx[/bold]")
 def export(
     experiment: Experiment,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Also write ONNX, and a program that needs no Starling.")
     ] = False,
@@ -220,7 +183,6 @@ def export(
     average: Average = None,
 ) -> None:
     """Write the newest model of an experiment to a folder: weights, tokens, language model, and a model card."""
-    require("speech", "starling export")
     from starling.speech.exporting.export import export
 
     export(experiment, folder, typer.echo, onnx, best, average)

@@ -25,6 +25,7 @@ from starling.configuration import Config, digest
 from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.reporting.progress import Bars
+from starling.speech.corpora.lines import replace_file
 from starling.speech.data import set_digest
 from starling.speech.decoding.beam import BeamSearch, Hypothesis, SearchPool, Weights
 from starling.speech.decoding.config import DecodingConfig, Vocabulary
@@ -41,7 +42,7 @@ LM_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 WORD_PENALTIES = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 BEAMS = (8, 16, 32, 64, 128)
 USUAL = Weights(lm_weight=0.5, word_penalty=0.0, beam=64)
-"""Where there is nothing to tune on; of these, `beam` is also that of the search for the other weights."""
+"""The weights where there is nothing to tune on. The other weights are tuned with its `beam`."""
 MOST_TUNED = 500
 """Utterances of the validation set to tune on, spread evenly over it."""
 RARE = 0.01
@@ -61,7 +62,7 @@ class Trial(Config):
 
     @property
     def errors(self) -> tuple[int, int]:
-        """The smaller, the better."""
+        """Word errors, then character errors: the fewer, the better."""
         return self.word_errors, self.character_errors
 
 
@@ -81,9 +82,10 @@ class TunedSearch(Config):
     @property
     def line(self) -> str:
         """The search in words."""
-        known = f"closed vocabulary of {self.num_words} words" if self.vocabulary == "closed" else "open vocabulary"
-        grams = "words" if self.vocabulary == "closed" else "tokens"
-        penalty = f", word penalty {self.weights.word_penalty:g}" if self.vocabulary == "closed" else ""
+        known, grams, penalty = "open vocabulary", "tokens", ""
+        if self.vocabulary == "closed":
+            known, grams = f"closed vocabulary of {self.num_words} words", "words"
+            penalty = f", word penalty {self.weights.word_penalty:g}"
         tuned = f"tuned on {self.num_utterances} utterances of {self.tuned_on}" if self.tuned_on else "not tuned"
         return (
             f"beam search: {known}, {self.order}-grams of {grams} with weight {self.weights.lm_weight:g}{penalty}, "
@@ -150,8 +152,7 @@ def write_hypotheses(path: Path, found: Mapping[str, Sequence[Hypothesis]]) -> N
         for name, hypotheses in sorted(found.items())
         for rank, each in enumerate(hypotheses, 1)
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    replace_file(path, "".join(f"{line}\n" for line in lines))
 
 
 @contextmanager
@@ -200,8 +201,7 @@ def best_search(
 
 def given(config: DecodingConfig) -> Weights:
     """The usual weights, but those that a recipe sets."""
-    fixed = {"lm_weight": config.lm_weight, "word_penalty": config.word_penalty, "beam": config.beam}
-    return USUAL.model_copy(update={key: value for key, value in fixed.items() if value is not None})
+    return USUAL.model_copy(update=config.model_dump(include=set(Weights.model_fields), exclude_none=True))
 
 
 def tune(
@@ -222,22 +222,17 @@ def tune(
     def attempt(vocabulary: Vocabulary, weights: Weights) -> Trial:
         results = pools[vocabulary](list(utterances.values()), weights)
         texts = dict(zip(utterances, map(first_text, results), strict=True))
-        words, characters = count_errors(references, texts)
-        trials.append(
-            Trial(
-                vocabulary=vocabulary,
-                weights=weights,
-                word_errors=words.errors,
-                character_errors=characters.errors,
-            )
-        )
+        words, characters = (each.errors for each in count_errors(references, texts))
+        trials.append(Trial(vocabulary=vocabulary, weights=weights, word_errors=words, character_errors=characters))
         return trials[-1]
+
+    def varied(start: Trial, key: str, values: Iterable[float]) -> list[Trial]:
+        return [attempt(start.vocabulary, start.weights.model_copy(update={key: value})) for value in values]
 
     def vary(start: Trial, key: str, values: Iterable[float]) -> Trial:
         if getattr(config, key) is not None:
             return start
-        tried = [attempt(start.vocabulary, start.weights.model_copy(update={key: value})) for value in values]
-        return _middle_of_best([start, *tried], key)
+        return _middle_of_best([start, *varied(start, key, values)], key)
 
     bests = []
     for vocabulary in pools:
@@ -247,8 +242,7 @@ def tune(
         bests.append(vary(best, "lm_weight", _between(best.weights.lm_weight)))
     best = min(bests, key=lambda trial: trial.errors)
     if config.beam is None:
-        tried = [attempt(best.vocabulary, best.weights.model_copy(update={"beam": beam})) for beam in BEAMS]
-        best = min(tried, key=lambda trial: (trial.errors, trial.weights.beam))
+        best = min(varied(best, "beam", BEAMS), key=lambda trial: (trial.errors, trial.weights.beam))
     return best, trials
 
 
@@ -273,30 +267,32 @@ def _searches(
     found: dict[Vocabulary, tuple[BeamSearch, int]] = {}
     tokenizer, seconds = recogniser.tokenizer, recogniser.output_seconds
     is_limited = config.word_list is not None or config.lm is not None
+
+    def estimated(vocabulary: Vocabulary, sentences: Iterable[Sequence[str]]) -> tuple[Path, NgramModel]:
+        file, model = home / LANGUAGE_FILES[vocabulary], estimate(sentences, config.order or _ORDERS[vocabulary])
+        model.write(file)
+        return file, model
+
     if config.vocabulary != "open":
         if config.lm is not None:
             file, model = config.lm, NgramModel.read(config.lm)
         else:
-            file = home / LANGUAGE_FILES["closed"]
-            model = estimate([each.split() for each in texts], config.order or _ORDERS["closed"])
-            model.write(file)
+            file, model = estimated("closed", map(str.split, texts))
         if config.word_list is not None:
             words = read_words(config.word_list)
         else:
             words = words_of(texts) if config.lm is None else model.words
         found["closed"] = BeamSearch(tokenizer, file, _spelled(words, tokenizer, config), seconds), model.order
     if config.vocabulary == "open" or (config.vocabulary is None and not is_limited):
-        spelled = [[tokenizer.names[token] for token in tokenizer.encode(each)] for each in texts]
-        file, model = home / LANGUAGE_FILES["open"], estimate(spelled, config.order or _ORDERS["open"])
-        model.write(file)
+        names = tokenizer.names
+        file, model = estimated("open", ([names[token] for token in tokenizer.encode(each)] for each in texts))
         found["open"] = BeamSearch(tokenizer, file, None, seconds), model.order
     return found
 
 
 def _spelled(words: Iterable[str], tokenizer: Tokenizer, config: DecodingConfig) -> list[str]:
     """The words that the tokens can spell, sorted. Raises ConfigError if there are none."""
-    found = []
-    example = None
+    found, example = [], None
     for word in sorted(set(words)):
         try:
             tokenizer.encode(word, word)
@@ -322,7 +318,7 @@ def _likely(known: Collection[Vocabulary], texts: Sequence[str]) -> Vocabulary:
 
 
 def _digest(recipe: Recipe, config: DecodingConfig, recogniser: Recogniser, texts: Sequence[str]) -> str:
-    """Of all that the tuned weights depend on."""
+    """A digest of all that the tuned weights depend on."""
     model = sha256()
     for name, value in recogniser.model.state_dict().items():
         model.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())

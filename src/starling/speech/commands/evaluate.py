@@ -33,10 +33,9 @@ from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Heard, Recogniser
 from starling.speech.scoring.error_rates import (
     count_errors,
-    line_of_unseen,
+    lines_of_unseen,
     matched_pairs,
     references_of,
-    verdict_of,
     without_tags,
     write_score_files,
 )
@@ -45,7 +44,7 @@ from starling.speech.trained import load_recogniser, open_experiment
 
 ATTENTION_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 USUAL_ATTENTION = 1.0
-"""The weight where there is nothing to tune on."""
+"""The attention decoder's weight where there is nothing to tune on."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,10 @@ def evaluate(
 
     With `conditions`, which are codecs, the audio goes through each of them, and a set is scored as `test@telephone`.
 
-    The model is that of `load_recogniser`. Files that list every
-    error go to the experiment's `decode` folder. `with_beam` adds the scores of beam searches, by `jobs` processes, for
-    a model with CTC (None: if the recipe has a section `decoding`). Raises CheckpointError if there is no model,
-    ConfigError for a set that the recipe does not define.
+    The model is that of `load_recogniser`. Files that list every error go to the experiment's `decode` folder.
+    `with_beam` adds the scores of beam searches, by `jobs` processes, for a model with CTC (None: if the recipe has a
+    section `decoding`). Raises CheckpointError if there is no model, ConfigError for a set that the recipe does not
+    define.
     """
     folder, recipe = open_experiment(experiment)
     names, known = list(sets or recipe.data.test), recipe.data.sets
@@ -189,13 +188,12 @@ class _Evaluation:
                 tagged = [line] * (not way.folder)
             remarks = [*dropped, *tagged, *_unseen(data, name, references, hypotheses)]
             if way.folder == "beam":
-                verdict = verdict_of(matched_pairs(references, greedy, hypotheses))
+                verdict = matched_pairs(references, greedy, hypotheses).verdict
                 remarks.append(f"greedy decoding - beam search: {verdict}")
             greedy = greedy or hypotheses
             written = [way.title, *remarks] if way.title else remarks
-            score = write_score_files(
-                self.folder.decode / way.folder, label, references, hypotheses, data.text, written
-            )
+            home = self.folder.decode / way.folder
+            score = write_score_files(home, label, references, hypotheses, data.text, written)
             for line in (", ".join([label, *written[: bool(way.title)]]), *score.lines(), *remarks):
                 self.tell(line)
 
@@ -216,8 +214,7 @@ def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypothes
         seen = seen_in_training(data.folder, data.train, name, digests)
     except DataError as error:
         return [f"no score without near-duplicates of training: {error}"]
-    line = line_of_unseen(references, hypotheses, seen or ())
-    return [] if line is None else [line]
+    return lines_of_unseen(references, hypotheses, seen or ())
 
 
 def _rated(

@@ -2,7 +2,8 @@
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -15,20 +16,11 @@ from starling.speech.codecs import set_of
 from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.manifests import TsvCorpus
-from starling.speech.scoring.error_rates import (
-    error_rates,
-    matched_pairs,
-    paired_bootstrap,
-    read_texts,
-    scored_in,
-    verdict_of,
-)
+from starling.speech.scoring.error_rates import error_rates, matched_pairs, paired_bootstrap, read_texts, scored_in
 from starling.speech.store import SpeechSet
 from starling.speech.trained import recipe_around
 
 Texts = dict[str, str]
-KINDS = ("numbers", "punctuation", "case")
-"""Of normalisers."""
 _NUMBER = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(st|nd|rd|th)?(?!\w)", re.IGNORECASE)
 _APOSTROPHES = "'’ʼ"
 _MAX_DIGITS = 30
@@ -91,29 +83,24 @@ def _texts(
 ) -> list[Texts]:
     """The references of a set, and the hypotheses of each experiment, normalised. Raises DataError if two experiments
     were scored on different utterances or texts."""
-    read = [texts for folder in folders for texts in _read(folder, name)]
+    read: list[Texts] = []
+    for folder in folders:
+        if name not in (known := scored_in(folder)):
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"{folder}: set {name!r} is not scored; {hint}scored: {', '.join(known)}")
+        read += read_texts(folder / f"recogs-{name}.txt")
     if kinds:
-        normaliser = Normaliser(kinds, (text for texts in read[::2] for text in texts.values()), language)
-        read = [{each: normaliser(text) for each, text in texts.items()} for texts in read]
+        normalised = normaliser(kinds, (text for texts in read[::2] for text in texts.values()), language)
+        read = [{each: normalised(text) for each, text in texts.items()} for texts in read]
     first, second = read[0], read[-2]
     if first != second:
-        differing = sorted(each for each in first.keys() | second.keys() if first.get(each) != second.get(each))
+        differing = sorted({each for each, _ in first.items() ^ second.items()})
         raise DataError(
             f"set {name}: {experiments[0]} and {experiments[1]} differ in {len(differing)} references, such as "
             f"{differing[0]!r}: {first.get(differing[0])!r} and {second.get(differing[0])!r}; score both on the same "
             "data"
         )
     return [first, *read[1::2]]
-
-
-def _read(folder: Path, name: str) -> tuple[Texts, Texts]:
-    path = folder / f"recogs-{name}.txt"
-    if not path.is_file():
-        known = scored_in(folder)
-        raise ConfigError(
-            f"{folder}: set {name!r} is not scored; {did_you_mean(name, known)}scored: {', '.join(known)}"
-        )
-    return read_texts(path)
 
 
 def _tell_scores(title: str, experiments: Sequence[Path], texts: Sequence[Texts]) -> None:
@@ -131,7 +118,7 @@ def _tell_scores(title: str, experiments: Sequence[Path], texts: Sequence[Texts]
             f"difference in WER, first - second: {found.difference:+.2f} % absolute, 95% interval {low:+.2f} to "
             f"{high:+.2f}; the second is better in {found.second_better:.1%} of bootstrap samples"
         )
-    typer.echo(verdict_of(matched_pairs(*texts)))
+    typer.echo(matched_pairs(*texts).verdict)
 
 
 def _show_groups(title: str, by: str, texts: Sequence[Texts], groups: Mapping[str, str]) -> None:
@@ -143,8 +130,8 @@ def _show_groups(title: str, by: str, texts: Sequence[Texts], groups: Mapping[st
     columns = ["utterances", "words"]
     for suffix in ("",) if len(hypotheses) == 1 else (" 1", " 2"):
         columns += [f"{column}{suffix}" for column in ("WER %", "95 %", "CER %")]
-    table = Table(by, *(Column(each, justify="right") for each in columns), title=f"{title} by {by}")
-    table.title_justify = "left"
+    right = (Column(each, justify="right") for each in columns)
+    table = Table(by, *right, title=f"{title} by {by}", title_justify="left")
     for group, names in sorted(members.items()):
         own = {name: references[name] for name in names}
         scores = [error_rates(own, {name: each[name] for name in names}) for each in hypotheses]
@@ -189,7 +176,7 @@ def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:
     return {row[key]: row[value] for row in rows if len(row) > max(key, value)}
 
 
-class Normaliser:
+def normaliser(kinds: Collection[str], texts: Iterable[str] = (), language: str = "en") -> Callable[[str], str]:
     """Writes numbers in words, removes punctuation, and ignores case, as far as `kinds` says; in this order.
 
     * numbers: `42` becomes `forty two`, `3.5` `three point five`, `2nd` `second`; in capitals if `texts`, those to be
@@ -199,41 +186,41 @@ class Normaliser:
 
     Raises ConfigError for an unknown kind, or a language in which numbers cannot be written.
     """
+    is_upper = not any(character.islower() for text in texts for character in text)
+    spoken = partial(_spoken, language=language, is_upper=is_upper)
+    steps: dict[str, Callable[[str], str]] = {
+        "numbers": partial(_NUMBER.sub, spoken),
+        "punctuation": _without_punctuation,
+        "case": str.lower,
+    }
+    if unknown := sorted(set(kinds) - steps.keys()):
+        raise ConfigError(f"there is no normaliser {unknown[0]!r}; there are {', '.join(steps)}")
+    if "numbers" in kinds:
+        require("decoding", "the normaliser `numbers`", ("num2words",))
+        _NUMBER.sub(spoken, "1")  # refuses the language
 
-    def __init__(self, kinds: Collection[str], texts: Iterable[str] = (), language: str = "en") -> None:
-        if unknown := sorted(set(kinds) - set(KINDS)):
-            raise ConfigError(f"there is no normaliser {unknown[0]!r}; there are {', '.join(KINDS)}")
-        self._kinds = set(kinds)
-        self._language = language
-        self._is_upper = not any(character.islower() for text in texts for character in text)
-        if "numbers" in self._kinds:
-            require("decoding", "the normaliser `numbers`", ("num2words",))
-            self._in_words("1", is_ordinal=False)
-
-    def __call__(self, text: str) -> str:
-        if "numbers" in self._kinds:
-            text = _NUMBER.sub(self._written, text)
-        if "punctuation" in self._kinds:
-            text = _without_punctuation(text)
-        if "case" in self._kinds:
-            text = text.lower()
+    def normalised(text: str) -> str:
+        for kind, step in steps.items():
+            text = step(text) if kind in kinds else text
         return " ".join(text.split())
 
-    def _written(self, match: re.Match[str]) -> str:
-        whole, fraction, ordinal = match.groups()
-        number = whole.replace(",", "") + (fraction or "")
-        if len(number) > _MAX_DIGITS or (fraction and ordinal):
-            return match[0]
-        words = re.sub(r"[-,]", " ", self._in_words(number, is_ordinal=bool(ordinal)))
-        return words.upper() if self._is_upper else words
+    return normalised
 
-    def _in_words(self, number: str, is_ordinal: bool) -> str:
-        from num2words import num2words
 
-        try:
-            return str(num2words(number, lang=self._language, to="ordinal" if is_ordinal else "cardinal"))
-        except NotImplementedError:
-            raise ConfigError(f"numbers cannot be written in the language {self._language!r}") from None
+def _spoken(number: re.Match[str], language: str, is_upper: bool) -> str:
+    """A number in words; as it is where that cannot be said."""
+    from num2words import num2words
+
+    whole, fraction, ordinal = number.groups()
+    digits = whole.replace(",", "") + (fraction or "")
+    if len(digits) > _MAX_DIGITS or (fraction and ordinal):
+        return number[0]
+    try:
+        words = str(num2words(digits, lang=language, to="ordinal" if ordinal else "cardinal"))
+    except NotImplementedError:
+        raise ConfigError(f"numbers cannot be written in the language {language!r}") from None
+    words = re.sub(r"[-,]", " ", words)
+    return words.upper() if is_upper else words
 
 
 def _without_punctuation(text: str) -> str:

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +101,7 @@ class BeamSearch:
         return list(found.values())
 
     def _emissions(self, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """With a column for the end of the utterance and, if words end with a separator, a frame of it."""
+        """Log-probabilities with a column for the end of the utterance and, if words end so, a frame of a separator."""
         frames, tokens = log_probs.shape
         extra = int(self.words is not None and self._ends_words)
         emissions = np.full((frames + extra, tokens + 1), _NEVER, dtype=np.float32)
@@ -111,7 +111,7 @@ class BeamSearch:
         return emissions
 
     def _hypothesis(self, result: Any, num_frames: int) -> Hypothesis:
-        """Flashlight's result begins and ends with a frame of its own."""
+        """The hypothesis in a result of flashlight, which begins and ends with a frame of its own."""
         path = np.asarray(result.tokens[1 : num_frames + 1], np.int64)
         timed = tuple(
             TimedWord(
@@ -170,23 +170,18 @@ class BeamSearch:
         return trie
 
 
-class SearchPool:
+class SearchPool(contextlib.AbstractContextManager["SearchPool"]):
     """Searches in several processes, or for one job in this one. A context manager."""
 
     def __init__(self, search: BeamSearch, jobs: int = 1) -> None:
         self._search = search
         self._jobs = jobs
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> Self:
-        if self._jobs > 1:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (self._search,))
-        return self
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(jobs, context, _begin, (search,)) if jobs > 1 else None
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)
 
     def __call__(
         self, utterances: Sequence[NDArray[np.float32]], weights: Weights, num_best: int = 1
@@ -200,7 +195,7 @@ class SearchPool:
 
 
 _searching: BeamSearch | None = None
-"""In a worker process: its search."""
+"""The search of this worker process."""
 
 
 def _begin(search: BeamSearch) -> None:
@@ -216,7 +211,7 @@ def _search(utterance: NDArray[np.float32], weights: Weights, num_best: int) -> 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without KenLM's progress bar, which it writes to file descriptor 2."""
+    """Hide KenLM's progress bar, which it writes to file descriptor 2."""
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("w") as nothing:

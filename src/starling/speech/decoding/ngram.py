@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Self
 
 from starling.errors import DataError
@@ -67,22 +68,16 @@ class NgramModel:
             context = context[1:]
 
     def perplexity(self, texts: Iterable[str]) -> Perplexity:
-        """Of texts, one sentence each."""
-        known = self.probabilities[0]
-        sums = {True: 0.0, False: 0.0}
-        counts = {True: 0, False: 0}
+        """The perplexity of texts, one sentence each."""
+        known: dict[bool, list[float]] = {True: [], False: []}
         for text in texts:
             words = [BEGIN, *text.split(), END]
-            for place in range(1, len(words)):
-                is_known = (words[place],) in known
-                sums[is_known] += self.log10(words[place], words[:place])
-                counts[is_known] += 1
-        total = counts[True] + counts[False]
-        if not counts[True]:
+            for place, word in enumerate(words[1:], 1):
+                known[(word,) in self.probabilities[0]].append(self.log10(word, words[:place]))
+        if not known[True]:
             raise DataError("there is no known word to compute a perplexity of")
-        return Perplexity(
-            10 ** (-(sums[True] + sums[False]) / total), 10 ** (-sums[True] / counts[True]), total, counts[False]
-        )
+        every = [*known[True], *known[False]]
+        return Perplexity(10 ** -fmean(every), 10 ** -fmean(known[True]), len(every), len(known[False]))
 
     def write(self, path: Path) -> None:
         """Write an ARPA file, atomically. Raises DataError if it cannot be written."""
@@ -100,15 +95,15 @@ class NgramModel:
         sizes: list[int] = []
         probabilities: list[dict[Gram, float]] = []
         backoffs: list[dict[Gram, float]] = []
-        has_begun = has_ended = False
-        for number, line in read_lines(path):
-            text, order = line.strip(), len(probabilities)
-            if not has_begun:
-                has_begun = text == "\\data\\"
-            elif text == "\\end\\":
-                has_ended = True
+        lines = ((number, line.strip()) for number, line in read_lines(path))
+        for _, text in lines:
+            if text == "\\data\\":
                 break
-            elif text.startswith("ngram ") and not order:
+        for number, text in lines:
+            order = len(probabilities)
+            if text == "\\end\\":
+                break
+            if text.startswith("ngram ") and not order:
                 sizes.append(_size(text, len(sizes) + 1, f"{path}:{number}"))
             elif text == f"\\{order + 1}-grams:" and order < len(sizes):
                 probabilities.append({})
@@ -127,7 +122,7 @@ class NgramModel:
                         backoffs[-1][gram] = _finite(fields[-1])
                 except ValueError:
                     raise DataError(f"{path}:{number}: {text[:80]!r} holds a number that is not finite") from None
-        if not has_ended:
+        else:
             raise DataError(f"{path}: not an ARPA file, or cut off: it has no line \\end\\ after its n-grams")
         if [len(each) for each in probabilities] != sizes or not sizes:
             found = ", ".join(str(len(each)) for each in probabilities)

@@ -7,11 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from starling.checkpoint.files import partial_folder, publish, write_json
+from starling.configuration import read_saved
 from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.extras import require
 from starling.reporting.progress import Say
 from starling.speech.commands.beam_search import LANGUAGE_FILES, SEARCH, TunedSearch
+from starling.speech.decoding.config import DecodingConfig
 from starling.speech.exporting.onnx import write_onnx
 from starling.speech.models import count_parameters
 from starling.speech.recipe import Recipe
@@ -68,14 +70,16 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     try:
         recogniser.save(partial)
-        _write_tokens(recogniser, partial)
+        names = [name or "<blk>" for name in recogniser.tokenizer.names]  # as other toolkits write them
+        lines = "".join(f"{name} {number}\n" for number, name in enumerate(names))
+        (partial / "tokens.txt").write_text(lines, encoding="utf-8")
         _write_language(source, recipe, partial)
         if with_onnx:
             write_onnx(recogniser, partial)
         files = [(path.name, _CONTENTS.get(path.name, "")) for path in sorted(partial.iterdir())]
         count = recipe.average if average is None else average
-        which = "the best on the validation set" if is_best else "the newest"
-        which = f"the mean of the {count} newest checkpoints" if count > 1 and not is_best else which
+        newest = "the newest" if count == 1 else f"the mean of the {count} newest checkpoints"
+        which = "the best on the validation set" if is_best else newest
         (partial / "README.md").write_text(_card(recipe, source, recogniser, which, files), encoding="utf-8")
         publish(partial, folder)
     except OSError as error:
@@ -88,26 +92,16 @@ def export(
         tell("the decoder is in model.safetensors; only Starling runs it")
 
 
-def _write_tokens(recogniser: Recogniser, folder: Path) -> None:
-    """`tokens.txt`, as other toolkits have it: a token and its number on each line."""
-    names = recogniser.tokenizer.names
-    lines = [f"{name or '<blk>'} {number}\n" for number, name in enumerate(names)]
-    (folder / "tokens.txt").write_text("".join(lines), encoding="utf-8")
-
-
 def _write_language(experiment: ExperimentFolder, recipe: Recipe, folder: Path) -> None:
     """Copy the language model of the tuned beam search, if `starling evaluate` has tuned one."""
     home = experiment.decode / "beam"
-    try:
-        tuned = TunedSearch.model_validate_json((home / SEARCH).read_bytes())
-    except FileNotFoundError:
+    if not (home / SEARCH).is_file():
         return
-    except ValueError as error:
-        raise ConfigError(f"{home / SEARCH} cannot be read: {error}; run `starling evaluate` again") from error
-    given = recipe.decoding.lm if recipe.decoding is not None and tuned.vocabulary == "closed" else None
-    shutil.copyfile(given or home / LANGUAGE_FILES[tuned.vocabulary], folder / "lm.arpa")
-    if recipe.decoding is not None and recipe.decoding.word_list is not None and tuned.vocabulary == "closed":
-        shutil.copyfile(recipe.decoding.word_list, folder / "words.txt")
+    tuned = read_saved(TunedSearch, home / SEARCH)
+    given = recipe.decoding if recipe.decoding is not None and tuned.vocabulary == "closed" else DecodingConfig()
+    shutil.copyfile(given.lm or home / LANGUAGE_FILES[tuned.vocabulary], folder / "lm.arpa")
+    if given.word_list is not None:
+        shutil.copyfile(given.word_list, folder / "words.txt")
     write_json(folder / "decoding.json", tuned.model_dump(mode="json", exclude={"trials", "of"}))
 
 
@@ -193,10 +187,7 @@ def _scores(experiment: ExperimentFolder) -> Iterator[str]:
         yield "None: no set was scored. `starling evaluate` scores them; then export again."
         return
     yield "In per cent, as `starling evaluate` found them last, with 95 % bootstrap intervals of the word error rate:"
-    yield ""
-    yield "| set | decoding | WER | interval | CER |"
-    yield "|---|---|---|---|---|"
-    yield from rows
+    yield from ("", "| set | decoding | WER | interval | CER |", "|---|---|---|---|---|", *rows)
 
 
 def _limits(recogniser: Recogniser) -> Iterator[str]:

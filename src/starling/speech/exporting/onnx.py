@@ -43,22 +43,16 @@ class _Step(nn.Module):
         return self.network.log_probs(frames), *caches
 
 
-def _check_exportable(recogniser: Recogniser) -> None:
-    """Raise ConfigError for a recogniser that is more than an encoder with CTC."""
-    if recogniser.states is not None:
-        raise ConfigError("--onnx is for CTC, and this model was trained with loss: frames; export it without --onnx")
-    if recogniser.features.config.kind == "raw":
-        raise ConfigError("--onnx is for log-mel features, and this model hears samples; export it without --onnx")
-    if recogniser.decoder is not None:
-        raise ConfigError(
-            "--onnx is for encoders with CTC alone, and this model has a decoder; export it without --onnx"
-        )
-
-
 def write_onnx(recogniser: Recogniser, folder: Path) -> None:
-    """Write the files above, and compare them with torch. Raises ConfigError for a network that cannot be exported, or
-    whose outputs differ."""
-    _check_exportable(recogniser)
+    """Write the files above, and compare them with torch. Raises ConfigError for a recogniser that is more than an
+    encoder with CTC, for a network that cannot be exported, and for one whose outputs differ."""
+    for only, is_other, other in (
+        ("CTC", recogniser.states is not None, "was trained with loss: frames"),
+        ("log-mel features", recogniser.features.config.kind == "raw", "hears samples"),
+        ("encoders with CTC alone", recogniser.decoder is not None, "has a decoder"),
+    ):
+        if is_other:
+            raise ConfigError(f"--onnx is for {only}, and this model {other}; export it without --onnx")
     network, num_features = recogniser.model, recogniser.features.num_features
     generator = torch.Generator().manual_seed(0)
     with recogniser.evaluating():
@@ -82,9 +76,8 @@ def _write_step(
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(2, size, num_features, generator=generator), torch.ones(2, size, dtype=torch.bool), *caches]
     inputs[1][:, : network.subsampling.reach] = False
-    _write(
-        _Step(network), inputs, path, ["window", "inside", *names], ["log_probs", *(f"next_{name}" for name in names)]
-    )
+    outputs = ["log_probs", *(f"next_{name}" for name in names)]
+    _write(_Step(network), inputs, path, ["window", "inside", *names], outputs)
     _, *later = _Step(network)(*inputs)
     later_inputs = [torch.randn(2, size, num_features, generator=generator), inputs[1].clone(), *later]
     later_inputs[1][0], later_inputs[1][1] = True, torch.arange(size) < size // 2
@@ -128,11 +121,9 @@ def _write(
 
 def _compare(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> None:
     """Raise ConfigError if onnxruntime's log-probabilities are not those of torch."""
-    import onnxruntime
+    from starling.speech.exporting.standalone import session_of
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = session_of(path)
     named = {each.name: value.numpy() for each, value in zip(session.get_inputs(), inputs, strict=True)}
     found, *rest = session.run(None, named)
     expected, *others = module(*inputs)

@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,10 @@ class Transcriber:
     """The model in a folder that `starling export --onnx` has written."""
 
     def __init__(self, folder: Path, threads: int = 1) -> None:
-        self._folder = folder
-        self._threads = threads
         self.config: dict[str, Any] = json.loads((folder / "onnx.json").read_text(encoding="utf-8"))
         with np.load(folder / "frontend.npz") as arrays:
             self._arrays = dict(arrays)
-        self._sessions: dict[str, onnxruntime.InferenceSession] = {}
+        self._session = cache(lambda name: session_of(folder / name, threads))
 
     def transcribe(self, audio: Array, rate: int) -> str:
         """The text of samples `[T]` or `[T, channels]` in [-1, 1]."""
@@ -118,14 +117,12 @@ class Transcriber:
         joined = "".join(self.config["tokens"][token] for token in best[starts & (best != 0)])
         return joined.replace("\u2581", " ").removeprefix(" ") if self.config["has_pieces"] else joined
 
-    def _session(self, name: str) -> onnxruntime.InferenceSession:
-        if name not in self._sessions:
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = self._threads
-            self._sessions[name] = onnxruntime.InferenceSession(
-                str(self._folder / name), options, providers=["CPUExecutionProvider"]
-            )
-        return self._sessions[name]
+
+def session_of(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
+    """A network in ONNX, on the CPU."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def _smoothed(levels: Array) -> Array:

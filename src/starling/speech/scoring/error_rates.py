@@ -46,7 +46,7 @@ class ErrorCounts:
         """Errors per 100 reference words or characters; infinite for errors without any reference."""
         if self.reference:
             return 100.0 * self.errors / self.reference
-        return float("inf") if self.errors else 0.0
+        return math.inf if self.errors else 0.0
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ def error_rates(references: Mapping[str, str], hypotheses: Mapping[str, str]) ->
             f"{len(unknown)} hypotheses, such as {unknown[0]!r}, do not belong to an utterance of the set: they were "
             "made for another set"
         )
-    spoken, heard = _words(references, hypotheses)
+    pairs = _words(references, hypotheses)
     words, characters = count_errors(references, hypotheses)
     return ErrorRates(
         words=words,
         characters=characters,
         sentences=len(references),
-        wrong_sentences=sum(first != second for first, second in zip(spoken, heard, strict=True)),
-        interval=_interval(spoken, heard),
+        wrong_sentences=sum(spoken != heard for spoken, heard in pairs),
+        interval=_interval(pairs),
         missing=tuple(name for name in references if name not in hypotheses),
     )
 
@@ -121,9 +121,8 @@ def references_of(speech_set: "SpeechSet", among: Iterable[int] | None = None) -
 
 def count_errors(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> tuple[ErrorCounts, ErrorCounts]:
     """Errors in words and in characters; a missing hypothesis counts as deletions. Quicker than `error_rates`."""
-    in_words = _words(references, hypotheses)
-    spoken, heard = ([list(" ".join(words)) for words in texts] for texts in in_words)
-    return _count(*in_words), _count(spoken, heard)
+    words = _words(references, hypotheses)
+    return _count(words), _count([(list(" ".join(spoken)), list(" ".join(heard))) for spoken, heard in words])
 
 
 def without_tags(
@@ -133,31 +132,29 @@ def without_tags(
     begin with the right one."""
     table = str.maketrans(dict.fromkeys(tags, " "))
     right = sum(text[:1] in tags and hypotheses.get(name, "")[:1] == text[:1] for name, text in references.items())
-    clean = [
+    spoken, heard = (
         {name: " ".join(text.translate(table).split()) for name, text in texts.items()}
         for texts in (references, hypotheses)
-    ]
-    return clean[0], clean[1], f"tags: {right} of {len(references)} utterances have the right one; not scored as words"
+    )
+    return spoken, heard, f"tags: {right} of {len(references)} utterances have the right one; not scored as words"
 
 
-def line_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str], seen: Collection[str]) -> str | None:
-    """The %WER line without the utterances that have a near-duplicate in training; None if there are none."""
+def lines_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str], seen: Collection[str]) -> list[str]:
+    """The %WER line without the utterances that have a near-duplicate in training; empty if there are none."""
     unseen = {name: text for name, text in references.items() if name not in seen}
     without = len(references) - len(unseen)
     if not without:
-        return None
+        return []
     if not unseen:
-        return f"all {without} utterances have a near-duplicate in training, so there is no score without these"
+        return [f"all {without} utterances have a near-duplicate in training, so there is no score without these"]
     result = error_rates(unseen, {name: text for name, text in hypotheses.items() if name in unseen})
-    return f"{result.lines()[0]}, without {without} utterances that have a near-duplicate in training"
+    return [f"{result.lines()[0]}, without {without} utterances that have a near-duplicate in training"]
 
 
 def align_words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
     """The word alignment of each utterance; without a hypothesis, all its words are deletions."""
-    return {
-        name: kaldialign.align(text.split(), hypotheses.get(name, "").split(), NOTHING)
-        for name, text in references.items()
-    }
+    pairs = zip(references, _words(references, hypotheses), strict=True)
+    return {name: kaldialign.align(spoken, heard, NOTHING) for name, (spoken, heard) in pairs}
 
 
 def scored_in(folder: Path) -> list[str]:
@@ -203,35 +200,30 @@ def write_score_files(
     """
     result = error_rates(references, hypotheses)
     folder.mkdir(parents=True, exist_ok=True)
-    recogs = "".join(
-        f"{name}:\tref={text.split()}\n{name}:\thyp={hypotheses.get(name, '').split()}\n"
-        for name, text in references.items()
-    )
+    pairs = zip(references, _words(references, hypotheses), strict=True)
+    recogs = [f"{name}:\tref={spoken}\n{name}:\thyp={heard}" for name, (spoken, heard) in pairs]
     summary = [f"set {set_name}, text normaliser: {normaliser}", *result.lines(), *remarks]
     errors = [*summary, "", *_error_lines(align_words(references, hypotheses))]
-    (folder / f"recogs-{set_name}.txt").write_text(recogs, encoding="utf-8")
-    (folder / f"errs-{set_name}.txt").write_text("\n".join(errors) + "\n", encoding="utf-8")
-    (folder / f"wer-summary-{set_name}.txt").write_text("\n".join(summary) + "\n", encoding="utf-8")
+    for kind, lines in (("recogs", recogs), ("errs", errors), ("wer-summary", summary)):
+        (folder / f"{kind}-{set_name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return result
 
 
-def _words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> tuple[list[list[str]], list[list[str]]]:
+def _words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> list[tuple[list[str], list[str]]]:
     """The words of each reference, and of its hypothesis."""
-    return [text.split() for text in references.values()], [hypotheses.get(name, "").split() for name in references]
+    return [(text.split(), hypotheses.get(name, "").split()) for name, text in references.items()]
 
 
-def _count(references: Sequence[list[str]], hypotheses: Sequence[list[str]]) -> ErrorCounts:
-    totals = Counter[str]()
-    for reference, hypothesis in zip(references, hypotheses, strict=True):
-        result = kaldialign.edit_distance(reference, hypothesis)
-        totals.update({kind: result[kind] for kind in ("ins", "del", "sub")})
-        totals["ref"] += len(reference)
-    return ErrorCounts(totals["ins"], totals["del"], totals["sub"], totals["ref"])
+def _count(pairs: Sequence[tuple[list[str], list[str]]]) -> ErrorCounts:
+    found = [kaldialign.edit_distance(spoken, heard) for spoken, heard in pairs]
+    insertions, deletions, substitutions = (sum(each[kind] for each in found) for kind in ("ins", "del", "sub"))
+    return ErrorCounts(insertions, deletions, substitutions, sum(len(spoken) for spoken, _ in pairs))
 
 
-def _interval(references: list[list[str]], hypotheses: list[list[str]]) -> tuple[float, float] | None:
-    if len(references) < 2 or not all(references):
+def _interval(pairs: Sequence[tuple[list[str], list[str]]]) -> tuple[float, float] | None:
+    if len(pairs) < 2 or not all(spoken for spoken, _ in pairs):
         return None  # a resample could have no reference words
+    references, hypotheses = map(list, zip(*pairs, strict=True))
     result = kaldialign.bootstrap_wer_ci(references, hypotheses, replications=_REPLICATIONS)
     return max(0.0, 100.0 * result["ci95min"]), 100.0 * result["ci95max"]
 
@@ -252,10 +244,8 @@ def _error_lines(alignments: Mapping[str, Alignment]) -> list[str]:
     lines += [f"{name}:\t{' '.join(map(_show, alignment))}" for name, alignment in alignments.items()]
     lines += ["", "SUBSTITUTIONS: count ref -> hyp"]
     lines += [f"{count}   {ref} -> {hyp}" for count, ref, hyp in wrong if NOTHING not in (ref, hyp)]
-    lines += ["", "DELETIONS: count ref"]
-    lines += [f"{count}   {ref}" for count, ref, hyp in wrong if hyp == NOTHING]
-    lines += ["", "INSERTIONS: count hyp"]
-    lines += [f"{count}   {hyp}" for count, ref, hyp in wrong if ref == NOTHING]
+    lines += ["", "DELETIONS: count ref", *(f"{count}   {ref}" for count, ref, hyp in wrong if hyp == NOTHING)]
+    lines += ["", "INSERTIONS: count hyp", *(f"{count}   {hyp}" for count, ref, hyp in wrong if ref == NOTHING)]
     return [*lines, "", *_word_lines(pairs)]
 
 
@@ -264,16 +254,14 @@ def _word_lines(pairs: Counter[tuple[str, str]]) -> list[str]:
     for (reference, hypothesis), count in pairs.items():
         in_reference[reference] += count
         in_hypothesis[hypothesis] += count
-        if reference == hypothesis:
-            correct[reference] += count
-    words = (in_reference.keys() | in_hypothesis.keys()) - {NOTHING}
-    rows = [
-        (in_reference[word] + in_hypothesis[word] - 2 * correct[word], word) for word in words
-    ]  # a substitution is an error of both its words
-    rows.sort(key=lambda row: (-row[0], row[1]))
+        correct[reference] += count * (reference == hypothesis)
+    wrong = in_reference + in_hypothesis  # a substitution is an error of both its words
+    wrong.subtract(correct + correct)
     lines = ["PER-WORD STATS: word  corr tot_errs count_in_ref count_in_hyp"]
-    lines += [f"{word}   {correct[word]} {errors} {in_reference[word]} {in_hypothesis[word]}" for errors, word in rows]
-    return lines
+    words = sorted(wrong.keys() - {NOTHING}, key=lambda word: (-wrong[word], word))
+    return lines + [
+        f"{each}   {correct[each]} {wrong[each]} {in_reference[each]} {in_hypothesis[each]}" for each in words
+    ]
 
 
 def _show(pair: tuple[str, str]) -> str:
@@ -289,6 +277,16 @@ class MatchedPairs:
     difference: float  # mean errors of the first minus those of the second, per segment
     t: float | None  # the statistic, with segments - 1 degrees of freedom; None: it cannot be computed
     p: float | None  # probability, if they do not differ, of a difference this large in either direction
+
+    @property
+    def verdict(self) -> str:
+        """The result of the test as a sentence."""
+        told = f"matched pairs (MAPSSWE): {self.segments} segments, mean difference {self.difference:+.3f} errors"
+        if self.p is None or self.t is None:
+            return f"{told}; too few or all alike, so that there is no test"
+        verdict = "significant" if self.p < _LEVEL else "not significant"
+        p = f"p = {self.p:.3g}" if self.p >= 1e-4 else f"p = {max(self.p, math.ulp(0.0)):.1e}"
+        return f"{told}, t = {self.t:.2f}, {p}: {verdict} at {_LEVEL:.0%}"
 
 
 @dataclass(frozen=True)
@@ -362,29 +360,14 @@ def paired_bootstrap(
     words = np.array([len(text.split()) for text in references.values()], dtype=np.int64)
     if len(words) < 2 or not words.all():
         return None
-    first_errors, second_errors = (
-        np.array([num_errors(each) for each in align_words(references, texts).values()]) for texts in (first, second)
-    )
-    errors = first_errors - second_errors
+    ours, theirs = align_words(references, first), align_words(references, second)
+    errors = np.array([num_errors(ours[name]) - num_errors(theirs[name]) for name in references])
     generator = np.random.default_rng(0)
     sums = []
     for _ in range(_PAIRED_REPLICATIONS // _AT_A_TIME):
         drawn = generator.integers(len(words), size=(_AT_A_TIME, len(words)))
         sums.append(100.0 * errors[drawn].sum(1) / words[drawn].sum(1))
     differences = np.concatenate(sums)
-    low, high = np.percentile(differences, [2.5, 97.5])
-    return PairedBootstrap(
-        100.0 * float(errors.sum()) / float(words.sum()),
-        (float(low), float(high)),
-        float((differences > 0).mean()),
-    )
-
-
-def verdict_of(pairs: MatchedPairs) -> str:
-    """The result of the test as a sentence."""
-    told = f"matched pairs (MAPSSWE): {pairs.segments} segments, mean difference {pairs.difference:+.3f} errors"
-    if pairs.p is None or pairs.t is None:
-        return f"{told}; too few or all alike, so that there is no test"
-    verdict = "significant" if pairs.p < _LEVEL else "not significant"
-    p = f"p = {pairs.p:.3g}" if pairs.p >= 1e-4 else f"p = {max(pairs.p, math.ulp(0.0)):.1e}"
-    return f"{told}, t = {pairs.t:.2f}, {p}: {verdict} at {_LEVEL:.0%}"
+    low, high = np.percentile(differences, [2.5, 97.5]).tolist()
+    difference = 100.0 * float(errors.sum()) / float(words.sum())
+    return PairedBootstrap(difference, (low, high), float((differences > 0).mean()))

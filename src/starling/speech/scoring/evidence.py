@@ -24,7 +24,7 @@ SHOWN = 3
 """Best, median and worst utterances, so many each."""
 NUM_CONFUSIONS = 20
 MAX_SECONDS = 30.0
-"""Of the audio of one utterance; the rest is cut off."""
+"""Longest audio of one utterance; the rest is cut off."""
 _MP3_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 
 

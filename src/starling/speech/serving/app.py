@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 from importlib.resources import files
@@ -39,18 +39,7 @@ from starling.speech.serving.guard import LOOPBACK, Guard, Limits
 from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm
 from starling.speech.transcribing.transcriber import Transcriber
-from starling.speech.transcribing.transcript import (
-    FORMATS,
-    MEDIA_TYPES,
-    Format,
-    Seconds,
-    Segment,
-    Transcript,
-    Update,
-    as_json,
-    formatted,
-    segment_as_json,
-)
+from starling.speech.transcribing.transcript import FORMATS, Seconds, Segment, Transcript, Update, formatted
 from starling.timeouts import ANSWERS_END
 
 _Result = TypeVar("_Result")
@@ -79,9 +68,9 @@ def serve(experiment: Path, tell: Say, host: str, port: int, is_best: bool, with
         transcriber = load_model(experiment, is_best, with_beam)
         silence = np.random.default_rng(0).normal(0.0, 0.1, transcriber.rate).astype(np.float32)
         transcriber.transcribe(silence, transcriber.rate)  # the first request is then as fast as later ones
-        service = Service(transcriber, str(experiment), limits)
+        decoding = ThreadPoolExecutor(1, "starling-decoding")
         config = uvicorn.Config(
-            service.app(host in LOOPBACK),
+            Service(transcriber, str(experiment), limits, decoding).app(host in LOOPBACK),
             ws="websockets-sansio",
             ws_max_size=_LARGEST_MESSAGE,
             ws_max_queue=_WAITING_MESSAGES,
@@ -104,7 +93,7 @@ def serve(experiment: Path, tell: Say, host: str, port: int, is_best: bool, with
             tell(f"serving {experiment} at http://{f'[{where}]' if ':' in where else where}:{chosen}/; Ctrl-C stops it")
             asyncio.run(server.serve([listener]))
         finally:
-            service.turns.close()
+            decoding.shutdown(cancel_futures=True)
             for each, handler in handlers.items():
                 signal.signal(each, handler)
     tell("stopped")
@@ -124,34 +113,18 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Turns:
-    """One thread that decodes. Each client has at most one piece of work in its queue, so that clients take turns."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "starling-decoding")
-        self.waiting = 0
-
-    async def take(self, work: Callable[[], _Result]) -> _Result:
-        """The result of some work, when it has been its turn."""
-        self.waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        finally:
-            self.waiting -= 1
-
-    def close(self) -> None:
-        """Finish the work under way, and drop what waits."""
-        self._thread.shutdown(cancel_futures=True)
-
-
 class Service:
-    """Answers requests with a model."""
+    """Answers requests with a model.
 
-    def __init__(self, transcriber: Transcriber, name: str, limits: Limits) -> None:
+    `decoding` has one thread. Each client has at most one piece of work in its queue, so that clients take turns.
+    """
+
+    def __init__(self, transcriber: Transcriber, name: str, limits: Limits, decoding: Executor) -> None:
         self._transcriber = transcriber
         self._name = name
         self._limits = limits
-        self.turns = Turns()
+        self._decoding = decoding
+        self._waiting = 0
 
     def app(self, is_local: bool) -> ASGIApp:
         """The ASGI application. One that `is_local` answers only requests to this machine's loopback address."""
@@ -167,6 +140,14 @@ class Service:
         )
         return Guard(inner, self._limits, is_local)
 
+    async def _decoded(self, work: Callable[[], _Result]) -> _Result:
+        """The result of some work in the thread that decodes, when it has been its turn."""
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._decoding, work)
+        finally:
+            self._waiting -= 1
+
     async def _page(self, request: Request) -> Response:
         name = f"{request.path_params['file']}.js" if "file" in request.path_params else "page.html"
         if name not in _PAGE_FILES:
@@ -175,63 +156,72 @@ class Service:
         return Response(content, media_type=_PAGE_FILES[name], headers=_PAGE_HEADERS)
 
     async def _health(self, request: Request) -> Response:
-        state = {"status": "ok", "model": self._name, "rate": self._transcriber.rate, "waiting": self.turns.waiting}
+        state = {"status": "ok", "model": self._name, "rate": self._transcriber.rate, "waiting": self._waiting}
         return JSONResponse(state)
 
     async def _transcribe(self, request: Request) -> Response:
-        wanted = request.query_params.get("format", "json")
-        form: Format | None = next((each for each in FORMATS if each == wanted), None)
-        if form is None and wanted != "jsonl":
-            raise HTTPException(400, f"format {wanted[:100]!r} is unknown; known are {', '.join(FORMATS)}, jsonl")
+        form = request.query_params.get("format", "json")
+        if form not in (*FORMATS, "jsonl"):
+            raise DataError(f"format {form[:100]!r} is unknown; known are {', '.join(FORMATS)}, jsonl")
         if form == "ctm" and not self._transcriber.has_times:
-            raise HTTPException(400, "this model gives no word times, which CTM needs")
-        rate = request.query_params.get("raw_pcm")
-        if rate is not None and not rate.isdecimal():
-            raise HTTPException(400, f"raw_pcm {rate[:100]!r} is not a sampling rate in Hz")
-        if rate is not None:
-            check_rate(int(rate), "raw_pcm")
+            raise DataError("this model gives no word times, which CTM needs")
+        rate = None
+        if (given := request.query_params.get("raw_pcm")) is not None:
+            rate = _rate(given, "raw_pcm", f"raw_pcm {given[:100]!r} is not a sampling rate in Hz")
         async with AsyncExitStack() as stack:
             audio, name = await _upload(request, stack)
-            recording = _Recording(self._transcriber, audio, name, None if rate is None else int(rate), self._limits)
-            stack.push_async_callback(self.turns.take, recording.segments.close)
-            parts = self._parts(recording)
-            segments: list[Segment] = await anext(
-                parts, []
-            )  # an error in the first part is answered with its own status
-            if form is None:
-                lines = self._lines(recording, segments, parts, stack.pop_all())
+            growing = self._growing(audio, name, rate)
+            stack.push_async_callback(self._decoded, growing.close)
+            first = await self._decoded(partial(next, growing))  # its error is answered with its own status
+            if form == "jsonl":
+                lines = self._lines(name, first, growing, stack.pop_all())
                 return StreamingResponse(lines, media_type="application/x-ndjson")
-            async for some in parts:
+            async for stage in self._all(first, growing):
                 if await request.is_disconnected():
                     return Response(status_code=499)
-                segments += some
-            transcript = Transcript(tuple(segments), recording.seconds)
-            plain = PurePath(name).stem or name
-            text = formatted(transcript, form, name if form == "json" else plain)
-        return Response(text, media_type=MEDIA_TYPES[form])
+                whole = stage
+            text = formatted(whole, form, name if form == "json" else PurePath(name).stem or name)
+        return Response(text, media_type=FORMATS[form])
 
-    async def _parts(self, recording: "_Recording") -> AsyncIterator[list[Segment]]:
-        """The segments, as they are decoded when it is their turn."""
-        while (some := await self.turns.take(partial(next, recording.segments, None))) is not None:
-            yield some
+    def _growing(self, audio: IO[bytes], name: str, raw_rate: int | None) -> Generator[Transcript, None, None]:
+        """The transcript of an upload as it grows part by part, and as a whole at the end. Raises DataError for what is
+        no audio, or too long."""
+
+        def blocks(sound: Sound) -> Iterator[NDArray[np.float32]]:
+            for block in sound:
+                if sound.heard > self._limits.audio_seconds:
+                    raise DataError(f"{name}: longer than {self._limits.audio_seconds / 60:g} minutes (--max-minutes)")
+                yield block
+
+        segments: tuple[Segment, ...] = ()
+        with opened(audio, name, raw_rate) as sound:
+            for some in self._transcriber.stream(blocks(sound), sound.rate, _TOGETHER):
+                segments += tuple(some)
+                yield Transcript(segments, sound.heard)
+            yield Transcript(segments, sound.heard)
+
+    async def _all(self, first: Transcript, rest: Iterator[Transcript]) -> AsyncIterator[Transcript]:
+        """The first and the other stages of a growing transcript, each as soon as it has been its turn."""
+        stage: Transcript | None = first
+        while stage is not None:
+            yield stage
+            stage = await self._decoded(partial(next, rest, None))
 
     async def _lines(
-        self, recording: "_Recording", first: list[Segment], rest: AsyncIterator[list[Segment]], stack: AsyncExitStack
+        self, name: str, first: Transcript, rest: Iterator[Transcript], stack: AsyncExitStack
     ) -> AsyncIterator[str]:
         """A JSON object for each segment as soon as it is known, and one with the whole text at the end."""
         async with stack:
-            segments, some = list[Segment](), first
+            told = 0
             try:
-                while some:
-                    segments += some
-                    for segment in some:
-                        yield _line({"segment": segment_as_json(segment)})
-                    some = await anext(rest, [])
+                async for whole in self._all(first, rest):
+                    for segment in whole.segments[told:]:
+                        yield _line({"segment": segment.as_json()})
+                    told = len(whole.segments)
             except StarlingError as error:
                 yield _line({"error": str(error)})
                 return
-            whole = as_json(Transcript(tuple(segments), recording.seconds), recording.name)
-            yield _line({key: whole[key] for key in ("file", "seconds", "text")})
+            yield _line({key: value for key, value in whole.as_json(name).items() if key != "segments"})
 
     async def _live(self, socket: WebSocket) -> None:
         await socket.accept()
@@ -239,63 +229,35 @@ class Service:
             await self._listen(socket)
         except (WebSocketDisconnect, TimeoutError):
             pass
-        except (StarlingError, HTTPException) as error:
-            reason = error.detail if isinstance(error, HTTPException) else str(error)
+        except StarlingError as error:
             if socket.client_state is WebSocketState.CONNECTED:
-                await socket.send_json({"error": reason})
-                await socket.close(1008, reason[:100])
+                await socket.send_json({"error": str(error)})
+                await socket.close(1008, str(error)[:100])
 
     async def _listen(self, socket: WebSocket) -> None:
-        rate = socket.query_params.get("rate", "")
-        if not rate.isdecimal():
-            raise HTTPException(400, "say the sampling rate of the audio in Hz: /live?rate=16000")
-        check_rate(int(rate), "/live")
-        live, rest, shown = self._transcriber.live(int(rate)), b"", Update()
+        missing = "say the sampling rate of the audio in Hz: /live?rate=16000"
+        live = self._transcriber.live(_rate(socket.query_params.get("rate", ""), "/live", missing))
+        rest, shown = b"", Update()
         while True:
             try:
                 message = await asyncio.wait_for(socket.receive(), self._limits.stall)
             except TimeoutError:
-                raise HTTPException(408, f"no audio for {self._limits.stall:g} s") from None
+                raise DataError(f"no audio for {self._limits.stall:g} s") from None
             if message["type"] == "websocket.disconnect":
                 return
             if message.get("bytes") is not None:
                 samples, rest = pcm(rest + message["bytes"])
-                update = await self.turns.take(partial(live.feed, samples, self.turns.waiting < _BUSY))
+                update = await self._decoded(partial(live.feed, samples, self._waiting < _BUSY))
                 if update.final or update.partial != shown.partial:
-                    await socket.send_json(_as_json(update))
+                    await socket.send_json(update.as_json())
                 shown = update
             elif message.get("text") == "end":
-                update = await self.turns.take(live.end)
-                await socket.send_json({**_as_json(update), "end": True})
+                update = await self._decoded(live.end)
+                await socket.send_json(update.as_json() | {"end": True})
                 await socket.close()
                 return
             else:
-                raise HTTPException(400, 'send binary messages with PCM of 16 bits, and the text "end" after the last')
-
-
-class _Recording:
-    """An upload that is being transcribed, part by part, in the thread that decodes."""
-
-    def __init__(
-        self, transcriber: Transcriber, audio: IO[bytes], name: str, raw_rate: int | None, limits: Limits
-    ) -> None:
-        self.name = name
-        self.seconds: Seconds = 0.0
-        self.segments = self._all(transcriber, audio, raw_rate, limits.audio_seconds)
-        """Raises DataError for what is no audio."""
-
-    def _all(
-        self, transcriber: Transcriber, audio: IO[bytes], raw_rate: int | None, longest: Seconds
-    ) -> Generator[list[Segment], None, None]:
-        def blocks(sound: Sound) -> Iterator[NDArray[np.float32]]:
-            for block in sound:
-                self.seconds = sound.heard
-                if self.seconds > longest:
-                    raise DataError(f"{self.name}: longer than {longest / 60:g} minutes (--max-minutes)")
-                yield block
-
-        with opened(audio, self.name, raw_rate) as sound:
-            yield from transcriber.stream(blocks(sound), sound.rate, _TOGETHER)
+                raise DataError('send binary messages with PCM of 16 bits, and the text "end" after the last')
 
 
 async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str]:
@@ -305,18 +267,22 @@ async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], s
         for value in form.values():
             if not isinstance(value, str):
                 return value.file, PurePath(value.filename or "upload").name
-        raise HTTPException(400, "the form has no file")
+        raise DataError("the form has no file")
     copy = stack.enter_context(tempfile.SpooledTemporaryFile(1 << 20))  # noqa: SIM115 - the stack closes it
     async for chunk in request.stream():
         copy.write(chunk)
     if not copy.tell():
-        raise HTTPException(400, "the request has no audio: send a file as the body, or as multipart/form-data")
+        raise DataError("the request has no audio: send a file as the body, or as multipart/form-data")
     copy.seek(0)
     return copy, "upload"
 
 
-def _as_json(update: Update) -> dict[str, object]:
-    return {"final": [segment_as_json(each) for each in update.final], "partial": update.partial}
+def _rate(text: str, name: str, otherwise: str) -> int:
+    """A sampling rate of a query; `otherwise` is the reason why a text that is no number is refused."""
+    if not text.isdecimal():
+        raise DataError(otherwise)
+    check_rate(int(text), name)
+    return int(text)
 
 
 def _line(content: dict[str, object]) -> str:

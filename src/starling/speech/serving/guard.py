@@ -4,14 +4,16 @@ import asyncio
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from starling.timeouts import Seconds
 
 _CLOSE = {"Connection": "close"}
-"""For answers to uploads that have not been read to their end."""
+"""The header of answers to uploads that have not been read to their end."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -37,30 +39,23 @@ class Guard:
         self._is_local = is_local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if (refusal := self._refusal(headers)) is not None:
-            if scope["type"] == "http":
-                await JSONResponse({"error": refusal}, 403)(scope, receive, send)
+        app, is_http = self._app, scope["type"] == "http"
+        if is_http or scope["type"] == "websocket":
+            headers = Headers(scope=scope)
+            declared = headers.get("content-length", "0")
+            if (refusal := self._refusal(headers)) is not None:
+                app = JSONResponse({"error": refusal}, 403) if is_http else WebSocketClose(1008, refusal)
+            elif is_http and declared.isdecimal() and int(declared) > self._limits.upload_bytes:
+                app = JSONResponse({"error": self._too_large}, 413, _CLOSE)
             else:
-                await send({"type": "websocket.close", "code": 1008, "reason": refusal})
-            return
-        if scope["type"] == "websocket":
-            await self._app(scope, receive, self._hurried(send))
-            return
-        declared = headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self._limits.upload_bytes:
-            await JSONResponse({"error": self._too_large}, 413, _CLOSE)(scope, receive, send)
-            return
-        await self._app(scope, self._counted(receive), self._hurried(send))
+                send = self._hurried(send)
+                receive = self._counted(receive) if is_http else receive
+        await app(scope, receive, send)
 
-    def _refusal(self, headers: dict[str, str]) -> str | None:
-        host = headers.get("host", "")
+    def _refusal(self, headers: Headers) -> str | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
         if self._is_local and urlsplit(f"//{host}").hostname not in LOOPBACK:
             return f"host {host[:100]!r} is not this machine"
-        origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
             return f"pages of {origin[:100]} may not use this server"
         return None

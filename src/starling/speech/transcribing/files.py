@@ -3,24 +3,25 @@
 import shutil
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import IO
 
 from rich.console import Console
 
-from starling.errors import ConfigError, DataError, did_you_mean
+from starling.errors import ConfigError, DataError, did_you_mean, noted
 from starling.extras import require
-from starling.files import replace_file
+from starling.files import replace_file, writing
 from starling.reporting.progress import Bars, Say
 from starling.speech.trained import is_model, load_recogniser, open_experiment
-from starling.speech.transcribing.segmenter import Piece
+from starling.speech.transcribing.segmenter import Piece, Seconds, gathered
 from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
-from starling.speech.transcribing.transcript import FORMATS, Format, Segment, Transcript, formatted
+from starling.speech.transcribing.transcript import FORMATS, Segment, Transcript, formatted
 
 STANDARD_INPUT = Path("-")
 AUDIO = {".wav", ".flac", ".mp3", ".opus", ".ogg", ".oga", ".aif", ".aiff", ".aifc", ".au", ".w64", ".rf64", ".caf"}
@@ -71,7 +72,7 @@ def transcribe_files(
     is_best: bool = False,
     with_beam: bool = False,
     console: Console | None = None,
-    form: Format = "txt",
+    form: str = "txt",
     output: Path | None = None,
     raw_rate: int | None = None,
 ) -> None:
@@ -92,6 +93,9 @@ def transcribe_files(
         ConfigError: The model does not give what `form` needs, or the arguments contradict each other.
     """
     screen = console or Console(stderr=True)
+    if form not in FORMATS:
+        hint = did_you_mean(form, FORMATS)
+        raise ConfigError(f"--format {form}: unknown; {hint}known are {', '.join(FORMATS)}")
     if raw_rate is not None:
         check_rate(raw_rate, "--raw-pcm")
         if STANDARD_INPUT not in inputs:
@@ -104,21 +108,17 @@ def transcribe_files(
             "txt, json, srt or vtt"
         )
     total = len(sources) + len(problems)
+    is_told = form == "txt" and output is None
     with Bars(screen) as bars:
-        is_at_once = form == "txt" and output is None
-        for source, transcript in _transcribed(transcriber, sources, raw_rate, is_at_once, problems, bars):
-            _write(source, transcript, form, tell)
+        for is_at_once, some in groupby(sources, lambda each: is_told and each.path == STANDARD_INPUT):
+            if is_at_once:
+                _tell_segments(transcriber, raw_rate, problems, tell)
+            else:
+                for source, transcript in _transcribed(transcriber, list(some), raw_rate, problems, bars):
+                    _write(source, transcript, form, tell)
     if problems:
         several = f"{len(problems)} of {total} files cannot be transcribed: " if total > 1 else ""
         raise DataError(several + "; ".join(problems))
-
-
-def checked_format(name: str) -> Format:
-    """The format of a name. Raises ConfigError if it is unknown."""
-    for form in FORMATS:
-        if form == name:
-            return form
-    raise ConfigError(f"--format {name}: unknown; {did_you_mean(name, FORMATS)}known are {', '.join(FORMATS)}")
 
 
 @dataclass(frozen=True)
@@ -131,19 +131,14 @@ class _Source:
     output: Path | None
     """Where its transcript goes; None: to the screen."""
 
-    @property
-    def is_standard_input(self) -> bool:
-        return self.path == STANDARD_INPUT
 
-
-def _sources(inputs: Sequence[Path], form: Format, output: Path | None) -> tuple[list[_Source], list[str]]:
+def _sources(inputs: Sequence[Path], form: str, output: Path | None) -> tuple[list[_Source], list[str]]:
     """The files that are given or in given folders, and folders that have none. Raises ConfigError for an `output` that
     cannot hold their transcripts."""
     found: list[tuple[Path, Path]] = []
-    problems, is_one = [], len(inputs) == 1
+    problems = []
     for path in inputs:
         if path != STANDARD_INPUT and path.is_dir():
-            is_one = False
             inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in AUDIO and each.is_file())
             found += [(each, each.relative_to(path)) for each in inside]
             if not inside:
@@ -152,14 +147,14 @@ def _sources(inputs: Sequence[Path], form: Format, output: Path | None) -> tuple
             found.append((path, Path("stdin" if path == STANDARD_INPUT else path.name)))
     if output is None and form in ("srt", "vtt") and len(found) > 1:
         raise ConfigError(f"--format {form}: subtitles of {len(found)} files need --output FOLDER")
+    is_one = len(inputs) == 1 and (inputs[0] == STANDARD_INPUT or not inputs[0].is_dir())
     into = output if output is not None and (not is_one or output.is_dir()) else None
     if into is not None and into.exists() and not into.is_dir():
         raise ConfigError(f"--output {into}: is a file; give a folder for {len(found)} transcripts")
     twice = [name for name, count in Counter(relative for _, relative in found).items() if count > 1]
     if into is not None and twice:
         raise ConfigError(f"--output {into}: {len(twice)} names are given twice, such as {twice[0]}; run them apart")
-    counts = Counter(relative.with_suffix("") for _, relative in found)
-    sources = []
+    counts, sources = Counter(relative.with_suffix("") for _, relative in found), []
     for path, relative in found:
         plain = relative.with_suffix("")
         name = str(relative if counts[plain] > 1 else plain)
@@ -167,80 +162,63 @@ def _sources(inputs: Sequence[Path], form: Format, output: Path | None) -> tuple
     return sources, problems
 
 
-def _write(source: _Source, transcript: Transcript, form: Format, tell: Say) -> None:
+def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> None:
     """Write a transcript, or pass it on."""
-    if source.output is None and form == "txt":
-        if not source.is_standard_input:
-            tell(f"{source.path}\t{transcript.text}")
-        elif transcript.text:
-            tell(transcript.text)
-        return
     text = formatted(transcript, form, str(source.path) if form == "json" else source.name)
     if source.output is None:
-        tell(text.removesuffix("\n"))
+        tell(f"{source.path}\t{transcript.text}" if form == "txt" else text.removesuffix("\n"))
         return
-    try:
+    with writing(f"--output {source.output}", "name another file or folder"):
         source.output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(source.output, text)
-    except OSError as error:
-        raise ConfigError(f"--output {source.output}: cannot be written: {error.strerror}") from error
+
+
+def _tell_segments(transcriber: Transcriber, raw_rate: int | None, problems: list[str], tell: Say) -> None:
+    """Pass on the text of each segment of standard input; of raw PCM, as soon as the segment has ended."""
+    with noted(problems, DataError), _opened(STANDARD_INPUT, raw_rate) as sound:
+        for some in transcriber.stream(sound, sound.rate, TOGETHER if raw_rate is None else 0.0):
+            for text in filter(None, (segment.text for segment in some)):
+                tell(text)
 
 
 def _transcribed(
-    transcriber: Transcriber,
-    sources: Sequence[_Source],
-    raw_rate: int | None,
-    is_at_once: bool,
-    problems: list[str],
-    bars: Bars,
+    transcriber: Transcriber, sources: Sequence[_Source], raw_rate: int | None, problems: list[str], bars: Bars
 ) -> Iterator[tuple[_Source, Transcript]]:
-    """The transcript of each file, in order; segments of several files are decoded together. A file that is no audio
-    becomes a problem. With `is_at_once`, standard input has a transcript for each of its segments."""
-    waiting: list[tuple[list[Segment], Piece]] = []
-    read: list[tuple[_Source, list[Segment], Sound]] = []
+    """The transcript of each file, in order; segments of several files are decoded together."""
+    segments: defaultdict[int, list[Segment]] = defaultdict(list)
+    read: dict[int, Seconds] = {}
 
-    def finished() -> Iterator[tuple[_Source, Transcript]]:
-        for (segments, _), found in zip(waiting, transcriber.decode([piece for _, piece in waiting]), strict=True):
-            segments.append(found)
-        waiting.clear()
-        yield from ((source, Transcript(tuple(segments), sound.heard)) for source, segments, sound in read)
-        read.clear()
-
-    for number, source in enumerate(sources, 1):
-        own: list[Segment] = []
-        try:
-            if source.is_standard_input and is_at_once:
-                yield from finished()
-                with _opened(source, raw_rate) as sound:
-                    for some in transcriber.stream(sound, sound.rate, TOGETHER if raw_rate is None else 0.0):
-                        yield from ((source, Transcript((segment,), sound.heard)) for segment in some)
-                continue
-            with _opened(source, raw_rate) as sound:
+    def pieces() -> Iterator[Piece]:
+        for number, source in enumerate(sources):
+            with noted(problems, DataError), _opened(source.path, raw_rate) as sound:
                 for piece in transcriber.pieces(sound, sound.rate):
-                    waiting.append((own, piece))
-                    if sum(len(each.samples) for _, each in waiting) >= TOGETHER * transcriber.rate:
-                        yield from finished()
+                    yield replace(piece, recording=number)
                     if len(sources) == 1:
                         bars("seconds of audio", round(sound.heard), round(sound.seconds or 0.0))
-        except DataError as error:
-            waiting = [each for each in waiting if each[0] is not own]
-            problems.append(str(error))
-            continue
-        read.append((source, own, sound))
-        bars("transcribing", number, len(sources))
+                read[number] = sound.heard
+                bars("transcribing", number + 1, len(sources))
+
+    def finished() -> Iterator[tuple[_Source, Transcript]]:
+        for number, seconds in read.items():
+            yield sources[number], Transcript(tuple(segments.pop(number, ())), seconds)
+        read.clear()
+
+    for some in gathered(pieces(), TOGETHER * transcriber.rate):
+        for piece, found in zip(some, transcriber.decode(some), strict=True):
+            segments[piece.recording].append(found)
+        yield from finished()
     yield from finished()
 
 
 @contextmanager
-def _opened(source: _Source, raw_rate: int | None) -> Iterator[Sound]:
+def _opened(path: Path, raw_rate: int | None) -> Iterator[Sound]:
     """A file or standard input. That is copied to a temporary file first, unless it is raw PCM."""
     with ExitStack() as stack:
-        audio: Path | IO[bytes] = source.path
-        if source.is_standard_input:
+        audio: Path | IO[bytes] = path
+        if path == STANDARD_INPUT:
             audio = sys.stdin.buffer
             if raw_rate is None:
                 audio = stack.enter_context(tempfile.TemporaryFile())
                 shutil.copyfileobj(sys.stdin.buffer, audio)
                 audio.seek(0)
-        name = "standard input" if source.is_standard_input else str(source.path)
-        yield stack.enter_context(opened(audio, name, raw_rate))
+        yield stack.enter_context(opened(audio, "standard input" if path == STANDARD_INPUT else str(path), raw_rate))

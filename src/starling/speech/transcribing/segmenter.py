@@ -1,10 +1,13 @@
 """Cuts audio at pauses, by its energy; it may come in pieces, of which only the last segment is kept in memory."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
+
+from starling.speech.resampling import Resampler
 
 Seconds = float
 
@@ -45,6 +48,8 @@ class Piece:
     start: int
     """Samples before it."""
     samples: NDArray[np.float32]
+    recording: int = 0
+    """The number of the recording that it is of, among several."""
 
 
 def powers(samples: NDArray[np.float32], hop: int) -> NDArray[np.float64]:
@@ -67,15 +72,28 @@ def floor_of(level: NDArray[np.float64]) -> float:
     return max(_LOWEST, float(level.min(initial=0.0)))
 
 
-def is_above(level: NDArray[np.float64], floor: float) -> NDArray[np.bool_]:
-    """Where there is some sound above a noise floor."""
-    found: NDArray[np.bool_] = level > floor + _ABOVE
-    return found
-
-
 def runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     """First and last + 1 `[N, 2]` of each stretch that is true."""
     return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+
+
+def quiet_stretches(samples: NDArray[np.float32], rate: int) -> tuple[NDArray[np.int64], Seconds]:
+    """First and last + 1 `[N, 2]` of the frames of each stretch without sound, and the length of a frame."""
+    hop = max(1, round(rate * FRAME))
+    level = levels(powers(samples, hop), 3)
+    return runs(level <= floor_of(level) + _ABOVE), hop / rate
+
+
+def gathered(pieces: Iterable[Piece], num_samples: float) -> Iterator[list[Piece]]:
+    """Pieces in groups, each as soon as it has `num_samples` or there are no more."""
+    group: list[Piece] = []
+    for piece in pieces:
+        group.append(piece)
+        if sum(len(each.samples) for each in group) >= num_samples:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 class Segmenter:
@@ -83,10 +101,16 @@ class Segmenter:
 
     A detector of the energy with hysteresis: speech rises 10 dB above the lowest level of the last ten seconds, and
     ends where it stays within 6 dB of it for the length of a pause.
+
+    Args:
+        rate: The sampling rate of the segments.
+        segmentation: Where to cut.
+        given_rate: The sampling rate of the audio, which is resampled; None: `rate`.
     """
 
-    def __init__(self, rate: int, segmentation: Segmentation | None = None) -> None:
+    def __init__(self, rate: int, segmentation: Segmentation | None = None, given_rate: int | None = None) -> None:
         chosen = segmentation or Segmentation()
+        self._resampler = Resampler(given_rate or rate, rate)
         self._hop = max(1, round(rate * FRAME))
         self._pause, self._pad, self._longest = (
             round(each / FRAME) for each in (chosen.pause, min(chosen.pad, chosen.pause / 2), chosen.longest)
@@ -100,6 +124,21 @@ class Segmenter:
 
     def feed(self, samples: NDArray[np.float32]) -> list[Piece]:
         """The segments that end in the next samples `[T]`."""
+        return self._cut(self._resampler.feed(samples))
+
+    def end(self) -> list[Piece]:
+        """The last segments."""
+        pieces = self._cut(self._resampler.end())
+        if len(self._power) * self._hop < len(self._samples):
+            self._power = np.append(self._power, self._samples[-self._hop :].var(dtype=np.float64))
+        self._seen = len(self._power)
+        pieces += iter(partial(self._look, is_end=True), None)
+        is_silent = not len(self._power) or float(levels(self._power).max()) < _LOWEST + _LOUD
+        if not self._found and not self._start and not is_silent:
+            pieces.append(self._taken(self._seen))  # all there is; too short to tell speech from noise
+        return pieces
+
+    def _cut(self, samples: NDArray[np.float32]) -> list[Piece]:
         self._samples = np.concatenate([self._samples, samples])
         known = len(self._power) * self._hop
         self._power = np.concatenate([self._power, powers(self._samples[known:], self._hop)])
@@ -107,17 +146,6 @@ class Segmenter:
         while self._seen + _LOOK_EVERY <= len(self._power):
             self._seen += _LOOK_EVERY
             pieces += iter(self._look, None)
-        return pieces
-
-    def end(self) -> list[Piece]:
-        """The last segments."""
-        if len(self._power) * self._hop < len(self._samples):
-            self._power = np.append(self._power, self._samples[-self._hop :].var(dtype=np.float64))
-        self._seen = len(self._power)
-        pieces = list(iter(partial(self._look, is_end=True), None))
-        is_silent = not len(self._power) or float(levels(self._power).max()) < _LOWEST + _LOUD
-        if not self._found and not self._start and not is_silent:
-            pieces.append(self._taken(self._seen))  # all there is; too short to tell speech from noise
         return pieces
 
     @property
@@ -137,7 +165,7 @@ class Segmenter:
     def _speech(self, level: NDArray[np.float64]) -> NDArray[np.int64]:
         """The stretches with speech `[N, 2]` of pending levels, in frames."""
         floor = max(_LOWEST, min(floor_of(level), floor_of(self._before)))
-        found = runs(is_above(level, floor))
+        found = runs(level > floor + _ABOVE)
         if not len(found):
             return found
         is_loud = np.maximum.reduceat(level, found[:, 0]) > floor + _LOUD

@@ -27,12 +27,12 @@ class Sound:
 
     rate: int
     seconds: float | None
-    """As its header says; None: unknown."""
+    """Length of the audio by its header; None: unknown."""
     blocks: Iterator[NDArray[np.float32]]
     """The mean of the channels, `[T]` each. Raises DataError for a truncated file and for samples that are not
     finite."""
     heard: Seconds = 0.0
-    """Of the blocks so far."""
+    """Length of the blocks so far."""
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
         samples = 0
@@ -52,7 +52,7 @@ def opened(audio: Path | IO[bytes], name: str, raw_rate: int | None = None) -> I
     if isinstance(audio, Path):
         check_regular(audio)
     try:
-        file = soundfile.SoundFile(str(audio) if isinstance(audio, Path) else audio)
+        file = soundfile.SoundFile(audio)
     except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, TypeError) as error:
         reason = re.sub(r"^Error opening <.*?>: ", "", str(error))  # without the name of an object in memory
         raise DataError(f"{name}: cannot be read as audio: {reason}") from error

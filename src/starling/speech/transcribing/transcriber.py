@@ -14,19 +14,8 @@ from starling.errors import DataError
 from starling.speech.decoding.decoders import Emission, emissions_of, words_in
 from starling.speech.hybrid.viterbi import ctc_row, ctc_spans, path_of
 from starling.speech.recogniser import Recogniser, by_duration, mono
-from starling.speech.resampling import Resampler
 from starling.speech.streaming import Stream, can_stream
-from starling.speech.transcribing.segmenter import (
-    FRAME,
-    Piece,
-    Segmentation,
-    Segmenter,
-    floor_of,
-    is_above,
-    levels,
-    powers,
-    runs,
-)
+from starling.speech.transcribing.segmenter import Piece, Segmentation, Segmenter, gathered, quiet_stretches
 from starling.speech.transcribing.sound import check_rate, checked
 from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update, Word
 
@@ -94,28 +83,23 @@ class Transcriber:
 
         Segments of up to `together` seconds are decoded together, and come out together.
         """
-        waiting: list[Piece] = []
-        for piece in self.pieces(blocks, rate):
-            waiting.append(piece)
-            if sum(len(each.samples) for each in waiting) >= together * self.rate:
-                yield self.decode(waiting)
-                waiting = []
-        if waiting:
-            yield self.decode(waiting)
+        for some in gathered(self.pieces(blocks, rate), together * self.rate):
+            yield self.decode(some)
 
     def pieces(self, blocks: Iterable[NDArray[np.float32]], rate: int) -> Iterator[Piece]:
         """The audio of the segments, at the rate of the recogniser."""
-        check_rate(rate, "audio")
-        resampler, segmenter = Resampler(rate, self.rate), Segmenter(self.rate, self._segmentation)
+        segmenter = self._segmenter(rate)
         for block in blocks:
-            yield from segmenter.feed(resampler.feed(block))
-        yield from segmenter.feed(resampler.end())
+            yield from segmenter.feed(block)
         yield from segmenter.end()
 
     def live(self, rate: int) -> "Live":
         """Transcribe audio while it is spoken."""
+        return Live(self, self._segmenter(rate))
+
+    def _segmenter(self, rate: int) -> Segmenter:
         check_rate(rate, "audio")
-        return Live(self, rate, Segmenter(self.rate, self._segmentation))
+        return Segmenter(self.rate, self._segmentation, rate)
 
     def decode(self, pieces: Sequence[Piece]) -> list[Segment]:
         """What is said in pieces of audio at the rate of the recogniser, in batches of similar lengths."""
@@ -137,10 +121,9 @@ class Transcriber:
         ]
 
     def _tensor(self, piece: Piece) -> torch.Tensor:
-        """At least one window long."""
+        """The samples, padded to at least one window."""
         shortest = round(self.recogniser.features.config.frame_length * self.rate) + 1
-        missing = max(0, shortest - len(piece.samples))
-        return torch.from_numpy(np.pad(piece.samples, (0, missing)))
+        return torch.from_numpy(np.pad(piece.samples, (0, max(0, shortest - len(piece.samples)))))
 
     def _aligned(self, log_probs: NDArray[np.float32], text: str) -> list[Emission] | None:
         """Where CTC hears a text that another search has found."""
@@ -192,10 +175,9 @@ class Live:
     has ended is decoded as in a recording, so that its text and its times do not depend on the blocks.
     """
 
-    def __init__(self, transcriber: Transcriber, rate: int, segmenter: Segmenter) -> None:
+    def __init__(self, transcriber: Transcriber, segmenter: Segmenter) -> None:
         self._transcriber = transcriber
         self._segmenter = segmenter
-        self._resampler = Resampler(rate, transcriber.rate)
         self._is_streamed = can_stream(transcriber.recogniser)
         self._stream: Stream | None = None
         self._start = self._heard = 0  # samples before the first that the stream heard, and those that it heard
@@ -205,8 +187,7 @@ class Live:
     def feed(self, samples: NDArray[np.float32], with_partial: bool = True) -> Update:
         """What is known after the next samples `[T]`, in [-1, 1]. Without `with_partial`, the partial text may be older
         than that."""
-        pieces = self._segmenter.feed(self._resampler.feed(checked(samples, "audio")))
-        final = tuple(self._transcriber.decode(pieces)) if pieces else ()
+        final = tuple(self._transcriber.decode(self._segmenter.feed(checked(samples, "audio"))))
         pending = self._segmenter.pending
         if final or pending is None:
             self._partial, self._stream = "", None
@@ -218,8 +199,7 @@ class Live:
 
     def end(self) -> Update:
         """The last segments. Nothing can be fed after that."""
-        pieces = [*self._segmenter.feed(self._resampler.end()), *self._segmenter.end()]
-        return Update(tuple(self._transcriber.decode(pieces)) if pieces else ())
+        return Update(tuple(self._transcriber.decode(self._segmenter.end())))
 
     def _streamed(self, pending: Piece) -> str:
         """The text of the chunks that are complete; what has been heard is not heard again."""
@@ -268,10 +248,7 @@ def _placed(
 ) -> list[tuple[Seconds, Seconds]]:
     """The words' beginnings and ends by the sound: words begin at `begins` as CTC hears them, and their last tokens are
     emitted by `lasts`."""
-    hop = max(1, round(rate * FRAME))
-    level = levels(powers(samples, hop), 3)
-    seconds, total = hop / rate, len(samples) / rate
-    quiet = runs(~is_above(level, floor_of(level)))
+    (quiet, seconds), total = quiet_stretches(samples, rate), len(samples) / rate
     pauses = quiet[quiet[:, 1] - quiet[:, 0] >= _SHORTEST] * seconds
     is_long = pauses[:, 1] - pauses[:, 0] >= _PAUSE - seconds / 2
     before = pauses[(pauses[:, 0] < begins[0]) & (pauses[:, 1] < begins[0] + 2 * _DROWNED)]

@@ -5,17 +5,19 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from textwrap import wrap
 
 from starling.errors import DataError
 
 Seconds = float
-Format = Literal["txt", "json", "srt", "vtt", "ctm"]
-FORMATS: tuple[Format, ...] = get_args(Format)
-MEDIA_TYPES: dict[Format, str] = {
-    "txt": "text/plain", "json": "application/json", "srt": "application/x-subrip", "vtt": "text/vtt",
+FORMATS = {
+    "txt": "text/plain",
+    "json": "application/json",
+    "srt": "application/x-subrip",
+    "vtt": "text/vtt",
     "ctm": "text/plain",
-}  # fmt: skip
+}
+"""The media type of each format."""
 
 _CUE_SECONDS = 7.0
 _CUE_CHARACTERS = 84  # two lines of 42, the usual limit of subtitles
@@ -30,9 +32,9 @@ class Word:
     text: str
     """The word, as the model writes it."""
     start: Seconds
-    """From the beginning of the recording."""
+    """The beginning, in seconds from that of the recording."""
     end: Seconds
-    """From the beginning of the recording."""
+    """The end, in seconds from the beginning of the recording."""
     confidence: float
     """From 0 to 1: the geometric mean of what the network gives the word's tokens."""
 
@@ -42,9 +44,9 @@ class Segment:
     """Speech between two pauses, which was decoded as a whole."""
 
     start: Seconds
-    """From the beginning of the recording."""
+    """The beginning, in seconds from that of the recording."""
     end: Seconds
-    """From the beginning of the recording."""
+    """The end, in seconds from the beginning of the recording."""
     text: str
     """All words of the segment, in one line."""
     words: tuple[Word, ...] | None
@@ -55,6 +57,13 @@ class Segment:
         """The mean confidence of the words; None without words."""
         return sum(word.confidence for word in self.words) / len(self.words) if self.words else None
 
+    def as_json(self) -> dict[str, object]:
+        """`{"start", "end", "text", "confidence", "words": [{"text", "start", "end", "confidence"}]}`; `words` is null
+        for a model without times, `confidence` without words."""
+        mean = None if self.confidence is None else round(self.confidence, 4)
+        words = None if self.words is None else [asdict(word) for word in self.words]
+        return {"start": self.start, "end": self.end, "text": self.text, "confidence": mean, "words": words}
+
 
 @dataclass(frozen=True)
 class Transcript:
@@ -63,7 +72,7 @@ class Transcript:
     segments: tuple[Segment, ...]
     """In order; stretches without speech belong to none."""
     seconds: Seconds
-    """Of the recording."""
+    """Length of the recording."""
 
     @property
     def text(self) -> str:
@@ -75,6 +84,11 @@ class Transcript:
         """All words, in order; none of segments without times."""
         return tuple(word for segment in self.segments for word in segment.words or ())
 
+    def as_json(self, name: str) -> dict[str, object]:
+        """`{"file": name, "seconds", "text", "segments": [...]}`, with times in seconds."""
+        segments = [segment.as_json() for segment in self.segments]
+        return {"file": name, "seconds": round(self.seconds, 3), "text": self.text, "segments": segments}
+
 
 @dataclass(frozen=True)
 class Update:
@@ -85,16 +99,20 @@ class Update:
     partial: str = ""
     """The text so far of the segment that has not ended."""
 
+    def as_json(self) -> dict[str, object]:
+        """`{"final": [...], "partial"}`."""
+        return {"final": [segment.as_json() for segment in self.final], "partial": self.partial}
 
-def formatted(transcript: Transcript, form: Format, name: str) -> str:
-    """A transcript in a format. `name` is the recording's, in JSON and CTM.
+
+def formatted(transcript: Transcript, form: str, name: str) -> str:
+    """A transcript in one of the `FORMATS`. `name` is the recording's, in JSON and CTM.
 
     Raises DataError for CTM of words without times.
     """
     if form == "txt":
         return "".join(f"{segment.text}\n" for segment in transcript.segments if segment.text)
     if form == "json":
-        return json.dumps(as_json(transcript, name), ensure_ascii=False) + "\n"
+        return json.dumps(transcript.as_json(name), ensure_ascii=False) + "\n"
     if form == "ctm":
         return "".join(_ctm_lines(transcript, name))
     cues = [cue for segment in transcript.segments for cue in _cues(segment)]
@@ -102,25 +120,6 @@ def formatted(transcript: Transcript, form: Format, name: str) -> str:
         return "\n".join(f"{number}\n{_time(cue, ',')}\n{cue.text}\n" for number, cue in enumerate(cues, 1))
     body = "".join(f"\n{_time(cue, '.')}\n{html.escape(cue.text, quote=False)}\n" for cue in cues)
     return f"WEBVTT\n{body}"
-
-
-def as_json(transcript: Transcript, name: str) -> dict[str, object]:
-    """`{"file", "seconds", "text", "segments": [...]}`, with times in seconds."""
-    return {
-        "file": name,
-        "seconds": round(transcript.seconds, 3),
-        "text": transcript.text,
-        "segments": [segment_as_json(segment) for segment in transcript.segments],
-    }
-
-
-def segment_as_json(segment: Segment) -> dict[str, object]:
-    """`{"start", "end", "text", "confidence", "words": [{"text", "start", "end", "confidence"}]}`; `words` is null
-    for a model without times, `confidence` without words."""
-    confidence = segment.confidence
-    words = None if segment.words is None else [asdict(word) for word in segment.words]
-    mean = None if confidence is None else round(confidence, 4)
-    return {"start": segment.start, "end": segment.end, "text": segment.text, "confidence": mean, "words": words}
 
 
 def _ctm_lines(transcript: Transcript, name: str) -> Iterator[str]:
@@ -131,9 +130,9 @@ def _ctm_lines(transcript: Transcript, name: str) -> Iterator[str]:
                 f"{name}: CTM needs word times, and the text from {segment.start:.2f} s has none; use txt, json, srt "
                 "or vtt"
             )
+        recording = re.sub(r"\s+", "_", name)
         for word in segment.words:
             duration = max(0.0, word.end - word.start)
-            recording = re.sub(r"\s+", "_", name)
             yield f"{recording} 1 {word.start:.3f} {duration:.3f} {word.text} {word.confidence:.4f}\n"
 
 
@@ -146,11 +145,8 @@ def _cues(segment: Segment) -> Iterator[Segment]:
     shown: list[Word] = []
     for word in segment.words:
         length = sum(len(each.text) + 1 for each in shown) + len(word.text)
-        if shown and (
-            length > _CUE_CHARACTERS
-            or word.end - shown[0].start > _CUE_SECONDS
-            or word.start - shown[-1].end > _CUE_PAUSE
-        ):
+        is_long = length > _CUE_CHARACTERS or (shown and word.end - shown[0].start > _CUE_SECONDS)
+        if shown and (is_long or word.start - shown[-1].end > _CUE_PAUSE):
             yield _cue(shown)
             shown = []
         shown.append(word)
@@ -159,14 +155,11 @@ def _cues(segment: Segment) -> Iterator[Segment]:
 
 
 def _cue(words: list[Word]) -> Segment:
-    lines = [""]
-    for word in words:
-        longer = f"{lines[-1]} {word.text}".strip()
-        if lines[-1] and len(longer) > _LINE_CHARACTERS and len(lines) == 1:
-            lines.append(word.text)
-        else:
-            lines[-1] = longer
-    return Segment(words[0].start, max(words[-1].end, words[0].start + 0.001), "\n".join(lines), tuple(words))
+    """Words as one subtitle: a first line of the usual length, and the rest."""
+    text = " ".join(word.text for word in words)
+    first = wrap(text, _LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)[0]
+    lines = f"{first}\n{text[len(first) :].strip()}".strip()
+    return Segment(words[0].start, max(words[-1].end, words[0].start + 0.001), lines, tuple(words))
 
 
 def _time(cue: Segment, mark: str) -> str:
