@@ -47,8 +47,9 @@ from starling.launch.messages import (
     Heartbeat,
     LauncherMessage,
     LearnerMessage,
-    Snapshot,
+    Progress,
     Stop,
+    Stretch,
     values_of,
 )
 from starling.launch.rendezvous import find_membership, find_place
@@ -307,13 +308,11 @@ def supervise(world: int, folder: Path, is_profiled: bool = False, has_flood: bo
     """Launch so many learners in this process, and measure."""
     forks = Forks(world, lambda: Dummy(world, has_flood).run())
     supervisor = Supervisor(world)
-    profile = cProfile.Profile(time.thread_time)
+    profile, nowhere = cProfile.Profile(time.thread_time), Events(Path(os.devnull), lambda path, error: None)
     with (
         patch("starling.launch.process.Popen", forks),
         (folder / "screen").open("w") as screen,
-        Display(
-            "control plane", world, Console(file=screen), Events(Path(os.devnull), lambda path, error: None)
-        ) as display,
+        Display("control plane", supervisor.roster, Console(file=screen), nowhere) as display,
     ):
 
         def on_message(learner_id: int, message: LearnerMessage) -> None:
@@ -443,9 +442,8 @@ class Dummy:
         self._num_done += 1
         if (now := time.monotonic()) - self._sent_at >= SEND_EVERY:
             self._sent_at = now
-            shown = Snapshot(
-                peers.rank, self._world, 0, number, 1 << 20, number, 1.0, 1, 1.0, 0.1, 1.0, 0.5, now / 60.0
-            )
+            done = Stretch(peers.rank, now, SEND_EVERY, number, 1, 1, 1, losses=1.0, audio=SEND_EVERY)
+            shown = Progress(peers.rank, done, done, 0, number, 1 << 20, 0.1, 0.5)
             with suppress(OSError):
                 self._link.send(shown)
 

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from starling.launch.messages import (
     CanStop,
     Ended,
     Entered,
-    EpochEnd,
     Failed,
     Heartbeat,
     JoinAnswer,
@@ -27,12 +27,13 @@ from starling.launch.messages import (
     LearnerMessage,
     ModelSaved,
     NewMembership,
+    Progress,
     Ready,
     Said,
     Saved,
     Signalled,
-    Snapshot,
     Stop,
+    Stretch,
     decode_file,
     decode_from_launcher,
     decode_from_learner,
@@ -41,6 +42,7 @@ from starling.launch.messages import (
     values_of,
 )
 
+STRETCH = Stretch(3, 90.0, 9.5, 15, 5, 40, 200, 300.0, 12.5, 8.0, 1.0, 0.5)
 FROM_LEARNER: list[LearnerMessage] = [
     Heartbeat(),
     Heartbeat(7, Stall("a mean", (0, 2), True, False, 3.5, 0.2, 11)),
@@ -51,8 +53,8 @@ FROM_LEARNER: list[LearnerMessage] = [
     Signalled(15),
     Failed("DataError", "utterance u21: 0.0 s of audio\nand more"),
     Ended(40),
-    Snapshot(3, 4, 1, 5, 10, 15, 1.5, 200, 1.25, 0.01, 0.0, 0.75, 1.5),
-    EpochEnd(3, 4, 1, 5, 10.0, 9.0, 0.5, 0.5, staleness=(0, 4, 1), consensus_distance=0.5, loss=1.5, num_frames=9),
+    Progress(3, STRETCH, STRETCH, 1, 5, 10, 0.01, 0.75),
+    Progress(3, Stretch(3, rounds=2, staleness=Counter({1: 4, 300: 1})), STRETCH, ended_at=9, consensus_distance=0.5),
     Saved("exp/demo/checkpoints/step-1", "barrier", 0.25),
     ModelSaved("exp/demo/validation/step-1"),
     Said("läuft"),
@@ -75,11 +77,12 @@ def test_a_message_of_the_launcher_arrives_as_it_was(message: LauncherMessage) -
     assert decode_from_launcher(encode(message)) == message
 
 
-def test_a_loss_that_is_not_finite_arrives_as_it_was() -> None:
+def test_a_number_that_is_not_finite_arrives_as_it_was() -> None:
     """JSON has no name for it, Python's does."""
-    read = decode_from_learner(encode(Snapshot(0, 1, 0, 0, 1, 0, math.nan, 1, math.inf, 0.1, 0.0, 0.0, 0.0)), 0)
-    assert isinstance(read, Snapshot)
-    assert math.isnan(read.loss) and read.running_loss == math.inf
+    sent = Progress(0, Stretch(losses=math.nan), Stretch(), ended_at=1, consensus_distance=math.inf)
+    read = decode_from_learner(encode(sent), 0)
+    assert isinstance(read, Progress)
+    assert math.isnan(read.new.losses) and read.consensus_distance == math.inf
 
 
 def test_requests_and_answers_are_read_as_they_were_written() -> None:
@@ -102,8 +105,7 @@ def test_requests_and_answers_are_read_as_they_were_written() -> None:
         (b'{"kind": "heartbeat", "num_steps": 1, "stall": {"what": "a mean"}}', "heartbeat.stall.whom"),
         (b'{"kind": "saved", "folder": "a", "moment": "now"}', "saved.moment"),
         (b'{"kind": "saved", "folder": "a", "moment": "end", "consensus_distance": "far"}', "saved.consensus_distance"),
-        (b'{"kind": "snapshot", "speed": 3}', "snapshot.learner_id"),
-        (b'{"kind": "epoch", "speed": 3}', "epoch.learner_id"),
+        (b'{"kind": "progress", "speed": 3}', "progress.learner_id"),
     ],
 )
 def test_a_message_of_another_version_is_one_clear_error(line: bytes, problem: str) -> None:

@@ -8,7 +8,6 @@ from starling.launch.messages import (
     Arrived,
     Ended,
     Entered,
-    EpochEnd,
     Failed,
     Heartbeat,
     LearnerMessage,
@@ -17,6 +16,7 @@ from starling.launch.messages import (
     Saved,
 )
 from starling.launch.roster import LearnerState, Roster
+from tests.report.steps import ended
 
 
 class Clocked:
@@ -93,7 +93,7 @@ def test_silence_counts_only_where_heartbeats_are_due() -> None:
 def test_a_learner_that_is_started_again_keeps_its_record() -> None:
     """What it has computed and how long it took; not how its first process ended."""
     run = Clocked(2)
-    run.hear(1, Entered(0), Heartbeat(30), EpochEnd(1, 2, 0, 30, 10.0, 9.0, 0.5, 0.5), Failed("DataError", "no audio"))
+    run.hear(1, Entered(0), Heartbeat(30), ended(1, 0, 30, 10.0, 9.0, 0.5, 0.5), Failed("DataError", "no audio"))
     record = run.roster.learners[1]
     assert isinstance(record.process.error, DataError)
     run.roster.lose(1, "killed")
@@ -106,7 +106,7 @@ def test_a_learner_that_is_started_again_keeps_its_record() -> None:
         None,
     )
     run.hear(1, Heartbeat(12))
-    assert (record.num_steps, record.epochs[0].seconds) == (42, 10.0)
+    assert (record.num_steps, record.epochs[0].so_far.seconds) == (42, 10.0)
 
 
 def test_an_error_that_is_not_starlings_keeps_its_name() -> None:

@@ -1,5 +1,6 @@
 """TensorBoard finds the curves."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -7,22 +8,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
-from starling.launch.messages import EpochEnd
 from starling.reporting.curves import Curves
-from starling.reporting.epochs import Meter
-from tests.report.steps import step
+from tests.report.steps import ended, progress_of, step
 
 
 def test_losses_and_shares_of_time_are_on_the_curves(tmp_path: Path) -> None:
     """Losses by the step of the run, shares by epoch."""
     curves = Curves(tmp_path)
-    meter = Meter(world=2)
     for number in (3, 7):
-        meter.add(step(number, loss=number / 2))
-        snapshot = meter.take()
-        assert snapshot is not None
-        curves(snapshot)
-    curves(EpochEnd(0, 2, 0, 5, 10.0, 9.0, 0.5, 0.5))
+        curves(progress_of(step(number, loss=number / 2)))
+    curves(ended(0, 0, 5, 10.0, 9.0, 0.5, 0.5))
     curves.close()
     events = EventAccumulator(str(tmp_path / "learner-0")).Reload()
     assert [(each.step, each.value) for each in events.Scalars("train/loss")] == [(3, 1.5), (7, 3.5)]
@@ -34,8 +29,8 @@ def test_how_learners_agreed_is_on_the_curves(tmp_path: Path) -> None:
     """Averaging by epoch, the consensus distance by the step of the run."""
     curves = Curves(tmp_path)
     curves(
-        EpochEnd(
-            0, 2, 4, 8, 10.0, 9.0, 0.5, 0.5, step=96, num_rounds=12, bytes_sent=2_500_000, mean_staleness=1.5,
+        ended(
+            0, 4, 8, 10.0, 9.0, 0.5, 0.5, step=96, rounds=12, bytes_sent=2_500_000, staleness=Counter({1: 4, 2: 4}),
             consensus_distance=0.25,
         )
     )  # fmt: skip
@@ -65,7 +60,7 @@ def test_staleness_is_a_histogram_with_a_bucket_for_each_number(
 ) -> None:
     """What TensorBoard shows: from, to and how many, of every bucket between the first and the last that hold any."""
     curves = Curves(tmp_path)
-    curves(EpochEnd(0, 2, 0, 6, 10.0, 9.0, 0.5, 0.5, staleness=tuple(counts)))
+    curves(ended(0, 0, 6, 10.0, 9.0, 0.5, 0.5, staleness=Counter({at: n for at, n in enumerate(counts) if n})))
     curves.close()
     events = EventAccumulator(str(tmp_path / "learner-0")).Reload()
     (raw,) = events.Histograms("averaging/staleness")
@@ -78,7 +73,7 @@ def test_staleness_is_a_histogram_with_a_bucket_for_each_number(
 def test_no_histogram_of_nothing(tmp_path: Path) -> None:
     """An epoch without a gradient has no staleness and no consensus distance."""
     curves = Curves(tmp_path)
-    curves(EpochEnd(0, 2, 0, 0, 0.0, 0.0, 0.0, 0.0))
+    curves(ended(0, 0, 0, 0.0, 0.0, 0.0, 0.0))
     curves.close()
     tags = EventAccumulator(str(tmp_path / "learner-0")).Reload().Tags()
     assert tags["histograms"] == []

@@ -4,6 +4,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
@@ -20,8 +21,17 @@ import starling
 from starling import extras
 from starling.engines.processes.stalls import Stall
 from starling.errors import ConfigError, MissingExtraError
-from starling.launch.messages import Entered, EpochEnd, Heartbeat, LearnerMessage, NewMembership, Ready, Snapshot
+from starling.launch.messages import (
+    Entered,
+    Heartbeat,
+    LearnerMessage,
+    NewMembership,
+    Progress,
+    Ready,
+    Stretch,
+)
 from starling.launch.roster import Roster
+from starling.reporting.epochs import merged
 from starling.reporting.metrics import Metrics, serving
 from starling.training.faults import Kill
 from tests.launch.ray_job import make_job
@@ -45,40 +55,42 @@ def scraped(port: int) -> Scrape:
     return found
 
 
-SNAPSHOT = Snapshot(
-    learner_id=0,
-    world=2,
-    epoch=0,
-    batch=4,
-    num_batches=10,
+STRETCH = Stretch(
+    learner=0,
+    end=60.0,
+    seconds=10.0,
     step=9,
-    loss=2.5,
-    num_frames=300,
-    running_loss=2.75,
-    learning_rate=0.125,
-    audio_rate=40.0,
-    fraction=0.25,
-    minutes=1.0,
-    num_examples=16,
+    batches=4,
+    examples=16,
+    frames=300,
+    losses=750.0,
+    audio=400.0,
     computing=6.0,
     waiting_for_data=1.0,
     waiting_for_peers=3.0,
 )
-END = EpochEnd(
-    learner_id=0,
-    world=2,
-    epoch=0,
-    num_steps=10,
-    seconds=12.0,
-    computing=7.0,
-    waiting_for_data=1.5,
-    waiting_for_peers=3.5,
-    num_rounds=5,
+PROGRESS = Progress(
+    learner_id=0, new=STRETCH, so_far=STRETCH, batch=4, num_batches=10, learning_rate=0.125, fraction=0.25
+)
+REST = Stretch(
+    learner=0,
+    end=60.0,
+    computing=1.0,
+    waiting_for_data=0.5,
+    waiting_for_peers=0.5,
+    rounds=5,
     bytes_sent=4096,
-    staleness=(6, 3, 0, 1),
-    mean_staleness=0.6,
+    staleness=Counter({0: 6, 1: 3, 3: 1}),
     num_not_finite=1,
 )
+"""The time after the last gradient of an epoch, and what is counted at its end."""
+END = Progress(learner_id=0, new=REST, so_far=merged([STRETCH, REST]), ended_at=10)
+
+
+def following(computing: float, for_peers: float) -> Progress:
+    """Another progress that took so long."""
+    new = replace(STRETCH, computing=computing, waiting_for_data=0.0, waiting_for_peers=for_peers)
+    return replace(PROGRESS, new=new, so_far=new, epoch=1)
 
 
 class Served:
@@ -115,9 +127,9 @@ def test_a_scrape_before_anything_was_reported_has_all_learners_and_no_loss(serv
 
 
 def test_what_learners_report_is_what_prometheus_gets(served: Served) -> None:
-    """Heartbeats bring steps and waits, snapshots losses and sums, ends of epochs what is known only then."""
+    """Heartbeats bring steps and waits, progress losses and sums, ends of epochs what is known only then."""
     stall = Stall("a mean", (1,), True, False, 4.0, 0.5, 7)
-    served.hear(0, Heartbeat(num_steps=5, stall=stall), SNAPSHOT)
+    served.hear(0, Heartbeat(num_steps=5, stall=stall), PROGRESS)
     found = served.scrape()
     for name, value in {
         "steps_total": 5.0,
@@ -133,7 +145,7 @@ def test_what_learners_report_is_what_prometheus_gets(served: Served) -> None:
         assert found[f"starling_{name}"]["0"] == value, name
     assert found["starling_progress_ratio"] == {"": 0.25}
     assert found["starling_waiting_seconds_total"] == {"0,data": 1.0, "0,peers": 3.0, "1,data": 0.0, "1,peers": 0.0}
-    served.hear(0, END, replace(SNAPSHOT, epoch=1, computing=0.5, waiting_for_data=0.0, waiting_for_peers=0.25))
+    served.hear(0, END, following(0.5, 0.25))
     found = served.scrape()
     assert found["starling_samples_total"]["0"] == 32.0
     assert found["starling_computing_seconds_total"]["0"] == 7.5
@@ -153,9 +165,9 @@ def test_what_learners_report_is_what_prometheus_gets(served: Served) -> None:
 
 def test_counters_never_fall_where_a_learner_is_restarted_in_the_middle_of_an_epoch(served: Served) -> None:
     """Prometheus would take that for a restart of the run."""
-    served.hear(0, Heartbeat(num_steps=5), SNAPSHOT)
+    served.hear(0, Heartbeat(num_steps=5), PROGRESS)
     served.roster.start(0, is_joiner=True)
-    served.hear(0, Ready(), Heartbeat(num_steps=2), replace(SNAPSHOT, computing=1.0, waiting_for_peers=0.5))
+    served.hear(0, Ready(), Heartbeat(num_steps=2), following(1.0, 0.5))
     found = served.scrape()
     assert found["starling_steps_total"]["0"] == 7.0
     assert found["starling_computing_seconds_total"]["0"] == 7.0

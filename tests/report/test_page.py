@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
 
+from starling.launch.messages import Stretch
 from starling.reporting import page as figures
-from starling.reporting.epochs import Stretch
 from starling.reporting.evidence import CurvePoint, Evidence, ScoredSet, Utterance
 from starling.reporting.page import render
 
@@ -25,7 +25,7 @@ NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 def stretch(learner: int, place: int, waiting: float = 0.5) -> Stretch:
     """The `place`-th mini-batch of a learner: a second of computing after `waiting` for peers."""
     end = (place + 1) * (1.0 + waiting)
-    return Stretch(learner, end - 1.0 - waiting, end, 2 * place + learner, 1, 4, 100, 200.0, 0.0, 1.0, 0.0, waiting)
+    return Stretch(learner, end, 1.0 + waiting, 2 * place + learner, 1, 4, 100, 200.0, 0.0, 1.0, 0.0, waiting)
 
 
 def events(staleness: Sequence[int] = (6, 0, 2)) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ def test_the_timeline_shows_every_second_once() -> None:
 def test_a_long_timeline_is_put_together_and_loses_nothing(most: int) -> None:
     """Neighbouring stretches become one, with all of their seconds."""
     stretches = tuple(stretch(0, place, waiting=0.1 * place) for place in range(8))
-    long = evidence(stretches=tuple(replace(each, begin=0.0, end=100.0) for each in stretches))
+    long = evidence(stretches=tuple(replace(each, end=100.0, seconds=100.0) for each in stretches))
     figure = spec(figures.timeline(long, most))
     seconds = {trace["name"]: sum(told[1] for told in trace["customdata"][::4]) for trace in figure["data"]}
     assert seconds == pytest.approx({"computing": 8.0, "waiting for peers": 2.8})

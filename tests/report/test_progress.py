@@ -4,67 +4,78 @@ import errno
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from starling.errors import PeerLost
-from starling.launch.messages import EpochEnd, Saved, Snapshot
-from starling.reporting.epochs import Meter, Score
+from starling.launch.messages import LearnerMessage, NewMembership, Progress, Saved
+from starling.launch.roster import Roster
+from starling.reporting.epochs import Score
 from starling.reporting.events import Events
 from starling.reporting.progress import Bars, Display
-from tests.report.steps import step
+from tests.report.steps import ended, progress_of, step
 
 
-def snapshot(rank: int, number: int, world: int) -> Snapshot:
+def snapshot(rank: int, number: int) -> Progress:
     """What a learner tells after a step."""
-    meter = Meter(world)
-    meter.add(step(number, rank=rank))
-    result = meter.take()
-    assert result is not None
-    return result
+    return progress_of(step(number, rank=rank))
 
 
 NOWHERE = Events(Path(os.devnull), lambda path, error: None)
 
 
 class Screen:
-    """A display whose clock stands until it is moved."""
+    """A display whose clock stands until it is moved, and the roster that hears everything first."""
 
     def __init__(self, world: int, terminal: bool = False, events: Events = NOWHERE) -> None:
         self.now = 0.0
         self.text = io.StringIO()
         console = Console(file=self.text, force_terminal=terminal, width=120)
-        self.display = Display("demo", world, console, events, clock=lambda: self.now)
+        self.roster = Roster(world)
+        self.display = Display("demo", self.roster, console, events, clock=lambda: self.now)
+
+    def hear(self, message: LearnerMessage) -> None:
+        """What the launcher does with a message."""
+        if isinstance(message, Progress):
+            self.roster.hear(message.learner_id, message)
+        self.display.hear(message)
+
+    def train_with(self, *members: int) -> None:
+        """Announce a membership."""
+        self.roster.announce(NewMembership(1, members))
+        self.display.tell_epochs()
 
     @property
     def lines(self) -> list[str]:
         return self.text.getvalue().splitlines()
 
 
-def shown(world: int, terminal: bool, act: Callable[[Display], None]) -> str:
+def shown(world: int, terminal: bool, act: Callable[[Screen], None]) -> str:
     """What a console shows of what `act` tells a display."""
     screen = Screen(world, terminal)
     with screen.display:
-        act(screen.display)
+        act(screen)
     return screen.text.getvalue()
 
 
-def end(learner_id: int, epoch: int = 0, computing: float = 9.5, **more: object) -> EpochEnd:
+def end(learner_id: int, epoch: int = 0, computing: float = 9.5, **more: Any) -> Progress:
     """The end of an epoch of 10 s, in which a learner waited for data when it did not compute."""
-    return EpochEnd(learner_id, 2, epoch, 5, 10.0, computing, 10.0 - computing, 0.0, **more)  # type: ignore[arg-type]
+    return ended(learner_id, epoch, 5, 10.0, computing, 10.0 - computing, 0.0, **more)
 
 
 def test_an_epoch_is_one_line_for_all_learners() -> None:
     """Once the last of them has reported it; loss by frames, and the one that waits most is named."""
     screen = Screen(3)
-    with screen.display as display:
-        display.hear(end(0, loss=1.0, num_frames=100, learning_rate=0.02))
-        display.hear(end(2, loss=4.0, num_frames=300, learning_rate=0.02))
+    with screen.display:
+        screen.hear(end(0, losses=100.0, frames=100, learning_rate=0.02))
+        screen.hear(end(2, losses=1200.0, frames=300, learning_rate=0.02))
         assert screen.lines == []
-        display.hear(end(1, computing=7.1, num_rounds=15, mean_staleness=2.0, largest_staleness=3, staleness=(0, 0, 5)))
+        screen.hear(end(1, computing=7.1, rounds=15, staleness=Counter({1: 1, 2: 3, 3: 1})))
     first, advised = screen.lines
     assert first == (
         "epoch 1 ended after 10.0 s: loss 3.2500, lr 0.02, computing 87 % (learner 1: 71 %), waiting 13 % for data, "
@@ -73,19 +84,29 @@ def test_an_epoch_is_one_line_for_all_learners() -> None:
     assert advised == "learner 1 waits for data 29 % of its time: raise batches.num_workers if cores are idle"
 
 
+def test_what_servers_count_is_in_the_line_of_an_epoch_and_their_time_is_not() -> None:
+    """They compute nothing, and wait for nothing."""
+    screen = Screen(2)
+    with screen.display:
+        screen.hear(end(0))
+        screen.hear(ended(1, 0, 0, 10.0, 0.0, 0.0, 0.0, staleness=Counter({2: 5})))
+    (line,) = screen.lines
+    assert line.endswith("computing 95 %, waiting 5 % for data, 0 % for peers, staleness 2.0 (at most 2)")
+
+
 def test_neither_a_lost_learner_nor_a_very_slow_one_is_waited_for() -> None:
     """A joiner that has reported nothing yet is waited for, until the others are two epochs ahead."""
     screen = Screen(2)
-    with screen.display as display:
-        display.hear(end(0))
-        display.train_with((0,))
+    with screen.display:
+        screen.hear(end(0))
+        screen.train_with(0)
         assert [line.partition(":")[0] for line in screen.lines] == ["epoch 1 ended after 10.0 s"]
-        display.train_with((0, 5))
-        display.hear(end(0, 1))
-        display.hear(end(0, 2))
+        screen.train_with(0, 5)
+        screen.hear(end(0, 1))
+        screen.hear(end(0, 2))
         assert len(screen.lines) == 1
-        display.hear(end(0, 3))
-        display.hear(end(5, 1))
+        screen.hear(end(0, 3))
+        screen.hear(end(5, 1))
         assert [line.partition(":")[0] for line in screen.lines[1:]] == [
             "epoch 2 ended after 10.0 s (without learner 5)"
         ]
@@ -95,10 +116,10 @@ def test_neither_a_lost_learner_nor_a_very_slow_one_is_waited_for() -> None:
 def test_advice_is_given_once_in_a_run() -> None:
     """Not at each of its epochs, nor by each of its learners."""
     screen = Screen(2)
-    with screen.display as display:
+    with screen.display:
         for epoch in range(5):
             for learner in range(2):
-                display.hear(end(learner, epoch, computing=5.0))
+                screen.hear(end(learner, epoch, computing=5.0))
     assert len(screen.lines) == 6
     assert sum("num_workers" in line for line in screen.lines) == 1
 
@@ -106,13 +127,13 @@ def test_advice_is_given_once_in_a_run() -> None:
 def test_saved_checkpoints_are_told_no_more_often_than_epochs() -> None:
     """The first one at once, then one between two lines about all learners, and that of the end in any case."""
     screen = Screen(1)
-    with screen.display as display:
+    with screen.display:
         for number in range(4):
-            display.hear(Saved(f"step-{number}", "barrier"))
-        display.hear(end(0))
-        display.hear(Saved("step-4", "epoch", 0.0123456))
-        display.hear(Saved("step-5", "barrier"))
-        display.hear(Saved("step-6", "end"))
+            screen.hear(Saved(f"step-{number}", "barrier"))
+        screen.hear(end(0))
+        screen.hear(Saved("step-4", "epoch", 0.0123456))
+        screen.hear(Saved("step-5", "barrier"))
+        screen.hear(Saved("step-6", "end"))
     lines = [line for line in screen.lines if line.startswith("saved")]
     assert lines == ["saved step-0", "saved step-4, consensus distance 0.0123", "saved step-6"]
 
@@ -122,11 +143,11 @@ def test_a_score_is_part_of_the_next_epoch_line_or_a_line_of_its_own() -> None:
     score = Score("dev", 12.5, 1, 10, "%WER 12.50 [ 1 / 8 ]")
     screen = Screen(1)
     with screen.display as display:
-        display.hear(end(0))
+        screen.hear(end(0))
         display.scored(score)
         display.tick()
         assert len(screen.lines) == 1
-        display.hear(end(0, 1))
+        screen.hear(end(0, 1))
         assert screen.lines[1].endswith(", dev WER 12.50 % after epoch 1")
         display.scored(score)
         screen.now += 6.0
@@ -139,11 +160,11 @@ def test_a_score_is_part_of_the_next_epoch_line_or_a_line_of_its_own() -> None:
 def test_without_a_terminal_there_is_a_line_a_minute_in_a_long_epoch() -> None:
     """For all learners together, whatever each of them reports."""
     screen = Screen(2)
-    with screen.display as display:
+    with screen.display:
         for number in range(1, 5):
             screen.now += 25.0
-            display.hear(snapshot(0, number, 2))
-            display.hear(snapshot(1, number, 2))
+            screen.hear(snapshot(0, number))
+            screen.hear(snapshot(1, number))
     assert screen.lines == ["epoch 1, batch 4/10: loss 1.0000, lr 0.5, 15 % done, 1 min 42 s left"]
 
 
@@ -154,10 +175,10 @@ def test_what_the_screen_shows_is_in_the_events_too(tmp_path: Path) -> None:
     screen = Screen(2, events=events)
     with screen.display as display:
         display.say("learners 0, 1 continue after 12 mini-batches")
-        display.hear(end(0, loss=float("nan"), num_frames=1))
-        display.hear(end(1))
-        display.hear(Saved("step-1", "barrier"))
-        display.hear(Saved("step-2", "barrier"))
+        screen.hear(end(0))
+        screen.hear(end(1))
+        screen.hear(Saved("step-1", "barrier"))
+        screen.hear(Saved("step-2", "barrier"))
         display.lost(1, "learner 1 was killed by SIGKILL while computing")
         display.joined(2, 2)
         display.left_out(3, "learner 3: no memory")
@@ -212,7 +233,7 @@ def test_an_event_after_a_full_disk_is_a_line_of_its_own(tmp_path: Path, monkeyp
 
 def test_on_a_terminal_there_is_a_row_for_each_learner() -> None:
     """With the title."""
-    text = shown(3, True, lambda display: display.hear(snapshot(1, 5, 3)))
+    text = shown(3, True, lambda screen: screen.hear(snapshot(1, 5)))
     assert "demo: " in text
     assert "6/10" in text
     assert text.count("starting") >= 2
@@ -220,28 +241,28 @@ def test_on_a_terminal_there_is_a_row_for_each_learner() -> None:
 
 def test_the_table_of_a_finished_run_says_so() -> None:
     """It stays on the screen; a share below 100 % would look like a run that was cut short."""
-    text = shown(3, True, lambda display: display.hear(snapshot(1, 5, 3)))
+    text = shown(3, True, lambda screen: screen.hear(snapshot(1, 5)))
     assert "demo: ended after 30.0 s" in text
 
 
 def test_the_table_of_a_run_that_was_cut_short_says_how_far_it_came() -> None:
     """The share done and the time left, as they are shown all the time."""
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=True, width=120)
-    with pytest.raises(PeerLost), Display("demo", 3, console, NOWHERE) as display:
-        display.hear(snapshot(1, 5, 3))
+    screen = Screen(3, terminal=True)
+    with pytest.raises(PeerLost), screen.display:
+        screen.hear(snapshot(1, 5))
         raise PeerLost("learner 2 was killed")
-    assert "demo: 25 %, 1 min 30 s left" in text.getvalue()
-    assert "ended" not in text.getvalue()
+    text = screen.text.getvalue()
+    assert "demo: 25 %, 1 min 30 s left" in text
+    assert "ended" not in text
 
 
 def test_many_learners_do_not_fill_the_screen() -> None:
     """An epoch of 64 is one line; the table shows the first sixteen, and how many there are."""
 
-    def act(display: Display) -> None:
+    def act(screen: Screen) -> None:
         for rank in range(64):
-            display.hear(snapshot(rank, 3, 64))
-            display.hear(end(rank))
+            screen.hear(snapshot(rank, 3))
+            screen.hear(end(rank))
 
     lines = shown(64, False, act).splitlines()
     assert len(lines) == 1

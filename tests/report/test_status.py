@@ -12,8 +12,9 @@ from rich.console import Console
 from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
 from starling.experiment.running import describe, is_alive, learners_of
-from starling.launch.messages import Activity, Ended, Entered, Heartbeat, Snapshot, Status, decode_file, encode_file
+from starling.launch.messages import Activity, Ended, Entered, Heartbeat, Status, decode_file, encode_file
 from starling.launch.roster import Roster
+from tests.report.steps import progress_of, step
 
 
 class Told:
@@ -108,7 +109,7 @@ def shown(it: Status, now: float, is_alive: bool) -> str:
 def test_a_status_is_read_as_it_was_written_and_shown_with_its_age() -> None:
     """Ages count on from when it was written."""
     told = Told(2)
-    told.roster.hear(0, Snapshot(0, 2, 0, 6, 10, 6, float("nan"), 100, 1.0, 0.1, 0.0, 0.3, 1.0))
+    told.roster.hear(0, progress_of(step(6)))
     told.roster.hear(0, Heartbeat(7))
     told.now += 1.0
     it = decode_file(Status, encode_file(status(told, "training", None, "")).encode())

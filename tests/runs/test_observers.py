@@ -12,13 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, PeerLost
-from starling.experiment.observers import Keep, Log, Metered, Saver
+from starling.experiment.observers import Keep, Log, Metered, Paced, Saver
 from starling.launch.messages import (
-    EpochEnd,
     LearnerMessage,
     ModelSaved,
+    Progress,
     Saved,
-    Snapshot,
     decode_from_learner,
     encode,
 )
@@ -28,7 +27,7 @@ from starling.reporting.progress import Display
 from starling.training.job import Averaging, EpochReport, Spent
 from starling.workload import Ticket
 from tests.checkpoint.test_checkpoints import state, write_model, writer
-from tests.report.steps import step
+from tests.report.steps import ended, step
 from tests.report.test_progress import NOWHERE
 
 
@@ -36,50 +35,52 @@ class Kept:
     """A listener that keeps what it hears."""
 
     def __init__(self) -> None:
-        self.heard: list[Snapshot | EpochEnd] = []
+        self.heard: list[Progress] = []
 
-    def __call__(self, message: Snapshot | EpochEnd) -> None:
+    def __call__(self, message: Progress) -> None:
         self.heard.append(message)
 
 
 def shown(message: LearnerMessage) -> str:
     """What the launcher prints of a message."""
     text = io.StringIO()
-    with Display("demo", 2, Console(file=text, force_terminal=False, width=200), NOWHERE) as display:
+    with Display("demo", Roster(2), Console(file=text, force_terminal=False, width=200), NOWHERE) as display:
         display.hear(decode_from_learner(encode(message), 0))
     return text.getvalue()
 
 
-def test_no_step_is_lost_between_snapshots() -> None:
+def test_no_step_is_lost_between_two_reports() -> None:
     """At most one every two seconds; the frames of all steps are counted, the last ones at the epoch's end."""
     now = 0.0
     kept = Kept()
-    observer = Metered(kept, 2.0, world=2, clock=lambda: now)
+    observer = Metered(Paced(kept, 2.0, clock=lambda: now))
     for number in range(10):
         now = 0.5 * number
         observer.on_step(step(number, frames=100))
     observer.on_epoch(EpochReport(0, 0, 10, 5.0, Spent(4.0, 0.5, 0.5)), state(0, 2, Ticket(1, 0, 10)))
-    *snapshots, end = kept.heard
-    assert isinstance(end, EpochEnd) and end.num_steps == 10
-    frames = [each.num_frames for each in snapshots if isinstance(each, Snapshot)]
-    assert frames == [100, 400, 400, 100]
+    assert [each.ended_at is not None for each in kept.heard] == [False, False, False, True]
+    assert kept.heard[-1].so_far.batches == 10
+    assert [each.new.frames for each in kept.heard] == [100, 400, 400, 100]
 
 
 def test_messages_arrive_as_json_and_are_shown() -> None:
     """The other end of the line shows an epoch of all learners as one line; a learner's own log has its own."""
     sent: list[bytes] = []
     here, there = io.StringIO(), io.StringIO()
-    for listener in (Log(here), lambda message: sent.append(encode(message))):
+    for listener in (Log(here, 2), lambda message: sent.append(encode(message))):
         for rank in range(2):
-            observer = Metered(listener, 0.0, world=2)
+            observer = Metered(Paced(listener, 0.0))
             observer.on_step(step(3, rank=rank))
             averaging = Averaging(rounds=6, bytes_sent=3_000_000, staleness=Counter({0: 1, 2: 3}))
             report = EpochReport(rank, 0, 4, 5.0, Spent(4.7, 0.1, 0.2), averaging)
             observer.on_epoch(report, state(rank, 2, Ticket(1, 0, 10)))
     console = Console(file=there, force_terminal=False, width=200)
-    with Display("demo", 2, console, NOWHERE) as display:
-        for line in sent:
-            display.hear(decode_from_learner(line, 0))
+    roster = Roster(2)
+    with Display("demo", roster, console, NOWHERE) as display:
+        for message in (decode_from_learner(line, 0) for line in sent):
+            assert isinstance(message, Progress)
+            roster.hear(message.learner_id, message)
+            display.hear(message)
     assert there.getvalue() == (
         "epoch 1 ended after 5.0 s: loss 1.0000, lr 0.5, computing 94 %, waiting 2 % for data, 4 % for peers, "
         "1.50 rounds per gradient, staleness 1.5 (at most 2)\n"
@@ -90,9 +91,9 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
 def test_a_log_gives_each_advice_once() -> None:
     """Not at the end of each epoch."""
     text = io.StringIO()
-    log = Log(text)
+    log = Log(text, 2)
     for epoch in range(3):
-        log(EpochEnd(1, 2, epoch, 4, 10.0, 5.0, 4.0, 1.0))
+        log(ended(1, epoch, 4, 10.0, 5.0, 4.0, 1.0))
     lines = text.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "(1/2) epoch 1 ended",
@@ -106,14 +107,13 @@ def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
     """Through JSON, the histogram and the distance included."""
     kept, sent = Kept(), list[bytes]()
     averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
-    for listener in (kept, lambda message: sent.append(encode(message))):
-        Metered(listener, 0.0, world=2).on_epoch(
-            EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25), state(0, 2, Ticket(1, 0, 10))
-        )
-    (end,) = kept.heard
-    assert isinstance(end, EpochEnd)
-    assert decode_from_learner(sent[0], 0) == end
-    assert (end.step, end.consensus_distance, end.num_rounds) == (10, 0.25, 6)
+    report = EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25)
+    readers = [Paced(listener, 0.0) for listener in (kept, lambda message: sent.append(encode(message)))]
+    Metered(*readers).on_epoch(report, state(0, 2, Ticket(1, 0, 10)))
+    (progress,) = kept.heard
+    assert decode_from_learner(sent[0], 0) == progress
+    assert (progress.ended_at, progress.so_far.rounds, progress.consensus_distance) == (10, 6, 0.25)
+    assert progress.new.staleness == averaging.staleness
 
 
 def test_a_checkpoint_is_shown_with_the_consensus_distance() -> None:
@@ -187,13 +187,13 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
 def test_what_a_learner_does_is_told_to_the_launcher() -> None:
     """So that it can say when a learner was lost."""
     sent: list[LearnerMessage] = []
-    observer = Metered(sent.append, 0.0, world=2)
+    observer = Metered(Paced(sent.append, 0.0))
     observer.on_step(step(13, epoch=1))
-    (snapshot,) = sent
-    assert isinstance(snapshot, Snapshot)
+    (progress,) = sent
+    assert isinstance(progress, Progress)
     roster = Roster(2)
-    roster.hear(snapshot.learner_id, snapshot)
-    assert roster.learners[snapshot.learner_id].attempt.doing == "computing batch 4 of epoch 2"
+    roster.hear(progress.learner_id, progress)
+    assert roster.learners[progress.learner_id].attempt.doing == "computing batch 4 of epoch 2"
 
 
 def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothing(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from starling.experiment.observers import EXACT, Timeline
+from starling.experiment.observers import EXACT, Metered, Timeline
 from starling.experiment.seen import begin_segment, read_timeline, segments
 from starling.training.job import EpochReport, Spent, StepReport
 from starling.workload import Position, Ticket
+from tests.checkpoint.test_checkpoints import state
 from tests.report.steps import step
 
 
@@ -17,6 +19,18 @@ def timed(number: int, spent: Spent, minutes: float | None = None, rank: int = 0
     """Step `number` at its time, of 50 frames."""
     report = replace(step(number, rank=rank, loss=loss, frames=50), spent=spent)
     return report if minutes is None else replace(report, minutes=minutes)
+
+
+class Recorded:
+    """A timeline that is shown each step."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self._timeline = Timeline(*given, **options)
+        self._metered = Metered(self._timeline)
+        self.on_step, self.close = self._metered.on_step, self._timeline.close
+
+    def on_epoch(self, report: EpochReport) -> None:
+        self._metered.on_epoch(report, state(0, 1, Ticket(1, 0, 10)))
 
 
 def epoch_of(spent: Spent, rank: int = 0) -> EpochReport:
@@ -32,10 +46,10 @@ def segment(tmp_path: Path) -> Path:
 
 def test_each_mini_batch_is_a_stretch_at_first(segment: Path) -> None:
     """With its loss, and what was spent since the one before; an epoch's end loses nothing."""
-    timeline = Timeline(segment, clock=None)
+    timeline = Recorded(segment, clock=None)
     timeline.on_step(timed(0, Spent(4.0, 1.0, 1.0)))
     timeline.on_step(timed(1, Spent(7.0, 1.5, 2.5), loss=3.0))
-    timeline.on_epoch(epoch_of(Spent(7.0, 1.5, 3.0)), None)  # type: ignore[arg-type]
+    timeline.on_epoch(epoch_of(Spent(7.0, 1.5, 3.0)))
     timeline.on_step(timed(2, Spent(5.0, 0.25, 0.0)))
     timeline.close()
     first, second, third = read_timeline(segment.parent)
@@ -50,7 +64,7 @@ def test_each_mini_batch_is_a_stretch_at_first(segment: Path) -> None:
 
 def test_the_file_grows_with_the_logarithm_of_the_time(segment: Path) -> None:
     """Of 100,000 mini-batches, equally long, at most 1000 (1 + ln 100) lines are written, and nothing is lost."""
-    timeline = Timeline(segment, clock=None)
+    timeline = Recorded(segment, clock=None)
     total = 100_000
     for number in range(total):
         spent = Spent(0.75 * number, 0.0, 0.25 * number)
@@ -69,7 +83,7 @@ def test_the_file_grows_with_the_logarithm_of_the_time(segment: Path) -> None:
 
 def test_many_learners_of_one_process_share_the_exact_stretches(segment: Path) -> None:
     """A thousand virtual learners do not write a thousand times as much."""
-    timeline = Timeline(segment, world=1000, clock=None)
+    timeline = Recorded(segment, world=1000, clock=None)
     for number in range(400):
         timeline.on_step(timed(number, Spent(float(number)), minutes=number / 60.0))
     timeline.close()
@@ -78,7 +92,7 @@ def test_many_learners_of_one_process_share_the_exact_stretches(segment: Path) -
 
 def test_a_loss_that_is_not_finite_does_not_count(segment: Path) -> None:
     """Its stretch has none, and another is not spoilt."""
-    timeline = Timeline(segment, clock=None)
+    timeline = Recorded(segment, clock=None)
     timeline.on_step(timed(0, Spent(1.0), loss=float("nan")))
     timeline.on_step(timed(1, Spent(2.0), loss=2.0))
     timeline.close()
@@ -91,7 +105,7 @@ def test_learners_are_brought_in_line_by_the_time_of_day(segment: Path) -> None:
     """Each starts a clock of its own, here 3 s apart; what ended at one moment ends at one moment."""
     for learner, late in ((0, 0.0), (1, 3.0)):
         now = iter([1006.0, 1012.0])
-        timeline = Timeline(segment, clock=lambda now=now: next(now))  # type: ignore[misc]
+        timeline = Recorded(segment, clock=lambda now=now: next(now))  # type: ignore[misc]
         for number in range(2):
             timeline.on_step(timed(number, Spent(6.0 * number), (6.0 * (number + 1) - late) / 60.0, learner))
         timeline.close()
@@ -103,12 +117,12 @@ def test_learners_are_brought_in_line_by_the_time_of_day(segment: Path) -> None:
 
 def test_what_a_resume_drops_is_not_in_the_timeline(segment: Path) -> None:
     """Mini-batches after the checkpoint were computed twice; the second time counts."""
-    timeline = Timeline(segment, clock=None)
+    timeline = Recorded(segment, clock=None)
     for number in range(6):
         timeline.on_step(timed(number, Spent(float(number))))
     timeline.close()
     resumed = begin_segment(segment.parent, Position(Ticket(0, 4, 4)))
-    timeline = Timeline(resumed, clock=None)
+    timeline = Recorded(resumed, clock=None)
     timeline.on_step(timed(4, Spent(1.0), loss=9.0))
     timeline.close()
     assert len(segments(segment.parent)) == 2
@@ -119,7 +133,7 @@ def test_what_a_resume_drops_is_not_in_the_timeline(segment: Path) -> None:
 
 def test_lines_that_make_no_sense_are_left_out(segment: Path) -> None:
     """Such as the last one of a learner that was killed."""
-    timeline = Timeline(segment, clock=None)
+    timeline = Recorded(segment, clock=None)
     timeline.on_step(timed(0, Spent(1.0)))
     timeline.on_step(timed(1, Spent(2.0)))
     timeline.close()
@@ -133,7 +147,7 @@ def test_lines_that_make_no_sense_are_left_out(segment: Path) -> None:
 def test_a_record_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
     """The run does not notice."""
     warned: list[Path] = []
-    timeline = Timeline(tmp_path / "absent", clock=None, warn=lambda path, error: warned.append(path))
+    timeline = Recorded(tmp_path / "absent", clock=None, warn=lambda path, error: warned.append(path))
     for number in range(3):
         timeline.on_step(timed(number, Spent(float(number))))
     timeline.close()

@@ -22,10 +22,10 @@ from starling.errors import NonFiniteError
 from starling.experiment.any_job import train_quietly
 from starling.experiment.seen import read_timeline
 from starling.experiment.simulate import Simulated
-from starling.launch.messages import EpochEnd
-from starling.reporting.epochs import Meter, together
+from starling.launch.messages import Stretch
+from starling.reporting.epochs import SPENT, Tally, merged
 from starling.reporting.events import read_events
-from starling.reporting.lines import share
+from starling.reporting.lines import mean_staleness, share
 from starling.training.job import EpochReport, Job, Observer, StepReport
 
 CURVE_POINTS = 50
@@ -41,7 +41,7 @@ class Watcher(Observer):
         self.seconds = 0.0
         self.consensus_distance: float | None = None
         self._num_samples = 0
-        self._ends: list[EpochEnd] = []
+        self._ends: list[Stretch] = []
 
     def on_step(self, report: StepReport) -> None:
         self._num_samples += report.num_examples
@@ -49,23 +49,25 @@ class Watcher(Observer):
         self.points.append(Point(report.fraction, self._num_samples, self.seconds, report.loss))
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self._ends.append(Meter(world=1).end_epoch(report, step=0))
+        tally = Tally()
+        tally.end_epoch(report, 0)
+        self._ends.append(tally.progress(tally.all).so_far)
         if report.consensus_distance is not None and math.isfinite(report.consensus_distance):
             self.consensus_distance = report.consensus_distance
 
     def measured(self) -> dict[str, Any]:
         """The fields of a result."""
-        every = together(self._ends)
-        workers = together([each for each in self._ends if each.num_steps])  # a server waits for nothing
+        every = merged(self._ends)
+        workers = merged(each for each in self._ends if each.batches)  # a server waits for nothing
         return {
             **_trained_on(self.points),
             "num_gradients": len(self.points),
             "seconds": self.seconds,
             "consensus_distance": self.consensus_distance,
-            "mean_staleness": every.mean_staleness,
-            "largest_staleness": every.largest_staleness,
+            "mean_staleness": mean_staleness(every.staleness),
+            "largest_staleness": max(every.staleness, default=0),
             "bytes_sent": every.bytes_sent,
-            **{key: share(workers, key) for key in _SPENT},
+            **{key: share(workers, key) for key in SPENT},
         }
 
 
@@ -153,13 +155,10 @@ def _measured(folder: Path) -> dict[str, Any]:
         "mean_staleness": sum(end["mean_staleness"] * end["steps"] for end in workers) / max(1, steps),
         "largest_staleness": max((end["largest_staleness"] for end in workers), default=0),
         "bytes_sent": sum(end["bytes_sent"] for end in ends),
-        **{key: 100.0 * sum(end[key] for end in workers) / seconds if seconds else 0.0 for key in _SPENT},
+        **{key: 100.0 * sum(end[key] for end in workers) / seconds if seconds else 0.0 for key in SPENT},
     }
 
 
-_SPENT = ("computing", "waiting_for_data", "waiting_for_peers")
-
-
 def _cpu_seconds() -> float:
-    """Of this process and of those that it waited for."""
+    """The processor time of this process and of those that it waited for."""
     return sum(os.times()[:4])

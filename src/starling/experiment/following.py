@@ -24,7 +24,7 @@ from starling.experiment.seen import batches_in, ends_of, read_skipped, segments
 from starling.launch.messages import Status, encode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
-from starling.reporting.epochs import SPENT, together
+from starling.reporting.epochs import SPENT, merged
 from starling.reporting.events import Events
 from starling.reporting.lines import duration, share
 from starling.reporting.progress import Say, say_on
@@ -191,7 +191,7 @@ def _ending(error: BaseException | None) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a run's record of mini-batches, without the runs that it resumed."""
+    """Counts from a run's record of mini-batches, without the runs that it resumed."""
 
     num_computed: Mapping[int, int] = field(default_factory=dict)
     """Mini-batches computed by each learner; empty if there is no record."""
@@ -219,7 +219,7 @@ def _table(roster: Roster, counts: Counts) -> Table:
     numbers = counts.num_computed or {learner_id: learner.num_steps for learner_id, learner in learners}
     total = sum(numbers.values())
     for learner_id, learner in learners:
-        number, every = numbers.get(learner_id, 0), together(learner.epochs)
+        number, every = numbers.get(learner_id, 0), merged(each.so_far for each in learner.epochs)
         spent = [f"{share(every, what):.1f} %" if every.seconds > 0.0 else "" for what in SPENT]
         part = f"{100 * number / total:.1f} %" if total else ""
         table.add_row(str(learner_id), str(number), part, *spent, _became(learner))
@@ -239,7 +239,7 @@ def _lines(roster: Roster, counts: Counts, waits: Sequence[str], experiment: Pat
         )
     if counts.num_skipped:
         lines.append(f"skipped utterances: {counts.num_skipped}, listed in {experiment}/seen")
-    if num_not_finite := sum(end.num_not_finite for each in roster.learners.values() for end in each.epochs):
+    if num_not_finite := sum(each.done.num_not_finite for each in roster.learners.values()):
         lines.append(f"gradients that were not finite and left out: {num_not_finite}")
     lines += waits
     lines.append(f"checkpoints: {roster.num_saved}, the newest {roster.saved}" if roster.saved else "checkpoints: none")

@@ -19,7 +19,7 @@ from starling.launch.messages import LearnerMessage
 from starling.launch.on_ray import RayMachines, connected
 from starling.launch.process import Machines
 from starling.launch.rendezvous import LOOPBACK
-from starling.launch.roster import Loss, Roster
+from starling.launch.roster import Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.metrics import Metrics, serving
 from starling.reporting.progress import Display, Say
@@ -39,7 +39,7 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
     strategy, options = run.between, run.strategy.options
     with (
         task.learner_command(run, folder) as command,
-        Display(title, run.learners, console, following.events) as display,
+        Display(title, following.roster, console, following.events) as display,
         task.scoring(run, folder, display.say, display.scored) as scoring,
     ):
         following.on_look = display.tick
@@ -48,14 +48,6 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
         def hear(learner_id: int, message: LearnerMessage) -> None:
             display.hear(message)
             scoring.hear(message)
-
-        def on_lost(loss: Loss) -> None:
-            display.lost(loss.learner, loss.reason)
-            display.train_with(roster.membership.members)
-
-        def on_join(learner_id: int, num_learners: int) -> None:
-            display.joined(learner_id, num_learners)
-            display.train_with(roster.membership.members)
 
         try:
             with taking_requests(folder.joins) as requests, _monitoring(run, roster, display):
@@ -72,8 +64,8 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
                         requests=requests,
                         is_enough=scoring.is_enough,
                         say=display.say,
-                        on_lost=on_lost,
-                        on_join=on_join,
+                        on_lost=lambda loss: display.lost(loss.learner, loss.reason),
+                        on_join=display.joined,
                         on_left_out=display.left_out,
                     ),
                     roster,
@@ -85,7 +77,7 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
             with suppress(OSError):
                 remove_partial(folder.checkpoints)  # all learners have exited
         for loss in losses:
-            if loss.learner in display.away:
+            if loss.learner not in roster.members:
                 display.say(f"{run.name} ended without learner {loss.learner}: {loss.reason}")
 
 

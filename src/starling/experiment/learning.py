@@ -3,8 +3,8 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -17,7 +17,7 @@ from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.processes.stalls import Stall, Waits
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.observers import Listener, Log, Metered, Record, Saver, Seen, Timeline, Together, save_choice
+from starling.experiment.observers import Listener, Log, Metered, Paced, Saver, Seen, Timeline, Together, save_choice
 from starling.experiment.regrouping import Regrouping, SharedCounts
 from starling.experiment.seen import segments
 from starling.experiment.task import RunT, Task
@@ -55,15 +55,13 @@ def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int |
         models,
     )
     segment = segments(folder.seen)[-1]
-    records = (
-        Timeline(segment, warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})"))),
-        Seen(segment, counts.count, task.max_skipped(run, job), lambda line: tell(Said(line))),
-    )
+    timeline = Timeline(segment, warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})")))
+    seen = Seen(segment, counts.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
     world = max(place.world, place.rank + 1)  # the id of a joiner may exceed the number of learners at the start
     waits = Waits()
     heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds)
     with (
-        recording(folder, records, world, sys.stdout, tell) as observers,
+        recording(folder, seen, timeline, world, sys.stdout, tell) as observers,
         beating(heartbeat, link),
         save_requests_of(link, run.checkpoints.minutes) as save_requests,
         saver,
@@ -77,7 +75,7 @@ def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int |
             _start(run, job, place),
             run.engine.timeout_seconds,
             find_membership(place, link),
-            Regrouping(folder, records, lambda membership, line: tell(Said(line)), counts, saver),
+            Regrouping(folder, (timeline, seen), lambda membership, line: tell(Said(line)), counts, saver),
             save_requests,
             waits,
         )
@@ -95,18 +93,13 @@ def checkpoint_writer(
 
 @contextmanager
 def recording(
-    folder: ExperimentFolder, records: Sequence[Record], world: int, log: TextIO, pass_on: Listener
+    folder: ExperimentFolder, seen: Seen, timeline: Timeline, world: int, log: TextIO, pass_on: Listener
 ) -> Generator[list[Observer], None, None]:
-    """The observers that keep `records`, write a log and curves, and pass on what learners report. At the end, their
+    """The observers that keep both records, write a log and curves, and pass on what learners do. At the end, their
     files are closed."""
-    curves = Curves(folder.tensorboard)
-    heard: Sequence[tuple[Listener, Seconds]] = ((Log(log), LOG_EVERY), (curves, CURVES_EVERY), (pass_on, SEND_EVERY))
-    try:
-        yield [*records, *(Metered(listener, every, world) for listener, every in heard)]
-    finally:
-        curves.close()
-        for record in records:
-            record.close()
+    with closing(Curves(folder.tensorboard)) as curves, closing(timeline), closing(seen):
+        readers = Paced(Log(log, world), LOG_EVERY), Paced(curves, CURVES_EVERY), Paced(pass_on, SEND_EVERY)
+        yield [seen, Metered(timeline, *readers)]
 
 
 def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:

@@ -3,8 +3,9 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
@@ -15,68 +16,82 @@ from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import TIMES, read_skipped, segments
-from starling.launch.messages import EpochEnd, LearnerMessage, ModelSaved, Saved, Snapshot
+from starling.launch.messages import LearnerMessage, ModelSaved, Progress, Saved, Stretch
 from starling.reporting.curves import Curves
-from starling.reporting.epochs import SPENT, Meter, Stretch
+from starling.reporting.epochs import SPENT, Tally
 from starling.reporting.events import Warn, once
 from starling.reporting.lines import Advice, epoch_line, progress_line
-from starling.training.job import ClaimReport, EpochReport, Observer, Spent, StepReport
+from starling.training.job import ClaimReport, EpochReport, Observer, StepReport
 from starling.workload import Position
 
-Listener = Callable[[Snapshot | EpochEnd], None]
+Listener = Callable[[Progress], None]
 Seconds = float
 EXACT = 1000
 """Stretches of a learner that hold one mini-batch each, before they grow."""
 _EVEN_OF_MANY = 50
-"""The same where so many learners share a process that fewer would be left for each."""
+"""The fewest such stretches of a learner, however many learners share its process."""
 _ALL_LEARNERS = 16_000
-"""Exact stretches of all learners of one process."""
+"""The most such stretches of all learners of one process, if each has more than `_EVEN_OF_MANY`."""
 
 
 class Metered(Observer):
-    """An observer that sends a listener statistics of each epoch, and between them, of each learner, at most one
-    snapshot in `every` seconds."""
+    """An observer that adds up what learners do, one addition for each gradient, and shows it to readers after each
+    gradient and at the end of each epoch."""
 
-    def __init__(
-        self, listener: Listener, every: Seconds, world: int, clock: Callable[[], Seconds] = time.monotonic
-    ) -> None:
-        self._listener, self._every, self._clock = listener, every, clock
-        self._meters = defaultdict[int, Meter](partial(Meter, world))
-        self._due: dict[int, Seconds] = {}
+    def __init__(self, *readers: Callable[[Tally], None]) -> None:
+        self._readers = readers
+        self._tallies = defaultdict[int, Tally](Tally)
 
     def on_step(self, report: StepReport) -> None:
-        self._meters[report.rank].add(report)
-        now = self._clock()
-        if now >= self._due.get(report.rank, now):
-            self._pass_on(report.rank)
+        tally = self._tallies[report.rank]
+        tally.add(report)
+        for reader in self._readers:
+            reader(tally)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        self._pass_on(report.rank)
-        self._listener(self._meters[report.rank].end_epoch(report, state.position.num_done))
+        tally = self._tallies[report.rank]
+        tally.end_epoch(report, state.position.num_done)
+        for reader in self._readers:
+            reader(tally)
 
-    def _pass_on(self, rank: int) -> None:
-        if (snapshot := self._meters[rank].take()) is not None:
-            self._listener(snapshot)
-            self._due[rank] = self._clock() + self._every
+
+class Paced:
+    """A reader that passes a learner's progress to a listener, at most once in `every` seconds, and at the end of each
+    epoch."""
+
+    def __init__(self, listener: Listener, every: Seconds, clock: Callable[[], Seconds] = time.monotonic) -> None:
+        self._listener, self._every, self._clock = listener, every, clock
+        self._told = defaultdict[int, Stretch](Stretch)
+        self._due: dict[int, Seconds] = {}
+
+    def __call__(self, tally: Tally) -> None:
+        now, learner = self._clock(), tally.all.learner
+        told = self._told[learner]
+        if tally.ended or (now >= self._due.get(learner, now) and tally.all.frames > told.frames):
+            self._listener(tally.progress(told))
+            self._told[learner], self._due[learner] = replace(tally.all), now + self._every
 
 
 class Log:
-    """A listener that writes lines to a text stream, and each piece of advice once."""
+    """A listener that writes lines about some of `world` learners to a text stream, and each piece of advice once."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._advice = Advice()
+    def __init__(self, stream: TextIO, world: int) -> None:
+        self._stream, self._world = stream, world
+        self._advice = Advice(world)
 
-    def __call__(self, message: Snapshot | EpochEnd) -> None:
-        if isinstance(message, Snapshot):
-            lines: list[str | None] = [progress_line(message)]
-        else:
-            lines = [epoch_line(message), self._advice.line(message)]
-        self._stream.writelines(f"{line}\n" for line in lines if line is not None)
+    def __call__(self, progress: Progress) -> None:
+        who = f"({progress.learner_id}/{self._world})"
+        lines: list[str] = []
+        if progress.new.frames:
+            lines.append(f"{who} {progress_line(progress)}")
+        if progress.ended_at is not None:
+            lines.append(f"{who} {epoch_line(progress)}")
+            lines += filter(None, [self._advice.line(progress)])
+        self._stream.writelines(f"{line}\n" for line in lines)
         self._stream.flush()
 
 
-class Record(Observer):
+class Record:
     """Writes tables into the segment of the present membership."""
 
     def __init__(self, segment: Path) -> None:
@@ -102,7 +117,7 @@ class Record(Observer):
         self._files[name].write("\t".join(map(str, row)) + "\n")
 
 
-class Seen(Record):
+class Seen(Record, Observer):
     """Records the utterances of every mini-batch.
 
     Skipped utterances are listed, and counted over all learners: `count(name, number)` adds to a shared counter and
@@ -159,25 +174,17 @@ class Seen(Record):
 
 @dataclass
 class _Open:
-    """A learner's stretch that has not been written."""
+    """A learner's table, and its stretch that is not in it yet."""
 
-    stretch: Stretch = field(default_factory=Stretch)
-    booked: Mapping[str, Seconds] = field(default_factory=dict)
-    """What is in `stretch`, or was written, of the time spent in the epoch under way."""
-    begun: Seconds | None = None
-    """When the file's first stretch ended."""
+    tally: Tally
+    begin: Seconds
+    written: Stretch
+    """A copy of what has been done, up to the last line."""
     num_written: int = 0
-
-    def book(self, spent: Spent) -> None:
-        """Add what was spent since the last report."""
-        for name, seconds in vars(spent).items():
-            more = max(0.0, seconds - self.booked.get(name, 0.0))
-            setattr(self.stretch, name, getattr(self.stretch, name) + more)
-        self.booked = vars(spent)
 
 
 class Timeline(Record):
-    """Records when each of `world` learners computed and when it waited.
+    """A reader that records when each of `world` learners computed and when it waited.
 
     `clock` gives the time of day, by which learners are brought in line; None on a simulated clock, where all have one.
     A file that cannot be written costs the record, and nothing else: `warn` is called once.
@@ -196,39 +203,33 @@ class Timeline(Record):
         self._exact = max(_EVEN_OF_MANY, min(EXACT, _ALL_LEARNERS // world))
         self._open: dict[int, _Open] = {}
 
-    def on_step(self, report: StepReport) -> None:
-        own = self._open.setdefault(report.rank, _Open())
-        own.book(report.spent)
-        own.stretch.add(report)
-        if own.begun is None:
-            own.begun = own.stretch.end
-        if own.num_written < self._exact or own.stretch.seconds >= (own.stretch.end - own.begun) / self._exact:
+    def __call__(self, tally: Tally) -> None:
+        now, learner = tally.all.end, tally.all.learner
+        if (own := self._open.get(learner)) is None:
+            own = self._open[learner] = _Open(tally, now, Stretch())
+        if own.num_written < self._exact or now - own.written.end >= (now - own.begin) / self._exact:
             self._end(own)
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        if own := self._open.get(report.rank):
-            own.book(report.spent)
-            own.booked = {}
 
     def close(self) -> None:
         """Write what is still in memory."""
         for own in self._open.values():
-            if own.stretch.batches:
-                self._end(own)
+            self._end(own)
+            own.begin, own.num_written = own.written.end, 0
         super().close()
-        self._open = {learner: _Open(booked=own.booked) for learner, own in self._open.items()}
 
     def _end(self, own: _Open) -> None:
         """Write a learner's stretch, and begin the next."""
-        each, name = own.stretch, f"times-{own.stretch.learner}.tsv"
-        counts = each.step, each.batches, each.examples, each.frames
+        each = own.tally.all.since(own.written)
+        if not each.batches:
+            return
+        name, counts = f"times-{each.learner}.tsv", (each.step, each.batches, each.examples, each.frames)
         spent = (f"{getattr(each, kind):.4f}" for kind in SPENT)
         at = each.end if self._clock is None else self._clock()
         try:
             self._write(name, TIMES, (f"{at:.4f}", f"{each.end:.4f}", *counts, f"{each.loss:.6g}", *spent))
         except OSError as error:
             self._warn(self._segment / name, error)
-        own.num_written, own.stretch = own.num_written + 1, Stretch(begin=each.end)
+        own.written, own.num_written = replace(own.tally.all), own.num_written + 1
 
 
 Keep = Literal["checkpoint", "model", ""]
@@ -315,9 +316,8 @@ class Saver(Observer):
             distance = manifest.consensus_distance
             self._tell(ModelSaved(folder) if is_model else Saved(folder, moment, distance))
             if distance is not None:
-                curves = Curves(self._curves)
-                curves.add("consensus", {"consensus/distance": distance}, manifest.position.num_done)
-                curves.close()
+                with closing(Curves(self._curves)) as curves:
+                    curves.add("consensus", {"consensus/distance": distance}, manifest.position.num_done)
 
         self._background.save(state, completed, self._model_writer if is_model else None)
 

@@ -20,9 +20,9 @@ from starling.experiment.seen import read_timeline
 from starling.experiment.task import task_of
 from starling.extras import require
 from starling.files import replace_file
-from starling.launch.messages import Status, decode_file
+from starling.launch.messages import Status, Stretch, decode_file
 from starling.recipe.file import Tree, read_recipe
-from starling.reporting.epochs import Stretch, merged
+from starling.reporting.epochs import merged
 from starling.reporting.events import Event, read_events
 from starling.reporting.evidence import CurvePoint, Evidence, ScoredSet, Section, is_number, newest
 from starling.strategies import STRATEGIES
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 MAX_POINTS = 100
-"""Of one experiment's loss curve: with more, the noise of single mini-batches hides the curve."""
+"""The most points of one experiment's loss curve: with more, the noise of single mini-batches hides the curve."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def write_report(experiments: Sequence[Path], output: Path | None, tell: Say) ->
 
 
 def collect(folder: ExperimentFolder, label: str) -> Evidence:
-    """What an experiment's folder tells. Raises ConfigError for a config.yaml that cannot be read; whatever else is
-    missing or damaged is left out, with a sentence."""
+    """The evidence in an experiment's folder. Raises ConfigError for a config.yaml that cannot be read; anything else
+    that is missing or damaged is left out, with a sentence."""
     settings = read_recipe(folder.config)
     strategy, has_one_model = _strategy(settings)
     events, stretches = read_events(folder.log / "events.jsonl"), read_timeline(folder.seen)
@@ -161,7 +161,7 @@ def _rows_of(path: Path, label: str, comparison: Mapping[str, Any]) -> tuple[Evi
 
 
 def _key_of(result: Event) -> Event:
-    """What a cell shares with its row at the row's best rate."""
+    """The keys and values that a cell shares with its row at the row's best rate."""
     return {key: value for key, value in result["cell"].items() if key != "seed"}
 
 
@@ -208,12 +208,13 @@ def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:
 def _curve_of(found: Iterable[Stretch]) -> list[CurvePoint]:
     """Means over equally many mini-batches each, over all learners: at least one of each."""
     stretches = sorted(found, key=attrgetter("end"))
-    whole, before = merged(stretches), accumulate((each.batches for each in stretches), initial=0)
-    size = max(len({each.learner for each in stretches}), math.ceil(whole.batches / MAX_POINTS))
-    parts = [merged(list(part)) for _, part in groupby(stretches, lambda each: next(before) // size)]
+    begin = min((each.begin for each in stretches), default=0.0)
+    size = max(len({each.learner for each in stretches}), math.ceil(merged(stretches).batches / MAX_POINTS))
+    before = accumulate((each.batches for each in stretches), initial=0)
+    parts = [merged(part) for _, part in groupby(stretches, lambda each: next(before) // size)]
     so_far = accumulate(parts, lambda *both: merged(both))
     return [
-        CurvePoint(until.end - whole.begin, until.step + 1, until.examples or None, part.loss)
+        CurvePoint(until.end - begin, until.step + 1, until.examples or None, part.loss)
         for part, until in zip(parts, so_far, strict=True)
         if part.frames
     ]
@@ -231,7 +232,7 @@ def _read_tensorboard(folder: Path) -> Iterator[Stretch]:
             for each in read.Scalars("train/loss"):
                 if math.isfinite(each.value):
                     at = each.wall_time
-                    yield Stretch(place, at, at, each.step, batches=1, frames=1, losses=each.value)
+                    yield Stretch(place, at, step=each.step, batches=1, frames=1, losses=each.value)
 
 
 def _curve_of_epochs(events: Sequence[Event]) -> list[CurvePoint]:

@@ -1,6 +1,5 @@
 """Looks after a running experiment from another terminal: `starling status` shows it, `starling join` adds learners."""
 
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -81,7 +80,7 @@ def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
             rank=record.rank,
             state=state_of(record, roster),
             num_steps=record.num_steps,
-            loss=record.loss if record.loss is not None and math.isfinite(record.loss) else None,
+            loss=record.loss,
             heard=None if record.attempt.heard_at is None else now - record.attempt.heard_at,
             log=f"log/learner-{record.learner_id}.log",
             node=record.process.node,

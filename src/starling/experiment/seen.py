@@ -26,7 +26,7 @@ from statistics import median
 from pydantic import TypeAdapter
 
 from starling.errors import DataError
-from starling.reporting.epochs import Stretch
+from starling.launch.messages import Stretch
 from starling.workload import Position, Ticket
 
 Seconds = float
@@ -182,7 +182,7 @@ def _read_segment(segment: Path) -> Iterator[Stretch]:
             step, batches, examples, frames = map(int, counts)
             summed, spent = loss * frames if frames else 0.0, (computing, for_data, for_peers)
             learner = int(path.stem.removeprefix("times-"))
-            yield Stretch(learner, begin, end, step, batches, examples, frames, summed, 0.0, *spent)
+            yield Stretch(learner, end, end - begin, step, batches, examples, frames, summed, 0.0, *spent)
 
 
 def _read_times(path: Path) -> Iterator[tuple[float, ...]]:

@@ -24,7 +24,9 @@ from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import segments
 from starling.experiment.task import RecipeT, Task
 from starling.experiment.weights import fill
+from starling.launch.messages import NewMembership, Progress
 from starling.launch.process import on_stop_signal, signal_name
+from starling.launch.roster import Roster
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
@@ -118,22 +120,29 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
     checkpoint = load(recipe.resume) if recipe.resume else None
     strategy, learners = recipe.strategy.described, recipe.learners
     start = [checkpoint.start(rank, learners, strategy) for rank in range(learners)] if checkpoint else None
+    roster = Roster(learners)
     with (
         (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
-        Display(title, recipe.learners, console, events) as display,
+        Display(title, roster, console, events) as display,
     ):
         job = task.make_job(recipe, folder)
         stop, segment = _Stop(), segments(folder.seen)[-1]
-        records = (
-            Timeline(segment, recipe.learners, None, lambda path, error: display.say(unusable(path, error))),
-            Seen(segment, HashStore().add, task.max_skipped(recipe, job), display.say),
-        )
+        timeline = Timeline(segment, learners, None, lambda path, error: display.say(unusable(path, error)))
+        seen = Seen(segment, HashStore().add, task.max_skipped(recipe, job), display.say)
+
+        def hear(progress: Progress) -> None:
+            roster.hear(progress.learner_id, progress)
+            display.hear(progress)
 
         def regrouped(membership: Membership, line: str) -> None:
-            display.train_with(membership.members)
+            for joined in {*membership.members} - {*roster.members}:
+                roster.start(joined)
+            roster.announce(NewMembership(membership.number, tuple(membership.members), membership.reason))
+            display.tell_epochs()
             display.say(f"{membership.reason}; {line}")
 
-        with recording(folder, records, learners, log, display.hear) as observers, on_stop_signal(stop.ask):
+        recorded = recording(folder, seen, timeline, learners, log, hear)
+        with recorded as observers, on_stop_signal(stop.ask):
             outcome = VirtualEngine(
                 job,
                 learners,
@@ -141,7 +150,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
                 Together([*observers, stop]),
                 start,
                 survives_losses=recipe.on_loss != "stop",
-                changes=Regrouping(folder, records, regrouped),
+                changes=Regrouping(folder, (timeline, seen), regrouped),
             ).run()
         for loss in outcome.losses:
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")

@@ -11,8 +11,10 @@ The liveness protocol: a learner sends a `Heartbeat` every `HEARTBEAT_EVERY` sec
 and from the end of its process.
 """
 
+import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, Literal, TypeVar
@@ -119,71 +121,92 @@ class Ended(LearnerMessage, kind="ended"):
     num_steps: int
 
 
-@dataclass(frozen=True)
-class Snapshot(LearnerMessage, kind="snapshot"):
-    """One learner's progress since its previous snapshot."""
+@dataclass
+class Stretch:
+    """What one learner did for some time; or several learners or stretches together, whose numbers are sums.
 
-    learner_id: int
-    world: int
-    epoch: int
-    batch: int
-    """The index in the epoch, from 0, of the mini-batch that was computed last; all learners share the numbering."""
-    num_batches: int
-    """Mini-batches in the epoch."""
-    step: int
-    """The index in the run of the same mini-batch, from 0."""
-    loss: float
-    """Mean training loss per frame since the previous snapshot."""
-    num_frames: int
-    """Frames since the previous snapshot."""
-    running_loss: float
-    """Mean training loss per frame in the epoch so far."""
-    learning_rate: float
-    audio_rate: float
-    """Seconds of audio trained on per second of the engine's clock; 0 when no time has passed."""
-    fraction: float
-    """The spent fraction of the budget."""
-    minutes: float
-    """Time since the start of the run, on the engine's clock."""
-    num_examples: int = 0
-    """Examples since the previous snapshot."""
+    A loss that is not finite is excluded, and counted elsewhere. `end` is the time of training since the beginning of
+    the run.
+    """
+
+    learner: int = -1
+    end: Seconds = 0.0
+    seconds: Seconds = 0.0
+    """How long it took."""
+    step: int = -1
+    """The index in the run of the last mini-batch, from 0; all learners share the numbering."""
+    batches: int = 0
+    examples: int = 0
+    frames: int = 0
+    losses: float = 0.0
+    """Losses times frames."""
+    audio: Seconds = 0.0
     computing: Seconds = 0.0
-    """Time spent on gradients and steps in the epoch so far; the next two likewise."""
+    """Time spent on gradients and steps."""
     waiting_for_data: Seconds = 0.0
     waiting_for_peers: Seconds = 0.0
+    rounds: int = 0
+    """Averaging rounds; this and the next three are counted when an epoch ends."""
+    bytes_sent: int = 0
+    """Bytes sent to other learners."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Number of gradients by staleness."""
+    num_not_finite: int = 0
+    """Gradients that were skipped because they were not finite."""
+
+    def add(self, other: "Stretch") -> None:
+        """Make this one of both."""
+        own, more = vars(self), vars(other)
+        for name in _SUMMED:
+            own[name] = own[name] + more[name]  # not in place, because copies share the counter
+        self.learner, self.end, self.step = other.learner, max(self.end, other.end), max(self.step, other.step)
+
+    def since(self, before: "Stretch") -> "Stretch":
+        """What has been added since this one was `before`."""
+        more: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _SUMMED}
+        return Stretch(self.learner, self.end, step=self.step, **more)
+
+    @property
+    def begin(self) -> Seconds:
+        """When it began, if it is of one learner."""
+        return self.end - self.seconds
+
+    @property
+    def loss(self) -> float:
+        """The mean loss per frame; NaN without frames."""
+        return self.losses / self.frames if self.frames else math.nan
+
+    @property
+    def audio_rate(self) -> float:
+        """Seconds of audio trained on per second; 0 when no time has passed."""
+        return self.audio / self.seconds if self.seconds > 0.0 else 0.0
+
+
+_SUMMED = tuple(each.name for each in fields(Stretch) if each.name not in ("learner", "end", "step"))
 
 
 @dataclass(frozen=True)
-class EpochEnd(LearnerMessage, kind="epoch"):
-    """One learner's statistics of an epoch."""
+class Progress(LearnerMessage, kind="progress"):
+    """What a learner has done; sent from time to time, and whenever it has ended an epoch."""
 
     learner_id: int
-    world: int
-    epoch: int
-    num_steps: int
-    seconds: Seconds
-    computing: Seconds
-    waiting_for_data: Seconds
-    waiting_for_peers: Seconds
-    step: int = 0
-    """Mini-batches of all learners from the start of the run to the end of the epoch."""
-    num_rounds: int = 0
-    """Averaging rounds in the epoch."""
-    bytes_sent: int = 0
-    """Bytes sent to other learners."""
-    staleness: tuple[int, ...] = ()
-    """How many gradients had a staleness of 0, 1, 2, …; the last entry includes all larger values."""
-    mean_staleness: float = 0.0
-    largest_staleness: int = 0
+    new: Stretch
+    """What it has done since its previous progress; without frames if only time has passed."""
+    so_far: Stretch
+    """What it has done in the epoch."""
+    epoch: int = 0
+    batch: int = -1
+    """The index in the epoch, from 0, of the mini-batch that was computed last; all learners share the numbering."""
+    num_batches: int = 0
+    """Mini-batches in the epoch."""
+    learning_rate: float | None = None
+    """The learning rate of the last gradient; None before the first."""
+    fraction: float = 0.0
+    """The spent fraction of the budget."""
+    ended_at: int | None = None
+    """Mini-batches of all learners from the start of the run to the end of the epoch; None while it is under way."""
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the epoch's end; None if unknown."""
-    num_not_finite: int = 0
-    """Gradients that were skipped because they were not finite."""
-    loss: float | None = None
-    """Mean training loss per frame of this learner; None without frames."""
-    num_frames: int = 0
-    learning_rate: float | None = None
-    """The learning rate of the last gradient."""
 
 
 @dataclass(frozen=True)

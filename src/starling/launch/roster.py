@@ -15,10 +15,9 @@ A ready or training learner that has sent nothing for `SILENT_AFTER` seconds is 
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, get_args
 
 from starling import errors
 from starling.engines.processes.stalls import Stall
@@ -29,21 +28,19 @@ from starling.launch.messages import (
     CanStop,
     Ended,
     Entered,
-    EpochEnd,
     Failed,
     Heartbeat,
     LearnerMessage,
     NewMembership,
+    Progress,
     Ready,
     Saved,
-    Snapshot,
+    Stretch,
 )
 from starling.launch.process import LearnerProcess, signal_name
 from starling.timeouts import SILENT_AFTER
 
 Seconds = float
-What = Literal["computing", "waiting_for_data", "waiting_for_peers"]
-_WHAT: tuple[What, ...] = get_args(What)
 
 
 class LearnerState(Enum):
@@ -105,42 +102,25 @@ class LearnerRecord:
     """Mini-batches that all its processes have computed."""
     num_joins: int = 0
     """How many of its processes have joined the run after the start."""
-    newest: Snapshot | None = None
-    num_examples: int = 0
-    """Examples in all its snapshots."""
-    num_frames: int = 0
-    epochs: list[EpochEnd] = field(default_factory=list)
-    """The epochs that it has reported."""
-    cut_short: list[Snapshot] = field(default_factory=list)
-    """The last snapshots of epochs that it began again, in another process or membership."""
+    newest: Progress | None = None
+    """Its last progress with gradients."""
+    done: Stretch = field(default_factory=Stretch)
+    """What all its processes have done, as far as they have reported."""
+    epochs: list[Progress] = field(default_factory=list)
+    """The ends of epochs that it has reported."""
 
     @property
     def loss(self) -> float | None:
-        """The training loss of its last snapshot."""
-        return None if self.newest is None else self.newest.loss
+        """The training loss of its last progress."""
+        return None if self.newest is None else self.newest.new.loss
 
-    def spent(self, what: What) -> Seconds:
-        """How long all its processes together have done this, as far as they have reported."""
-        seconds: Iterable[Seconds] = (getattr(each, what) for each in (*self.epochs, *self.cut_short, *self._under_way))
-        return sum(seconds)
-
-    def report(self, message: Snapshot | EpochEnd) -> None:
+    def report(self, progress: Progress) -> None:
         """Note its progress."""
-        self.cut_short += [
-            each for each in self._under_way if any(getattr(message, what) < getattr(each, what) for what in _WHAT)
-        ]
-        if isinstance(message, EpochEnd):
-            self.epochs.append(message)
-            return
-        self.newest = message
-        self.num_examples += message.num_examples
-        self.num_frames += message.num_frames
-
-    @property
-    def _under_way(self) -> list[Snapshot]:
-        """Its last snapshot, unless the statistics of the epoch have come."""
-        ended = self.epochs[-1].epoch if self.epochs else -1
-        return [] if self.newest is None or self.newest.epoch <= ended else [self.newest]
+        self.done.add(progress.new)
+        if progress.new.frames:
+            self.newest = progress
+        if progress.ended_at is not None:
+            self.epochs.append(progress)
 
     @property
     def has_failed(self) -> bool:
@@ -268,11 +248,11 @@ class Roster:
                         record.state = LearnerState.TRAINING  # an unwatched learner reports no membership
                     attempt.wait = message.stall
                     attempt.wait_began_at = now - message.stall.seconds if message.stall else 0.0
-                case Snapshot():
-                    attempt.does(f"computing batch {message.batch + 1} of epoch {message.epoch + 1}", now)
-                    record.report(message)
-                case EpochEnd():
-                    attempt.does(f"saving after epoch {message.epoch + 1}", now)
+                case Progress():
+                    epoch = message.epoch + 1
+                    is_under_way = message.ended_at is None
+                    place = f"batch {message.batch + 1} of epoch {epoch}"
+                    attempt.does(f"computing {place}" if is_under_way else f"saving after epoch {epoch}", now)
                     record.report(message)
                 case Activity() if message.doing:
                     attempt.does(message.doing, now)

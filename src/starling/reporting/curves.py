@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from starling.launch.messages import EpochEnd, Snapshot
-from starling.reporting.lines import rounds_per_gradient, share
+from starling.launch.messages import Progress
+from starling.reporting.epochs import by_staleness
+from starling.reporting.lines import mean_staleness, share
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -22,29 +23,30 @@ class Curves:
         self._folder = folder
         self._writers: dict[str, SummaryWriter] = {}
 
-    def __call__(self, message: Snapshot | EpochEnd) -> None:
-        """Add loss, learning rate and throughput; or an epoch's time and averaging statistics by epoch (counted from
-        1), and the consensus distance, if known, by step."""
-        name = f"learner-{message.learner_id}"
-        if isinstance(message, Snapshot):
+    def __call__(self, progress: Progress) -> None:
+        """Add loss, learning rate and throughput; and at the end of an epoch, its time and averaging statistics by
+        epoch (counted from 1), and the consensus distance, if known, by step."""
+        name, new, work = f"learner-{progress.learner_id}", progress.new, progress.so_far
+        if new.frames and progress.learning_rate is not None:
             values = {
-                "train/loss": message.loss,
-                "train/running_loss": message.running_loss,
-                "train/learning_rate": message.learning_rate,
-                "train/audio_seconds_per_second": message.audio_rate,
+                "train/loss": new.loss,
+                "train/running_loss": work.loss,
+                "train/learning_rate": progress.learning_rate,
+                "train/audio_seconds_per_second": new.audio_rate,
             }
-            self.add(name, values, message.step)
+            self.add(name, values, new.step)
+        if progress.ended_at is None:
             return
         values = {
-            "time/computing": share(message, "computing"),
-            "time/waiting_for_data": share(message, "waiting_for_data"),
-            "time/waiting_for_peers": share(message, "waiting_for_peers"),
-            "averaging/rounds_per_gradient": rounds_per_gradient(message),
-            "averaging/megabytes_sent": message.bytes_sent / 1e6,
-            "averaging/mean_staleness": message.mean_staleness,
+            "time/computing": share(work, "computing"),
+            "time/waiting_for_data": share(work, "waiting_for_data"),
+            "time/waiting_for_peers": share(work, "waiting_for_peers"),
+            "averaging/rounds_per_gradient": work.rounds / work.batches if work.batches else 0.0,
+            "averaging/megabytes_sent": work.bytes_sent / 1e6,
+            "averaging/mean_staleness": mean_staleness(work.staleness),
         }
-        self.add(name, values, message.epoch + 1)
-        if any(counts := message.staleness) and (writer := self._writer(name)) is not None:
+        self.add(name, values, progress.epoch + 1)
+        if any(counts := by_staleness(work.staleness)) and (writer := self._writer(name)) is not None:
             present = [value for value, count in enumerate(counts) if count]
             writer.add_histogram_raw(
                 "averaging/staleness",
@@ -55,10 +57,10 @@ class Curves:
                 sum_squares=sum(value * value * count for value, count in enumerate(counts)),
                 bucket_limits=[value + 0.5 for value in range(len(counts))],  # each of width 1, around an integer
                 bucket_counts=list(counts),
-                global_step=message.epoch + 1,
+                global_step=progress.epoch + 1,
             )
-        if message.consensus_distance is not None:
-            self.add(name, {"consensus/distance": message.consensus_distance}, message.step)
+        if progress.consensus_distance is not None:
+            self.add(name, {"consensus/distance": progress.consensus_distance}, progress.ended_at)
 
     def add(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to each of the curves in the folder `name`."""

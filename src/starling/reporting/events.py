@@ -33,7 +33,7 @@ class Events:
     def __init__(self, path: Path, warn: Warn, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self.warn = once(warn)
-        """Also of other files that a run writes beside this one."""
+        """Warns that this file, or another one that the run writes beside it, cannot be used."""
         self._clock = clock
         self._lock = threading.Lock()
         self._descriptor: int | None = None

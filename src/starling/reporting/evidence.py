@@ -1,10 +1,10 @@
-"""What the folders of experiments tell, as the report page shows it."""
+"""The contents of experiments' folders, as the report page shows them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -12,14 +12,15 @@ from typing import Literal, TypeGuard
 
 import numpy as np
 
-from starling.reporting.epochs import Stretch, merged
+from starling.launch.messages import Stretch
+from starling.reporting.epochs import SPENT, merged
 from starling.reporting.events import Event
 
 Seconds = float
 Section = Literal["training", "validation", "timeline", "staleness", "consensus", "scores", "audio", "events"]
 """A part of the page that some experiments have no data for."""
 MAX_EVENTS = 200
-"""Of one experiment's table of events: the first and the last ones."""
+"""The most events in the table of one experiment: the first and the last ones are shown."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,15 @@ class CurvePoint:
     """The training loss at one moment."""
 
     seconds: Seconds | None
-    """Of training; None where that is not recorded."""
+    """The time of training; None if it was not recorded."""
     step: int
     """Mini-batches of all learners so far."""
     examples: int | None
     """Utterances, or other examples, of all learners so far; None where that is not recorded."""
     loss: float
-    """A mean."""
+    """The mean loss per frame since the previous point."""
     low: float | None = None
-    """With `high`: the lowest and the highest of several runs; None for one run."""
+    """The lowest loss of several runs, as `high` is the highest; None for one run."""
     high: float | None = None
 
 
@@ -47,7 +48,7 @@ class Utterance:
     name: str
     errors: int
     words: int
-    """In the reference."""
+    """The number of words in the reference."""
     alignment: tuple[tuple[str, str], ...]
     """Pairs of a word of the reference and one of the hypothesis; empty for no word."""
     audio: str | None = None
@@ -74,7 +75,7 @@ class ScoredSet:
     confusions: tuple[tuple[str, str, int], ...]
     """The most frequent errors: the word of the reference and what was recognised, empty for none, and how often."""
     num_confusions: int
-    """Of how many kinds."""
+    """The number of different errors, of which `confusions` holds the most frequent ones."""
 
 
 @dataclass(frozen=True)
@@ -120,17 +121,23 @@ class Evidence:
 
     @property
     def commands(self) -> list[str]:
-        """With which the run was started, as far as it recorded them."""
+        """The commands that started the run, as far as it recorded them."""
         return list(dict.fromkeys(str(each["command"]) for each in self.events if each.get("command")))
 
     @cached_property
     def whole(self) -> Stretch:
-        """The run of all learners as one stretch."""
-        return merged(self.stretches)
+        """The run of all learners as one stretch, which lasts from the first beginning to the last end."""
+        whole = merged(self.stretches)
+        return replace(whole, seconds=whole.end - min((each.begin for each in self.stretches), default=0.0))
+
+    def share(self, what: Literal["computing", "waiting_for_data", "waiting_for_peers"]) -> float | None:
+        """A kind of the learners' time, in per cent of what is recorded of it."""
+        recorded = sum(getattr(self.whole, each) for each in SPENT)
+        return 100.0 * float(getattr(self.whole, what)) / recorded if recorded > 0.0 else None
 
     @property
     def num_batches(self) -> int:
-        """Of all learners."""
+        """The number of mini-batches that all learners computed."""
         return self.whole.batches or max((each.step for each in self.curve), default=0)
 
     @property
@@ -140,23 +147,22 @@ class Evidence:
 
     @property
     def validations(self) -> list[tuple[float, float]]:
-        """After how many epochs a model had which word error rate on the valid set, in per cent. Inside an epoch, by
-        the share of it that was done."""
-        epochs = {each["step"]: each for each in newest(self.events, "epoch")}
-        ends = [(step, float(each["epoch"])) for step, each in epochs.items() if is_number(each.get("epoch"))]
+        """The number of epochs after which a model was scored, with its word error rate on the valid set in per cent.
+        Inside an epoch, it is a fraction."""
+        ends = ((each["step"], each["epoch"]) for each in newest(self.events, "epoch") if is_number(each.get("epoch")))
         steps, numbers = zip((0.0, 0.0), *ends, strict=True)
         found = []
         for each in newest(self.events, "validation"):
             done: object = each.get("epochs")
-            if not is_number(done):
-                done = float(np.interp(each["step"], steps, numbers)) if ends and each["step"] <= steps[-1] else None
+            if done is None and each["step"] <= steps[-1]:
+                done = np.interp(each["step"], steps, numbers)
             if is_number(done) and is_number(each.get("wer")):
                 found.append((float(done), float(each["wer"])))
         return found
 
     @property
     def staleness(self) -> list[int]:
-        """How many gradients had a staleness of 0, 1, 2, …; the last place counts all beyond it, too."""
+        """The number of gradients with a staleness of 0, 1, 2, …; the last number may count all larger ones, too."""
         given = [each.get("staleness") for each in newest(self.events, "epoch")]
         counts = [each for each in given if isinstance(each, list) and all(isinstance(count, int) for count in each)]
         return [sum(each) for each in zip_longest(*counts, fillvalue=0)]
@@ -177,7 +183,7 @@ class Evidence:
 
     @property
     def happenings(self) -> list[Happening]:
-        """What is in no figure, in words."""
+        """The events that are in no figure, in words."""
         began = next((each["time"] for each in self.events if is_number(each.get("time"))), 0.0)
         told = []
         for event in self.events:

@@ -3,13 +3,13 @@
 A scrape reads the roster; learners send nothing for it.
 """
 
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from starling.errors import ConfigError
 from starling.launch.roster import LearnerRecord, Roster
-from starling.reporting.epochs import together
 
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 _Sample = tuple[bool, str, str, Mapping[str, object], float | None]
@@ -33,11 +33,14 @@ class Metrics:
         with self._roster.lock:
             records = sorted(self._roster.learners.values(), key=lambda each: each.learner_id)
             for record in records:
-                every = together(record.epochs)
-                counts, total = every.staleness, sum(every.staleness)
-                buckets = [(str(float(most)), sum(counts[: most + 1])) for most in STALENESS_BUCKETS]
-                of_all = every.mean_staleness * total
-                staleness.add_metric([str(record.learner_id)], [*buckets, ("+Inf", total)], of_all)
+                counts = record.done.staleness
+                most_of = {str(float(most)): most for most in STALENESS_BUCKETS} | {"+Inf": math.inf}
+                buckets = [
+                    (name, sum(count for value, count in counts.items() if value <= most))
+                    for name, most in most_of.items()
+                ]
+                total = sum(value * count for value, count in counts.items())
+                staleness.add_metric([str(record.learner_id)], buckets, total)
             samples = [*_of_run(self._roster, records)]
             samples += [sample for record in records for sample in _of_learner(self._roster, record)]
         for is_counter, name, text, labels, value in samples:
@@ -61,25 +64,25 @@ def _of_run(roster: Roster, records: Sequence[LearnerRecord]) -> Iterator[_Sampl
 
 
 def _of_learner(roster: Roster, record: LearnerRecord) -> Iterator[_Sample]:
-    own, every, newest, attempt = {"learner": record.learner_id}, together(record.epochs), record.newest, record.attempt
+    own, done, newest, attempt = {"learner": record.learner_id}, record.done, record.newest, record.attempt
     waited = roster.clock() - attempt.wait_began_at if attempt.wait else 0.0
-    rate, audio_rate = (newest.learning_rate, newest.audio_rate) if newest is not None else (None, None)
+    rate, audio_rate = (newest.learning_rate, newest.new.audio_rate) if newest is not None else (None, None)
     yield True, "steps", "Mini-batches computed.", own, record.num_steps
-    yield True, "samples", "Examples computed.", own, record.num_examples
-    yield True, "frames", "Frames computed.", own, record.num_frames
+    yield True, "samples", "Examples computed.", own, done.examples
+    yield True, "frames", "Frames computed.", own, done.frames
     yield False, "loss", "Training loss per frame, of the last report.", own, record.loss
     yield False, "learning_rate", "The learning rate of the last report.", own, rate
     text = "Seconds of audio trained on per second, in the last report."
     yield False, "audio_seconds_per_second", text, own, audio_rate
     yield False, "silence_seconds", "The time since the last message.", own, roster.since_heard(record)
     yield False, "wait_seconds", "How long the present wait has lasted; waits below 1 s count as 0.", own, waited
-    yield True, "computing_seconds", "Time spent on gradients and steps.", own, record.spent("computing")
-    for what, seconds in (("data", record.spent("waiting_for_data")), ("peers", record.spent("waiting_for_peers"))):
+    yield True, "computing_seconds", "Time spent on gradients and steps.", own, done.computing
+    for what, seconds in (("data", done.waiting_for_data), ("peers", done.waiting_for_peers)):
         yield True, "waiting_seconds", "Time spent waiting, by what for.", {**own, "what": what}, seconds
-    yield True, "rounds", "Averaging rounds, up to the last epoch.", own, every.num_rounds
-    yield True, "sent_bytes", "Bytes sent to other learners, up to the last epoch.", own, every.bytes_sent
+    yield True, "rounds", "Averaging rounds, up to the last epoch.", own, done.rounds
+    yield True, "sent_bytes", "Bytes sent to other learners, up to the last epoch.", own, done.bytes_sent
     text = "Gradients left out because they were not finite, up to the last epoch."
-    yield True, "gradients_not_finite", text, own, every.num_not_finite
+    yield True, "gradients_not_finite", text, own, done.num_not_finite
 
 
 @contextmanager

@@ -20,17 +20,18 @@ from numpy.typing import NDArray
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from starling.reporting.epochs import SPENT, Stretch, merged
+from starling.launch.messages import Stretch
+from starling.reporting.epochs import SPENT, merged
 from starling.reporting.evidence import CurvePoint, Evidence, Seconds
 from starling.reporting.lines import duration
 
 _TEMPLATE = Path(__file__).parent / "page.html.jinja"
 COLOURS = ("#3b82c4", "#e07b39", "#3a9d5d", "#b05cc6", "#c9a227", "#d1495b", "#5aa9a5", "#8d6e63")
-"""Of experiments; readable on white and on black."""
+"""The colours of experiments, readable on white and on black."""
 COLOURS_OF_TIME = ("#3a9d5d", "#e0a539", "#d1495b")
-"""Of the kinds of a learner's time."""
+"""The colours of computing, waiting for data, and waiting for peers."""
 MAX_STRETCHES = 3000
-"""In all timelines of a page together; each adds about 100 bytes to the page."""
+"""The most stretches in all timelines of a page together; each adds about 100 bytes to the page."""
 MAX_ROWS = 64
 """Learners in one timeline."""
 _WINDOW = 20

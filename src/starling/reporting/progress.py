@@ -3,17 +3,19 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as ProgressBars
 from rich.table import Table
 
-from starling.launch.messages import EpochEnd, LearnerMessage, Said, Saved, Snapshot
-from starling.reporting.epochs import EpochCollector, Score
+from starling.launch.messages import LearnerMessage, Progress, Said, Saved
+from starling.launch.roster import Roster
+from starling.reporting.epochs import Score, ended_epochs, merged
 from starling.reporting.events import Events
 from starling.reporting.lines import Advice, duration, share, time_left
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
@@ -27,24 +29,23 @@ MAX_ROWS = 16
 class Display:
     """Displays a run on the screen, and writes everything to `events` too; a context manager.
 
-    Its methods may be called from any thread. `clock` returns seconds.
+    It shows what `roster` knows, which hears everything first. Its methods may be called from any thread; `clock`
+    returns seconds.
     """
 
     def __init__(
-        self, title: str, world: int, console: Console, events: Events, clock: Callable[[], float] = time.monotonic
+        self, title: str, roster: Roster, console: Console, events: Events, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.away: set[int] = set()
-        """Learners that were lost and have not joined again."""
         self._title = title
-        self._members: Collection[int] = range(world)
+        self._roster = roster
         self._console = console
         self._print = say_on(console)
         self._events = events
         self._clock = clock
         self._lock = threading.RLock()
-        self._snapshots: dict[int, Snapshot] = {}
-        self._epochs = EpochCollector()
-        self._advice = Advice()
+        self._last_epoch = -1
+        """The last epoch that was told."""
+        self._advice = Advice(roster.world)
         self._score: Score | None = None
         """The newest score if it has not been printed yet."""
         self._score_at = 0.0
@@ -65,7 +66,7 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self._lock:
-            self._tell_epochs(is_over=True)
+            self.tell_epochs(is_over=True)
             self._tell_score()
             if self._live is not None:
                 self._live.update(self._table(ended=kind is None))
@@ -78,18 +79,11 @@ class Display:
         about all learners, and always the final one."""
         with self._lock:
             match message:
-                case Snapshot():
-                    self._snapshots[message.learner_id] = message
-                    if self._live is not None:
-                        if self._clock() - self._drawn_at >= DRAW_EVERY:  # a table takes a millisecond
-                            self._drawn_at = self._clock()
-                            self._live.update(self._table())
-                    elif self._clock() - self._told_at >= SCREEN_EVERY:
-                        self._print(self._progress_line())
-                        self._has_told()
-                case EpochEnd():
-                    self._epochs.add(message)
-                    self._tell_epochs()
+                case Progress():
+                    if message.new.frames:
+                        self._show_progress()
+                    if message.ended_at is not None:
+                        self.tell_epochs()
                 case Said():
                     self.say(message.line)
                 case Saved():
@@ -100,25 +94,28 @@ class Display:
                         apart = f", consensus distance {distance:.3g}" if distance is not None else ""
                         self._print(f"saved {folder}{apart}")
 
-    def train_with(self, members: Collection[int]) -> None:
-        """Set the members of the new membership."""
+    def tell_epochs(self, is_over: bool = False) -> None:
+        """Report the epochs that have ended, with advice. Another membership may have ended some."""
         with self._lock:
-            self._members = members
-            self._tell_epochs()
+            for summary in ended_epochs(self._roster, self._last_epoch, is_over):
+                self._last_epoch = summary.epoch
+                self._tell(summary.line(self._score), "epoch", **summary.fields())
+                self._score = None
+                self._has_told()
+                for end in sorted(summary.ends, key=lambda each: share(each.so_far, "computing")):
+                    if line := self._advice.line(end):
+                        self._tell(line, "advice", text=line)
 
     def lost(self, learner_id: int, reason: str) -> None:
-        """Report a lost learner, and remove its row."""
-        with self._lock:
-            self._tell(f"{reason}; the others continue without it", "loss", learner=learner_id, reason=reason)
-            self.away.add(learner_id)
-            self._snapshots.pop(learner_id, None)
+        """Report a lost learner."""
+        self._tell(f"{reason}; the others continue without it", "loss", learner=learner_id, reason=reason)
+        self.tell_epochs()
 
     def joined(self, learner_id: int, num_learners: int) -> None:
         """Report a learner that has joined."""
-        with self._lock:
-            line = f"learner {learner_id} has joined; {num_learners} learners train now"
-            self._tell(line, "join", learner=learner_id, num_learners=num_learners)
-            self.away.discard(learner_id)
+        line = f"learner {learner_id} has joined; {num_learners} learners train now"
+        self._tell(line, "join", learner=learner_id, num_learners=num_learners)
+        self.tell_epochs()
 
     def left_out(self, learner_id: int, reason: str) -> None:
         """Report a joiner that was started but did not join."""
@@ -142,14 +139,14 @@ class Display:
         """Print a line above the table."""
         self._tell(line, "message", text=line)
 
-    def _tell_epochs(self, is_over: bool = False) -> None:
-        for summary in self._epochs.complete(None if is_over else self._members):
-            self._tell(summary.line(self._score), "epoch", **summary.fields())
-            self._score = None
+    def _show_progress(self) -> None:
+        if self._live is not None:
+            if self._clock() - self._drawn_at >= DRAW_EVERY:  # a table takes a millisecond
+                self._drawn_at = self._clock()
+                self._live.update(self._table())
+        elif self._clock() - self._told_at >= SCREEN_EVERY and (shown := self._shown()):
+            self._print(_line(shown))
             self._has_told()
-            for end in sorted(summary.ends, key=lambda each: share(each, "computing")):
-                if line := self._advice.line(end):
-                    self._tell(line, "advice", text=line)
 
     def _tell_score(self) -> None:
         if self._score is not None:
@@ -164,35 +161,29 @@ class Display:
         self._events.write(kind, **fields)
         self._print(line)
 
-    def _progress_line(self) -> str:
-        newest = max(self._snapshots.values(), key=lambda each: each.fraction)
-        frames = sum(each.num_frames for each in self._snapshots.values())
-        loss = sum(each.loss * each.num_frames for each in self._snapshots.values()) / max(1, frames)
-        return (
-            f"epoch {newest.epoch + 1}, batch {newest.batch + 1}/{newest.num_batches}: loss {loss:.4f}, "
-            f"lr {newest.learning_rate:.3g}{self._speed()}, {100 * newest.fraction:.0f} % done"
-            f"{f', {left} left' if (left := time_left(newest)) else ''}"
-        )
-
-    def _speed(self) -> str:
-        total = sum(each.audio_rate for each in self._snapshots.values())
-        return f", {total:.0f} s of audio per s" if total > 0.0 else ""
+    def _shown(self) -> list[Progress]:
+        """The newest progress of each member."""
+        return [each.newest for each in self._roster.learners.values() if each.newest and each.rank is not None]
 
     def _table(self, ended: bool = False) -> Table:
-        newest = max(self._snapshots.values(), key=lambda each: each.fraction, default=None)
+        shown = self._shown()
+        newest = max(shown, key=lambda each: each.fraction, default=None)
         if newest is None:
             done = "starting"
         elif ended:
-            done = f"ended after {duration(60.0 * newest.minutes)}"
+            done = f"ended after {duration(newest.new.end)}"
         else:
             done = f"{100 * newest.fraction:.0f} %, {time_left(newest) or '?'} left"
-        table = Table(title=f"{self._title}: {done}{self._speed()}", title_justify="left")
+        table = Table(title=f"{self._title}: {done}{_speed(shown)}", title_justify="left")
         for name in ("learner", "epoch", "batch", "loss", "running", "lr", "audio s/s"):
             table.add_column(name, justify="right")
-        known = sorted({*self._members, *self._snapshots, *self.away})
-        for learner_id in known[:MAX_ROWS]:
-            snapshot, otherwise = self._snapshots.get(learner_id), "lost" if learner_id in self.away else "starting"
-            table.add_row(str(learner_id), *([otherwise] if snapshot is None else _cells(snapshot)))
+        known = [each for _, each in sorted(self._roster.learners.items()) if each.newest or each.rank is not None]
+        for each in known[:MAX_ROWS]:
+            if each.rank is None:
+                cells = [each.state.value]
+            else:
+                cells = ["starting"] if each.newest is None else _cells(each.newest)
+            table.add_row(str(each.learner_id), *cells)
         if len(known) > MAX_ROWS:
             table.add_row("…", f"{len(known)} learners")
         return table
@@ -203,18 +194,34 @@ def say_on(console: Console) -> Say:
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(snapshot: Snapshot) -> list[str]:
+def _line(shown: Sequence[Progress]) -> str:
+    """The progress of several learners in one line."""
+    newest, loss = max(shown, key=lambda each: each.fraction), merged(each.new for each in shown).loss
+    return (
+        f"epoch {newest.epoch + 1}, batch {newest.batch + 1}/{newest.num_batches}: loss {loss:.4f}, "
+        f"lr {newest.learning_rate:.3g}{_speed(shown)}, {100 * newest.fraction:.0f} % done"
+        f"{f', {left} left' if (left := time_left(newest)) else ''}"
+    )
+
+
+def _speed(shown: Sequence[Progress]) -> str:
+    total = sum(each.new.audio_rate for each in shown)
+    return f", {total:.0f} s of audio per s" if total > 0.0 else ""
+
+
+def _cells(progress: Progress) -> list[str]:
+    audio_rate = progress.new.audio_rate
     return [
-        str(snapshot.epoch + 1),
-        f"{snapshot.batch + 1}/{snapshot.num_batches}",
-        f"{snapshot.loss:.4f}",
-        f"{snapshot.running_loss:.4f}",
-        f"{snapshot.learning_rate:.2e}",
-        f"{snapshot.audio_rate:.1f}" if snapshot.audio_rate > 0.0 else "",
+        str(progress.epoch + 1),
+        f"{progress.batch + 1}/{progress.num_batches}",
+        f"{progress.new.loss:.4f}",
+        f"{progress.so_far.loss:.4f}",
+        f"{progress.learning_rate:.2e}",
+        f"{audio_rate:.1f}" if audio_rate > 0.0 else "",
     ]
 
 
-class Bars(Progress):
+class Bars(ProgressBars):
     """Named progress bars on a terminal, and no output elsewhere; a context manager."""
 
     def __init__(self, console: Console) -> None:
