@@ -64,22 +64,22 @@ class Forecast:
     exchanging: float
     """Waiting that only a faster link would end."""
     gigabytes_per_link: float
-    """That a learner sends in an epoch, in units of 10^9 bytes; the mean over learners."""
+    """What a learner sends in an epoch, in units of 10^9 bytes; the mean over learners."""
     megabytes_per_second: float
-    """The same for each second of the run: the load of a learner's link, in units of 10^6 bytes."""
+    """What a learner sends in a second of the run: the load of its link, in units of 10^6 bytes."""
     staleness_mean: float
     staleness_median: int
     staleness_95: int
     """95 % of the gradients are no staler."""
     staleness_max: int
     memory_gigabytes: float | None
-    """Of a learner, as measured; of a rank of an island, as predicted. None where nothing was measured."""
+    """Memory of a learner, as measured, or of a rank of an island, as predicted; None: nothing was measured."""
     cost: float | None
     """Price per device and hour x learners x hours; None without a price."""
     worth: float = 1.0
     """What the recommendation counts a mini-batch, relative to one of `allreduce`."""
     options: str = ""
-    """Of the strategy, where several sets were tried: the best of them."""
+    """The best options of the strategy, where several sets were tried."""
 
     def __str__(self) -> str:
         return f"{self.strategy} ({self.options})" if self.options else self.strategy
@@ -165,7 +165,7 @@ def plan(
         learners: Numbers of learners.
         strategies: Names, or mappings with `name` and options; None: all that run on several machines, but for the
             periodic ones.
-        price: Of one device for an hour, in your currency.
+        price: The price of one device for an hour, in your currency.
         budget: Of the run; None: the job's, or one epoch where there is only a profile.
         stragglers: Slowness to assume; None: the job's, or none.
         crossings: Whether to look for crossing points, which takes most of the time.
@@ -200,8 +200,8 @@ def plan(
     choices = [StrategyChoice.model_validate(each) for each in strategies]
     decisions = [choose(machines, world, choices, own, say) for world in dict.fromkeys(learners)]
     notes += [note for each in decisions for note in each.notes]
-    table = _Table(machines, budget or (own.budget if own else Budget(epochs=1)), price)
-    rows = {each: table.row(each) for decision in decisions for each in decision.best}
+    budget = budget or (own.budget if own else Budget(epochs=1))
+    rows = {each: _row(each, machines, budget, price) for decision in decisions for each in decision.best}
     if not rows:
         raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(notes))
     largest = max((each for each in decisions if each.tried), key=lambda each: each.chosen.learners)
@@ -221,57 +221,42 @@ def usual_strategies(own: str | None) -> list[str]:
     return [name for name in STRATEGIES if name in (own, *planned)]
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Makes rows of a plan from predictions."""
+def _row(found: Prediction, machines: Machines, budget: Budget, price: float | None) -> Forecast:
+    """A prediction as hours, shares of time and cost."""
+    arm, world, seconds, costs = found.arm, found.learners, found.seconds_per_gradient, machines.costs
+    batches_per_epoch, simulated = costs.job.batches_per_epoch, partial(simulate, arm, world)
 
-    machines: Machines
-    budget: Budget
-    price: float | None
+    def hours(seconds_per_gradient: float) -> float:
+        return budget.seconds(batches_per_epoch, seconds_per_gradient) / SECONDS_PER_HOUR
 
-    def row(self, found: Prediction) -> Forecast:
-        """A prediction as hours, shares of time and cost."""
-        arm, world, seconds, costs = found.arm, found.learners, found.seconds_per_gradient, self.machines.costs
-        batches_per_epoch = costs.job.batches_per_epoch
-        at_once = simulate(arm, world, replace(self.machines, at_once=True))
-        exchanging = min(found.waiting, max(0.0, 1.0 - at_once.seconds_per_gradient / seconds))
-        (low, high), hours = self._interval(found), self._hours(seconds)
-        staleness = sorted(found.staleness.elements()) or [0]
-        median, most = np.quantile(staleness, (0.5, 0.95), method="inverted_cdf")
-        return Forecast(
-            strategy=arm.name,
-            learners=world,
-            hours_per_epoch=seconds * batches_per_epoch / SECONDS_PER_HOUR,
-            hours=hours,
-            hours_low=self._hours(low),
-            hours_high=self._hours(high),
-            computing=1.0 - found.waiting,
-            waiting=found.waiting - exchanging,
-            exchanging=exchanging,
-            gigabytes_per_link=found.bytes_sent * batches_per_epoch / world / 1e9,
-            megabytes_per_second=found.bytes_sent / seconds / world / 1e6,
-            staleness_mean=mean_staleness(found.staleness),
-            staleness_median=int(median),
-            staleness_95=int(most),
-            staleness_max=staleness[-1],
-            memory_gigabytes=None if costs.memory_bytes is None else costs.memory_bytes / 1e9,
-            cost=None if self.price is None else self.price * world * hours,
-            worth=found.worth,
-            options=arm.words,
-        )
-
-    def _interval(self, found: Prediction) -> tuple[float, float]:
-        """The fewest and the most seconds for each gradient that seeds, profile and validation leave open."""
-        every, simulated, costs = list(found.seconds), partial(simulate, found.arm, found.learners), self.machines.costs
-        factors = [factor for factor in costs.uncertainty if factor != 1.0]
-        every += [simulated(replace(self.machines, compute=factor)).seconds_per_gradient for factor in factors]
-        error = costs.validation.error if costs.validation else 0.0
-        return min(every) / (1.0 + error), max(every) / (1.0 - min(error, 0.9))
-
-    def _hours(self, seconds_per_gradient: float) -> float:
-        """Hours of the whole run."""
-        batches_per_epoch = self.machines.costs.job.batches_per_epoch
-        return self.budget.seconds(batches_per_epoch, seconds_per_gradient) / SECONDS_PER_HOUR
+    at_once = simulated(replace(machines, at_once=True)).seconds_per_gradient
+    exchanging = min(found.waiting, max(0.0, 1.0 - at_once / seconds))
+    others = [replace(machines, compute=factor) for factor in costs.uncertainty if factor != 1.0]
+    every = [*found.seconds, *(simulated(each).seconds_per_gradient for each in others)]
+    error = costs.validation.error if costs.validation else 0.0
+    staleness = sorted(found.staleness.elements()) or [0]
+    median, most = np.quantile(staleness, (0.5, 0.95), method="inverted_cdf")
+    return Forecast(
+        strategy=arm.name,
+        learners=world,
+        hours_per_epoch=seconds * batches_per_epoch / SECONDS_PER_HOUR,
+        hours=hours(seconds),
+        hours_low=hours(min(every) / (1.0 + error)),
+        hours_high=hours(max(every) / (1.0 - min(error, 0.9))),
+        computing=1.0 - found.waiting,
+        waiting=found.waiting - exchanging,
+        exchanging=exchanging,
+        gigabytes_per_link=found.bytes_sent * batches_per_epoch / world / 1e9,
+        megabytes_per_second=found.bytes_sent / seconds / world / 1e6,
+        staleness_mean=mean_staleness(found.staleness),
+        staleness_median=int(median),
+        staleness_95=int(most),
+        staleness_max=staleness[-1],
+        memory_gigabytes=None if costs.memory_bytes is None else costs.memory_bytes / 1e9,
+        cost=None if price is None else price * world * hours(seconds),
+        worth=found.worth,
+        options=arm.words,
+    )
 
 
 def _crossings(machines: Machines, decision: Decision, say: Say) -> Iterator[Crossing]:
