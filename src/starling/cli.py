@@ -118,7 +118,7 @@ def plan(
     cluster: Annotated[Path | None, typer.Option("--cluster", help="A YAML file with the keys of `cluster`.")] = None,
     learners: Annotated[str | None, typer.Option("--learners", help="Numbers of learners, such as 4,16,64.")] = None,
     strategies: Annotated[str | None, typer.Option("--strategies", help="Names, such as allreduce,adpsgd.")] = None,
-    price: Annotated[float | None, typer.Option("--price", help="Of one device for an hour.")] = None,
+    price: Annotated[float | None, typer.Option("--price", help="Price of one device for an hour.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say what the columns mean and what is assumed.")] = False,
     output: Annotated[Path | None, typer.Option("--output", help="A CSV file for the table.")] = None,
     published: Annotated[bool, typer.Option("--published", help="Print published hours beside predictions.")] = False,

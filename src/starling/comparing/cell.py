@@ -161,5 +161,5 @@ _SPENT = ("computing", "waiting_for_data", "waiting_for_peers")
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it waited for."""
+    """Processor time of this process and of those that it waited for."""
     return sum(os.times()[:4])

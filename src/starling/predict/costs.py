@@ -31,7 +31,7 @@ class JobFacts(Config):
     trains: str
     """What it trains, for people."""
     model_bytes: int = Field(ge=1)
-    """Of the weights that learners exchange."""
+    """The size of the weights that learners exchange."""
     batches_per_epoch: int = Field(ge=1)
     flops_per_gradient: float | None = Field(default=None, gt=0.0)
     """Floating-point operations of forward and backward of one mini-batch; only presets need them."""
@@ -139,9 +139,9 @@ class Preset(Config):
     """The share of `peak_flops` that a gradient reaches."""
     devices_per_node: int = Field(ge=1)
     inside: LinkModel
-    """Between two devices of a node."""
+    """The link between two devices of a node."""
     uplink: LinkModel
-    """Of a node, shared by its devices."""
+    """The link of a node to others, shared by its devices."""
     memory_bandwidth: float = Field(gt=0.0)
     memory_bytes: int = Field(ge=0)
     validation: Validation | None = None
@@ -192,12 +192,12 @@ class Costs(Config):
     uncertainty: tuple[float, float] = (1.0, 1.0)
     """The 95 % interval of the mean gradient time, as factors of it."""
     messages: LinkModel
-    """Between learners on different nodes; of a node's uplink where several learners share a node."""
+    """The link between learners on different nodes, or a node's uplink where several learners share a node."""
     means: LinkModel
     gradient_means: LinkModel | None = None
-    """The same for means of gradients; None: as other means have it."""
+    """The link for means of gradients; None: that of other means."""
     inside: LinkModel | None = None
-    """Between learners of one node; None: the same as between nodes."""
+    """The link between learners of one node; None: it is like that between nodes."""
     devices_per_node: int = 1
     measured: MeasuredRun | None = None
     """What the learners of a run measured together. It holds for as many learners, and predictions use it in place of

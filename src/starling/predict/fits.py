@@ -35,8 +35,8 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 HARDLY_ANY = 0.002
 """Standard deviation / mean below which the gradient times of a profile are taken to be constant."""
 STEADY = 0.1
-"""The same for a run, whose few gradients do not show the distribution of small differences; one simulation is enough
-for constant times."""
+"""Standard deviation / mean up to which the few gradient times of a run are taken to be constant, for which one
+simulation is enough."""
 DRAWS_OF_A_ROUND = 1000
 
 

@@ -63,7 +63,7 @@ class Figures(BaseModel):
     """What one learner measured, in seconds."""
 
     gradients: list[Seconds] = []
-    """Each from its claim, loading included."""
+    """The time of each gradient from its claim, loading included."""
     steps: list[Seconds] = []
     """The copy of the weights and the optimizer's step."""
     synchronous: list[Seconds] = []
@@ -210,7 +210,7 @@ class Allowance:
     """How long measuring may take."""
 
     budget: Budget
-    """Of the run."""
+    """The budget of the run."""
     batches_per_epoch: int
     most: Seconds
 
@@ -351,7 +351,7 @@ def has_nodes(world: int, per_node: int) -> bool:
 
 
 def _places(world: int) -> int:
-    """Of the circle: an odd number."""
+    """The number of places on the circle, which is odd."""
     return world - 1 + world % 2
 
 

@@ -101,11 +101,11 @@ class Prediction:
     arm: Arm
     learners: int
     seconds: tuple[Seconds, ...]
-    """By seed: of the run, the time from one gradient of any learner to the next."""
+    """By seed: the time of the run from one gradient of any learner to the next."""
     waiting: float
     """The share of a learner's time in which it waits for data or peers, exchanges included."""
     bytes_sent: float
-    """By all learners, for each gradient."""
+    """Bytes that all learners together send for each gradient."""
     staleness: Counter[int]
     caution: float = 1.0
     """The share of the speed that counts, because rounds of averaging may take longer than they did."""
@@ -117,7 +117,7 @@ class Prediction:
 
     @property
     def worth(self) -> float:
-        """Of a mini-batch, relative to one of `allreduce`: 1 where all gradients are averaged and none is stale."""
+        """The worth of a mini-batch relative to `allreduce`: 1 where all gradients are averaged and none is stale."""
         strategy, options = self.arm.strategy, self.arm.options
         in_parts = 1 < strategy.sync_groups(options, self.learners).size < self.learners
         is_fresh = mean_staleness(self.staleness) == 0.0 and strategy.averages_gradients(options) and not in_parts
