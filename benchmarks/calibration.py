@@ -28,11 +28,10 @@ from benchmarks.starting import (
     run_side_by_side,
 )
 from starling.engines.virtual.timing import simulate_timing
-from starling.experiment.planning import profile_of
 from starling.predict.costs import JobFacts, Profile
-from starling.predict.deciding import Arm
+from starling.predict.fits import profile_of
 from starling.predict.measure import MEASURE, Figures
-from starling.predict.predict import Machines
+from starling.predict.predict import Arm, Machines
 from starling.recipe.run import StrategyChoice
 
 WORLD, ROUNDS = 4, 2
@@ -80,7 +79,7 @@ class Calibration:
         choice = StrategyChoice.model_validate({"name": run.strategy, **run.options})
         costs = self.profile.costs
         if self.across is not None:
-            sides = {"inside": costs.messages, "inside_means": costs.gradient_means, "devices_per_node": run.world // 2}
+            sides = {"inside": costs.messages, "devices_per_node": run.world // 2}
             links = {"messages": self.across.exchange.fitted, "means": self.across.mean.fitted}
             means = {"gradient_means": self.across.gradient_mean.fitted}
             costs = costs.model_copy(update={**sides, **links, **means})

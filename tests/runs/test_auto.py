@@ -3,6 +3,7 @@
 import io
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,28 +12,31 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 import starling
 from benchmarks.workloads import EmulatedDevice
 from starling.engines.virtual.cluster import LinkModel
 from starling.errors import ConfigError
-from starling.experiment.auto import kept
+from starling.experiment.auto import Choice, choice, kept, simulated_choice
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.planning import plan_recipe
 from starling.experiment.simulate import simulate_recipe
-from starling.predict import choosing, predict
-from starling.predict.at_hand import ACROSS, INSIDE, Allowance, topologies
-from starling.predict.choosing import Surroundings, choose, explained, surroundings_of
+from starling.predict import predict
 from starling.predict.costs import dump
-from starling.predict.deciding import TIE, WORTH, WORTH_OF_A_DOUBLING, Arm, Prediction
-from starling.predict.measure import Figures
-from starling.predict.predict import Machines, simulate_briefly
-from starling.recipe.run import CANDIDATES, AutoOptions
+from starling.predict.deciding import TIE, Decision, choose
+from starling.predict.facts import facts_of
+from starling.predict.fits import costs_of, profile_of
+from starling.predict.measure import ACROSS, INSIDE, Allowance, Figures, topologies
+from starling.predict.predict import WORTH, WORTH_OF_A_DOUBLING, Arm, Machines, Prediction, simulate
+from starling.recipe.run import CANDIDATES, RunConfig, StrategyChoice
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
 from starling.topology.analysis import is_doubly_stochastic
 from starling.training.stragglers import Stragglers
+from starling.workload import Weighting
 from tests.runs.test_planning import measured_profile
 from tests.warm_start import run_learners
 
@@ -60,9 +64,15 @@ def figures(slowest: float = 1.0, link: float = FAST, world: int = 4, per_node: 
     ]
 
 
-def compared(measured: list[Figures], per_node: int = 1, **options: Any) -> list[Prediction]:
+def decided(measured: list[Figures], per_node: int = 1, among: Sequence[str] = CANDIDATES) -> Decision:
     """The choice, and the others."""
-    return choose(surroundings_of(measured, per_node), AutoOptions(**options))
+    choices = [StrategyChoice(name=name) for name in among]
+    return choose(Machines(costs_of(measured, per_node)), len(measured), choices)
+
+
+def compared(measured: list[Figures], per_node: int = 1, among: Sequence[str] = CANDIDATES) -> Sequence[Prediction]:
+    """The choice first."""
+    return decided(measured, per_node, among).predictions
 
 
 def rate(found: Prediction) -> float:
@@ -73,8 +83,16 @@ def worth(arm: Arm, learners: int, staleness: Counter[int]) -> float:
     return Prediction(arm, learners, (1.0,), 0.0, 0.0, staleness).worth
 
 
+def chosen(measured: list[Figures], per_node: int = 1, weighting: Weighting = "batches", **options: Any) -> Choice:
+    """What a run notes and says of its choice."""
+    run = RunConfig(
+        name="r", learners=len(measured), strategy={"name": "auto", **options}, budget=starling.Budget(epochs=1)
+    )
+    return choice(Machines(costs_of(measured, per_node)), run, replace(emulated(), weighting=weighting))
+
+
 def reasons(measured: list[Figures], **options: Any) -> tuple[str, ...]:
-    return explained(compared(measured, **options), surroundings_of(measured, 1)).lines
+    return chosen(measured, **options).lines
 
 
 def test_equal_learners_on_a_fast_link_choose_allreduce() -> None:
@@ -125,11 +143,9 @@ def test_rounds_that_were_measured_while_all_sent_do_not_queue_a_second_time() -
     """A round of the ring, two messages in and two out, takes as long as it was measured to take."""
     strategy = starling.STRATEGIES["dpsgd"]
     arm = Arm(strategy, strategy.options(pattern="ring"))
-    around = surroundings_of(figures(link=SLOW_LINK), 1)
-    assert around.machines(arm).cluster(arm, 4).uplink is None
-    assert simulate_briefly(arm, 4, around.machines(arm), 32).seconds_per_gradient == pytest.approx(
-        SLOW_LINK / 4, rel=0.01
-    )
+    machines = Machines(costs_of(figures(link=SLOW_LINK), 1))
+    assert machines.cluster(arm, 4).uplink is None
+    assert simulate(arm, 4, machines).seconds_per_gradient == pytest.approx(SLOW_LINK / 4, rel=0.01)
 
 
 @pytest.mark.parametrize("period", [4.0, 16.0])
@@ -138,11 +154,12 @@ def test_gradients_that_rounds_slow_down_are_predicted_slower(period: float) -> 
     and for which share of the time a round is under way, until they agree."""
     rounds, alone = 2.5 * GRADIENT, GRADIENT + 0.0005
     measured = [
-        replace(each, lost=0.5 if rank > 1 else 0.0) for rank, each in enumerate(figures(link=2 * rounds, world=4))
+        each.model_copy(update={"lost": 0.5 if rank > 1 else 0.0})
+        for rank, each in enumerate(figures(link=2 * rounds, world=4))
     ]
     strategy = starling.STRATEGIES["adpsgd"]
     arm = Arm(strategy, strategy.options(pattern="pairs", period=period))
-    found = simulate_briefly(arm, 4, surroundings_of(measured, 1).machines(arm), 32)
+    found = simulate(arm, 4, Machines(costs_of(measured, 1)))
     under_way = min(1.0, rounds / (period * GRADIENT))  # the learners that lose nothing open the rounds
     slower = alone
     for _ in range(50):
@@ -168,7 +185,10 @@ def test_nodes_are_tried_as_super_learners() -> None:
     assert names == set(CANDIDATES)
     only = compared(figures(link=SLOW_LINK, per_node=2), per_node=2, among=("hadpsgd",))
     assert only[0].arm.given["per_node"] == 2
-    assert "no other strategy was compared" in explained(only, surroundings_of(figures(), 1)).lines[2]
+    assert (
+        "no other strategy was compared"
+        in reasons(figures(link=SLOW_LINK, per_node=2), per_node=2, among=["hadpsgd"])[2]
+    )
     assert "hadpsgd" not in {each.arm.name for each in compared(figures(link=SLOW_LINK))}
 
 
@@ -227,11 +247,9 @@ def test_a_mini_batch_is_worth_less_where_gradients_are_stale_or_models_differ(
     ],
 )
 def test_plan_and_auto_choose_the_same_strategy_for_the_same_cluster(
-    world: int, slowest: float, send_time: float, expected: str, monkeypatch: pytest.MonkeyPatch
+    world: int, slowest: float, send_time: float, expected: str
 ) -> None:
     """By one rule, from the costs of a profile. The two once disagreed on the second and the third."""
-    monkeypatch.setattr(predict, "GRADIENTS", 16 * world)  # a simulation's; enough where nothing is random
-    monkeypatch.setattr(choosing, "SIMULATED", 16 * world)
     slow = Stragglers(slow={} if slowest == 1.0 else {world - 1: slowest})
     own = measured_profile()
     link = LinkModel(latency=1e-4, bandwidth=own.job.model_bytes / (send_time * own.gradient.seconds))
@@ -239,16 +257,77 @@ def test_plan_and_auto_choose_the_same_strategy_for_the_same_cluster(
     own = own.model_copy(update={"exchange": of_link, "mean": of_link, "gradient_mean": of_link})
     among = ("allreduce", "delay-by-one", "dpsgd", "adpsgd")
     planned = starling.plan(profile=own, learners=[world], strategies=among, stragglers=slow, crossings=False)
-    around = Surroundings(world, 1, Machines(own.costs, slow))
-    found = choose(around, AutoOptions(among=among))
-    assert (planned.recommended.strategy, found[0].arm.name) == (expected, expected)
-    assert {row.strategy for row in planned.rows} == {each.arm.name for each in found}
+    found = choose(Machines(own.costs, slow), world, [StrategyChoice(name=name) for name in among])
+    assert (planned.recommended.strategy, found.chosen.arm.name) == (expected, expected)
+    assert {row.strategy for row in planned.rows} == {each.arm.name for each in found.predictions}
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([{"distribution": "constant"}, {"distribution": "log-normal", "spread": 0.3}]),
+    st.floats(-2.0, 1.0),
+    st.sampled_from([1.0, 1.2, 1.5, 2.0, 3.0, 10.0]),
+    st.sampled_from([None, 1e7, "unlimited"]),
+)
+def test_plan_and_auto_choose_the_same_strategy_with_the_same_options_for_any_cluster(
+    world: int, per_node: int, times: Tree, send_time: float, slowest: float, uplink: Any
+) -> None:
+    """The two front ends get the same figures, each in its own way: `plan` a profile and a cluster's description,
+    `auto` the cluster of a simulation. A message of the model takes 10 ** `send_time` gradients."""
+    job = emulated(stragglers=Stragglers(slow={world - 1: slowest}))
+    bandwidth = 4 * (1 << 12) / (10.0**send_time * GRADIENT)
+    cluster = starling.Cluster.model_validate(
+        {
+            "compute": {"seconds": GRADIENT, **times},
+            "link": {"latency": 1e-4, "bandwidth": bandwidth},
+            "nodes": {"size": per_node, "bandwidth": 10 * bandwidth, "uplink": uplink},
+        }
+    )
+    own = measured_profile()
+    own = own.model_copy(update={"job": own.job.model_copy(update={"model_bytes": 4 * (1 << 12)})})
+    run = RunConfig(name="r", learners=world, strategy="auto", stragglers=job.stragglers, budget=job.budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict, "GRADIENTS", 16 * world)
+        planned = starling.plan(
+            job, profile=own, cluster=dict(cluster), learners=[world], strategies=CANDIDATES, crossings=False
+        ).recommended
+        found = simulated_choice(run, cluster, job).strategy
+    assert (planned.strategy, planned.options) == (found.name, Arm.of(found).words)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4),
+    *[st.floats(-2.0, 0.7)] * 3,
+    st.sampled_from([1.0, 2.0, 4.0]),
+)
+def test_plan_and_auto_choose_the_same_strategy_with_the_same_options_for_any_measured_figures(
+    gradients: list[float], exchange: float, mean: float, synchronous: float, slowest: float
+) -> None:
+    """A profile's figures; exchanges and means take 10 ** so many gradients."""
+    sizes = (1 << 12, 1 << 14)
+    of_size = [{size: 10.0**each * GRADIENT * size / sizes[-1] for size in sizes} for each in (exchange, mean)]
+    alone = Figures(
+        gradients=[GRADIENT * each for each in gradients], steps=[1e-3], applies=[1e-4], num_bytes=sizes[-1]
+    )
+    longest = GRADIENT * (max(gradients) + 10.0**synchronous)
+    pair = Figures(exchanges=of_size[0], means=of_size[1], synchronous=[longest], num_bytes=sizes[-1])
+    job = emulated(stragglers=Stragglers(slow={2: slowest}))
+    own = profile_of(alone, [pair, pair], facts_of(job), "a test")
+    run = RunConfig(name="r", learners=3, strategy="auto", stragglers=job.stragglers, budget=job.budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict, "GRADIENTS", 16 * 3)
+        planned = starling.plan(job, profile=own, learners=[3], strategies=CANDIDATES, crossings=False).recommended
+        found = choice(Machines(own.costs, job.stragglers), run, job).strategy
+    assert (planned.strategy, planned.options) == (found.name, Arm.of(found).words)
 
 
 def test_a_weighting_leaves_only_what_averages_gradients() -> None:
     """The others would ignore it."""
-    found = choose(surroundings_of(figures(slowest=10.0), 1), AutoOptions(), "utterances")
-    assert {each.arm.name for each in found} == {"allreduce"}
+    predicted = chosen(figures(slowest=10.0), weighting="utterances").notes["predicted"]
+    assert [each["strategy"]["name"] for each in predicted] == ["allreduce"]
 
 
 def test_three_lines_say_what_and_why_and_how_far_the_second_choice_is_behind() -> None:
@@ -272,10 +351,18 @@ def test_jitter_is_not_counted_twice() -> None:
     times = (0.05 + 0.05 * torch.rand(4, 200, generator=generator)).tolist()
     rounds = [max(each) + 0.01 for each in zip(*times, strict=True)]
     measured = [
-        Figures(each, [0.0], rounds, means={MEGABYTE: 0.01}, rounds={"ring": 0.01}, num_bytes=MEGABYTE)
+        Figures(
+            gradients=each,
+            steps=[0.0],
+            synchronous=rounds,
+            means={MEGABYTE: 0.01},
+            rounds={"ring": 0.01},
+            num_bytes=MEGABYTE,
+        )
         for each in times
     ]
-    assert surroundings_of(measured, 1).measured["mean_of_gradients_seconds"] == pytest.approx(0.01, rel=0.2)
+    found = costs_of(measured, 1).measured
+    assert found is not None and found.mean_of_gradients_seconds == pytest.approx(0.01, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +383,7 @@ def test_what_auto_cannot_do_is_one_clear_problem_of_the_recipe(tree: Tree) -> N
     with pytest.raises(ConfigError, match=r"strategy\.secnds"):
         check_recipe(tree | {"strategy": {"name": "auto", "secnds": 3}}, "r.yaml")
     with pytest.raises(ConfigError, match="none of hadpsgd fits 4 learners"):
-        compared(figures(), among=("hadpsgd",))
+        chosen(figures(), among=["hadpsgd"])
 
 
 def test_a_job_is_not_run_before_a_strategy_has_been_chosen(tree: Tree) -> None:

@@ -27,15 +27,13 @@ from starling.predict.costs import (
     Validation,
     dump,
     find_preset,
-    fit_compute,
-    fit_link,
-    gradient_times,
     read_profile,
 )
-from starling.predict.deciding import TIE, WORTH, Arm, Prediction, ranked
+from starling.predict.deciding import TIE, ranked
 from starling.predict.facts import facts_of
+from starling.predict.fits import fit_compute, fit_link, gradient_times
 from starling.predict.plan import plan, read_cluster
-from starling.predict.predict import Machines, bisect, simulate
+from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, simulate
 from starling.strategies import NoOptions
 from starling.training.stragglers import Stragglers
 
@@ -81,7 +79,7 @@ def test_allreduce_takes_a_gradient_and_a_ring_for_each_step() -> None:
 def test_delay_by_one_hides_the_shorter_of_gradient_and_mean() -> None:
     """max(gradient, ring): here the gradient, and with a tenth of the bandwidth the ring."""
     assert simulate(arm("delay-by-one"), 4, machines()).seconds_per_gradient == pytest.approx(GRADIENT / 4, rel=1e-6)
-    slower = machines().with_bandwidth(0.1)
+    slower = replace(machines(), bandwidth=0.1)
     ring = 6 * (LATENCY + MEGABYTE / (BANDWIDTH / 10))
     assert simulate(arm("delay-by-one"), 4, slower).seconds_per_gradient == pytest.approx(ring / 4, rel=1e-6)
 
@@ -119,13 +117,13 @@ def test_learners_that_form_super_learners_without_nodes_keep_a_link_each() -> N
     assert machines().cluster(groups, 4).uplink == 2 * BANDWIDTH
     given = Machines(costs(), given=read_cluster({"link": {"bandwidth": 1e6}}))
     assert given.cluster(groups, 4).uplink == 2e6
-    assert given.with_bandwidth(3.0).cluster(groups, 4).uplink == 6e6
-    assert machines().with_bandwidth(3.0).cluster(arm("adpsgd"), 4).uplink == 3 * BANDWIDTH
+    assert replace(given, bandwidth=3.0).cluster(groups, 4).uplink == 6e6
+    assert replace(machines(), bandwidth=3.0).cluster(arm("adpsgd"), 4).uplink == 3 * BANDWIDTH
 
 
 def test_without_exchange_allreduce_only_computes() -> None:
     """What is left of the waiting is 0 where learners are alike."""
-    found = simulate(arm("allreduce"), 4, machines().without_exchange())
+    found = simulate(arm("allreduce"), 4, replace(machines(), at_once=True))
     assert found.seconds_per_gradient == pytest.approx(GRADIENT / 4)
     assert found.waiting == pytest.approx(0.0, abs=1e-6)
 

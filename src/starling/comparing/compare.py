@@ -86,13 +86,13 @@ def compare(
             `summary` and fields of the job.
         learners: Numbers of learners.
         rates: The grid that each arm is tuned over: learning rates, or multiples of the job's (`"0.5x"`).
-        seeds: Of the first weights, the order of the data and the times of the cluster.
+        seeds: Seeds of the first weights, the order of the data and the times of the cluster.
         validate: Chooses rates: a function of the trained model, or a workload, for its mean loss.
         test: What arms are compared by, and nothing is chosen by; None: the validation result.
         higher_is_better: Whether larger results are better, as accuracies are.
         limits: Results at which everything is right, and wrong: arms there are not compared.
         cluster: How fast simulated machines and links are.
-        threads: Of a simulated cell, or of each real learner.
+        threads: The number of threads of a simulated cell, or of each real learner.
         name: The folder inside `exp` that keeps every finished cell.
         exp: Where experiments are.
         key: What else results depend on, for changes that a job's settings, first losses and scores do not show.

@@ -70,7 +70,7 @@ class Arm(BaseModel):
     seeds: Seeds | None = None
     """Its seeds; None: those of the comparison."""
     settings: Annotated[tuple[str, ...], BeforeValidator(_listed)] | None = None
-    """Those of the comparison's settings in which it is compared; None: all."""
+    """The settings of the comparison in which it is compared; None: all."""
 
     @property
     def keys(self) -> Tree:
@@ -132,7 +132,7 @@ class CompareConfig(Config):
     An arm with one rate keeps it.
     """
     seeds: Seeds = (1, 2, 3)
-    """Of the first weights, the order of the data and the times of the cluster."""
+    """Seeds of the first weights, the order of the data and the times of the cluster."""
     tuning_seeds: int | None = Field(default=None, ge=1)
     """How many seeds the best rate is chosen with; the others are run at that rate alone. None: all."""
     baseline: str | None = None
@@ -267,7 +267,7 @@ class Point(NamedTuple):
     """The mean training loss of a part of the budget, at the part's middle."""
 
     share: float
-    """Of the budget."""
+    """The part's middle as a share of the budget."""
     samples: float
     seconds: Seconds
     loss: float
@@ -280,7 +280,7 @@ class CellResult(Config):
 
     cell: Cell
     digest: str
-    """Of all that it depends on."""
+    """The digest of all that the result depends on."""
     diverged: bool
     """A loss or the weights stopped being finite; nothing was scored then."""
     valid: float | None = None
@@ -298,7 +298,7 @@ class CellResult(Config):
     num_samples: float
     """Training examples in them."""
     seconds: Seconds
-    """Of training: simulated, or real."""
+    """The time of training, simulated or real."""
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the end."""
     mean_staleness: float
@@ -311,7 +311,7 @@ class CellResult(Config):
     waiting_for_data: float
     waiting_for_peers: float
     cpu_seconds: Seconds
-    """Of training and scoring, on the machine that computed the cell."""
+    """Processor time of training and scoring, on the machine that computed the cell."""
 
     @property
     def score(self) -> float | None:

@@ -170,7 +170,7 @@ class JobSubject:
         return rate
 
     def digest(self, cell: Cell) -> str:
-        """Of settings, and of what a job does first: weights, loss and scores of the model before training."""
+        """The digest of settings and of the model before training: its weights, loss and scores."""
         if cell.seed not in self._probes:
             self._probes[cell.seed] = self._probe(cell.seed)
         job = self.job(cell)

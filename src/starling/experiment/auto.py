@@ -4,18 +4,19 @@ Starling's launcher starts the learners twice, first to measure. Those of torchr
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from torch.distributed.distributed_c10d import PrefixStore
 
 from starling.budget import Budget
+from starling.configuration import Config
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.virtual.cluster import Cluster
@@ -27,15 +28,16 @@ from starling.experiment.task import RunT, Task
 from starling.files import replace_file, writing
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
-from starling.predict.at_hand import Allowance, Measuring
-from starling.predict.choosing import LONE, Choice, Surroundings, choose, explained, surroundings_of
 from starling.predict.costs import Costs
-from starling.predict.deciding import Arm
+from starling.predict.deciding import TIE, Decision, choose
 from starling.predict.facts import facts_of
-from starling.predict.measure import Figures, bare
-from starling.predict.predict import Machines
+from starling.predict.fits import costs_of
+from starling.predict.measure import Allowance, Figures, Measuring, bare
+from starling.predict.plan import gigabits
+from starling.predict.predict import LIKE, LONGER, Arm, Machines, Seconds
 from starling.recipe.file import parse_yaml
-from starling.recipe.run import AutoOptions, RunConfig, StrategyChoice, dump_recipe
+from starling.recipe.run import CANDIDATES, AutoOptions, RunConfig, StrategyChoice, dump_recipe
+from starling.reporting.lines import mean_staleness
 from starling.reporting.progress import Say
 from starling.strategies import NoOptions, Strategy
 from starling.strategies.base import one_learner
@@ -45,6 +47,27 @@ from starling.training.job import Job, Observer
 _FIGURES, _CHOICE = "auto/figures/{}", "auto/choice"
 _MORE_THAN_ENOUGH = 1 << 40
 """Mini-batches of the budget while measuring, which ends earlier."""
+_NOTABLE = 0.1
+"""The share of its time that a learner loses to rounds of averaging from which the reasons mention it."""
+
+
+class Choice(Config):
+    """What `auto` chose, and why."""
+
+    strategy: StrategyChoice
+    """The choice, for a recipe."""
+    lines: tuple[str, ...]
+    """What and why, and how far the second choice is behind."""
+    notes: dict[str, Any]
+    """The figures behind it, for people: how many learners, what was predicted and measured."""
+
+
+_LONE = Choice(
+    strategy=StrategyChoice(name="allreduce"),
+    lines=("strategy auto: allreduce, because a single learner has no other to agree with",),
+    notes={"learners": 1, "predicted": [{"strategy": {"name": "allreduce"}}], "measured": {}},
+)
+"""One learner is plain SGD under every strategy."""
 
 
 def kept(run: RunT, say: Say) -> RunT:
@@ -79,7 +102,7 @@ def settled(
     folder: ExperimentFolder,
     learners_here: int | None,
     say: Say | None,
-    choose: Callable[[Job], Choice],
+    decide: Callable[[Job], Choice],
 ) -> RunT:
     """The run, with the strategy that is chosen for its job if it is to be chosen: say why, note it in the claimed
     folder, and write it in place of `auto` into the experiment's config.yaml; without `say`, another learner does."""
@@ -87,15 +110,15 @@ def settled(
         return run
     job = task.make_job(run, folder, learners_here)
     begin = time.monotonic()
-    choice = LONE if run.learners == 1 else choose(job)
-    found = run.model_copy(update={"strategy": choice.strategy})
+    chosen = _LONE if run.learners == 1 else decide(job)
+    found = run.model_copy(update={"strategy": chosen.strategy})
     if say is None:
         return found
     seconds = time.monotonic() - begin
-    lines = "\n".join(choice.lines) + (f"; choosing took {seconds:.1f} s" if run.learners > 1 else "")
+    lines = "\n".join(chosen.lines) + (f"; choosing took {seconds:.1f} s" if run.learners > 1 else "")
     for line in lines.splitlines():
         say(line)
-    tree = {"why": [line.strip() for line in lines.splitlines()], "seconds": round(seconds, 2), **choice.notes}
+    tree = {"why": [line.strip() for line in lines.splitlines()], "seconds": round(seconds, 2), **chosen.notes}
     notes = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     for file, text in ((folder.auto, notes), (folder.config, dump_recipe(found))):
         with writing(file):
@@ -119,15 +142,7 @@ def simulated_choice(run: RunConfig, cluster: Cluster, job: Job) -> Choice:
     costs = Costs(
         job=facts_of(job), compute=cluster.compute, messages=cluster.link, means=cluster.link, source="cluster"
     )
-    slow = run.stragglers.slow
-    because = (
-        f"a gradient takes {1000 * cluster.compute.seconds:.3g} ms"
-        + (f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else "")
-        + f", and a link carries {cluster.link.bandwidth * 8 / 1e9:.3g} Gbit/s, on the simulated cluster"
-    )
-    stragglers = run.stragglers.model_copy(update={"pauses": ()})
-    around = Surroundings(run.learners, cluster.nodes.size, Machines(costs, stragglers, dict(cluster)), because)
-    return explained(choose(around, cast(AutoOptions, run.strategy.options), job.weighting), around)
+    return choice(Machines(costs, run.stragglers, dict(cluster)), run, job)
 
 
 def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
@@ -148,18 +163,93 @@ def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
             measured_job = bare(job, strategy=each, options=NoOptions(), budget=budget, stragglers=stragglers)
             own = replace(place, store=PrefixStore(each.name, store))
             run_learner(measured_job, own, device, each.name, Observer(), timeout_seconds=seconds)
-    store.set(_FIGURES.format(place.rank), TypeAdapter(Figures).dump_json(found).decode())
+    store.set(_FIGURES.format(place.rank), found.model_dump_json())
     if place.rank == 0:
         keys = [_FIGURES.format(rank) for rank in range(place.world)]
         store.wait(keys, timedelta(seconds=seconds))
-        figures = [TypeAdapter(Figures).validate_json(store.get(key)) for key in keys]
+        figures = [Figures.model_validate_json(store.get(key)) for key in keys]
         measured = time.monotonic()
-        around = surroundings_of(figures, per_node)
-        choice = explained(choose(around, options, job.weighting), around)
-        choice.notes["measured"] |= {
+        chosen = choice(Machines(costs_of(figures, per_node)), run, job)
+        chosen.notes["measured"] |= {
             "measuring_seconds": round(measured - begin, 2),
             "planning_seconds": round(time.monotonic() - measured, 2),
         }
-        store.set(_CHOICE, choice.model_dump_json())
+        store.set(_CHOICE, chosen.model_dump_json())
     store.wait([_CHOICE], timedelta(seconds=SET_UP))
     return Choice.model_validate_json(store.get(_CHOICE))
+
+
+def choice(machines: Machines, run: RunConfig, job: Job) -> Choice:
+    """The choice for a run on some machines, with its reasons. Raises ConfigError if none of the candidates fits."""
+    among = cast(AutoOptions, run.strategy.options).among
+    candidates = [StrategyChoice(name=name) for name in CANDIDATES if name in among]
+    decision = choose(machines, run.learners, candidates, job)
+    if not decision.tried:
+        raise ConfigError(
+            f"strategy auto: none of {', '.join(among)} fits {run.learners} learners\n  " + "\n  ".join(decision.notes)
+        )
+    predicted: list[dict[str, Any]] = [
+        {
+            "strategy": {"name": each.arm.name, **each.arm.given},
+            "gradients_per_second": 1.0 / each.seconds_per_gradient,
+            "cautious": each.caution / each.seconds_per_gradient,
+            "worth": each.worth,
+            "waiting": each.waiting,
+            "staleness": mean_staleness(each.staleness),
+        }
+        for each in decision.predictions
+    ]
+    measured = machines.costs.measured
+    return Choice(
+        strategy=StrategyChoice.model_validate(predicted[0]["strategy"]),
+        lines=tuple(_reasons(decision, machines)),
+        notes={
+            "learners": run.learners,
+            "predicted": predicted,
+            "measured": measured.model_dump(mode="json") if measured else {},
+        },
+    )
+
+
+def _reasons(decision: Decision, machines: Machines) -> Iterator[str]:
+    """What was chosen and why, and how far the second choice is behind."""
+    chosen, second = decision.chosen, decision.second
+    yield (
+        f"strategy auto: {chosen.arm} for {chosen.learners} learners, {1.0 / chosen.seconds_per_gradient:.3g} "
+        f"mini-batches/s predicted, {chosen.waiting:.0%} of the time waiting"
+    )
+    yield f"  because {_because(machines)}"
+    if second is None:
+        yield "  no other strategy was compared"
+        return
+    longer = min(chosen.caution, second.caution) < 1.0 - TIE
+    yield (
+        f"  {second.arm} is the second choice: {1.0 / second.seconds_per_gradient:.3g} mini-batches/s, "
+        f"{max(0.0, 1.0 - second.progress / chosen.progress):.0%} behind if its mini-batches count {second.worth:.2f} "
+        f"and those of the first choice {chosen.worth:.2f}"
+        + (f", and rounds may take {LONGER:g} times as long" if longer else "")
+    )
+
+
+def _because(machines: Machines) -> str:
+    """What was measured, or what is simulated, in words."""
+    costs, measured, slow = machines.costs, machines.costs.measured, machines.stragglers.slow
+    if measured is None:
+        times = f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else ""
+        return (
+            f"a gradient takes {1000 * costs.compute.seconds:.3g} ms{times}, and a link carries "
+            f"{gigabits(costs.messages.bandwidth)}, on the simulated cluster"
+        )
+    gradients, lost = measured.gradient_seconds, measured.lost_to_exchanges
+    fastest, slowest = min(gradients), max(gradients)
+    of_slowest = f" ({_seconds(slowest)} on learner {gradients.index(slowest)})" if slowest > LIKE * fastest else ""
+    during = f", during which learner {lost.index(max(lost))} makes {max(lost):.0%} fewer gradients"
+    return (
+        f"a gradient takes {_seconds(fastest)}{of_slowest}, averaging all gradients "
+        f"{_seconds(measured.mean_of_gradients_seconds)} more, and averaging {measured.model_bytes / 1e6:.3g} MB of "
+        f"weights with neighbours {_seconds(measured.exchange_seconds['ring'])}{during if max(lost) > _NOTABLE else ''}"
+    )
+
+
+def _seconds(seconds: Seconds) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{1000 * seconds:.3g} ms"

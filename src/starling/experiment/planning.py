@@ -2,48 +2,30 @@
 `starling profile` and `starling plan` print and write.
 """
 
-import os
-import platform
-import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from starling.budget import Budget
-from starling.engines.processes.place import cores_here
-from starling.engines.virtual.cluster import LinkModel
 from starling.errors import ConfigError
 from starling.experiment.any_job import train_quietly
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import RecipeT, Task
 from starling.files import replace_file, writing
-from starling.predict.costs import (
-    SHORTEST,
-    JobFacts,
-    MachineFacts,
-    MeasuredLink,
-    Profile,
-    Validation,
-    dump,
-    fit_link,
-    gradient_times,
-)
-from starling.predict.deciding import TIE, Arm
+from starling.predict.costs import JobFacts, Profile, Validation, dump
+from starling.predict.deciding import TIE
 from starling.predict.facts import facts_of, memory_of
+from starling.predict.fits import profile_of
 from starling.predict.measure import MEASURE, WARM_UP, Figures, bare
 from starling.predict.plan import NO_PERIODIC, Forecast, Plan, plan, usual_strategies
-from starling.predict.predict import Machines, run
+from starling.predict.predict import Arm, Machines, run
 from starling.recipe.run import RecipeConfig
 from starling.reporting.events import read_events
 from starling.reporting.progress import Say, say_on
@@ -115,32 +97,6 @@ def profile(
     return found.model_copy(update={"validation": Validation(error=round(errors[worst], 4), against=against)})
 
 
-def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command: str) -> Profile:
-    """The profile made from the figures of a lone learner and those of two learners that ran together."""
-    exchanges, means = (
-        {num_bytes: fmean(getattr(each, name)[num_bytes] for each in pair) for num_bytes in getattr(pair[0], name)}
-        for name in ("exchanges", "means")
-    )
-    halves = fit_link(means)
-    # a mean of two learners is simulated as two messages of half the bytes
-    of_means = halves.model_copy(update={"latency": halves.latency / 2.0})
-    longer = max(SHORTEST, fmean(median(each.synchronous) for each in pair) - median(alone.gradients))
-    of_gradients = LinkModel(latency=0.0, bandwidth=alone.num_bytes / longer)
-    return Profile(
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=command,
-        machine=_machine(alone.device),
-        job=facts.model_copy(update={"model_bytes": alone.num_bytes}),
-        gradient=gradient_times(alone.gradients),
-        step_seconds=fmean(alone.steps),
-        mixing_bandwidth=alone.num_bytes / max(median(alone.applies), 1e-9),
-        exchange=MeasuredLink(seconds_by_bytes=exchanges, fitted=fit_link(exchanges)),
-        mean=MeasuredLink(seconds_by_bytes=means, fitted=of_means),
-        gradient_mean=MeasuredLink(seconds_by_bytes={alone.num_bytes: longer}, fitted=of_gradients),
-        memory_per_learner_bytes=max(each.memory_bytes for each in (alone, *pair)),
-    )
-
-
 def _figures(job: Job, learners: int, steps: int, engine: Mapping[str, Any] | None) -> list[Figures]:
     """What each learner notes that measures with a budget of `steps`."""
     with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
@@ -156,22 +112,6 @@ def _seconds(job: Job, strategy: str, steps: int, engine: Mapping[str, Any] | No
         events = read_events(ExperimentFolder(run.folder).log / "events.jsonl")
     epochs = [event["learners"] for event in events if event["kind"] == "epoch"]
     return float(max(sum(epoch[rank]["seconds"] for epoch in epochs) for rank in epochs[0]))
-
-
-def _machine(device: str) -> MachineFacts:
-    try:
-        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:  # another system
-        named = None
-    processor = named[1] if named else platform.processor() or platform.machine()
-    return MachineFacts(
-        processor=processor,
-        cores=cores_here(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        device=processor if device == "cpu" else device,
-        torch=torch.__version__,
-        starling=version("starling-asr"),
-    )
 
 
 def profile_recipe(task: Task[RecipeT], recipe: RecipeT, output: Path, tell: Say, console: Console) -> Profile:

@@ -1,18 +1,13 @@
-"""What a plan rests on: the costs of a job on some machines, measured (a profile) or from data sheets (a preset).
-
-Simulations draw from the distributions and lines that fit the measured times best.
+"""The costs of a job on some machines, on which predictions rest: from a profile, from the data sheets of a preset, or
+measured by the learners of a run.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
 import yaml
-from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, PlainSerializer
 
 from starling.configuration import Config, ConfigT
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
@@ -25,11 +20,9 @@ SHORTEST: Seconds = 1e-6
 """The least that a mean of gradients or a round of averaging is taken to last, even where it overlaps completely."""
 PASSES_OF_A_CHANGE = 3
 """Changing weights reads them, reads the change, and writes them."""
-RESAMPLES = 2000
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-HARDLY_ANY = 0.002
-"""Standard deviation / mean below which gradient times are taken to be constant."""
 PRESETS = Path(__file__).parent / "presets"
+Rounded = Annotated[Seconds, PlainSerializer(lambda seconds: round(seconds, 6))]
+"""Seconds that are shown in microseconds."""
 
 
 class JobFacts(Config):
@@ -38,7 +31,7 @@ class JobFacts(Config):
     trains: str
     """What it trains, for people."""
     model_bytes: int = Field(ge=1)
-    """Of the weights that learners exchange."""
+    """The size of the weights that learners exchange."""
     batches_per_epoch: int = Field(ge=1)
     flops_per_gradient: float | None = Field(default=None, gt=0.0)
     """Floating-point operations of forward and backward of one mini-batch; only presets need them."""
@@ -146,9 +139,9 @@ class Preset(Config):
     """The share of `peak_flops` that a gradient reaches."""
     devices_per_node: int = Field(ge=1)
     inside: LinkModel
-    """Between two devices of a node."""
+    """The link between two devices of a node."""
     uplink: LinkModel
-    """Of a node, shared by its devices."""
+    """The link of a node to others, shared by its devices."""
     memory_bandwidth: float = Field(gt=0.0)
     memory_bytes: int = Field(ge=0)
     validation: Validation | None = None
@@ -172,6 +165,25 @@ class Preset(Config):
         )
 
 
+class MeasuredRun(Config):
+    """What the learners of a run measured together: by learner, or their mean."""
+
+    gradient_seconds: tuple[Rounded, ...]
+    """Without averaging."""
+    gradients_measured: tuple[int, ...]
+    step_seconds: Rounded
+    """The rest of a step."""
+    mean_seconds: Rounded
+    """A mean of the model."""
+    mean_of_gradients_seconds: Rounded
+    """What the mean of all gradients takes beyond the slowest of them."""
+    exchange_seconds: dict[str, Rounded]
+    """By pattern: a round of averaging while all learners compute gradients."""
+    lost_to_exchanges: tuple[Annotated[float, PlainSerializer(lambda share: round(share, 3))], ...]
+    """The share of its time that a learner loses while a round is under way."""
+    model_bytes: int
+
+
 class Costs(Config):
     """What simulations of a job need to know."""
 
@@ -180,15 +192,16 @@ class Costs(Config):
     uncertainty: tuple[float, float] = (1.0, 1.0)
     """The 95 % interval of the mean gradient time, as factors of it."""
     messages: LinkModel
-    """Between learners on different nodes; of a node's uplink where several learners share a node."""
+    """The link between learners on different nodes, or a node's uplink where several learners share a node."""
     means: LinkModel
     gradient_means: LinkModel | None = None
-    """The same for means of gradients; None: as other means have it."""
+    """The link for means of gradients; None: that of other means."""
     inside: LinkModel | None = None
-    """Between learners of one node; None: the same as between nodes."""
+    """The link between learners of one node; None: it is like that between nodes."""
     devices_per_node: int = 1
-    holds_contention: bool = False
-    """Whether the links were measured while all learners sent at once, so that waiting for a node's link is in them."""
+    measured: MeasuredRun | None = None
+    """What the learners of a run measured together. It holds for as many learners, and predictions use it in place of
+    the links for messages. Waiting for a node's link is in it, because all learners sent at once."""
     memory_bandwidth: float | None = None
     """Bytes per second of the memory in which a server keeps the model."""
     memory_bytes: int | None = None
@@ -236,64 +249,7 @@ def dump(config: Config, comment: str) -> str:
     return f"# {comment}\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
-def gradient_times(seconds: Sequence[float]) -> GradientTimes:
-    """Mean, interval, quantiles and the distribution that fits best."""
-    times = np.asarray(seconds, dtype=np.float64)
-    generator = np.random.default_rng(0)
-    means = generator.choice(times, (RESAMPLES, len(times))).mean(axis=1)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return GradientTimes(
-        num_measured=len(times),
-        seconds=float(times.mean()),
-        low=float(low),
-        high=float(high),
-        jitter=float(times.std() / times.mean()),
-        quantiles={f"{share:g}": float(np.quantile(times, share)) for share in QUANTILES},
-        fitted=fit_compute(times),
-    )
-
-
-def fit_compute(times: NDArray[np.float64]) -> ComputeModel:
-    """The best-fitting distribution with the mean and deviation of `times`: its distribution function is nearest to
-    theirs."""
-    mean, relative = float(times.mean()), float(times.std() / times.mean())
-    if relative < HARDLY_ANY:
-        return ComputeModel(seconds=mean)
-    spread = math.sqrt(math.log1p(relative**2))
-    candidates = [ComputeModel(distribution="log-normal", seconds=mean, spread=spread)]
-    if (half_width := math.sqrt(3.0) * relative) < 1.0:
-        candidates.append(ComputeModel(distribution="uniform", seconds=mean, spread=half_width))
-    return min(candidates, key=lambda model: _distance(np.sort(times), model))
-
-
 def with_step(gradient: ComputeModel, seconds: Seconds) -> ComputeModel:
     """What a gradient takes with the rest of its step, which does not vary."""
     total = gradient.seconds + seconds
     return gradient.model_copy(update={"seconds": total, "spread": gradient.spread * gradient.seconds / total})
-
-
-def _distance(times: NDArray[np.float64], model: ComputeModel) -> float:
-    """The Kolmogorov distance between a distribution and the empirical one of `times`, which must be ascending."""
-    if model.distribution == "uniform":
-        expected = np.clip((times / model.seconds - (1.0 - model.spread)) / (2.0 * model.spread), 0.0, 1.0)
-    else:
-        normal = NormalDist(math.log(model.seconds) - 0.5 * model.spread**2, model.spread)
-        expected = np.array([normal.cdf(math.log(each)) for each in times])
-    steps = np.arange(len(times) + 1) / len(times)
-    return float(max(np.abs(expected - steps[1:]).max(), np.abs(expected - steps[:-1]).max()))
-
-
-def fit_link(seconds_by_bytes: Mapping[int, float]) -> LinkModel:
-    """The line seconds = latency + bytes / bandwidth that fits best, neither of them below 0.
-
-    Each squared error is weighted by 1 / seconds, a compromise: with equal weights, the largest message would decide,
-    and with 1 / seconds**2, a few slow small messages would spoil the bandwidth.
-    """
-    sizes, seconds = (np.array(list(each), dtype=np.float64) for each in (seconds_by_bytes, seconds_by_bytes.values()))
-    if len(sizes) > 1:
-        per_byte, latency = np.polyfit(sizes, seconds, 1, w=seconds**-0.5)
-        if latency < 0.0 < per_byte:
-            latency, per_byte = 0.0, float(sizes.sum() / (sizes**2 / seconds).sum())
-        if per_byte > 0.0:
-            return LinkModel(latency=float(latency), bandwidth=float(1.0 / per_byte))
-    return LinkModel(latency=float(seconds.min()), bandwidth=1e15)

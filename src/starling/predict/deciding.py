@@ -1,105 +1,28 @@
-"""Which strategy to choose: the one rule of `starling plan` and of `strategy: auto`.
+"""What is compared on some machines, and what is chosen: the one rule of `starling plan` and of `strategy: auto`.
 
 Strategies are compared by progress, mini-batches per second times the worth of a mini-batch. Of those that predictions
 cannot tell apart, the one whose mini-batches are worth most is chosen, and of these the plainest (decision 0019).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import log2
-from statistics import median
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
-from starling.configuration import Config
-from starling.recipe.run import StrategyChoice
-from starling.reporting.lines import mean_staleness
-from starling.strategies import Strategy
+from starling.errors import ConfigError
+from starling.predict.measure import has_nodes
+from starling.predict.predict import Arm, Machines, Prediction, predict
+from starling.problems import refused
+from starling.recipe.run import StrategyChoice, strategy_problems
+from starling.reporting.progress import Say
+from starling.strategies.islands import between_islands
+from starling.training.job import Job
 
-Seconds = float
-WORTH = 0.6
-"""What a mini-batch is worth relative to one of `allreduce`, where gradients are stale or learners' models differ.
-
-Measured to one early loss with 16 equal learners: 476 mini-batches under `allreduce`, about 800 under `adpsgd`, which
-is 0.60 (docs/results/stragglers.md). The runs that chose the rates there had 0.69 for `delay-by-one`, 0.65 for `dpsgd`
-and 0.64 for `adpsgd` (stragglers/rates.md, one seed). A difference between the three was not shown, and nothing like it
-has been measured for other strategies: one number serves for all.
-"""
-WORTH_OF_A_DOUBLING = 0.98
-"""The factor of `WORTH` for each doubling of the averaging period. Not measured: of equally fast periods, it takes the
-shortest."""
 TIE = 0.05
 """Progress within this share of the most counts as equal. In one setting, predictions were 2.9 and 2.5 % off for two of
 these strategies (docs/planning.md), so they do not show differences of less than about 5 %."""
 PERIODS = (2, 4, 8, 16)
 """Averaging periods beside 1, tried one after the other as long as the progress grows."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A strategy with its options."""
-
-    strategy: Strategy
-    options: Config
-    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The options that are named in words."""
-
-    @classmethod
-    def of(cls, given: StrategyChoice | Mapping[str, Any]) -> "Arm":
-        """The strategy that a recipe names, with the options that it gives."""
-        choice = StrategyChoice.model_validate(given)
-        return cls(choice.strategy, choice.options, choice.model_extra or {})
-
-    @property
-    def name(self) -> str:
-        """The strategy's name."""
-        return self.strategy.name
-
-    @property
-    def words(self) -> str:
-        """The options that were given, as `pattern: ring, period: 4`."""
-        return ", ".join(f"{key}: {value}" for key, value in self.given.items())
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.words})" if self.given else self.name
-
-
-@dataclass(frozen=True, eq=False)
-class Prediction:
-    """What simulations of some learners under a strategy found: the candidates of every choice."""
-
-    arm: Arm
-    learners: int
-    seconds: tuple[Seconds, ...]
-    """By seed: of the run, the time from one gradient of any learner to the next."""
-    waiting: float
-    """The share of a learner's time in which it waits for data or peers, exchanges included."""
-    bytes_sent: float
-    """By all learners, for each gradient."""
-    staleness: Counter[int]
-    caution: float = 1.0
-    """The share of the speed that counts, because rounds of averaging may take longer than they did."""
-
-    @property
-    def seconds_per_gradient(self) -> Seconds:
-        """The median of all seeds."""
-        return median(self.seconds)
-
-    @property
-    def worth(self) -> float:
-        """Of a mini-batch, relative to one of `allreduce`: 1 where all gradients are averaged and none is stale."""
-        strategy, options = self.arm.strategy, self.arm.options
-        in_parts = 1 < strategy.sync_groups(options, self.learners).size < self.learners
-        is_fresh = mean_staleness(self.staleness) == 0.0 and strategy.averages_gradients(options) and not in_parts
-        if self.learners == 1 or is_fresh:
-            return 1.0
-        period = float(getattr(options, "period", 1.0))
-        return WORTH * float(WORTH_OF_A_DOUBLING ** max(0.0, log2(period)))
-
-    @property
-    def progress(self) -> float:
-        """Mini-batches per second, with caution, each counted by its worth: what is compared."""
-        return self.caution * self.worth / self.seconds_per_gradient
 
 
 def is_clearly_ahead(progress: float, of: float) -> bool:
@@ -115,27 +38,103 @@ def ranked(found: Sequence[Prediction]) -> list[Prediction]:
     return [best, *sorted((each for each in found if each is not best), key=lambda each: -each.progress)]
 
 
-def tried(
-    name: str, per_node: int, patterns: Sequence[str], predict: Callable[[Arm], Prediction]
-) -> Iterator[Prediction]:
-    """A strategy with each set of options that is worth a try.
+@dataclass(frozen=True)
+class Decision:
+    """Predictions for some learners, and what follows from them."""
+
+    tried: Sequence[Sequence[Prediction]]
+    """For each strategy that fits, in the order in which they were named: its predictions with all options tried."""
+    notes: Sequence[str]
+    """Why other strategies were left out."""
+
+    @cached_property
+    def best(self) -> Sequence[Prediction]:
+        """Each strategy with the options that the rule prefers."""
+        return [ranked(each)[0] for each in self.tried]
+
+    @cached_property
+    def chosen(self) -> Prediction:
+        """The choice."""
+        return ranked(self.best)[0]
+
+    @property
+    def second(self) -> Prediction | None:
+        """The second choice: another strategy, not the same with other options; None: there is none."""
+        return next(iter(ranked(self.best)[1:]), None)
+
+    @property
+    def predictions(self) -> Sequence[Prediction]:
+        """All predictions: that of the choice first, then the most progress first."""
+        others = [each for each in chain(*self.tried) if each is not self.chosen]
+        return [self.chosen, *sorted(others, key=lambda each: -each.progress)]
+
+
+def choose(
+    machines: Machines,
+    learners: int,
+    choices: Sequence[StrategyChoice],
+    job: Job | None = None,
+    say: Say = lambda line: None,
+) -> Decision:
+    """Predict each strategy, with its options or with those that are worth a try, and choose one.
 
     Args:
-        name: The strategy's.
-        per_node: Learners of a node, or of a super-learner.
-        patterns: Of `adpsgd`, that with the fewest messages first.
-        predict: What is predicted for a strategy with options.
+        machines: Where the learners run.
+        learners: How many learners there are.
+        choices: What is compared, the plainest first.
+        job: What is trained. Its weighting limits the choice, and its own strategy keeps its options.
+        say: Is told what is being simulated.
+
+    Raises:
+        ConfigError: The options of a choice are wrong.
     """
-    fields = StrategyChoice(name=name).strategy.options.model_fields
-    sets: list[dict[str, Any]] = [{"per_node": per_node}] if "per_node" in fields else [{}]
+    tried, notes = [], []
+    for choice in choices:
+        ladders = _ladders(choice, machines, learners, job)
+        try:
+            _check(ladders[0][0], machines, learners, job)
+        except ConfigError as error:
+            notes.append(f"{choice.name} with {learners} learners is left out: {error}")
+            continue
+        tried.append([found for ladder in ladders for found in _climbed(ladder, machines, learners, say)])
+    return Decision(tried, notes)
+
+
+def _ladders(choice: StrategyChoice, machines: Machines, learners: int, job: Job | None) -> list[list[Arm]]:
+    """A strategy with the options that are worth a try, unless it has some: for each pattern, longer and longer
+    periods. Raises ConfigError for options that are wrong."""
+    strategy, given = choice.strategy, dict(choice.model_extra or {})
+    fields = strategy.options.model_fields
+    if not given and job is not None and job.strategy.name == strategy.name:
+        return [[Arm(strategy, job.options)]]
+    options = {"per_node": max(2, machines.per_node)} | given if "per_node" in fields else given
+    if problems := strategy_problems(StrategyChoice(name=choice.name, **options)):
+        raise refused(problems, f"strategy {choice.name}")
+    if given:
+        return [[Arm(strategy, strategy.options.model_validate(options))]]
+    sets = [options]
     if {"pattern", "period"} <= fields.keys() and "per_node" not in fields:
-        sets = [{"pattern": pattern} for pattern in patterns]
-    for options in sets:
-        last = predict(Arm.of({"name": name, **options}))
-        yield last
-        for period in PERIODS if "period" in fields else ():
-            longer = predict(Arm.of({"name": name, **options, "period": period}))
-            yield longer
-            if longer.progress < last.progress:
-                break
-            last = longer
+        sets = [{"pattern": pattern} for pattern in machines.patterns(learners)]
+    periods = [{}, *({"period": period} for period in PERIODS if "period" in fields)]
+    return [[Arm.of({"name": choice.name, **own, **period}) for period in periods] for own in sets]
+
+
+def _check(arm: Arm, machines: Machines, learners: int, job: Job | None) -> None:
+    """Raise ConfigError if a strategy does not fit so many learners, the machines, or the job's weighting."""
+    between_islands(arm.strategy, machines.island).validate(arm.options, learners)
+    if job is not None and (problem := arm.strategy.weighting_problem(arm.options, job.weighting)):
+        raise ConfigError(problem)
+    is_measured = machines.costs.measured is not None
+    if is_measured and hasattr(arm.options, "per_node") and not has_nodes(learners, machines.per_node):
+        raise ConfigError(f"{arm.name}: needs several nodes, each with the same number of learners, at least 2")
+
+
+def _climbed(ladder: Sequence[Arm], machines: Machines, learners: int, say: Say) -> list[Prediction]:
+    """The predictions for longer and longer periods, up to the first that makes less progress."""
+    found: list[Prediction] = []
+    for arm in ladder:
+        say(f"{arm} with {learners} learners")
+        found.append(predict(arm, learners, machines))
+        if len(found) > 1 and found[-1].progress < found[-2].progress:
+            break
+    return found

@@ -1,4 +1,5 @@
-"""What learners measure of their machines, and what a profile measures, as a strategy that learners run.
+"""What learners measure of their machines: for a profile, as a strategy that one and two learners run; for
+`strategy: auto`, all learners of a run together, which finds slow learners and links that many share.
 
 Learners are started, connected and watched as in any run, so that what is measured is what training will pay.
 """
@@ -6,73 +7,93 @@ Learners are started, connected and watched as in any run, so that what is measu
 import resource
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import BaseModel
 from torch import Tensor
 
+from starling.budget import Budget
 from starling.configuration import Config
 from starling.learner import Learner
 from starling.strategies import Strategy
+from starling.strategies.hadpsgd import SideBySide
 from starling.strategies.parts.mixing import Encoder, Mixing
-from starling.topology import Topology, find_topology
+from starling.topology import Alike, Topology, find_topology
 from starling.training.job import Job
 
 Seconds = float
 MEASURE = f"{__name__}:MEASURING"
-"""How a run names the strategy below."""
+"""The name of the profile's strategy, `MEASURING`."""
 WARM_UP = 3
-"""Of whatever is measured, so many are made first and not counted."""
+"""Measurements of each kind that a profile makes first and does not count."""
 REPEATS = 15
-"""Exchanges and means of each size."""
+"""Exchanges and means of each size in a profile."""
 SHARES = (0.0, 1 / 16, 1 / 4, 1.0)
-"""The sizes of what is exchanged, as shares of the model; at least `SMALLEST` numbers."""
+"""The sizes of a profile's exchanges, as shares of the model; at least `SMALLEST` numbers."""
 SMALLEST = 256
+SHARE = 0.03
+"""The share of a run's expected time that measuring may take, unless the least that it needs takes longer."""
+MOST_GRADIENTS, FEWEST_GRADIENTS = 40, 2
+MOST_REPEATS = 8
+PARTS = 5
+"""The share of a third of the allowance that a mean of the model takes, as one pattern of four does."""
+DRAWS = 3
+"""The fewest rounds of pairs: they cross a slow link more or less often."""
+TELLING = 4.0
+"""Rounds tell how they slow a learner down if they last as long as so many of its gradients."""
+MOST_LOST = 0.95
+CLEARLY = 0.5
+"""Steps of `allreduce` are not measured where it would make less than this share of the gradients that the learners
+make without waiting, even if as much of a mean as possible were hidden behind the gradient."""
+PROBE = 16
+"""The probe of a message is this part of the model. Where the model would take too long, the probe is scaled up."""
+INSIDE, ACROSS = "inside a node", "across nodes"
+"""Rounds with the learners of the same node; of a share of the model with the learners' counterparts on other nodes."""
 
 
-@dataclass
-class Figures:
+class Figures(BaseModel):
     """What one learner measured, in seconds."""
 
-    gradients: list[Seconds] = field(default_factory=list)
-    """Each from its claim, loading included."""
-    steps: list[Seconds] = field(default_factory=list)
+    gradients: list[Seconds] = []
+    """The time of each gradient from its claim, loading included."""
+    steps: list[Seconds] = []
     """The copy of the weights and the optimizer's step."""
-    synchronous: list[Seconds] = field(default_factory=list)
+    synchronous: list[Seconds] = []
     """Steps of `allreduce`: from the claim until the mean of all gradients is there. Empty where none was made, because
     one takes too long, or `allreduce` would be slow anyway."""
-    applies: list[Seconds] = field(default_factory=list)
+    applies: list[Seconds] = []
     """Changing the whole model by a vector."""
-    exchanges: dict[int, Seconds] = field(default_factory=dict)
-    """By bytes: a part of the weights to a neighbour and from it, mixed and applied; medians."""
-    means: dict[int, Seconds] = field(default_factory=dict)
-    """Of all learners, by bytes."""
-    rounds: dict[str, Seconds] = field(default_factory=dict)
-    """A round of averaging by pattern, while all learners average and compute gradients."""
+    exchanges: dict[int, Seconds] = {}
+    """By bytes: the median time to send a part of the weights to a neighbour, receive its own, mix and apply."""
+    means: dict[int, Seconds] = {}
+    """By bytes: the time of a mean of all learners."""
+    rounds: dict[str, Seconds] = {}
+    """By pattern: a round of averaging while all learners average and compute gradients."""
     num_bytes: int = 0
-    """Of the weights."""
+    """The size of the weights."""
     lost: float = 0.0
     """The share of its time that this learner loses while a round is under way: its gradients wait for processor,
     memory and links, claims for answers behind the weights."""
     memory_bytes: int = 0
     device: str = "cpu"
 
-    def write(self, folder: Path, rank: int) -> None:
-        """For the process that asked."""
-        (folder / f"figures-{rank}.json").write_bytes(TypeAdapter(Figures).dump_json(self))
+    @classmethod
+    def file(cls, folder: Path, rank: int) -> Path:
+        """The file in which learner `rank` leaves its figures for the process that asked."""
+        return folder / f"figures-{rank}.json"
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> "Figures":
-        """What learner `rank` wrote."""
-        return TypeAdapter(cls).validate_json((folder / f"figures-{rank}.json").read_bytes())
+        """What learner `rank` left."""
+        return cls.model_validate_json(cls.file(folder, rank).read_bytes())
 
 
 class MeasureOptions(Config):
@@ -107,7 +128,7 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
         pass
     del gradients[:WARM_UP], figures.steps[:WARM_UP]
     _note_memory(me, figures)
-    figures.write(options.folder, me.rank)
+    Figures.file(options.folder, me.rank).write_text(figures.model_dump_json(), encoding="utf-8")
 
 
 def bare(job: Job, **changes: Any) -> Job:
@@ -182,6 +203,175 @@ def peak_memory() -> int:
     with suppress(OSError, StopIteration), Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How long measuring may take."""
+
+    budget: Budget
+    """The budget of the run."""
+    batches_per_epoch: int
+    most: Seconds
+
+    def seconds(self, each: Sequence[Seconds]) -> Seconds:
+        """For learners whose gradients take `each`."""
+        per_gradient = 1.0 / sum(1.0 / max(seconds, 1e-9) for seconds in each)
+        return min(self.most, SHARE * self.budget.seconds(self.batches_per_epoch, per_gradient))
+
+
+class Measuring:
+    """Measures with a learner, in step with all others, what the machines cost, and fills in `found`."""
+
+    def __init__(self, me: Learner, allowance: Allowance, found: Figures) -> None:
+        self._me, self._allowance, self._found = me, allowance, found
+        self._tags = count()
+
+    async def apart(self, per_node: int) -> None:
+        """Measure gradients, and averaging rounds while gradients are computed.
+
+        The learner's model is a copy, and is trained meanwhile. It is a sync group alone, so that it claims as it does
+        under an asynchronous strategy: by asking the store. A node has `per_node` learners; 1: there are no nodes.
+        """
+        me, found = self._me, self._found
+        found.num_bytes = me.weights.nbytes
+        await timed_step(me, me.gradient, found.gradients, found.steps)
+        every = await self._gather(found.gradients[0])
+        box = self._allowance.seconds(every) / 3.0
+        # fast learners keep a shared machine busy until the slow end
+        enough = max(box, (FEWEST_GRADIENTS - 1) * max(every))
+        for _ in range(max(FEWEST_GRADIENTS - 1, min(MOST_GRADIENTS, int(enough / every[me.rank])))):
+            await timed_step(me, me.gradient, found.gradients, found.steps)
+        if len(found.gradients) > MOST_GRADIENTS // 4:
+            del found.gradients[0], found.steps[0]  # the first one prepares
+        patterns = topologies(me.world, per_node)
+        await self._measure_rounds(patterns, per_node, box / (len(patterns) + 1))
+
+    async def together(self) -> None:
+        """Measure a mean of the model, and steps of `allreduce` where they may be worth it. All learners are one sync
+        group, as under `allreduce`."""
+        me, found = self._me, self._found
+        every = await self._gather(median(found.gradients))
+        box, most = self._allowance.seconds(every) / 3.0, self._allowance.most / 3.0
+
+        async def mean(size: int) -> None:
+            await me.mean(me.snapshot()[:size])
+
+        found.means[found.num_bytes] = took = await self._timed(mean, 1, 1, box / PARTS, most / PARTS, [])
+        expected = max(every) + took
+        may_be_chosen = me.world / max(*every, took) > CLEARLY * sum(1.0 / max(each, 1e-9) for each in every)
+        if may_be_chosen and 2 * expected <= max(box, most):
+            for _ in range(1 + max(1, min(MOST_REPEATS, int(box / expected)))):
+                await timed_step(me, lambda _: me.mean(me.gradient(me.weights)), found.synchronous, [])
+            del found.synchronous[0]  # the first one prepares
+
+    async def _measure_rounds(self, patterns: Mapping[str, Topology], per_node: int, box: Seconds) -> None:
+        """Time the rounds of each pattern in the background while this learner computes gradients, as in a run, and
+        find what the rounds cost the gradients."""
+        me, found, most = self._me, self._found, self._allowance.most / 3.0 / (len(patterns) + 1)
+        under_way: list[Seconds] = []
+        """What each round took."""
+        is_done = False
+
+        async def average() -> None:
+            nonlocal is_done
+            try:
+                await self._gather(0.0)  # all begin together
+                for name, topology in patterns.items():
+                    exchanging = partial(exchange, me, topology, self._tags)
+                    share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
+                    found.rounds[name] = await self._timed(exchanging, share, fewest, box, most, under_way)
+            finally:
+                is_done = True
+
+        alone = fmean(found.gradients) + fmean(found.steps)
+        begin, made = now(me), list[Seconds]()
+        me.background.start(average())
+        while not is_done:
+            await timed_step(me, me.gradient, made, [])
+        if sum(under_way) >= TELLING * alone:
+            found.lost = min(MOST_LOST, max(0.0, now(me) - begin - len(made) * alone) / sum(under_way))
+
+    async def _gather(self, value: float) -> list[float]:
+        """Every learner's value, by rank; all of them wait for it."""
+        me, tag = self._me, next(self._tags)
+        own = me.weights.new_full((1,), value)
+        others = {peer: me.exchange(peer, own, tag) for peer in range(me.world) if peer != me.rank}
+        return [float(await others[rank]) if rank in others else float(own) for rank in range(me.world)]
+
+    async def _timed(
+        self,
+        work: Callable[[int], Awaitable[None]],
+        share: int,
+        fewest: int,
+        box: Seconds,
+        most: Seconds,
+        times: list[Seconds],
+    ) -> Seconds:
+        """Seconds that `work` takes on 1 / `share` of the model, the mean over learners.
+
+        It is repeated for about `box` seconds, and at least `fewest` times. A probe tells how often, and whether that
+        would take more than `most`. All seconds are appended to `times`.
+        """
+
+        async def mean_of(size: int, repeats: int) -> Seconds:
+            times.extend(await timed(self._me, partial(work, size), repeats))
+            return fmean(times[-repeats:])
+
+        size = max(1, len(self._me.weights) // share)
+        probe = min(size, max(SMALLEST, size // PROBE))
+
+        async def probed() -> Seconds:
+            return max(await self._gather(await mean_of(probe, fewest))) * size / probe
+
+        await mean_of(probe, 1)  # connects
+        expected = await probed()
+        if fewest * expected > most:
+            expected = min(expected, await probed())  # unless a single delay has been scaled up
+        if fewest * expected > most:
+            return expected
+        repeats = max(fewest, min(MOST_REPEATS, int(box / max(expected, 1e-9))))
+        return fmean(await self._gather(await mean_of(size, repeats - repeats % fewest)))
+
+
+def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
+    """What is averaged with whom, by name: the patterns that differ for so many learners, and those of nodes."""
+    found: dict[str, Topology] = {"ring": find_topology("ring", world, 0)}
+    if world > 2:
+        found["pairs"] = Alike(world, _on_a_circle, period=_places(world))
+    if has_nodes(world, per_node):
+        found[INSIDE] = Alike(world, partial(_inside, per_node))
+        found[ACROSS] = SideBySide(find_topology("ring", world // per_node, 0), per_node)
+    return found
+
+
+def has_nodes(world: int, per_node: int) -> bool:
+    """Whether so many learners form several nodes of the same size."""
+    return 1 < per_node < world and world % per_node == 0
+
+
+def _places(world: int) -> int:
+    """The number of places on the circle, which is odd."""
+    return world - 1 + world % 2
+
+
+def _on_a_circle(k: int, rank: int, world: int, seed: int) -> Sequence[int]:
+    """Pairs in which all learners meet each other once before any meet again: a few rounds of it cross a slow link as
+    often as random pairs do on average, and all of them exactly as often.
+
+    Those whose places on a circle add up to `k` meet. The one that would meet itself meets the last learner, which
+    has no place there, or has no partner if their number is odd.
+    """
+    places = _places(world)
+    alone = k * (places + 1) // 2 % places
+    partner = alone if rank == places else (k - rank) % places
+    return [places] if rank == alone and places < world else [partner]
+
+
+def _inside(per_node: int, k: int, rank: int, world: int, seed: int) -> Sequence[int]:
+    """A ring of each node's learners."""
+    first, local = rank - rank % per_node, rank % per_node
+    return [first + (local + step) % per_node for step in (-1, 1)]
 
 
 MEASURING = Strategy(MEASURE, "measure gradients, exchanges and means", measure, options=MeasureOptions)

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from pydantic import ValidationError
 
 from starling.budget import Budget
 from starling.configuration import Config
-from starling.engines.virtual.cluster import Cluster, LinkModel, NodeModel
+from starling.engines.virtual.cluster import Cluster, LinkModel
 from starling.errors import ConfigError
 from starling.files import writing
 from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_preset, loaded, read_profile
-from starling.predict.deciding import WORTH, Arm, Prediction, is_clearly_ahead, ranked, tried
+from starling.predict.deciding import Decision, choose, is_clearly_ahead
 from starling.predict.facts import facts_of, memory_of
-from starling.predict.predict import Machines, bisect, of_seeds, simulate
-from starling.problems import describe, refused
+from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, simulate
 from starling.recipe.run import StrategyChoice
 from starling.reporting.lines import mean_staleness
 from starling.reporting.progress import Say
@@ -66,22 +64,22 @@ class Forecast:
     exchanging: float
     """Waiting that only a faster link would end."""
     gigabytes_per_link: float
-    """That a learner sends in an epoch, in units of 10^9 bytes; the mean over learners."""
+    """What a learner sends in an epoch, in units of 10^9 bytes; the mean over learners."""
     megabytes_per_second: float
-    """The same for each second of the run: the load of a learner's link, in units of 10^6 bytes."""
+    """What a learner sends in a second of the run: the load of its link, in units of 10^6 bytes."""
     staleness_mean: float
     staleness_median: int
     staleness_95: int
     """95 % of the gradients are no staler."""
     staleness_max: int
     memory_gigabytes: float | None
-    """Of a learner, as measured; of a rank of an island, as predicted. None where nothing was measured."""
+    """Memory of a learner, as measured, or of a rank of an island, as predicted; None: nothing was measured."""
     cost: float | None
     """Price per device and hour x learners x hours; None without a price."""
     worth: float = 1.0
     """What the recommendation counts a mini-batch, relative to one of `allreduce`."""
     options: str = ""
-    """Of the strategy, where several sets were tried: the best of them."""
+    """The best options of the strategy, where several sets were tried."""
 
     def __str__(self) -> str:
         return f"{self.strategy} ({self.options})" if self.options else self.strategy
@@ -167,7 +165,7 @@ def plan(
         learners: Numbers of learners.
         strategies: Names, or mappings with `name` and options; None: all that run on several machines, but for the
             periodic ones.
-        price: Of one device for an hour, in your currency.
+        price: The price of one device for an hour, in your currency.
         budget: Of the run; None: the job's, or one epoch where there is only a profile.
         stragglers: Slowness to assume; None: the job's, or none.
         crossings: Whether to look for crossing points, which takes most of the time.
@@ -181,19 +179,40 @@ def plan(
         >>> found = starling.plan(profile="profile.yaml", learners=[4, 16])  # doctest: +SKIP
         >>> pandas.DataFrame(found.rows)  # doctest: +SKIP
     """
-    costs = _costs(job, profile, preset)
     own = job if isinstance(job, Job) else None
+    stragglers = stragglers or (own.stragglers if own else Stragglers())
+    machines = Machines(_costs(job, profile, preset), stragglers, read_cluster(cluster))
     if not learners or min(learners) < 1:
         raise ConfigError(f"learners: {list(learners)}; give at least one number, each at least 1")
     if price is not None and price < 0.0:
         raise ConfigError(f"price: {price} is below 0; give that of one device for an hour")
-    budget = budget or (own.budget if own else Budget(epochs=1))
-    stragglers = stragglers or (own.stragglers if own else Stragglers())
-    planner = _Planner(Machines(costs, stragglers, read_cluster(cluster)), budget, price, say, own)
+    notes = []
     if strategies is None:
-        planner.notes.append(NO_PERIODIC)
+        notes.append(NO_PERIODIC)
         strategies = usual_strategies(between_islands(own.strategy, NO_ISLANDS).name if own else None)
-    return planner.plan(learners, strategies, crossings)
+    if own is not None and own.island.size > 1:
+        memory, traffic = memory_of(own), traffic_of(own.workload) if own.island.tensor > 1 else None
+        costs = machines.costs.model_copy(update={"memory_bytes": memory.total})
+        machines = replace(machines, costs=costs, island=own.island, traffic=traffic)
+        notes.append(f"a rank of an island of {own.island.size} is predicted to hold {memory}")
+        if traffic is not None:
+            notes.append("a rank of a tensor island is taken to compute as long as a lone learner")
+    choices = [StrategyChoice.model_validate(each) for each in strategies]
+    decisions = [choose(machines, world, choices, own, say) for world in dict.fromkeys(learners)]
+    notes += [note for each in decisions for note in each.notes]
+    budget = budget or (own.budget if own else Budget(epochs=1))
+    rows = {each: _row(each, machines, budget, price) for decision in decisions for each in decision.best}
+    if not rows:
+        raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(notes))
+    largest = max((each for each in decisions if each.tried), key=lambda each: each.chosen.learners)
+    chosen, second = largest.chosen, largest.second
+    return Plan(
+        tuple(rows.values()),
+        rows[chosen],
+        _reason(rows[chosen], rows[second] if second else None, machines.costs),
+        tuple(_crossings(machines, largest, say)) if crossings else (),
+        (*notes, *_assumptions(machines)),
+    )
 
 
 def usual_strategies(own: str | None) -> list[str]:
@@ -202,145 +221,78 @@ def usual_strategies(own: str | None) -> list[str]:
     return [name for name in STRATEGIES if name in (own, *planned)]
 
 
-class _Planner:
-    """The predictions of one plan."""
+def _row(found: Prediction, machines: Machines, budget: Budget, price: float | None) -> Forecast:
+    """A prediction as hours, shares of time and cost."""
+    arm, world, seconds, costs = found.arm, found.learners, found.seconds_per_gradient, machines.costs
+    batches_per_epoch, simulated = costs.job.batches_per_epoch, partial(simulate, arm, world)
 
-    def __init__(self, machines: Machines, budget: Budget, price: float | None, say: Say, own: Job | None) -> None:
-        self._costs, self._budget, self._price, self._say = machines.costs, budget, price, say
-        self._machines, self._own, self._memory = machines, own, machines.costs.memory_bytes
-        self.notes: list[str] = []
-        if own is not None and own.island.size > 1:
-            memory, traffic = memory_of(own), traffic_of(own.workload) if own.island.tensor > 1 else None
-            self._machines, self._memory = replace(machines, island=own.island, traffic=traffic), memory.total
-            self.notes.append(f"a rank of an island of {own.island.size} is predicted to hold {memory}")
-            if traffic is not None:
-                self.notes.append("a rank of a tensor island is taken to compute as long as a lone learner")
+    def hours(seconds_per_gradient: float) -> float:
+        return budget.seconds(batches_per_epoch, seconds_per_gradient) / SECONDS_PER_HOUR
 
-    def plan(self, learners: Sequence[int], chosen: Sequence[str | Mapping[str, Any]], crossings: bool) -> Plan:
-        """The rows of all strategies and numbers of learners, and what follows from those of the largest number."""
-        worlds = dict.fromkeys(learners)
-        found = {world: [self.prediction(arm, world) for arm in self.arms(chosen, world)] for world in worlds}
-        rows = {each: self.row(each) for of_world in found.values() for each in of_world}
-        if not rows:
-            raise ConfigError("plan: no strategy fits these numbers of learners\n  " + "\n  ".join(self.notes))
-        largest = found[max(world for world, of_world in found.items() if of_world)]
-        best, *others = ranked(largest)
-        crossed = tuple(self.crossings(largest, best)) if crossings else ()
-        reason = _reason(rows[best], rows[others[0]] if others else None, self._costs)
-        return Plan(tuple(rows.values()), rows[best], reason, crossed, (*self.notes, *self.assumptions()))
+    at_once = simulated(replace(machines, at_once=True)).seconds_per_gradient
+    exchanging = min(found.waiting, max(0.0, 1.0 - at_once / seconds))
+    others = [replace(machines, compute=factor) for factor in costs.uncertainty if factor != 1.0]
+    every = [*found.seconds, *(simulated(each).seconds_per_gradient for each in others)]
+    error = costs.validation.error if costs.validation else 0.0
+    staleness = sorted(found.staleness.elements()) or [0]
+    median, most = np.quantile(staleness, (0.5, 0.95), method="inverted_cdf")
+    return Forecast(
+        strategy=arm.name,
+        learners=world,
+        hours_per_epoch=seconds * batches_per_epoch / SECONDS_PER_HOUR,
+        hours=hours(seconds),
+        hours_low=hours(min(every) / (1.0 + error)),
+        hours_high=hours(max(every) / (1.0 - min(error, 0.9))),
+        computing=1.0 - found.waiting,
+        waiting=found.waiting - exchanging,
+        exchanging=exchanging,
+        gigabytes_per_link=found.bytes_sent * batches_per_epoch / world / 1e9,
+        megabytes_per_second=found.bytes_sent / seconds / world / 1e6,
+        staleness_mean=mean_staleness(found.staleness),
+        staleness_median=int(median),
+        staleness_95=int(most),
+        staleness_max=staleness[-1],
+        memory_gigabytes=None if costs.memory_bytes is None else costs.memory_bytes / 1e9,
+        cost=None if price is None else price * world * hours(seconds),
+        worth=found.worth,
+        options=arm.words,
+    )
 
-    def arms(self, chosen: Sequence[str | Mapping[str, Any]], world: int) -> list[Arm]:
-        """The strategies that fit so many learners, each with its options, and those given where several were tried;
-        a note on each that does not."""
-        found = []
-        for each in chosen:
-            choice = StrategyChoice.model_validate(each)
-            try:
-                arm = self._arm(choice, world)
-                between_islands(arm.strategy, self._machines.island).validate(arm.options, world)
-                found.append(arm)
-            except ValidationError as error:
-                options = dict(choice.model_extra or {})
-                lines = describe(error, choice.strategy.options, options, prefix="strategy.")
-                raise refused(lines, f"strategy {choice.name}") from None
-            except ConfigError as error:
-                self.notes.append(f"{choice.name} with {world} learners is left out: {error}")
-        return found
 
-    def _arm(self, choice: StrategyChoice, world: int) -> Arm:
-        strategy, given = choice.strategy, dict(choice.model_extra or {})
-        fields, own = strategy.options.model_fields, self._own
-        nodes = self._machines.given.get("nodes")
-        per_node = max(2, nodes.size if isinstance(nodes, NodeModel) else self._costs.devices_per_node)
-        if not given and own is not None and own.strategy.name == strategy.name:
-            return Arm(strategy, own.options)
-        if not given and "period" in fields:
-            patterns = ("pairs", "ring") if world > 2 else ("ring",)
-            return ranked(list(tried(choice.name, per_node, patterns, partial(self._trial, world))))[0].arm
-        if "per_node" in fields:
-            given.setdefault("per_node", per_node)
-        return Arm(strategy, strategy.options.model_validate(given))
+def _crossings(machines: Machines, decision: Decision, say: Say) -> Iterator[Crossing]:
+    """Where another strategy makes more progress than the recommended one."""
+    chosen = decision.chosen
+    others, world = [each.arm for each in decision.best if each is not chosen], chosen.learners
+    if world == 1 or not others:
+        return
+    bandwidth = cast(LinkModel, machines.given.get("link", machines.costs.messages)).bandwidth
 
-    def _trial(self, world: int, arm: Arm) -> Prediction:
-        self._say(f"{arm} with {world} learners")
-        return simulate(arm, world, self._machines)
+    def faster_links(factor: float) -> Machines:
+        return replace(machines, bandwidth=factor)
 
-    def prediction(self, arm: Arm, world: int) -> Prediction:
-        """The prediction for one strategy and number of learners."""
-        self._say(f"{arm.name} with {world} learners")
-        return of_seeds(simulate, arm, world, self._machines)
+    for name, values, make, now in (
+        ("bandwidth", [1.0 / each for each in BANDWIDTHS], faster_links, bandwidth),
+        ("bandwidth", BANDWIDTHS, faster_links, bandwidth),
+        ("slowness", SLOWEST, partial(machines.with_slow, 0), 1.0),
+    ):
+        say(f"crossing points of {name} with {world} learners")
+        for before, value in pairwise((1.0, *values)):
+            if (faster := _ahead(others, chosen, make, value)) is not None:
+                crossed = bisect(partial(_ahead, [faster], chosen, make), before, value)
+                yield Crossing(name, world, crossed * now, now, chosen.arm.name, faster.name)
+                break
 
-    def row(self, found: Prediction) -> Forecast:
-        """A prediction as hours, shares of time and cost."""
-        arm, world, seconds = found.arm, found.learners, found.seconds_per_gradient
-        batches_per_epoch = self._costs.job.batches_per_epoch
-        at_once = simulate(arm, world, self._machines.without_exchange())
-        exchanging = min(found.waiting, max(0.0, 1.0 - at_once.seconds_per_gradient / seconds))
-        (low, high), hours = self._interval(found), self._hours(seconds)
-        staleness = sorted(found.staleness.elements()) or [0]
-        median, most = np.quantile(staleness, (0.5, 0.95), method="inverted_cdf")
-        return Forecast(
-            strategy=arm.name,
-            learners=world,
-            hours_per_epoch=seconds * batches_per_epoch / SECONDS_PER_HOUR,
-            hours=hours,
-            hours_low=self._hours(low),
-            hours_high=self._hours(high),
-            computing=1.0 - found.waiting,
-            waiting=found.waiting - exchanging,
-            exchanging=exchanging,
-            gigabytes_per_link=found.bytes_sent * batches_per_epoch / world / 1e9,
-            megabytes_per_second=found.bytes_sent / seconds / world / 1e6,
-            staleness_mean=mean_staleness(found.staleness),
-            staleness_median=int(median),
-            staleness_95=int(most),
-            staleness_max=staleness[-1],
-            memory_gigabytes=None if self._memory is None else self._memory / 1e9,
-            cost=None if self._price is None else self._price * world * hours,
-            worth=found.worth,
-            options=arm.words,
-        )
 
-    def _interval(self, found: Prediction) -> tuple[float, float]:
-        """The fewest and the most seconds for each gradient that seeds, profile and validation leave open."""
-        every, simulated = list(found.seconds), partial(simulate, found.arm, found.learners)
-        factors = [factor for factor in self._costs.uncertainty if factor != 1.0]
-        every += [simulated(self._machines.with_compute(factor)).seconds_per_gradient for factor in factors]
-        error = self._costs.validation.error if self._costs.validation else 0.0
-        return min(every) / (1.0 + error), max(every) / (1.0 - min(error, 0.9))
-
-    def _hours(self, seconds_per_gradient: float) -> float:
-        """Hours of the whole run."""
-        return self._budget.seconds(self._costs.job.batches_per_epoch, seconds_per_gradient) / SECONDS_PER_HOUR
-
-    def crossings(self, found: Sequence[Prediction], chosen: Prediction) -> Iterator[Crossing]:
-        """Where another strategy makes more progress than the recommended one."""
-        others, world, base = [each.arm for each in found if each is not chosen], chosen.learners, self._machines
-        if world == 1 or not others:
-            return
-        bandwidth = cast(LinkModel, base.given.get("link", self._costs.messages)).bandwidth
-        for name, values, make, now in (
-            ("bandwidth", [1.0 / each for each in BANDWIDTHS], base.with_bandwidth, bandwidth),
-            ("bandwidth", BANDWIDTHS, base.with_bandwidth, bandwidth),
-            ("slowness", SLOWEST, partial(base.with_slow, 0), 1.0),
-        ):
-            self._say(f"crossing points of {name} with {world} learners")
-            for before, value in pairwise((1.0, *values)):
-                if (faster := _ahead(others, chosen, make, value)) is not None:
-                    crossed = bisect(partial(_ahead, [faster], chosen, make), before, value)
-                    yield Crossing(name, world, crossed * now, now, chosen.arm.name, faster.name)
-                    break
-
-    def assumptions(self) -> Iterator[str]:
-        """What the plan rests on."""
-        job = self._costs.job
-        yield f"costs are those of {self._costs.source}; {job.trains}, {job.model_bytes / 1e6:.3g} MB"
-        yield (
-            f"hours are for as many mini-batches under each strategy; the recommendation counts one {WORTH:g} where "
-            "gradients are stale or models differ, as was measured to one loss with 16 learners and three strategies"
-        )
-        for key, value in sorted(self._machines.given.items()):
-            yield f"cluster.{key} is as given: {value}"
+def _assumptions(machines: Machines) -> Iterator[str]:
+    """What the plan rests on."""
+    job = machines.costs.job
+    yield f"costs are those of {machines.costs.source}; {job.trains}, {job.model_bytes / 1e6:.3g} MB"
+    yield (
+        f"hours are for as many mini-batches under each strategy; the recommendation counts one {WORTH:g} where "
+        "gradients are stale or models differ, as was measured to one loss with 16 learners and three strategies"
+    )
+    for key, value in sorted(machines.given.items()):
+        yield f"cluster.{key} is as given: {value}"
 
 
 def _ahead(others: Sequence[Arm], chosen: Prediction, make: Callable[[float], Machines], factor: float) -> Arm | None:

@@ -1,32 +1,37 @@
-"""How fast learners would be: a strategy's own text on the simulated clock, with the costs of a job."""
+"""How fast learners would be, and what that is worth: a strategy's own text on the simulated clock, with the costs of a
+job.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Literal, cast
 
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, LinkModel, MemoryModel, NodeModel
 from starling.engines.virtual.timing import TimingOutcome, simulate_timing
 from starling.errors import ConfigError
-from starling.predict.costs import Costs, Seconds
-from starling.predict.deciding import Arm, Prediction
+from starling.predict.costs import SHORTEST, Costs
+from starling.predict.measure import ACROSS, INSIDE
+from starling.recipe.run import StrategyChoice
+from starling.reporting.lines import mean_staleness
+from starling.strategies import Strategy
 from starling.strategies.islands import NO_ISLANDS, Island
 from starling.strategies.parts.means import is_compressed
-from starling.training.job import Spent
 from starling.training.stragglers import Stragglers
 from starling.training.tensor_plan import Traffic
 
+Seconds = float
 AVERAGING = (
     *("allreduce", "delay-by-one", "delayed", "local-sgd", "post-local-sgd"),
     *("bmuf", "slowmo", "diloco", "streaming-diloco"),
 )
 """Strategies that exchange nothing but means. One from outside is simulated with the link of messages."""
 MOST_BYTES_PER_SECOND = 1e18
-"""Of the link with which a simulation shows what waiting is left without any exchange."""
+"""The bandwidth of the links in a simulation in which everything arrives at once."""
 GRADIENTS = 480
 """Simulated for each prediction, shared by the learners."""
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
@@ -35,25 +40,135 @@ SEEDS = 3
 """Simulations of each prediction, where times are drawn at random."""
 CYCLES = 4
 """Rounds of averaging in a simulation, at least: twice as many as a learner may be behind."""
+LONGER = 1.5
+"""How many times as long measured rounds of averaging may last. A period too long costs little
+(`WORTH_OF_A_DOUBLING`), one too short makes learners wait; and rounds are not all the same: random pairs cross a slow
+link more or less often, and others may use it later."""
+LIKE = 1.05
+"""Learners whose gradients take less than this many times those of the fastest count as equally fast."""
 
-Sections = Mapping[str, Mapping[str, Any]]
-"""Values by the section of a cluster and their key."""
+WORTH = 0.6
+"""What a mini-batch is worth relative to one of `allreduce`, where gradients are stale or learners' models differ.
+
+Measured to one early loss with 16 equal learners: 476 mini-batches under `allreduce`, about 800 under `adpsgd`, which
+is 0.60 (docs/results/stragglers.md). The runs that chose the rates there had 0.69 for `delay-by-one`, 0.65 for `dpsgd`
+and 0.64 for `adpsgd` (stragglers/rates.md, one seed). A difference between the three was not shown, and nothing like it
+has been measured for other strategies: one number serves for all.
+"""
+WORTH_OF_A_DOUBLING = 0.98
+"""The factor of `WORTH` for each doubling of the averaging period. Not measured: of equally fast periods, it takes the
+shortest."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A strategy with its options."""
+
+    strategy: Strategy
+    options: Config
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The options that are named in words."""
+
+    @classmethod
+    def of(cls, given: StrategyChoice | Mapping[str, Any]) -> "Arm":
+        """The strategy that a recipe names, with the options that it gives."""
+        choice = StrategyChoice.model_validate(given)
+        return cls(choice.strategy, choice.options, choice.model_extra or {})
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        return self.strategy.name
+
+    @property
+    def words(self) -> str:
+        """The options that were given, as `pattern: ring, period: 4`."""
+        return ", ".join(f"{key}: {value}" for key, value in self.given.items())
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether learners average gradients, all or those of a group."""
+        return self.strategy.averages_gradients(self.options)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.words})" if self.given else self.name
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What simulations of some learners under a strategy found: the candidates of every choice."""
+
+    arm: Arm
+    learners: int
+    seconds: tuple[Seconds, ...]
+    """By seed: the time of the run from one gradient of any learner to the next."""
+    waiting: float
+    """The share of a learner's time in which it waits for data or peers, exchanges included."""
+    bytes_sent: float
+    """Bytes that all learners together send for each gradient."""
+    staleness: Counter[int]
+    caution: float = 1.0
+    """The share of the speed that counts, because rounds of averaging may take longer than they did."""
+
+    @property
+    def seconds_per_gradient(self) -> Seconds:
+        """The median of all seeds."""
+        return median(self.seconds)
+
+    @property
+    def worth(self) -> float:
+        """The worth of a mini-batch relative to `allreduce`: 1 where all gradients are averaged and none is stale."""
+        strategy, options = self.arm.strategy, self.arm.options
+        in_parts = 1 < strategy.sync_groups(options, self.learners).size < self.learners
+        is_fresh = mean_staleness(self.staleness) == 0.0 and strategy.averages_gradients(options) and not in_parts
+        if self.learners == 1 or is_fresh:
+            return 1.0
+        period = float(getattr(options, "period", 1.0))
+        return WORTH * float(WORTH_OF_A_DOUBLING ** max(0.0, math.log2(period)))
+
+    @property
+    def progress(self) -> float:
+        """Mini-batches per second, with caution, each counted by its worth: what is compared."""
+        return self.caution * self.worth / self.seconds_per_gradient
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What a prediction is made for: costs, the slowness that is assumed, and what a user says of the cluster."""
+    """The machines for which predictions are made: costs, the slowness that is assumed, and what a user says of the
+    cluster."""
 
     costs: Costs
     stragglers: Stragglers = field(default_factory=Stragglers)
+    """Learners that are slower than the costs say, where the learners of a run have not measured it."""
     given: Mapping[str, Config] = field(default_factory=dict)
     """Sections of the cluster that replace what the costs say."""
-    changes: tuple[Callable[[Cluster], Sections], ...] = ()
-    """What else is different, one after the other, given what a cluster is so far."""
+    bandwidth: float = 1.0
+    """How many times as fast links between nodes are taken to be."""
+    compute: float = 1.0
+    """How many times as long gradients are taken to last."""
+    at_once: bool = False
+    """Whether everything is taken to arrive at once."""
+    longer: float = 1.0
+    """Measured rounds of averaging are taken to last so many times as long."""
     island: Island = NO_ISLANDS
     """How learners form islands."""
     traffic: Traffic | None = None
     """What the ranks of a tensor island send each other."""
+
+    @property
+    def per_node(self) -> int:
+        """Learners of a node."""
+        nodes = self.given.get("nodes")
+        return nodes.size if isinstance(nodes, NodeModel) else self.costs.devices_per_node
+
+    def patterns(self, learners: int) -> Sequence[str]:
+        """The patterns of `adpsgd` that are worth a try, that with the fewest messages first. A fixed ring is one only
+        where its rounds are faster than those of pairs. Random rings send twice as many messages as pairs, and cannot
+        be faster."""
+        if learners <= 2:
+            return ["ring"]
+        rounds = self.costs.measured.exchange_seconds if self.costs.measured else {}
+        return ["pairs"] if rounds and rounds["ring"] > rounds["pairs"] else ["pairs", "ring"]
 
     def cluster(self, arm: Arm, learners: int) -> Cluster:
         """The simulated cluster of some learners under a strategy.
@@ -61,53 +176,79 @@ class Machines:
         A cluster has one kind of link between nodes, and one inside. Means and messages were measured apart, because
         they cost differently: learners that only average use the link of means, and super-learners use it inside.
 
-        Messages queue at their node's link, unless the costs hold that wait already. Where nodes stand for sync groups
-        only, each learner brings a link of its own.
+        Messages queue at their node's link, unless what was measured holds that wait already. Where nodes stand for
+        sync groups only, each learner brings a link of its own.
         """
         costs, num_models = self.costs, learners // self.island.size
-        group = arm.strategy.sync_groups(arm.options, num_models).size
-        means_only = arm.name in AVERAGING
-        link = costs.means if means_only else costs.messages
-        if arm.strategy.averages_gradients(arm.options) and means_only and not is_compressed(arm.options):
-            link = costs.gradient_means or costs.means  # encoded gradients are averaged after backward
+        group, averages = arm.strategy.sync_groups(arm.options, num_models).size, arm.averages_gradients
+        messages, inside = self._messages(arm, learners)
+        link = messages
+        if arm.name in AVERAGING:
+            encodes = is_compressed(arm.options)  # encoded gradients are averaged after backward
+            link = (averages and not encodes and costs.gradient_means) or costs.means
         link = cast(LinkModel, self.given.get("link", link))
-        size, inside = 1, cast(LinkModel | NodeModel, NodeModel())
-        uplink: float | Literal["unlimited"] | None = "unlimited" if costs.holds_contention else None
-        if costs.devices_per_node > 1 and costs.inside is not None:
-            size, inside, uplink = costs.devices_per_node, costs.inside, costs.messages.bandwidth
-        elif 1 < group < num_models and arm.strategy.averages_gradients(arm.options):
+        size, uplink = 1, cast(float | Literal["unlimited"] | None, "unlimited" if costs.measured else None)
+        if costs.devices_per_node > 1 and inside is not None:
+            size, uplink = costs.devices_per_node, messages.bandwidth
+        elif 1 < group < num_models and averages:
             size, inside = group * self.island.size, costs.gradient_means or costs.means
             uplink = uplink or size * link.bandwidth
-        nodes = NodeModel(size=size, latency=inside.latency, bandwidth=inside.bandwidth, uplink=uplink)
+        nodes = NodeModel(size=size, uplink=uplink)
+        if inside is not None:
+            nodes = nodes.model_copy(update={"latency": inside.latency, "bandwidth": inside.bandwidth})
         memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
         found = {"compute": costs.compute, "link": link, "nodes": nodes, "memory": memory}
-        cluster = Cluster.model_validate(found | dict(self.given))
-        for change in self.changes:
-            sections = change(cluster)
-            new = {name: getattr(cluster, name).model_copy(update=values) for name, values in sections.items()}
-            cluster = cluster.model_copy(update=new)
-        return cluster
+        return self._assumed(Cluster.model_validate(found | dict(self.given)))
 
-    def with_bandwidth(self, factor: float) -> "Machines":
-        """The same machines, with so many times the bandwidth between nodes."""
-        return self._with(
-            lambda each: {
-                "link": {"bandwidth": each.link.bandwidth * factor},
-                "nodes": {"uplink": each.uplink * factor if each.uplink else "unlimited"},
-            }
-        )
+    def _assumed(self, cluster: Cluster) -> Cluster:
+        """The cluster with what is assumed of its links and gradients."""
+        link: dict[str, Any] = {"bandwidth": cluster.link.bandwidth * self.bandwidth}
+        nodes: dict[str, Any] = {"uplink": cluster.uplink * self.bandwidth if cluster.uplink else "unlimited"}
+        if self.at_once:
+            link = {"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND}
+            nodes = link | {"uplink": None}
+        sections = {"link": link, "nodes": nodes, "compute": {"seconds": cluster.compute.seconds * self.compute}}
+        new = {name: getattr(cluster, name).model_copy(update=values) for name, values in sections.items()}
+        return cluster.model_copy(update=new)
 
-    def with_compute(self, factor: float) -> "Machines":
-        """The same machines, whose gradients take so many times as long."""
-        return self._with(lambda each: {"compute": {"seconds": each.compute.seconds * factor}})
+    def _messages(self, arm: Arm, learners: int) -> tuple[LinkModel, LinkModel | None]:
+        """The link of messages between nodes and, where it is another one, inside; by the rounds of averaging of the
+        strategy's own pattern where the learners of a run have measured them."""
+        costs, measured = self.costs, self.costs.measured
+        if measured is None or (pattern := self._pattern(arm)) is None:
+            return costs.messages, None if measured else costs.inside
+        num_bytes, seconds = measured.model_bytes, measured.exchange_seconds
+        if pattern != ACROSS:
+            return _link(num_bytes, self.longer * seconds[pattern]), None
+        # each learner sent its share to every node that it averages with, all over one uplink
+        num_bytes *= min(2, learners // costs.devices_per_node - 1)
+        return _link(num_bytes, self.longer * seconds[pattern]), _link(measured.model_bytes, seconds[INSIDE])
 
-    def without_exchange(self) -> "Machines":
-        """The same machines, with links on which everything arrives at once."""
-        at_once = {"latency": 0.0, "bandwidth": MOST_BYTES_PER_SECOND}
-        return self._with(lambda each: {"link": at_once, "nodes": at_once | {"uplink": None}})
+    def _pattern(self, arm: Arm) -> str | None:
+        """The measured pattern that is most like a strategy's own; None: there is none."""
+        pattern = ACROSS if arm.name == "hadpsgd" else getattr(arm.options, "pattern", None)
+        if self.costs.measured is None or pattern is None:
+            return None
+        return pattern if pattern in self.costs.measured.exchange_seconds else "ring"
 
-    def _with(self, change: Callable[[Cluster], Sections]) -> "Machines":
-        return replace(self, changes=(*self.changes, change))
+    def slowness(self, arm: Arm) -> Stragglers:
+        """How much slower than the fastest gradient those of each learner are, between and during rounds of averaging.
+
+        Of a learner's time, a share u is spent with a round under way, in which it loses a share `lost`. With gradients
+        of g seconds without averaging, those take g / (1 - lost u); with rounds of E seconds, one for each `period`
+        gradients of the fastest learner, u = E / (period g) (1 - lost u), or 1 if rounds take longer than that.
+        """
+        measured, pattern = self.costs.measured, self._pattern(arm)
+        if measured is None:
+            return self.stragglers.model_copy(update={"pauses": ()})  # they do not change a steady speed
+        seconds = 0.0 if pattern is None else self.longer * measured.exchange_seconds[pattern]
+        period = float(getattr(arm.options, "period", 1.0))
+        alone, every_lost = measured.gradient_seconds, measured.lost_to_exchanges
+        ratios = [seconds / (period * gradient) for gradient in alone]
+        shares = [min(1.0, ratio / (1.0 + ratio * lost)) for ratio, lost in zip(ratios, every_lost, strict=True)]
+        under_way, fastest = max(shares), min(alone)
+        times = [each / (1.0 - lost * under_way) for each, lost in zip(alone, every_lost, strict=True)]
+        return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
 
     def with_slow(self, rank: int, factor: float) -> "Machines":
         """The same machines, one of which takes `factor` times as long for its gradients."""
@@ -115,69 +256,64 @@ class Machines:
         return replace(self, stragglers=self.stragglers.model_copy(update={"slow": slow}))
 
 
+def _link(num_bytes: int, seconds: Seconds) -> LinkModel:
+    """The link that carries so many bytes in this time."""
+    return LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, seconds))
+
+
+def predict(arm: Arm, learners: int, machines: Machines) -> Prediction:
+    """What simulations of a strategy say, of several seeds where a time is drawn at random.
+
+    Where the learners of a run have measured rounds, its progress is the mean of that with rounds as measured, and that
+    with longer ones: measuring is short, and rounds are not all the same.
+    """
+    cluster, jitter = machines.cluster(arm, learners), machines.slowness(arm).jitter
+    is_random = cluster.compute.distribution != "constant" or max(cluster.link.jitter, jitter) > 0.0
+    found = [simulate(arm, learners, machines, seed) for seed in range(SEEDS if is_random else 1)]
+    together = replace(
+        found[0],
+        seconds=tuple(each.seconds_per_gradient for each in found),
+        waiting=fmean(each.waiting for each in found),
+        staleness=sum((each.staleness for each in found), Counter[int]()),
+    )
+    if machines.costs.measured is None or machines.longer > 1.0 or arm.name in AVERAGING:
+        return together
+    longer = predict(arm, learners, replace(machines, longer=LONGER)).seconds_per_gradient
+    return replace(together, caution=fmean((1.0, together.seconds_per_gradient / longer)))
+
+
 def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Prediction:
     """The steady speed of a strategy: what the second half of a simulation took.
 
     The beginning of a run, and its end, where learners wait for the last of them, are in both simulations, that of the
-    first half and that of the whole, and cancel out. `rounds` is how many gradients each learner makes in a half, or
-    a few more: a strategy that does something every H steps is simulated for whole periods. A warm-up is left out.
+    first half and that of the whole, and cancel out. Where both end with the same gradient of the slowest learner, the
+    speed is the sum of the learners' own paces. `rounds` is how many gradients each learner makes in a half, or a few
+    more: a strategy that does something every H steps is simulated for whole periods. A warm-up is left out.
     """
     each = rounds or max(FEWEST_ROUNDS, min(MOST_ROUNDS, GRADIENTS // learners))
     each = max(each, CYCLES * int(getattr(arm.options, "period", 1)))
     if period := getattr(arm.options, "every", None):
         each = -(-each // period) * period
     half, whole = (run(arm, learners, machines, steps, seed) for steps in (each * learners, 2 * each * learners))
-    num_gradients = whole.num_gradients - half.num_gradients
-    seconds, bytes_sent = whole.seconds - half.seconds, whole.bytes_sent - half.bytes_sent
-    if seconds <= 0.0:  # both end with the same gradient of the slowest learner
-        return _paced(arm, whole)
-    return _prediction(arm, whole, seconds / num_gradients, bytes_sent / num_gradients)
-
-
-def simulate_briefly(arm: Arm, learners: int, machines: Machines, rounds: int, seed: int = 0) -> Prediction:
-    """The speed of a strategy from one short simulation."""
-    return _paced(arm, run(arm, learners, machines, rounds * learners, seed))
-
-
-def _paced(arm: Arm, whole: TimingOutcome) -> Prediction:
-    """The speed as the sum of the learners' own paces.
-
-    A learner's pace ends with its last gradient. What the others then wait for the slowest, which would spoil a short
-    simulation, does not count.
-    """
-    made = [(each.num_steps, each.spent) for each in whole.learners if each.num_steps]
-    pace = sum(number / (spent.computing + _waiting(spent)) for number, spent in made)
-    return _prediction(arm, whole, 1.0 / pace, whole.bytes_sent / whole.num_gradients)
-
-
-def of_seeds(simulating: Callable[..., Prediction], arm: Arm, learners: int, machines: Machines) -> Prediction:
-    """What simulations of several seeds found together, or the only one where no time is drawn at random."""
-    cluster = machines.cluster(arm, learners)
-    is_random = cluster.compute.distribution != "constant" or max(cluster.link.jitter, machines.stragglers.jitter) > 0.0
-    found = [simulating(arm, learners, machines, seed=seed) for seed in range(SEEDS if is_random else 1)]
-    return replace(
-        found[0],
-        seconds=tuple(each.seconds_per_gradient for each in found),
-        waiting=fmean(each.waiting for each in found),
-        staleness=sum((each.staleness for each in found), Counter[int]()),
+    num_gradients, seconds = whole.num_gradients - half.num_gradients, whole.seconds - half.seconds
+    if seconds <= 0.0:
+        seconds = num_gradients / sum(len(times) / times[-1] for times in whole.gradients_at.values())
+    spent = [learner.spent for learner in whole.learners if learner.num_steps]
+    waiting = sum(each.waiting_for_data + each.waiting_for_peers for each in spent)
+    return Prediction(
+        arm,
+        learners,
+        (seconds / num_gradients,),
+        waiting / max(waiting + sum(each.computing for each in spent), 1e-12),
+        (whole.bytes_sent - half.bytes_sent) / num_gradients,
+        whole.staleness,
     )
-
-
-def _prediction(arm: Arm, found: TimingOutcome, seconds: Seconds, bytes_sent: float) -> Prediction:
-    spent = [each.spent for each in found.learners if each.num_steps]
-    waiting = sum(map(_waiting, spent))
-    total = max(sum(each.computing for each in spent) + waiting, 1e-12)
-    return Prediction(arm, len(found.learners), (seconds,), waiting / total, bytes_sent, found.staleness)
-
-
-def _waiting(spent: Spent) -> Seconds:
-    return spent.waiting_for_data + spent.waiting_for_peers
 
 
 def run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int = 0) -> TimingOutcome:
     """A simulation of so many gradients, without what a strategy does to warm up."""
     num_bytes, cluster = machines.costs.job.model_bytes // 4 * 4, machines.cluster(arm, learners)
-    options, slowness, island, traffic = arm.options, machines.stragglers, machines.island, machines.traffic
+    options, slowness, island, traffic = arm.options, machines.slowness(arm), machines.island, machines.traffic
     if getattr(options, "warm_up", 0):
         options = options.model_copy(update={"warm_up": 0})
     timing = partial(simulate_timing, seed=seed, stragglers=slowness, island=island, traffic=traffic)

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from starling.predict.costs import Costs, JobFacts, find_preset
-from starling.predict.deciding import Arm
-from starling.predict.predict import Machines, simulate
+from starling.predict.predict import Arm, Machines, simulate
 
 COMMAND = "starling plan --published"
 TEMPLATE = Path(__file__).parent / "published.md"

@@ -106,7 +106,7 @@ def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple
 
 
 Others = Callable[[int, int, int, int], Iterable[int]]
-"""Of a learner: `others(round, rank, world, seed)`, itself included or not."""
+"""`others(round, rank, world, seed)`: the learners that one mixes, itself included or not."""
 
 
 class Alike(Topology):

@@ -25,7 +25,7 @@ from starling.training.job import Job
 from starling.training.replica import Replica
 
 MOST_STACKED_BYTES = 2**28
-"""Of weights that are stacked; more learners than that are computed in several groups."""
+"""The most bytes of weights that are stacked; more learners are computed in several groups."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ class ComputeModel(Config):
     """Compute the gradients of learners that are under way together at once, where the model allows it: faster with
     many learners of a small model. Events stay the same; gradients agree to rounding, so the event hash is another."""
     processes: int = Field(default=1, ge=1, le=256)
-    """Of this machine that compute gradients; results do not depend on it. 1: that of the simulation."""
+    """Processes of this machine that compute gradients; results do not depend on it. 1: only that of the simulation."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> "ComputeModel":

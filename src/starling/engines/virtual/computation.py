@@ -117,7 +117,7 @@ class RealGradients(Computation):
 
 
 _SLOTS = 2
-"""Of each process: it computes in one while the other is filled."""
+"""Slots of each process: it computes in one while the other is filled."""
 
 
 @dataclass

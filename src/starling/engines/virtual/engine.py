@@ -41,9 +41,9 @@ class Outcome:
     """How a virtual run ended."""
 
     states: list[LearnerState]
-    """Of the learners that are left, by rank."""
+    """The states of the remaining learners, by rank."""
     seconds: float
-    """On the simulated clock."""
+    """The simulated time."""
     num_events: int
     event_hash: str
     """SHA-256 over every event: time, learner, kind, and the bits of every loss."""

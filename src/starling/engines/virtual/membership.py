@@ -262,7 +262,7 @@ class VirtualMembership:
         return [learner.finish(num_portions) for learner in self.learners]
 
     def consensus_distance(self) -> float | None:
-        """That of all learners' weights; None if these are no numbers."""
+        """The consensus distance of all learners' weights; None if these are no numbers."""
         if not self.computation.holds_weights:
             return None
         weights = [learner.replica.weights for learner in self.learners]

@@ -40,7 +40,7 @@ class TimingOutcome:
     """How a timing-only run ended."""
 
     seconds: float
-    """On the simulated clock."""
+    """The simulated time."""
     num_events: int
     event_hash: str
     """SHA-256 over every event: time, learner and kind. That of a run with real gradients also covers the losses."""
@@ -51,12 +51,12 @@ class TimingOutcome:
 
     @property
     def num_gradients(self) -> int:
-        """Of all learners together."""
+        """Gradients of all learners together."""
         return sum(learner.num_steps for learner in self.learners)
 
     @property
     def bytes_sent(self) -> int:
-        """By all learners together."""
+        """Bytes that all learners together sent."""
         return sum(learner.averaging.bytes_sent for learner in self.learners)
 
     @property
@@ -219,7 +219,7 @@ class Sizes(Tensor):
     _shape = cached_property[torch.Size](lambda self: Tensor.shape.__get__(self))  # type: ignore[attr-defined]
     _dtype = cached_property[torch.dtype](lambda self: Tensor.dtype.__get__(self))  # type: ignore[attr-defined]
     _length = cached_property[int](lambda self: self._shape[0] if len(self._shape) == 1 else -1)
-    """Of a vector; -1 for anything else."""
+    """The length of a vector; -1 for anything else."""
 
     @classmethod
     def __torch_function__(
