@@ -31,9 +31,10 @@ PartitionConfig = Literal["identical", "speaker", "domain"] | DirichletConfig
 """Which utterances a learner may see; the `partition:` key of a recipe."""
 
 
-def labels_are_domains(config: PartitionConfig) -> bool:
-    """Whether the domains of a mixture are divided."""
-    return (config.by if isinstance(config, DirichletConfig) else config) == "domain"
+def divided_by(config: PartitionConfig) -> Literal["speaker", "domain"]:
+    """What is divided: the domains of a mixture, or otherwise speakers."""
+    by = config.by if isinstance(config, DirichletConfig) else config
+    return "domain" if by == "domain" else "speaker"
 
 
 def divide(

@@ -27,7 +27,7 @@ from starling.speech.features import WHOLE, FeatureConfig
 from starling.speech.hybrid import AlignmentConfig, SequencesConfig, StatesConfig
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
-from starling.speech.partition import PartitionConfig, labels_are_domains
+from starling.speech.partition import PartitionConfig, divided_by
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
 from starling.strategies.islands import between_islands
@@ -238,8 +238,8 @@ class Recipe(RecipeConfig):
     @model_validator(mode="after")
     def _mixed_sets_exist(self) -> Self:
         known = self.data.sets
-        for name in self.mixture.sets if self.mixture is not None else ():
-            if name not in known and not Path(name).is_dir():
+        for domain, name in self.training_sets:
+            if domain and name not in known and not Path(name).is_dir():
                 raise ValueError(
                     f"mixture: {name!r} is neither a set of data.corpus ({', '.join(known)}) nor a folder; prepare it "
                     "first with its own recipe"
@@ -249,7 +249,7 @@ class Recipe(RecipeConfig):
     @model_validator(mode="after")
     def _partition_fits(self) -> Self:
         if self.mixture is None:
-            if labels_are_domains(self.partition):
+            if divided_by(self.partition) == "domain":
                 raise ValueError("partition: it divides domains, but there is no mixture; define the domains there")
         elif self.partition != "identical" and (self.mixture.by == "hand" or self.mixture.temperature != 1.0):
             raise ValueError(
@@ -257,6 +257,13 @@ class Recipe(RecipeConfig):
                 "remove mixture.temperature and by: hand, or the partition"
             )
         return self
+
+    @property
+    def training_sets(self) -> list[tuple[str, str]]:
+        """The sets to train on, each with the domain of the mixture that it belongs to; without a mixture, `""`."""
+        if self.mixture is None:
+            return [("", self.data.train)]
+        return [(name, each) for name, domain in self.mixture.domains.items() for each in domain.sets]
 
     def set_folder(self, name: str) -> Path:
         """The folder of a prepared set of the corpus or the mixture, whether it exists yet or not."""
@@ -367,5 +374,5 @@ def _data_settings(recipe: Recipe) -> Any:
     corpus = recipe.data.sets
     return [
         set_digest(recipe.data, name) if name in corpus else read_summary(Path(name)).digest
-        for name in recipe.mixture.sets
+        for _, name in recipe.training_sets
     ]

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,11 @@ from starling.chance import derive_seed
 from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import MiniBatches
-from starling.speech.batch_plan import BatchConfig, Dealing, MiniBatch, ShardWindows, in_similar_groups, shard_bounds
+from starling.speech.batch_plan import BatchConfig, Dealing, MiniBatch, ShardWindows, in_similar_groups
 from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.store import AlignedFrames
-from starling.speech.mixture import MixedWindows, Mixture
-from starling.speech.partition import PartDraws, describe_parts, divide, labels_are_domains
+from starling.speech.mixture import MixedWindows
+from starling.speech.partition import PartDraws, describe_parts, divide, divided_by
 from starling.speech.recipe import Recipe
 from starling.speech.store import Member, SpeechSets
 from starling.speech.too_short import kept_utterances
@@ -34,61 +34,38 @@ V = TypeVar("V")
 
 
 class RecipePlan(MiniBatches):
-    """The mini-batches of a recipe, as a pure function of its seed and the ticket.
+    """The mini-batches of a recipe from the chosen `utterances`, as a pure function of its seed and the ticket.
 
-    `utterances` are the indices in `speech_set` to train on, in ascending order. If the recipe divides the data among
-    learners, each mini-batch is drawn at random from the ticket's part; an epoch is then only a number of mini-batches.
+    If the recipe divides the utterances among learners, each mini-batch is drawn at random from the ticket's part; an
+    epoch is then only a number of mini-batches.
     """
 
-    def __init__(self, recipe: Recipe, speech_set: SpeechSets, utterances: NDArray[np.int32]) -> None:
-        self.recipe = recipe
-        self.speech_set = speech_set
-        self.utterances = utterances
+    def __init__(self, recipe: Recipe, utterances: SpeechSets) -> None:
+        self.recipe, self.utterances = recipe, utterances
         self.num_parts = 1 if recipe.partition == "identical" else recipe.num_workers
-
-    @property
-    def durations(self) -> NDArray[np.float32]:
-        """Seconds of each of `utterances`."""
-        return self._of_kept(self.speech_set.durations)
 
     def shares(self) -> list[str]:
         """Lines about mixture and partition: the passes over each domain in an epoch, and the sizes of the parts.
 
         Raises DataError if a domain has no utterances, and ConfigError if the data are too few for the learners.
         """
-        if self._parts is not None:
-            kind = "domains" if labels_are_domains(self.recipe.partition) else "speakers"
-            described = describe_parts(self._parts, self.durations, self._labels)
-            return [f"each learner draws at random from its own part of the data: {described} {kind}"]
-        if self._mixture is None:
+        if self._parts is None:
             return []
-        passes = self._mixture.passes(self.durations)
-        return ["passes over domains in an epoch: " + ", ".join(f"{name} {n:.3g}" for name, n in passes.items())]
-
-    @cached_property
-    def _mixture(self) -> Mixture | None:
-        """The recipe's mixture, restricted to `utterances`; None without one."""
-        if self.recipe.mixture is None:
-            return None
-        bounds = np.searchsorted(self.utterances, self.speech_set.domain_bounds)
-        return Mixture(self.recipe.mixture, bounds.tolist())
+        described = describe_parts(self._parts, self.utterances.durations, self._labels)
+        kind = divided_by(self.recipe.partition)
+        return [f"each learner draws at random from its own part of the data: {described} {kind}s"]
 
     @cached_property
     def _parts(self) -> NDArray[np.int32] | None:
-        """The part that each of `utterances` belongs to, one part for each worker; None if the data are not divided."""
+        """The part that each utterance belongs to, one part for each worker; None if the data are not divided."""
         recipe = self.recipe
         if recipe.partition == "identical":
             return None
-        return divide(self._labels, self.durations, recipe.num_workers, recipe.partition, recipe.seed)
+        return divide(self._labels, self.utterances.durations, recipe.num_workers, recipe.partition, recipe.seed)
 
     @property
     def _labels(self) -> NDArray[np.int32]:
-        is_by_domain = labels_are_domains(self.recipe.partition)
-        return (self.speech_set.domain_labels() if is_by_domain else self.speech_set.speaker_labels())[self.utterances]
-
-    def _of_kept(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The values of `utterances`; not copied if these are all utterances."""
-        return values if len(self.utterances) == len(values) else values[self.utterances]
+        return self.utterances.labels(divided_by(self.recipe.partition))
 
 
 class UtterancePlan(RecipePlan):
@@ -101,52 +78,59 @@ class UtterancePlan(RecipePlan):
         return self._planner.num_batches(epoch)
 
     def of(self, ticket: Ticket) -> MiniBatch:
-        """A ticket's mini-batch, as positions in `utterances`."""
+        """A ticket's mini-batch, as indices of `utterances`."""
         if self._draws is not None:
             return self._draws.draw(ticket.part, ticket.step)
         return self._planner.batch(ticket.epoch, ticket.index)
 
     def ids(self, ticket: Ticket) -> Iterator[str]:
         """The ids of a mini-batch's utterances."""
-        return (self.speech_set.id(int(self.utterances[index])) for part in self.of(ticket) for index in part)
+        return (self.utterances.id(index) for part in self.of(ticket) for index in part)
 
     @property
     def num_examples(self) -> int:
         """Utterances to train on."""
         return len(self.utterances)
 
+    def shares(self) -> list[str]:
+        if self._parts is not None or not isinstance(windows := self._planner.windows, MixedWindows):
+            return super().shares()
+        passes = ", ".join(f"{name} {number:.3g}" for name, number in windows.passes.items())
+        return [f"passes over domains in an epoch: {passes}"]
+
     def passes(self, times: Counter[str]) -> str | None:
         """How many passes over each domain of a mixture were made, in words, from how often each utterance was seen;
         None without a mixture."""
         if self.recipe.mixture is None:
             return None
-        lines = []
-        train = self.speech_set
+        lines, train = [], self.utterances
         for domain, (first, last) in zip(train.domains, pairwise(train.domain_bounds), strict=True):
-            own = self.utterances[(first <= self.utterances) & (self.utterances < last)]
-            counts = [times[train.id(int(index))] for index in own]
+            counts = [times[train.id(index)] for index in range(first, last)]
             passes = sum(counts) / len(counts)
             lines.append(f"{domain} {passes:.2f} passes (each utterance {min(counts)} to {max(counts)} times)")
         return ", ".join(lines)
 
     @cached_property
     def _planner(self) -> "Planner":
-        seed = derive_seed(self.recipe.seed, "plan")
-        return Planner(self.durations, self._of_kept(self.speech_set.shards), self.recipe.batches, seed, self._mixture)
+        recipe, train, seed = self.recipe, self.utterances, derive_seed(self.recipe.seed, "plan")
+        windows: ShardWindows | MixedWindows = ShardWindows(train.shards, recipe.batches.window, seed)
+        if recipe.mixture is not None:
+            windows = MixedWindows(recipe.mixture, train, recipe.batches.window, seed)
+        return Planner(train.durations, windows, recipe.batches, seed)
 
     @cached_property
     def _draws(self) -> PartDraws | None:
         if self._parts is None:
             return None
-        return PartDraws(self.durations, self._parts, self.recipe.batches, derive_seed(self.recipe.seed, "draws"))
+        seed = derive_seed(self.recipe.seed, "draws")
+        return PartDraws(self.utterances.durations, self._parts, self.recipe.batches, seed)
 
 
 class Planner:
     """Plans the epochs of a set; a pure function of the constructor's arguments.
 
-    `durations` (`[N]`, seconds) and `shards` (`[N]`, ascending: the shard of each utterance) describe the set. Without
-    a mixture, each utterance is in exactly one micro-batch per epoch, and a window has at most `config.window` shards.
-    With a mixture, an epoch contains the data that it draws (see `starling.speech.mixture`).
+    `durations` (`[N]`, seconds) are those of the set's utterances; `windows` say which of them an epoch contains, and
+    which are shuffled together.
 
     In a window, utterances are sorted by duration into buckets, and those of a bucket are assigned to micro-batches at
     random. A micro-batch with its padding is at most `max_duration` long, unless it consists of one longer utterance,
@@ -158,21 +142,14 @@ class Planner:
     def __init__(
         self,
         durations: NDArray[np.float32],
-        shards: NDArray[np.int32],
+        windows: ShardWindows | MixedWindows,
         config: BatchConfig,
         seed: int,
-        mixture: Mixture | None = None,
     ) -> None:
         if not len(durations):
             raise DataError("there are no utterances to plan an epoch with; check the training set")
-        self._durations = durations
-        self._config = config
-        self._seed = seed
-        self.windows = (
-            ShardWindows(shards, config.window, seed)
-            if mixture is None
-            else MixedWindows(mixture, durations, shard_bounds(shards), config.window, seed)
-        )
+        self._durations, self._config, self._seed = durations, config, seed
+        self.windows = windows
         self._ends: dict[int, NDArray[np.int64]] = {}
         self._plans: dict[tuple[int, int], list[MiniBatch]] = {}
 
@@ -210,12 +187,12 @@ class Planner:
 
 
 class FramePlan(RecipePlan):
-    """Mini-batches of sub-sequences of `frames`, which are the aligned utterances of `speech_set`."""
+    """Mini-batches of sub-sequences of `frames`, which are the aligned utterances of `train`."""
 
     examples = "sub-sequences"
 
-    def __init__(self, recipe: Recipe, speech_set: SpeechSets, frames: AlignedFrames) -> None:
-        super().__init__(recipe, speech_set, frames.utterances)
+    def __init__(self, recipe: Recipe, train: SpeechSets, frames: AlignedFrames) -> None:
+        super().__init__(recipe, train.only(frames.utterances))
         self.frames = frames
         seed = derive_seed(recipe.seed, "plan")
         config = recipe.sequences or SequencesConfig()
@@ -245,7 +222,7 @@ class FramePlan(RecipePlan):
         return tuple(f"{self._name(utterance)}[{first}:{end}]" for utterance, first, end in pieces.tolist())
 
     def _name(self, utterance: int) -> str:
-        name, speed = self.speech_set.id(int(self.utterances[utterance])), float(self.frames.speeds[utterance])
+        name, speed = self.utterances.id(utterance), float(self.frames.speeds[utterance])
         return name if speed == 1.0 else f"{name}@{speed:g}"
 
 
@@ -311,7 +288,7 @@ def load_plan(recipe: Recipe, folder: ExperimentFolder) -> UtterancePlan | Frame
     """The plan of a recipe whose `folder` is set up. Raises DataError where the data are not prepared, or aligned."""
     train = open_training_set(recipe)
     if recipe.loss == "ctc":
-        return UtterancePlan(recipe, train, kept_utterances(train, folder.too_short))
+        return UtterancePlan(recipe, kept_utterances(train, folder.too_short))
     frames = AlignedFrames(folder.frames, recipe.features.mels_at(recipe.data.sampling_rate))
     return FramePlan(recipe, train, frames)
 
@@ -321,16 +298,8 @@ def open_training_set(recipe: Recipe) -> SpeechSets:
 
     Raises DataError if it cannot be opened, or if the sampling rate of a mixture is not the recipe's.
     """
-    if recipe.mixture is None:
-        return SpeechSets([Member("", recipe.data.set_folder(recipe.data.train))])
-    opened = SpeechSets(
-        [
-            Member(name, recipe.set_folder(each))
-            for name, domain in recipe.mixture.domains.items()
-            for each in domain.sets
-        ]
-    )
-    if opened.sampling_rate != recipe.data.sampling_rate:
+    opened = SpeechSets([Member(domain, recipe.set_folder(name)) for domain, name in recipe.training_sets])
+    if recipe.mixture is not None and opened.sampling_rate != recipe.data.sampling_rate:
         raise DataError(
             f"the sets of the mixture are at {opened.sampling_rate} Hz, and data.sampling_rate is "
             f"{recipe.data.sampling_rate}: prepare them again, or change data.sampling_rate"
