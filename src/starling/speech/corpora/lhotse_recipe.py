@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from starling.errors import DataError, did_you_mean
 from starling.speech.corpora.cuts import utterance_of
+from starling.speech.corpora.lines import told_as
 from starling.speech.corpora.utterance import FileCorpus, Utterance
 
 Rewriting = tuple[tuple[str, str], ...]
@@ -74,14 +75,13 @@ class LhotseRecipeCorpus(FileCorpus):
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
         wanted = self.sets[set_name]
+        names = (wanted,) if isinstance(wanted, str) else wanted
         custom = _CUSTOMS.get(self.recipe, _Custom())
         rewrite = custom.rewrite if self.rewrite is None else self.rewrite
         # some recipes read their own manifests lazily, so the files must exist while the cuts are used
         with tempfile.TemporaryDirectory(prefix="starling-") as scratch:
-            names = (wanted,) if isinstance(wanted, str) else wanted
             parts = self._prepare(Path(scratch), set_name, names, custom)
             for part in names:
-                _check_part(self.recipe, set_name, part, parts)
                 for cut in _cuts(parts[part]):
                     name = cut.supervisions[0].id
                     found = utterance_of(cut, name, f"{self.recipe}/{part}", self.channel, self.audio_root)
@@ -90,48 +90,41 @@ class LhotseRecipeCorpus(FileCorpus):
                     yield _rewritten(found, rewrite)
 
     def _prepare(self, scratch: Path, set_name: str, names: Sequence[str], custom: _Custom) -> dict[str, Any]:
+        """The manifests of the parts `names`, and perhaps of others, by name."""
         import lhotse.recipes
         from lhotse.audio.backend import get_current_audio_backend, set_current_audio_backend
 
         prepare = getattr(lhotse.recipes, f"prepare_{self.recipe}")
         source = self.located()
-        options: dict[str, Any] = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()
-        }
+        options = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
         parameters = inspect.signature(prepare).parameters
-        unknown = [name for name in options if name not in parameters]
-        if unknown:
+        if unknown := [name for name in options if name not in parameters]:
             raise DataError(
                 f"lhotse's recipe {self.recipe} has no option {', '.join(unknown)}, only {', '.join(parameters)}"
             )
-        call = _Call(source, names, options)
-        if custom.prepare is None:
-            options = custom.arguments(call) | options
-        if "output_dir" in parameters:
-            options.setdefault("output_dir", scratch)
-        try:
+
+        def check(known: Iterable[str]) -> None:
+            if missing := next((part for part in names if part not in known), None):
+                raise DataError(
+                    f"set {set_name}: lhotse's recipe {self.recipe} has no part {missing!r}, only {', '.join(known)}"
+                )
+
+        with told_as(f"lhotse.recipes.prepare_{self.recipe} cannot prepare {source}"), ExitStack() as stack:
             if custom.present is not None:
-                present = custom.present(source)
-                for part in names:
-                    _check_part(self.recipe, set_name, part, present)
+                check(custom.present(source))
             # lhotse reads all audio by libsndfile, as Starling does, and starts no other programs; some recipes print
-            with ExitStack() as stack, redirect_stdout(sys.stderr):
-                stack.callback(set_current_audio_backend, get_current_audio_backend())
-                set_current_audio_backend("LibsndfileBackend")
-                if custom.prepare is not None:
-                    manifests: Any = custom.prepare(call)
-                elif "corpus_dir" in parameters:
-                    manifests = prepare(corpus_dir=source, **options)
-                else:
-                    manifests = prepare(source, **options)
-        except DataError:
-            raise
-        except Exception as error:  # lhotse's recipes raise any kind of error, including bare assertions
-            raise DataError(
-                f"lhotse's recipe {self.recipe} cannot prepare {source}: {type(error).__name__}: "
-                f"{error or 'a check of the corpus folder failed'}; see lhotse.recipes.prepare_{self.recipe}"
-            ) from error
-        return manifests if custom.prepare is not None else dict(_parts(manifests, ""))
+            stack.enter_context(redirect_stdout(sys.stderr))
+            stack.callback(set_current_audio_backend, get_current_audio_backend())
+            set_current_audio_backend("LibsndfileBackend")
+            call = _Call(source, names, options)
+            if custom.prepare is not None:
+                parts = custom.prepare(call)
+            else:
+                place = "corpus_dir" if "corpus_dir" in parameters else next(iter(parameters))
+                given = {"output_dir": scratch} if "output_dir" in parameters else {}
+                parts = dict(_parts(prepare(**{place: source}, **given | custom.arguments(call) | options), ""))
+            check(parts)
+            return parts
 
 
 def recipe_names() -> list[str]:
@@ -233,11 +226,6 @@ _CUSTOMS = {
     ),
 }
 """By recipe."""
-
-
-def _check_part(recipe: str, set_name: str, part: str, known: Iterable[str]) -> None:
-    if part not in known:
-        raise DataError(f"set {set_name}: lhotse's recipe {recipe} has no part {part!r}, only {', '.join(known)}")
 
 
 def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

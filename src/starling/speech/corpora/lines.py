@@ -6,6 +6,7 @@ import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ MAX_LINE_BYTES = 1 << 20
 MAX_EXPANSION = 200
 """Maximum expansion of a compressed manifest; JSON Lines reach about 30."""
 _FREE_BYTES = 64 << 20
+
+
+@contextmanager
+def told_as(problem: str) -> Iterator[None]:
+    """Raise any error of another library within this context as a DataError that begins with `problem`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{problem}: {type(error).__name__}: {error or 'a check failed'}") from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
