@@ -121,7 +121,7 @@ def epoch_of(speech: SpeechSet) -> Iterator[np.ndarray]:
     """The micro-batches of an epoch, in random order, as training takes them."""
     union = SpeechSets([Member("all", speech.folder)])
     config = BatchConfig()
-    planner = Planner(union.durations, ShardWindows(union.shards, config.window, 1), config, seed=1)
+    planner = Planner(union.durations, ShardWindows(union.shards, config.window, 1), config, seed=1, draws_seed=1)
     for number in range(planner.num_batches(0)):
         yield from planner.batch(0, number)
 

@@ -64,7 +64,7 @@ def mixed(
 ) -> Planner:
     """A planner of domains that begin at `bounds`."""
     union = SimpleNamespace(durations=durations, shards=shards, domain_bounds=bounds)
-    return Planner(durations, MixedWindows(mixture, union, window, seed), BatchConfig(), seed)
+    return Planner(durations, MixedWindows(mixture, union, window, seed), BatchConfig(), seed, seed)
 
 
 @settings(max_examples=30, deadline=None)
