@@ -114,15 +114,15 @@ def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
         return None
     if recipe.resume is not None:
         return Recogniser.load(ExperimentFolder(recipe.resume.parent.parent).initial).phones
-    made = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
-    say(f"{len(made.phones.names)} phones of {made.num_words - len(made.unknown)} words")
-    if made.unknown:
-        shown = ", ".join(made.unknown[:3]) + (", …" if len(made.unknown) > 3 else "")
+    phones, unknown = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
+    say(f"{len(phones.names)} phones of {len(phones.words)} words")
+    if unknown:
+        shown = ", ".join(unknown[:3]) + (", …" if len(unknown) > 3 else "")
         say(
-            f"warning: model.phones: {len(made.unknown)} of {made.num_words} words have no known phones ({shown}); "
-            "utterances with such words are left out of the phone loss"
+            f"warning: model.phones: {len(unknown)} of {len(phones.words) + len(unknown)} words have no known phones "
+            f"({shown}); utterances with such words are left out of the phone loss"
         )
-    return made.phones
+    return phones
 
 
 def _untrained(
