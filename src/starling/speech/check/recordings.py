@@ -83,15 +83,9 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
         listed = ", ".join(f"{name} {rate} Hz" for name, rate in rates.items())
         raise ConfigError(f"{folder}: its sets differ in sampling rate ({listed}); check them one by one")
     limits = FilterConfig(min_seconds=0.0, max_seconds=1e9, on_bad="skip", max_skipped=1.0)
-    return [
-        Source(
-            Checking(each.name, each.sampling_rate, "as-is", limits),
-            partial(_prepared, each),
-            None,
-            each.summary.digest,
-        )
-        for each in sets
-    ]
+    checks = [Checking(each.name, each.sampling_rate, "as-is", limits) for each in sets]
+    pairs = zip(checks, sets, strict=True)
+    return [Source(checking, partial(_prepared, each), digest=each.summary.digest) for checking, each in pairs]
 
 
 def collect(source: Source, config: CheckConfig, report: OnProgress) -> tuple[list[Record], list[Finding]]:

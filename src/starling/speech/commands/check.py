@@ -15,15 +15,7 @@ from starling.problems import checked
 from starling.recipe.file import apply_overrides
 from starling.reporting.progress import Bars
 from starling.speech.check.corpus import Training, check_corpus
-from starling.speech.check.findings import (
-    HEARD,
-    HEARD_LIST,
-    KINDS,
-    CheckConfig,
-    Report,
-    to_drop,
-    write_report,
-)
+from starling.speech.check.findings import HEARD, HEARD_LIST, KINDS, CheckConfig, Report, to_drop, write_report
 from starling.speech.check.recordings import prepared_sources
 from starling.speech.data import DataConfig, source_of
 from starling.speech.recipe import Recipe, load_recipe
