@@ -17,7 +17,7 @@ from benchmarks.runs import median_ratio
 from benchmarks.speech_writer import SpeechWriter
 from starling.chance import derive_seed
 from starling.errors import DataError
-from starling.speech.batch_plan import BatchConfig
+from starling.speech.batch_plan import BatchConfig, ShardWindows
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.prepare import prepare
 from starling.speech.recipe import load_recipe
@@ -120,7 +120,8 @@ def compared(name: str, speech: SpeechSet) -> list[Bar]:
 def epoch_of(speech: SpeechSet) -> Iterator[np.ndarray]:
     """The micro-batches of an epoch, in random order, as training takes them."""
     union = SpeechSets([Member("all", speech.folder)])
-    planner = Planner(union.durations, union.shards, BatchConfig(), seed=1)
+    config = BatchConfig()
+    planner = Planner(union.durations, ShardWindows(union.shards, config.window, 1), config, seed=1, draws_seed=1)
     for number in range(planner.num_batches(0)):
         yield from planner.batch(0, number)
 

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.large_set import RATE
@@ -40,7 +39,7 @@ def main(folder: Path, epoch: int, place: float, utterances: int, result: Path) 
     plan, seen = workload.plan, 0
     while seen < utterances:
         for micro_batch in plan.of(Ticket(epoch, index, 0)):
-            seen += sum(plan.speech_set.text(utterance) != "" for utterance in micro_batch.tolist())
+            seen += sum(plan.utterances.text(utterance) != "" for utterance in micro_batch.tolist())
         index = (index + 1) % plan.num_batches(epoch)
     growth = {kind.lower(): after - before[kind] for kind, after in memory().items()}
     result.write_text(json.dumps({"seconds": seconds, "first": sum(each.num_examples for each in first), **growth}))
@@ -68,7 +67,7 @@ def open_workload(recipe: Recipe, features: LogMel, folder: Path) -> SpeechWorkl
     """The training set as a learner opens it, with everything in it kept."""
     train = SpeechSets([Member("", folder)])
     tokenizer = CharacterTokenizer("ABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    plan = UtterancePlan(recipe, train, np.arange(len(train), dtype=np.int32))
+    plan = UtterancePlan(recipe, train)
     return SpeechWorkload(plan, features, tokenizer, folder)
 
 

@@ -1,9 +1,16 @@
-"""Epochs of a planner for tests."""
+"""Planners for tests, and their epochs."""
 
 from collections.abc import Iterator
 
-from starling.speech.batch_plan import MiniBatch
+import numpy as np
+
+from starling.speech.batch_plan import BatchConfig, MiniBatch, ShardWindows
 from starling.speech.training.plan import Planner
+
+
+def planner_of(durations: np.ndarray, shards: np.ndarray, config: BatchConfig, seed: int) -> Planner:
+    """A planner of one set, which deals each utterance once an epoch."""
+    return Planner(durations, ShardWindows(shards, config.window, seed), config, seed, seed)
 
 
 def epoch_of(planner: Planner, epoch: int = 0) -> Iterator[MiniBatch]:

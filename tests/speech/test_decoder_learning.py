@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from planned import epoch_of
+from planned import epoch_of, planner_of
 from tones import song_set
 
 from starling.chance import derive_seed
@@ -15,7 +15,6 @@ from starling.speech.models import model_config
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring.error_rates import error_rates
 from starling.speech.tokens import TokenConfig, make_tokenizer
-from starling.speech.training.plan import Planner
 from starling.speech.training.workload import load_batch, speech_loss
 
 
@@ -39,7 +38,7 @@ def test_a_decoder_learns_a_language(decoder: dict[str, object], rate: float, tm
     config = model_config(**{"preset": "tiny", "decoder": decoder})
     recogniser = Recogniser.create(config, features, tokenizer, seed=1)
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=rate)
-    planner = Planner(songs.durations, np.zeros(60, np.int32), BatchConfig(max_duration=8), seed=1)
+    planner = planner_of(songs.durations, np.zeros(60, np.int32), BatchConfig(max_duration=8), seed=1)
     for epoch in range(25):
         for number, mini in enumerate(epoch_of(planner, epoch)):
             batch = load_batch(songs, mini[0], features, None, tokenizer, derive_seed(1, "batch", epoch, number))

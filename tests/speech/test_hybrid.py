@@ -51,7 +51,7 @@ def test_every_frame_is_in_one_sub_sequence_of_an_epoch(
     planner = SequencePlanner(np.asarray(lengths), config, accumulate, seed=3)
     seen: Counter[tuple[int, int]] = Counter()
     sizes = []
-    for index in range(planner.num_batches):
+    for index in range(planner.num_batches(epoch)):
         micro = planner.batch(epoch, index)
         sizes.append(sum(map(len, micro)))
         assert len(micro) <= accumulate and all(len(each) <= batch for each in micro)
@@ -60,16 +60,16 @@ def test_every_frame_is_in_one_sub_sequence_of_an_epoch(
             seen.update((utterance, frame) for frame in range(first, end))
     assert seen == Counter({(u, frame): 1 for u, length in enumerate(lengths) for frame in range(length)})
     assert max(sizes) - min(sizes) <= 1
-    assert sum(sizes) == planner.num_sequences
+    assert sum(sizes) == planner.num_examples
 
 
 def test_epochs_differ_in_order_and_in_where_utterances_are_cut() -> None:
     """The same in every process, which has its own planner."""
     lengths = np.asarray([50, 64, 43])
     planner, other = (SequencePlanner(lengths, SequencesConfig(frames=21, batch=4), 1, seed) for seed in (1, 1))
-    first = [np.concatenate(planner.batch(0, index)).tolist() for index in range(planner.num_batches)]
-    second = [np.concatenate(planner.batch(1, index)).tolist() for index in range(planner.num_batches)]
-    assert first == [np.concatenate(other.batch(0, index)).tolist() for index in range(other.num_batches)]
+    first = [np.concatenate(planner.batch(0, index)).tolist() for index in range(planner.num_batches(0))]
+    second = [np.concatenate(planner.batch(1, index)).tolist() for index in range(planner.num_batches(0))]
+    assert first == [np.concatenate(other.batch(0, index)).tolist() for index in range(other.num_batches(0))]
     assert {tuple(each) for batch in first for each in batch} != {tuple(each) for batch in second for each in batch}
 
 

@@ -87,7 +87,7 @@ def test_utterances_too_short_for_ctc_are_found_before_training(pair):
     log_mel, model, tokens = LogMel(FeatureConfig(), 8000), model_config(preset="tiny"), CharacterTokenizer("AB")
     assert too_short_for_ctc(transcripts(pair), tokens, model, log_mel) == []
     found = too_short_for_ctc(transcripts(pair), tokens, model, log_mel, AugmentConfig())
-    assert found == [("tight", 4, 5)]
+    assert found == [("tight", 4, 5, 1)]
 
 
 def test_the_check_predicts_the_frames_of_real_batches(pair):
@@ -96,7 +96,7 @@ def test_the_check_predicts_the_frames_of_real_batches(pair):
     fast = AugmentConfig(speed=(1.1,), spec_augment=None)
     batch = load_batch(pair, np.array([1]), log_mel, fast, tokens, seed=0)
     _, lengths = build_model(config, 40, 3, seed=0)(batch.features, batch.lengths)
-    assert too_short_for_ctc(transcripts(pair), tokens, config, log_mel, fast) == [("tight", int(lengths), 5)]
+    assert too_short_for_ctc(transcripts(pair), tokens, config, log_mel, fast) == [("tight", int(lengths), 5, 1)]
 
 
 def test_characters_outside_the_alphabet_are_found_before_training(pair):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from planned import epoch_of
 from pydantic import ValidationError
 
 from starling.errors import DataError
-from starling.speech.batch_plan import BatchConfig, shard_bounds
-from starling.speech.mixture import MixedWindows, Mixture, MixtureConfig, quotas
+from starling.speech.batch_plan import BatchConfig
+from starling.speech.mixture import MixedWindows, MixtureConfig, quotas
 from starling.speech.training.plan import Planner
 
 NAMES = ("calls", "talks", "books", "noise")
@@ -53,9 +54,17 @@ TEMPERATURES = st.sampled_from([0.0, 0.3, 0.7, 1.0])
 BY = st.sampled_from(["hours", "utterances", "hand"])
 
 
-def mixture_of(bounds: list[int], by: str, temperature: float, exhausted: str = "repeat") -> Mixture:
+def mixture_of(bounds: list[int], by: str, temperature: float, exhausted: str = "repeat") -> MixtureConfig:
     weights = [1.0, 2.0, 0.5, 4.0] if by == "hand" else None
-    return Mixture(config(len(bounds) - 1, weights, by=by, temperature=temperature, exhausted=exhausted), bounds)
+    return config(len(bounds) - 1, weights, by=by, temperature=temperature, exhausted=exhausted)
+
+
+def mixed(
+    durations: np.ndarray, shards: np.ndarray, mixture: MixtureConfig, bounds: list[int], seed: int, window: int = 10
+) -> Planner:
+    """A planner of domains that begin at `bounds`."""
+    union = SimpleNamespace(durations=durations, shards=shards, domain_bounds=bounds)
+    return Planner(durations, MixedWindows(mixture, union, window, seed), BatchConfig(), seed, seed)
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,14 +73,14 @@ def test_each_domain_gives_its_share_of_every_epoch(union, by, temperature, exha
     """The closed form p_d W: of utterances to the utterance, of audio to one utterance at each end of a segment."""
     durations, shards, bounds = union
     mixture = mixture_of(bounds, by, temperature, exhausted)
-    planner = Planner(durations, shards, BatchConfig(window=window), 7, mixture)
+    planner = mixed(durations, shards, mixture, bounds, 7, window)
     size = np.ones(len(durations)) if by == "utterances" else milliseconds(durations)
     holds = np.add.reduceat(size, bounds[:-1])
     weights = np.array([1.0, 2.0, 0.5, 4.0])[: len(holds)] if by == "hand" else holds
     expected = weights**temperature / (weights**temperature).sum() * holds.sum()
     if exhausted == "stop":
         expected = expected * min(1.0, (holds / expected).min())
-    passes = mixture.passes(durations)
+    passes = planner.windows.passes
     for number, name in enumerate(NAMES[: len(holds)]):
         assert passes[name] == pytest.approx(expected[number] / holds[number], abs=1 / holds[number])
     for epoch in range(3):
@@ -88,7 +97,7 @@ def test_each_domain_gives_its_share_of_every_epoch(union, by, temperature, exha
 def test_a_domain_is_seen_evenly_whatever_the_temperature(union, by, temperature, window, seed):
     """After any epoch, each utterance of a domain was drawn p or p + 1 times."""
     durations, shards, bounds = union
-    planner = Planner(durations, shards, BatchConfig(window=window), seed, mixture_of(bounds, by, temperature))
+    planner = mixed(durations, shards, mixture_of(bounds, by, temperature), bounds, seed, window)
     counts = np.zeros(len(durations), np.int64)
     for epoch in range(4):
         counts += np.bincount(drawn(planner, epoch), minlength=len(durations))
@@ -101,7 +110,7 @@ def test_a_domain_is_seen_evenly_whatever_the_temperature(union, by, temperature
 def test_at_temperature_1_every_utterance_is_seen_once_an_epoch(union, by, exhausted, seed):
     """In proportion to what there is, a mixture is the union."""
     durations, shards, bounds = union
-    planner = Planner(durations, shards, BatchConfig(window=2), seed, mixture_of(bounds, by, 1.0, exhausted))
+    planner = mixed(durations, shards, mixture_of(bounds, by, 1.0, exhausted), bounds, seed, 2)
     for epoch in (0, 1, 5):
         assert sorted(drawn(planner, epoch).tolist()) == list(range(len(durations)))
 
@@ -109,9 +118,9 @@ def test_at_temperature_1_every_utterance_is_seen_once_an_epoch(union, by, exhau
 def test_at_temperature_0_shares_are_equal_and_a_small_domain_is_repeated():
     """100 and 900 utterances: 500 of each an epoch, which is five passes and five ninths of one."""
     durations, shards = np.ones(1000, np.float32), np.repeat(np.arange(10, dtype=np.int32), 100)
-    mixture = Mixture(config(2, by="utterances", temperature=0), [0, 100, 1000])
-    assert mixture.passes(durations) == {"calls": 5.0, "talks": pytest.approx(5 / 9)}
-    seen = drawn(Planner(durations, shards, BatchConfig(), 1, mixture), 3)
+    planner = mixed(durations, shards, config(2, by="utterances", temperature=0), [0, 100, 1000], 1)
+    assert planner.windows.passes == {"calls": 5.0, "talks": pytest.approx(5 / 9)}
+    seen = drawn(planner, 3)
     assert set(Counter(seen[seen < 100].tolist()).values()) == {5}
     assert (seen >= 100).sum() == 500
 
@@ -119,8 +128,8 @@ def test_at_temperature_0_shares_are_equal_and_a_small_domain_is_repeated():
 def test_where_nothing_is_repeated_the_smallest_domain_ends_the_epoch():
     """100 and 900 utterances in equal shares: 100 of each; the large one goes on in the next epoch."""
     durations, shards = np.ones(1000, np.float32), np.repeat(np.arange(10, dtype=np.int32), 100)
-    mixture = Mixture(config(2, by="utterances", temperature=0, exhausted="stop"), [0, 100, 1000])
-    planner = Planner(durations, shards, BatchConfig(), 1, mixture)
+    mixture = config(2, by="utterances", temperature=0, exhausted="stop")
+    planner = mixed(durations, shards, mixture, [0, 100, 1000], 1)
     seen = [drawn(planner, epoch) for epoch in range(9)]
     assert all(sorted(each[each < 100].tolist()) == list(range(100)) for each in seen)
     assert sorted(each for epoch in seen for each in epoch.tolist() if each >= 100) == list(range(100, 1000))
@@ -130,7 +139,7 @@ def test_each_window_holds_every_domain_in_its_proportion():
     """No stretch of an epoch is of one domain only; and a window stays a few shards, but for those that are cut."""
     durations = np.random.default_rng(0).uniform(1, 20, 20_000).astype(np.float32)
     shards = (np.arange(20_000) // 100).astype(np.int32)
-    planner = Planner(durations, shards, BatchConfig(window=10), 1, Mixture(config(2), [0, 4000, 20_000]))
+    planner = mixed(durations, shards, config(2), [0, 4000, 20_000], 1)
     assert planner.windows.num_windows == 20
     for number in range(20):
         members = np.concatenate([micro for mini in planner.window(2, number) for micro in mini])
@@ -145,7 +154,7 @@ def test_a_mixture_is_a_pure_function_however_it_is_asked_for(union, by, tempera
     """A resumed run asks for the middle of a late epoch first."""
     durations, shards, bounds = union
     mixture = mixture_of(bounds, by, temperature)
-    planners = [Planner(durations, shards, BatchConfig(window=1), 1, mixture) for _ in range(2)]
+    planners = [mixed(durations, shards, mixture, bounds, 1, window=1) for _ in range(2)]
     whole = [[micro.tolist() for micro in mini] for epoch in range(3) for mini in epoch_of(planners[0], epoch)]
     num_last = planners[1].num_batches(2)
     backwards = [[micro.tolist() for micro in planners[1].batch(2, index)] for index in reversed(range(num_last))]
@@ -157,9 +166,9 @@ def test_a_domain_is_drawn_in_the_same_order_whatever_is_mixed_in():
     durations, shards = np.ones(600, np.float32), np.repeat(np.arange(6, dtype=np.int32), 100)
     orders = []
     for bounds in ([0, 200, 300], [0, 200, 600]):
-        mixture = Mixture(config(2, by="utterances"), bounds)
         count = bounds[-1]
-        windows = MixedWindows(mixture, durations[:count], shard_bounds(shards[:count]), window=1, seed=5)
+        mixture = config(2, by="utterances")
+        windows = mixed(durations[:count], shards[:count], mixture, bounds, 5, window=1).windows
         passes = np.concatenate([windows.members(0, number) for number in range(windows.num_windows)])
         orders.append(shards[passes[passes < 200]])
     assert orders[0].tolist() == orders[1].tolist()
@@ -175,7 +184,7 @@ def test_quotas_are_what_the_formula_says():
 def test_a_domain_of_which_nothing_is_left_is_an_error():
     """All its utterances may be too short for CTC."""
     with pytest.raises(DataError, match="domain talks of the mixture has no utterances"):
-        Mixture(config(3), [0, 5, 5, 9])
+        mixed(np.ones(9, np.float32), np.zeros(9, np.int32), config(3), [0, 5, 5, 9], 1)
 
 
 @pytest.mark.parametrize(

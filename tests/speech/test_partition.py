@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import planner_of
 
 from starling.errors import ConfigError
 from starling.speech.batch_plan import BatchConfig
-from starling.speech.partition import DirichletConfig, PartDraws, divide
+from starling.speech.partition import DirichletConfig, divide
 
 SEEDS = st.integers(0, 2**32)
 LABELS = st.lists(st.integers(0, 12), min_size=1, max_size=150).map(lambda values: np.array(values, np.int32))
@@ -125,11 +126,11 @@ def test_a_draw_is_a_pure_function_and_stays_in_its_part(step, part, seed, accum
     durations = lengths(300)
     parts = np.arange(300, dtype=np.int32) % 3
     config = BatchConfig(max_duration=40, accumulate=accumulate)
-    first, second = (PartDraws(durations, parts, config, seed) for _ in range(2))
-    second.draw((part + 1) % 3, step)
-    second.draw(part, step + 1)
-    mini = first.draw(part, step)
-    assert [micro.tolist() for micro in mini] == [micro.tolist() for micro in second.draw(part, step)]
+    first, second = (planner_of(durations, np.zeros(300, np.int32), config, seed) for _ in range(2))
+    second.draw((part + 1) % 3, step, parts)
+    second.draw(part, step + 1, parts)
+    mini = first.draw(part, step, parts)
+    assert [micro.tolist() for micro in mini] == [micro.tolist() for micro in second.draw(part, step, parts)]
     drawn = np.concatenate(mini)
     assert len(mini) == accumulate and len(set(drawn.tolist())) == len(drawn)
     assert set(parts[drawn].tolist()) == {part}
@@ -139,7 +140,7 @@ def test_a_draw_is_a_pure_function_and_stays_in_its_part(step, part, seed, accum
 def test_all_utterances_of_a_part_are_drawn_equally_often():
     """Long or short: 3,000 draws, each utterance within four standard deviations of the mean."""
     durations, parts = lengths(200), np.zeros(200, np.int32)
-    draws = PartDraws(durations, parts, BatchConfig(max_duration=60), 1)
-    drawn = np.concatenate([micro for step in range(3000) for micro in draws.draw(0, step)])
+    planner = planner_of(durations, parts, BatchConfig(max_duration=60), 1)
+    drawn = np.concatenate([micro for step in range(3000) for micro in planner.draw(0, step, parts)])
     counts = np.bincount(drawn, minlength=200)
     assert np.abs(counts - counts.mean()).max() < 4.5 * np.sqrt(counts.mean())

@@ -69,11 +69,11 @@ def test_a_lexicon_is_read_as_cmudict_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "lexicon.txt"
     path.write_text(";;; comment\n\nREAD  R EH1 D\nREAD(1)  R IY1 D\nlead  L IY1 D # metal, not\n", encoding="utf-8")
     assert read_lexicon(path) == {"read": ["R", "EH", "D"], "lead": ["L", "IY", "D"]}
-    made = make_phones(PhonesConfig(lexicon=path), ["READ THE LEAD", "READ"])
-    assert (made.num_words, made.unknown) == (3, ["THE"])
-    assert made.phones.outputs == ["", "D", "EH", "IY", "L", "R"]
-    assert made.phones.encode("LEAD READ") == [4, 3, 1, 5, 2, 1]
-    assert made.phones.encode("READ THE LEAD") == []
+    phones, unknown = make_phones(PhonesConfig(lexicon=path), ["READ THE LEAD", "READ"])
+    assert (list(phones.words), unknown) == (["LEAD", "READ"], ["THE"])
+    assert phones.outputs == ["", "D", "EH", "IY", "L", "R"]
+    assert phones.encode("LEAD READ") == [4, 3, 1, 5, 2, 1]
+    assert phones.encode("READ THE LEAD") == []
 
 
 @pytest.mark.parametrize(

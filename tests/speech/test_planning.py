@@ -1,13 +1,12 @@
 """The plan of an epoch: every utterance exactly once, in windows of shards, batches within their limit."""
 
 import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import epoch_of
+from planned import epoch_of, planner_of
 
 from starling.errors import DataError
 from starling.speech.batch_plan import BatchConfig, MiniBatch, in_similar_groups
@@ -51,7 +50,7 @@ def plain(mini: MiniBatch) -> list[list[int]]:
 def test_every_utterance_is_in_exactly_one_micro_batch(utterances, config, seed, epoch):
     """Whatever the durations, shards and options, an epoch deals out each utterance once."""
     durations, shards = utterances
-    planner = Planner(durations, shards, config, seed)
+    planner = planner_of(durations, shards, config, seed)
     minis = list(epoch_of(planner, epoch))
     assert len(minis) == planner.num_batches(epoch)
     dealt = np.concatenate([micro for mini in minis for micro in mini])
@@ -66,7 +65,7 @@ def test_every_utterance_is_in_exactly_one_micro_batch(utterances, config, seed,
 def test_a_micro_batch_stays_within_max_duration(utterances, config):
     """Counted with its padding, unless it is one long utterance or the window leaves no choice but to merge."""
     durations, shards = utterances
-    planner = Planner(durations, shards, config, 1)
+    planner = planner_of(durations, shards, config, 1)
     for number in range(planner.windows.num_windows):
         micro_batches = [micro for mini in planner.window(0, number) for micro in mini]
         in_window = sum(map(len, micro_batches))
@@ -82,8 +81,8 @@ def test_a_mini_batch_is_a_pure_function_however_it_is_asked_for(utterances, con
     """Backwards, among other epochs or alone, by one planner or another: the same; global generators are left alone."""
     durations, shards = utterances
     before = np.random.get_state()[1].copy()
-    whole = lists(Planner(durations, shards, config, seed), 3)
-    other = Planner(durations.copy(), shards.copy(), config, seed)
+    whole = lists(planner_of(durations, shards, config, seed), 3)
+    other = planner_of(durations.copy(), shards.copy(), config, seed)
     for index in reversed(range(len(whole))):
         other.batch(index % 4, 0)
         assert plain(other.batch(3, index)) == whole[index]
@@ -97,7 +96,7 @@ def test_a_mini_batch_is_a_pure_function_however_it_is_asked_for(utterances, con
 def test_a_window_is_a_few_whole_shards(utterances, config, seed):
     """At most `window` of them, and no shard is in two windows: so many files are open at a time."""
     durations, shards = utterances
-    planner = Planner(durations, shards, config, seed)
+    planner = planner_of(durations, shards, config, seed)
     seen: set[int] = set()
     for number in range(planner.windows.num_windows):
         members = np.concatenate([micro for mini in planner.window(0, number) for micro in mini])
@@ -110,7 +109,7 @@ def test_a_window_is_a_few_whole_shards(utterances, config, seed):
 def test_windows_are_about_equal_and_come_in_another_order_each_epoch():
     """25 shards in windows of 10 are 8, 8 and 9, not 10, 10 and 5; which are together is chance."""
     durations, shards = corpus(25_000)
-    planner = Planner(durations, shards, BatchConfig(), 1)
+    planner = planner_of(durations, shards, BatchConfig(), 1)
     together = []
     for epoch in (0, 1):
         windows = [np.concatenate([m for mini in planner.window(epoch, number) for m in mini]) for number in range(3)]
@@ -122,7 +121,7 @@ def test_windows_are_about_equal_and_come_in_another_order_each_epoch():
 def test_a_small_set_is_shuffled_as_one():
     """Up to `window` shards are one window: any two utterances may meet."""
     durations, shards = corpus(5000, shard_size=500)
-    planner = Planner(durations, shards, BatchConfig(), 1)
+    planner = planner_of(durations, shards, BatchConfig(), 1)
     assert planner.windows.num_windows == 1
     met = {len(set(shards[micro].tolist())) for mini in epoch_of(planner) for micro in mini}
     assert max(met) >= 5
@@ -131,7 +130,7 @@ def test_a_small_set_is_shuffled_as_one():
 def test_mini_batches_in_a_row_have_similar_durations():
     """Eight learners that step together wait for the slowest: the padded sizes of each eight are close."""
     durations, shards = corpus(20_000)
-    plan = list(epoch_of(Planner(durations, shards, BatchConfig(max_duration=120), 1)))
+    plan = list(epoch_of(planner_of(durations, shards, BatchConfig(max_duration=120), 1)))
     assert len(plan) % 8 == 0
     longest = np.array([max(durations[micro].max() for micro in mini) for mini in plan]).reshape(-1, 8)
     assert np.median(longest.max(1) / longest.min(1)) < 1.1
@@ -151,7 +150,7 @@ def test_every_whole_group_in_a_row_is_a_run_of_the_sorted_mini_batches(count, s
 def test_epochs_differ_and_groups_are_shuffled():
     """Another epoch groups and orders differently, and short batches do not come first."""
     durations, shards = corpus(10_000)
-    planner = Planner(durations, shards, BatchConfig(similar=2), 1)
+    planner = planner_of(durations, shards, BatchConfig(similar=2), 1)
     first, second = (list(epoch_of(planner, epoch)) for epoch in (0, 1))
     assert first[0][0].tolist() != second[0][0].tolist()
     means = [durations[mini[0]].mean() for mini in first]
@@ -162,7 +161,7 @@ def test_batches_are_well_filled():
     """Dynamic bucketing wastes little: the mean padded micro-batch is near max_duration."""
     durations = np.random.default_rng(0).lognormal(1.5, 0.5, 20_000).clip(0.5, 20).astype(np.float32)
     config = BatchConfig(max_duration=100, num_buckets=30)
-    planner = Planner(durations, (np.arange(20_000) // 1000).astype(np.int32), config, 1)
+    planner = planner_of(durations, (np.arange(20_000) // 1000).astype(np.int32), config, 1)
     assert np.mean([durations[mini[0]].sum() for mini in epoch_of(planner)]) > 80
 
 
@@ -170,7 +169,7 @@ def test_a_small_set_is_not_split_for_the_sake_of_whole_groups():
     """9 mini-batches stay 9 although groups of 8 would need 16; 60 become 64, less than a tenth more."""
     config = BatchConfig(max_duration=10, num_buckets=1)
     for count, expected in ((90, 9), (600, 64)):
-        planner = Planner(np.ones(count, np.float32), np.zeros(count, np.int32), config, seed=1)
+        planner = planner_of(np.ones(count, np.float32), np.zeros(count, np.int32), config, seed=1)
         assert planner.num_batches(0) == expected
 
 
@@ -179,7 +178,7 @@ def test_a_small_set_is_not_split_for_the_sake_of_whole_groups():
 def test_two_seeds_make_two_plans(seed):
     """What the seed changes is the order of shards and utterances alike."""
     durations, shards = corpus(300, shard_size=30)
-    plans = [lists(Planner(durations, shards, BatchConfig(window=2), each)) for each in (seed, seed ^ 1)]
+    plans = [lists(planner_of(durations, shards, BatchConfig(window=2), each)) for each in (seed, seed ^ 1)]
     assert plans[0] != plans[1]
 
 
@@ -189,7 +188,7 @@ def test_a_million_utterances_are_planned_at_once():
     taken = []
     for _ in range(3):
         start = time.thread_time()
-        planner = Planner(durations, shards, BatchConfig(), 1)
+        planner = planner_of(durations, shards, BatchConfig(), 1)
         planner.batch(0, planner.num_batches(0) // 2)
         taken.append(time.thread_time() - start)
     assert min(taken) < 0.5
@@ -198,25 +197,22 @@ def test_a_million_utterances_are_planned_at_once():
 def test_utterances_out_of_the_order_of_their_shards_are_refused():
     """Windows rely on it."""
     with pytest.raises(DataError, match="not in the order of their shards"):
-        Planner(np.ones(3, np.float32), np.array([0, 1, 0], np.int32), BatchConfig(), 1)
+        planner_of(np.ones(3, np.float32), np.array([0, 1, 0], np.int32), BatchConfig(), 1)
 
 
 def test_nothing_to_plan_is_an_error():
     """Rather than an epoch that never ends."""
     with pytest.raises(DataError, match="no utterances"):
-        Planner(np.empty(0, np.float32), np.empty(0, np.int32), BatchConfig(), 1)
+        planner_of(np.empty(0, np.float32), np.empty(0, np.int32), BatchConfig(), 1)
 
 
 def test_an_epoch_keeps_few_windows():
     """The plan of an epoch is never in memory as a whole: going through it leaves the last windows only."""
     durations, shards = corpus(20_000, shard_size=100)
-    planner = Planner(durations, shards, BatchConfig(window=5), 1)
-    asked = []
-    original = planner._plan
-    planner._plan = lambda epoch, window: asked.append(window) or original(epoch, window)
+    planner = planner_of(durations, shards, BatchConfig(window=5), 1)
     for _ in epoch_of(planner):
         pass
-    assert asked == list(range(40))
+    made = planner.window.cache_info()
+    assert (made.misses, made.currsize) == (40, 3)
     planner.batch(0, 0)
-    assert asked[-1] == 0 and len(asked) == 41
-    assert all(first + 1 == second for first, second in pairwise(asked[:-1]))
+    assert planner.window.cache_info().misses == 41

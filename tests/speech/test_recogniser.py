@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from planned import epoch_of
+from planned import epoch_of, planner_of
 from safetensors.torch import load_file, save_file
 from tones import sing, song_set
 
@@ -21,7 +21,6 @@ from starling.speech.recogniser import Recogniser
 from starling.speech.scoring.error_rates import error_rates
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer
-from starling.speech.training.plan import Planner
 from starling.speech.training.workload import load_batch, speech_loss
 
 AUGMENT = AugmentConfig(spec_augment=SpecAugmentConfig(frequency_mask_size=4, num_time_masks=1, time_mask_size=5))
@@ -40,7 +39,7 @@ def trained(songs) -> Recogniser:
     features.fit(songs)
     recogniser = Recogniser.create(model_config(preset="tiny"), features, tokenizer, seed=1)
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=1e-2)
-    planner = Planner(songs.durations, np.zeros(len(songs), np.int32), BatchConfig(max_duration=15), seed=1)
+    planner = planner_of(songs.durations, np.zeros(len(songs), np.int32), BatchConfig(max_duration=15), seed=1)
     for epoch in range(18):
         for number, mini in enumerate(epoch_of(planner, epoch)):
             batch = load_batch(songs, mini[0], features, AUGMENT, tokenizer, derive_seed(1, "batch", epoch, number))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from planned import epoch_of
+from planned import epoch_of, planner_of
 from tones import WORDS, song_set
 
 from starling.chance import derive_seed
@@ -32,7 +32,6 @@ from starling.speech.models import model_config
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import TokenConfig, make_tokenizer
-from starling.speech.training.plan import Planner
 from starling.speech.training.workload import load_batch, speech_loss
 
 SWAPS = ((3, 40), (17, 71), (25, 90))
@@ -44,7 +43,7 @@ def _train(songs: SpeechSet, epochs: int) -> Recogniser:
     features.fit(songs)
     recogniser = Recogniser.create(model_config(preset="tiny"), features, tokenizer, seed=1)
     optimizer = torch.optim.Adam(recogniser.model.parameters(), lr=1e-2)
-    planner = Planner(songs.durations, np.zeros(len(songs), np.int32), BatchConfig(max_duration=10), seed=1)
+    planner = planner_of(songs.durations, np.zeros(len(songs), np.int32), BatchConfig(max_duration=10), seed=1)
     for epoch in range(epochs):
         for number, mini in enumerate(epoch_of(planner, epoch)):
             seed = derive_seed(1, "batch", epoch, number)

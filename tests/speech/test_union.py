@@ -71,12 +71,12 @@ def test_shards_and_domains_are_numbered_through(union: SpeechSets) -> None:
     """Ascending, and none is shared by two sets."""
     assert union.shards.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6, 6]
     assert union.domain_bounds == [0, 7, 16]
-    assert union.domain_labels().tolist() == [0] * 7 + [1] * 9
+    assert union.labels("domain").tolist() == [0] * 7 + [1] * 9
 
 
 def test_a_name_in_one_domain_is_one_speaker(union: SpeechSets) -> None:
     """And in another domain another one."""
-    labels = union.speaker_labels()
+    labels = union.labels("speaker")
     names = [
         (member.domain, each.speaker(number))
         for member, each in zip(union.members, union.sets, strict=True)
@@ -84,6 +84,26 @@ def test_a_name_in_one_domain_is_one_speaker(union: SpeechSets) -> None:
     ]
     assert len(set(labels.tolist())) == len(set(names)) == 4
     assert len(set(zip(labels.tolist(), names, strict=True))) == 4
+
+
+def test_some_utterances_are_a_set_of_their_own(union: SpeechSets) -> None:
+    """Chosen once and again, and in a copy in another process: everything about them, under new numbers."""
+    chosen = union.only(np.array([1, 5, 6, 8, 12, 15])).only(np.array([0, 2, 3, 5]))
+    for each in (chosen, pickle.loads(pickle.dumps(chosen))):  # noqa: S301 - our own bytes
+        assert len(each) == 4 and each.numbers.tolist() == [1, 6, 8, 15]
+        assert [each.id(index) for index in range(4)] == [union.id(number) for number in (1, 6, 8, 15)]
+        assert each.durations.tolist() == union.durations[[1, 6, 8, 15]].tolist()
+        assert (each.shards.tolist(), each.domain_bounds) == ([0, 2, 3, 6], [0, 2, 4])
+        assert each.labels("speaker").tolist() == union.labels("speaker")[[1, 6, 8, 15]].tolist()
+        assert [stored.text for stored in each.read([3, 0])] == [union.text(15), union.text(1)]
+        with pytest.raises(IndexError, match=r"utterance 4 of .*, which has 4"):
+            each.id(4)
+
+
+def test_all_utterances_are_the_set_itself_and_a_repeated_one_is_not(union: SpeechSets) -> None:
+    """Frames of two speeds name each utterance twice: as many numbers as utterances need not be all utterances."""
+    assert union.only(np.arange(16)) is union
+    assert union.only(np.repeat(np.arange(8), 2)).numbers.tolist() == np.repeat(np.arange(8), 2).tolist()
 
 
 def test_a_copy_carries_no_data(union: SpeechSets) -> None:

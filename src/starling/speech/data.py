@@ -13,7 +13,7 @@ from starling.chance import derive_seed
 from starling.configuration import Config, differing, digest
 from starling.errors import did_you_mean
 from starling.speech.check.findings import CheckConfig
-from starling.speech.corpora import CorpusConfig, LhotseRecipeCorpus, SeveralCorpus, SyntheticCorpus, Utterance
+from starling.speech.corpora import CorpusConfig, SeveralCorpus, Utterance, settings_of
 from starling.speech.mixture import SetNames
 from starling.speech.object_store import address_problem
 from starling.speech.set_summary import FORMAT
@@ -108,12 +108,11 @@ class DataConfig(Config):
             problems.append(problem)
         for name in self.used_sets:
             if name not in known:
-                hint = did_you_mean(name, known)
                 key = "train" if name == self.train else "valid" if name == self.valid else "test"
                 remedy = ", or set data.valid=null for none" if key == "valid" else ""
                 problems.append(
                     f"data.{key} names the set {name!r}, which is not in data.corpus.sets ({', '.join(known)}); "
-                    f"{hint}name one of them{remedy}"
+                    f"{did_you_mean(name, known)}name one of them{remedy}"
                 )
         problems += [
             f"{name!r} cannot be the name of a set: it must be a valid folder name"
@@ -181,22 +180,14 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
     if left_out := left_out_of(config.filter.leave_out, name):
         settings["left_out"] = sorted(left_out)
     source = config.source(name)
-    holder, own = config.corpus, source
-    if isinstance(holder, SeveralCorpus):
-        _, holder, own = holder.member(source)
-    without_effect = holder.without_effect if isinstance(holder, LhotseRecipeCorpus | SyntheticCorpus) else None
-    corpus = holder.model_dump(mode="json", exclude=without_effect)
-    corpus["sets"] = corpus["sets"][own]
-    if isinstance(config.corpus, SeveralCorpus) and (tag := config.corpus.tag(source)):
-        corpus["tag"] = tag
     if config.hold_out is not None and source == config.hold_out.of:
         settings["hold_out"] = config.hold_out.model_dump(mode="json")
     strings = config.strings and config.strings.model_dump(mode="json") | {"copies": config.strings.copies_of(name)}
     return {
         "format": FORMAT,
         "set": name,
-        "corpus": corpus,
-        "maker": holder.maker(own),
+        "corpus": settings_of(config.corpus, source),
+        "maker": config.corpus.maker(source),
         "strings": strings,
         **settings,
     }

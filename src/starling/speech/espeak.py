@@ -50,13 +50,11 @@ def speak(sentences: Sequence[Sentence]) -> Iterator[tuple[NDArray[np.int16], in
     Raises:
         DataError: espeakng-loader is not installed, or the synthesiser failed.
     """
-    program = _run([astuple(sentence) for sentence in sentences])
-    if program.returncode:
-        raise DataError(f"speech synthesis failed (exit code {program.returncode}): {_message(program)}")
+    spoken = _run("speech synthesis failed", [astuple(sentence) for sentence in sentences])
     position = 0
     for _ in sentences:
-        rate, count = struct.unpack_from("<ii", program.stdout, position)
-        yield np.frombuffer(program.stdout, "<i2", count, position + 8), rate
+        rate, count = struct.unpack_from("<ii", spoken, position)
+        yield np.frombuffer(spoken, "<i2", count, position + 8), rate
         position += 8 + 2 * count
 
 
@@ -68,24 +66,21 @@ def pronounce(words: Sequence[str], voice: str) -> list[list[str]]:
         ConfigError: There is no such voice.
         DataError: espeakng-loader is not installed, or espeak-ng failed.
     """
-    program = _run([voice, list(words)], "phones")
-    if program.returncode == _UNKNOWN_VOICE:
-        raise ConfigError(f"espeak-ng has no voice {voice!r}; it has, for example, en-us, en-gb, de and fr")
-    if program.returncode:
-        raise DataError(f"espeak-ng cannot pronounce words (exit code {program.returncode}): {_message(program)}")
-    found: list[list[str]] = json.loads(program.stdout)
+    found: list[list[str]] = json.loads(_run("espeak-ng cannot pronounce words", [voice, list(words)], "phones"))
     return found
 
 
-def _run(content: object, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
-    """Run this file as a program; its standard input is `content` as JSON."""
+def _run(failure: str, content: object, *arguments: str) -> bytes:
+    """What this file writes as a program whose standard input is `content` as JSON. Raises DataError that begins with
+    `failure`, or ConfigError for an unknown voice."""
     command = [sys.executable, "-P", str(Path(__file__)), *arguments]
-    return subprocess.run(command, input=json.dumps(content).encode(), capture_output=True, check=False)
-
-
-def _message(program: "subprocess.CompletedProcess[bytes]") -> str:
-    """The last line that a program wrote to its standard error."""
-    return (program.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+    program = subprocess.run(command, input=json.dumps(content).encode(), capture_output=True, check=False)
+    if program.returncode:
+        message = (program.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        if program.returncode == _UNKNOWN_VOICE:
+            raise ConfigError(message)
+        raise DataError(f"{failure} (exit code {program.returncode}): {message}")
+    return program.stdout
 
 
 def _library() -> tuple[ctypes.CDLL, int]:
@@ -106,6 +101,7 @@ def _phones() -> None:
     library.espeak_TextToPhonemes.restype = ctypes.c_char_p
     voice, words = json.load(sys.stdin)
     if library.espeak_SetVoiceByName(voice.encode()):
+        sys.stderr.write(f"espeak-ng has no voice {voice!r}; it has, for example, en-us, en-gb, de and fr")
         sys.exit(_UNKNOWN_VOICE)
     found = []
     for word in words:

@@ -6,7 +6,6 @@ equally often: at the end of an epoch, some were drawn p times and the others p 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
@@ -17,6 +16,8 @@ from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 from starling.chance import derive_seed
 from starling.configuration import Config
 from starling.errors import DataError
+from starling.speech.batch_plan import shard_bounds
+from starling.speech.store import SpeechSets
 
 _PER_SECOND = 1000  # audio is counted in whole milliseconds, so that segments are exactly contiguous
 
@@ -69,34 +70,6 @@ class MixtureConfig(Config):
             raise ValueError("; ".join(problems))
         return self
 
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """All sets, domain after domain."""
-        return tuple(name for domain in self.domains.values() for name in domain.sets)
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """A mixture of the domains of a set: domain d consists of utterances `bounds[d]` to `bounds[d + 1]` (`[D + 1]`).
-
-    Raises DataError for a domain without utterances.
-    """
-
-    config: MixtureConfig
-    bounds: Sequence[int]
-
-    def __post_init__(self) -> None:
-        for name, (first, end) in zip(self.config.domains, pairwise(self.bounds), strict=True):
-            if first == end:
-                raise DataError(f"the domain {name} of the mixture has no utterances to train on; remove it")
-
-    def passes(self, durations: NDArray[np.float32]) -> dict[str, float]:
-        """The number of passes over each domain in an epoch. `durations` are seconds, `[N]`."""
-        by_seconds = self.config.by != "utterances"
-        amounts = [int(_amounts(durations[first:end], by_seconds).sum()) for first, end in pairwise(self.bounds)]
-        domains = zip(self.config.domains, quotas(self.config, amounts), amounts, strict=True)
-        return {name: drawn / amount for name, drawn, amount in domains}
-
 
 def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
     """The amount of each domain in an epoch, in the unit of `amounts` (milliseconds or utterances).
@@ -113,23 +86,26 @@ def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
 
 
 class MixedWindows:
-    """The data of each epoch of a mixture, in windows of about `window` shards, which begin at `bounds` (`[S + 1]`).
+    """The data of each epoch of a mixture, in windows of about `window` shards.
 
-    Each window contains the same fraction of each domain's amount in the epoch.
+    Each window contains the same fraction of each domain's amount in the epoch. Raises DataError for a domain without
+    utterances.
     """
 
-    def __init__(
-        self, mixture: Mixture, durations: NDArray[np.float32], bounds: NDArray[np.int64], window: int, seed: int
-    ) -> None:
-        by_seconds = mixture.config.by != "utterances"
-        self._streams = [
-            _Stream(durations, bounds[(bounds >= first) & (bounds <= end)], by_seconds, seed, name)
-            for name, (first, end) in zip(mixture.config.domains, pairwise(mixture.bounds), strict=True)
-        ]
-        self._drawn = quotas(mixture.config, [stream.amount for stream in self._streams])
-        pairs = zip(self._streams, self._drawn, strict=True)
-        shards = sum(stream.num_shards * drawn / stream.amount for stream, drawn in pairs)
-        self.num_windows = max(1, -(-round(shards) // window))
+    def __init__(self, config: MixtureConfig, utterances: SpeechSets, window: int, seed: int) -> None:
+        bounds = shard_bounds(utterances.shards)
+        self._streams = []
+        for name, (first, end) in zip(config.domains, pairwise(utterances.domain_bounds), strict=True):
+            if first == end:
+                raise DataError(f"the domain {name} of the mixture has no utterances to train on; remove it")
+            own = bounds[(bounds >= first) & (bounds <= end)]
+            self._streams.append(_Stream(utterances.durations, own, config.by != "utterances", seed, name))
+        self._drawn = quotas(config, [stream.amount for stream in self._streams])
+        passes = [drawn / stream.amount for stream, drawn in zip(self._streams, self._drawn, strict=True)]
+        self.passes = dict(zip(config.domains, passes, strict=True))
+        """The number of passes over each domain in an epoch."""
+        num_shards = sum(stream.num_shards * number for stream, number in zip(self._streams, passes, strict=True))
+        self.num_windows = max(1, -(-round(num_shards) // window))
 
     def members(self, epoch: int, number: int) -> NDArray[np.int64]:
         parts = []

@@ -14,7 +14,6 @@ from pydantic import Field
 from starling.chance import derive_seed
 from starling.configuration import Config
 from starling.errors import ConfigError
-from starling.speech.batch_plan import BatchConfig, Bucket, MiniBatch, fill_buckets
 
 
 class DirichletConfig(Config):
@@ -31,9 +30,10 @@ PartitionConfig = Literal["identical", "speaker", "domain"] | DirichletConfig
 """Which utterances a learner may see; the `partition:` key of a recipe."""
 
 
-def labels_are_domains(config: PartitionConfig) -> bool:
-    """Whether the domains of a mixture are divided."""
-    return (config.by if isinstance(config, DirichletConfig) else config) == "domain"
+def divided_by(config: PartitionConfig) -> Literal["speaker", "domain"]:
+    """What is divided: the domains of a mixture, or otherwise speakers."""
+    by = config.by if isinstance(config, DirichletConfig) else config
+    return "domain" if by == "domain" else "speaker"
 
 
 def divide(
@@ -121,41 +121,6 @@ def _dirichlet(
             left -= taken
             missing -= int(taken.sum())
     return chosen
-
-
-class PartDraws:
-    """Draws random mini-batches from the parts; a pure function of the constructor's arguments.
-
-    The utterances of a part (`parts` `[N]`) are grouped by duration, like those of a window. For each mini-batch they
-    are divided into micro-batches at random, of which `accumulate` are drawn: all utterances are equally likely.
-    """
-
-    def __init__(
-        self, durations: NDArray[np.float32], parts: NDArray[np.int32], config: BatchConfig, seed: int
-    ) -> None:
-        self._durations, self._parts = durations, parts
-        self._config, self._seed = config, seed
-        self._grouped: dict[int, tuple[NDArray[np.int64], list[Bucket]]] = {}
-
-    def draw(self, part: int, step: int) -> MiniBatch:
-        """The mini-batch of a part for ticket number `step`."""
-        members, buckets = self._group(part)
-        generator = np.random.default_rng(derive_seed(self._seed, "part", part, step))
-        firsts = np.cumsum([0, *(bucket.groups for bucket in buckets)])
-        size = min(self._config.accumulate, int(firsts[-1]))
-        drawn = np.sort(generator.choice(int(firsts[-1]), size, replace=False))
-        mini_batch: MiniBatch = []
-        for bucket, first, end in zip(buckets, firsts[:-1], firsts[1:], strict=True):
-            if len(own := drawn[(first <= drawn) & (drawn < end)]):
-                groups = np.array_split(generator.permutation(bucket.members), bucket.groups)
-                mini_batch += [members[groups[number]] for number in (own - first).tolist()]
-        return mini_batch
-
-    def _group(self, part: int) -> tuple[NDArray[np.int64], list[Bucket]]:
-        if part not in self._grouped:
-            members = np.flatnonzero(self._parts == part)
-            self._grouped[part] = members, fill_buckets(self._durations[members], self._config)
-        return self._grouped[part]
 
 
 def describe_parts(parts: NDArray[np.int32], seconds: NDArray[np.float32], labels: NDArray[np.int32]) -> str:

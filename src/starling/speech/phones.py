@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -71,16 +71,8 @@ class Phones(Config):
         return path
 
 
-class MadePhones(NamedTuple):
-    """The phones of a training set."""
-
-    phones: Phones
-    num_words: int
-    unknown: list[str]  # words without phones, sorted
-
-
-def make_phones(config: PhonesConfig, texts: Iterable[str]) -> MadePhones:
-    """The phones of all words of `texts`, by the lexicon or espeak-ng.
+def make_phones(config: PhonesConfig, texts: Iterable[str]) -> tuple[Phones, list[str]]:
+    """The phones of all words of `texts`, by the lexicon or espeak-ng; and the words without phones, sorted.
 
     Raises:
         ConfigError: The lexicon cannot be read, or espeak-ng has no such voice.
@@ -101,7 +93,7 @@ def make_phones(config: PhonesConfig, texts: Iterable[str]) -> MadePhones:
         source = f"espeak-ng with the voice {config.voice!r}"
     if not found:
         raise DataError(f"model.phones: {source} pronounces none of the {len(words)} words of the training set")
-    return MadePhones(Phones.of(found), len(words), [word for word in words if word not in found])
+    return Phones.of(found), [word for word in words if word not in found]
 
 
 def read_lexicon(path: Path) -> dict[str, list[str]]:

@@ -86,7 +86,7 @@ def prepare_all(
     """Prepare the sets of `data` and the further ones of the mixture; return a description. Raises ConfigError and
     DataError as `prepare` does."""
     lines = [describe(prepare(recipe.data, progress, executor, overwrite))]
-    for name in recipe.mixture.sets if recipe.mixture else ():
+    for _, name in recipe.training_sets:
         if name in recipe.data.sets and name not in recipe.data.used_sets:
             alone = recipe.data.model_copy(update={"train": name, "valid": None, "test": ()})
             lines.append(describe(prepare(alone, progress, executor, overwrite)))

@@ -28,7 +28,7 @@ from starling.speech.hybrid import AlignmentConfig, SequencesConfig, StatesConfi
 from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
 from starling.speech.models.architectures import BlstmConfig, PublishedConfig
-from starling.speech.partition import PartitionConfig, labels_are_domains
+from starling.speech.partition import PartitionConfig, divided_by
 from starling.speech.set_summary import read_summary
 from starling.speech.tokens import TokenConfig
 from starling.strategies.islands import between_islands
@@ -208,20 +208,27 @@ class Recipe(RecipeConfig):
 
     def _mixture_problems(self) -> Iterator[str]:
         known, mixture = self.data.sets, self.mixture
-        for name in mixture.sets if mixture is not None else ():
-            if name not in known and not Path(name).is_dir():
+        for domain, name in self.training_sets:
+            if domain and name not in known and not Path(name).is_dir():
                 yield (
                     f"mixture: {name!r} is neither a set of data.corpus ({', '.join(known)}) nor a folder; prepare it "
                     "first with its own recipe"
                 )
         if mixture is None:
-            if labels_are_domains(self.partition):
+            if divided_by(self.partition) == "domain":
                 yield "partition: it divides domains, but there is no mixture; define the domains there"
         elif self.partition != "identical" and (mixture.by == "hand" or mixture.temperature != 1.0):
             yield (
                 "partition: learners draw from their whole parts, so that the mixture's shares have no effect; remove "
                 "mixture.temperature and by: hand, or the partition"
             )
+
+    @property
+    def training_sets(self) -> list[tuple[str, str]]:
+        """The sets to train on, each with the domain of the mixture that it belongs to; without a mixture, `""`."""
+        if self.mixture is None:
+            return [("", self.data.train)]
+        return [(name, each) for name, domain in self.mixture.domains.items() for each in domain.sets]
 
     def set_folder(self, name: str) -> Path:
         """The folder of a prepared set of the corpus or the mixture, whether it exists yet or not."""
@@ -331,5 +338,5 @@ def _data_settings(recipe: Recipe) -> Any:
     corpus = recipe.data.sets
     return [
         set_digest(recipe.data, name) if name in corpus else read_summary(Path(name)).digest
-        for name in recipe.mixture.sets
+        for _, name in recipe.training_sets
     ]

@@ -30,7 +30,7 @@ from starling.speech.resampling import resampled
 from starling.speech.tokens import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from starling.speech.store import SpeechSet
+    from starling.speech.store import SpeechSet, SpeechSets
 
 _FORMAT = 2
 _CONFIG_FILE = "config.json"
@@ -199,20 +199,16 @@ class Recogniser:
 
     def heard(
         self,
-        speech_set: "SpeechSet",
+        speech_set: "SpeechSet | SpeechSets",
         max_duration: float = 120.0,
         progress: Callable[[int, int], None] | None = None,
-        among: Sequence[int] | None = None,
         codec: Codec | None = None,
     ) -> Iterator[tuple[list[str], Heard]]:
-        """Ids of the utterances of a set, and what the network makes of them, batch by batch, longest first; of those
-        numbered in `among`, if that is given, and as they are after a codec, if that is given. The other arguments are
-        those of `recognise`."""
-        chosen = np.arange(len(speech_set)) if among is None else np.asarray(among)
+        """Ids of the utterances of a set, and what the network makes of them, batch by batch, longest first; as they
+        are after a codec, if that is given. The other arguments are those of `recognise`."""
         done = 0
-        for places in by_duration(speech_set.durations[chosen], max_duration):
-            indices = chosen[places].tolist()
-            stored = speech_set.read(indices)
+        for places in by_duration(speech_set.durations, max_duration):
+            stored = speech_set.read(places)
             names = [each.id for each in stored]
             waveforms = [self.features.checked(each.samples, each.id) for each in stored]
             if codec is not None:
@@ -221,7 +217,7 @@ class Recogniser:
             yield names, self.hear(self.features.batch(waveforms))
             done += len(names)
             if progress is not None:
-                progress(done, len(chosen))
+                progress(done, len(speech_set))
 
     @property
     def output_seconds(self) -> float:

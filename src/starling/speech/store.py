@@ -11,9 +11,10 @@
 import io
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -191,17 +192,19 @@ class Member(NamedTuple):
 
 
 class SpeechSets:
-    """Concatenated prepared sets as one set: utterance n of the second set is number n + the length of the first.
+    """Utterances chosen from prepared sets, as one set: all utterances of one or several sets, or some of them.
 
-    A union of a single set has the same ids as that set. Otherwise ids begin with the domain, which makes them unique:
-    `talks/utt-1`, or `talks.2/utt-1` in the second set of a domain with several. Picklable and not thread-safe, like
-    SpeechSet.
+    Utterances are numbered through in the order of the sets. The ids of a single set are its own. Those of several sets
+    begin with the domain, which makes them unique: `talks/utt-1`, or `talks.2/utt-1` in the second set of a domain with
+    several. Picklable and not thread-safe, like SpeechSet.
     """
 
     durations: NDArray[np.float32]
     """[N], seconds"""
     shards: NDArray[np.int32]
     """[N], ascending: the shard of each utterance, with consecutive numbers over all sets."""
+    numbers: NDArray[np.int32]
+    """[N], ascending: the number of each utterance among all those of the sets."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         """Open the sets, which must be ordered by domain.
@@ -215,8 +218,8 @@ class SpeechSets:
         self.name = " + ".join(dict.fromkeys(each.name for each in self.sets))
         self.sampling_rate = self.sets[0].sampling_rate
         """Hz"""
-        self.bounds = [0, *accumulate(len(each) for each in self.sets)]
-        """[number of sets + 1]: the first utterance of each set, and the number of utterances."""
+        self._bounds = [0, *accumulate(len(each) for each in self.sets)]
+        self.numbers = np.arange(self._bounds[-1], dtype=np.int32)
         self.durations = _joined([each.durations for each in self.sets], [0] * len(self.sets))
         num_shards = [len(each.summary.shards) for each in self.sets]
         self.shards = _joined([each._shard_of for each in self.sets], np.cumsum([0, *num_shards[:-1]]).tolist())
@@ -233,23 +236,34 @@ class SpeechSets:
                 raise DataError(f"{member.folder} is in the mixture twice, also as {places[place]}; remove one of them")
             places[place] = member.folder
 
+    def only(self, indices: NDArray[np.integer]) -> "SpeechSets":
+        """The utterances `indices` (`[n]`, ascending) of this set as a set of their own, which shares the open files.
+        If these are all utterances, nothing is copied."""
+        if np.array_equal(indices, np.arange(len(self))):
+            return self
+        chosen = copy(self)
+        columns = (self.numbers, self.durations, self.shards)
+        chosen.numbers, chosen.durations, chosen.shards = (each[indices] for each in columns)
+        return chosen
+
     def __len__(self) -> int:
-        return self.bounds[-1]
+        return len(self.numbers)
 
     def _place(self, index: int) -> tuple[int, int]:
         """The set of an utterance, and its index in that set."""
         if not 0 <= index < len(self):
             raise IndexError(f"utterance {index} of {self.name}, which has {len(self)}")
-        number = bisect_right(self.bounds, index) - 1
-        return number, int(index) - self.bounds[number]
+        number = int(self.numbers[index])
+        place = bisect_right(self._bounds, number) - 1
+        return place, number - self._bounds[place]
 
     def id(self, index: int) -> str:
-        number, inner = self._place(index)
-        return self._prefixes[number] + self.sets[number].id(inner)
+        place, inner = self._place(index)
+        return self._prefixes[place] + self.sets[place].id(inner)
 
     def text(self, index: int) -> str:
-        number, inner = self._place(index)
-        return self.sets[number].text(inner)
+        place, inner = self._place(index)
+        return self.sets[place].text(inner)
 
     def read(self, indices: Sequence[int]) -> list[Stored]:
         """Several utterances, read set by set; as `SpeechSet.read`."""
@@ -261,32 +275,32 @@ class SpeechSets:
                 found[position] = each._replace(id=self._prefixes[number] + each.id)
         return [found[position] for position in range(len(places))]
 
+    def labels(self, of: Literal["speaker", "domain"]) -> NDArray[np.int32]:
+        """A number for each utterance's speaker or domain, `[N]`; domains are numbered in their order. The same name in
+        the same domain is the same speaker."""
+        known: dict[tuple[str, str], int] = {}
+        labels = []
+        for member, each in zip(self.members, self.sets, strict=True):
+            names, which = [""], np.zeros_like(each._speaker_of)
+            if of == "speaker":
+                names, which = [each._speakers[number] for number in range(each.summary.speakers)], each._speaker_of
+            own = [known.setdefault((member.domain, name), len(known)) for name in names]
+            labels.append(np.asarray(own, np.int32)[which])
+        return np.concatenate(labels)[self.numbers]
+
     @property
     def domain_bounds(self) -> list[int]:
         """The first utterance of each domain, and the number of utterances: `[D + 1]`."""
-        firsts = [
-            self.bounds[next(number for number, member in enumerate(self.members) if member.domain == domain)]
-            for domain in self.domains
-        ]
-        return [*firsts, len(self)]
+        bounds: list[int] = np.searchsorted(self.labels("domain"), np.arange(len(self.domains) + 1)).tolist()
+        return bounds
 
-    def domain_labels(self) -> NDArray[np.int32]:
-        """The number of each utterance's domain, `[N]`."""
-        return np.repeat(np.arange(len(self.domains), dtype=np.int32), np.diff(self.domain_bounds))
-
-    def speaker_labels(self) -> NDArray[np.int32]:
-        """A number for each utterance's speaker, `[N]`. The same name in the same domain is the same speaker."""
-        numbers: dict[tuple[str, str], int] = {}
-        labels = []
-        for member, each in zip(self.members, self.sets, strict=True):
-            names = [each._speakers[number] for number in range(each.summary.speakers)]
-            own = [numbers.setdefault((member.domain, name), len(numbers)) for name in names]
-            labels.append(np.asarray(own, np.int32)[each._speaker_of])
-        return np.concatenate(labels)
-
-    def __reduce__(self) -> "tuple[object, tuple[tuple[Member, ...]]]":
+    def __reduce__(self) -> "tuple[object, tuple[tuple[Member, ...], NDArray[np.int32]]]":
         absolute = tuple(Member(member.domain, member.folder.absolute()) for member in self.members)
-        return (SpeechSets, (absolute,))
+        return _reopened, (absolute, self.numbers)
+
+
+def _reopened(members: Sequence[Member], numbers: NDArray[np.int32]) -> SpeechSets:
+    return SpeechSets(members).only(numbers)
 
 
 def _load_array(folder: Path, name: str) -> NDArray[Any]:

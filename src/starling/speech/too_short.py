@@ -7,26 +7,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.corpora.lines import read_table, write_table
+from starling.speech.corpora.lines import read_table
 from starling.speech.features import LogMel
 from starling.speech.models import Architecture
 from starling.speech.store import SpeechSets
 from starling.speech.tokens import Tokenizer
 
-_COLUMNS = ("id", "frames", "needed", "number")
-"""Of `too_short.tsv`."""
-
 
 class TooShort(NamedTuple):
-    """An utterance with fewer encoder frames than CTC needs."""
+    """An utterance with fewer frames than its transcript needs: a row of `too_short.tsv`."""
 
     id: str
-    frames: int  # encoder frames at the highest speed factor
-    needed: int  # one per token, and one blank between equal neighbours
+    frames: int  # at the highest speed factor
+    needed: int
+    number: int  # its index in the set
 
 
 def transcripts(speech_set: SpeechSets) -> Iterator[tuple[str, str, float]]:
@@ -56,28 +53,20 @@ def too_short_for_ctc(
     """
     fastest, tempo = augment.fastest if augment is not None else (1.0, 1.0)
     found = []
-    for name, text, seconds in utterances:
+    for number, (name, text, seconds) in enumerate(utterances):
         samples = math.ceil(round(seconds * features.sampling_rate) / fastest)
         frames = model.encoder_frames(features.num_frames(samples, tempo))
         if frames < (needed := frames_needed(tokenizer.encode(text, name))):
-            found.append(TooShort(name, frames, needed))
+            found.append(TooShort(name, frames, needed, number))
     return found
 
 
-def list_too_short(found: Iterable[TooShort], train: SpeechSets, path: Path) -> None:
-    """Write the utterances that cannot be aligned to a table, which `kept_utterances` reads."""
-    rows = {each.id: each for each in found}
-    names = ((number, train.id(number)) for number in range(len(train)))
-    write_table(path, _COLUMNS, ((*rows[name], number) for number, name in names if name in rows))
-
-
-def kept_utterances(train: SpeechSets, path: Path) -> NDArray[np.int32]:
-    """The indices of the utterances to train on: all except those listed by `list_too_short`."""
-    everything = np.arange(len(train), dtype=np.int32)
+def kept_utterances(train: SpeechSets, path: Path) -> SpeechSets:
+    """The utterances to train on: all except those that a table lists, whose rows are `TooShort`."""
     if not path.is_file():
-        return everything
-    listed = [(row["id"], int(row["number"])) for _, row in read_table(path, _COLUMNS)]
+        return train
+    listed = [(row["id"], int(row["number"])) for _, row in read_table(path, TooShort._fields)]
     for name, number in listed:
         if number >= len(train) or train.id(number) != name:
             raise DataError(f"{path}: {name} is not utterance {number} of {train.name}; train again without resume")
-    return np.delete(everything, [number for _, number in listed])
+    return train.only(np.delete(np.arange(len(train)), [number for _, number in listed]))

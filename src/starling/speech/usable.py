@@ -1,6 +1,7 @@
 """Which utterances are used: checks of ids, transcripts and audio, and lists of utterances to leave out."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
@@ -97,6 +98,8 @@ DropKind = Literal["left out", "id", "speaker", "transcript", "audio", "silence"
 MAX_PEAK = 4.0
 """Audio with a larger peak is not scaled to -1..1 (a little over 1 is only clipped)."""
 MAX_ID_BYTES = 200
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What is in a text that is not valid Unicode, and cannot be encoded as UTF-8."""
 NO_SPEAKER = "unknown"
 """The speaker of utterances for which a corpus names none."""
 MAX_RESAMPLER = 2_000_000
@@ -202,8 +205,7 @@ class Checker:
     def __init__(self, checking: Checking, seen: Iterable[str] = ()) -> None:
         """`seen` are ids that other utterances of the set have already."""
         self._name, self._rate, self._limits = checking.set_name, checking.sampling_rate, checking.limits
-        self._checking = checking
-        self._total = 0
+        self._checking, self._total = checking, 0
         self.dropped: list[Dropped] = []
         self.seen = set(seen)
 
@@ -216,8 +218,7 @@ class Checker:
         for place, utterance in enumerate(utterances):
             self._total += 1
             try:
-                self._check_wanted(utterance)
-                clean = replace(utterance, text=self._checked_text(utterance), speaker=_speaker(utterance))
+                clean = self._checked_words(utterance)
                 decoded, samples = self._checked_audio(utterance)
             except _Unusable as problem:
                 if problem.bad and self._limits.on_bad == "fail":
@@ -261,24 +262,24 @@ class Checker:
             raise DataError(f"set {self._name}: all {self._total} utterances were dropped; the first: {examples}")
         return self.dropped
 
-    def _check_wanted(self, utterance: Utterance) -> None:
+    def _checked_words(self, utterance: Utterance) -> Utterance:
+        """The utterance with a normalised transcript, and a speaker."""
         if (item := self._checking.left_out.get(utterance.id)) is not None:
             raise _Unusable(f"left out: {item.reason}", "left out", item.seconds, bad=False)
         if utterance.wordless:
             raise _Unusable(f"no words, only {utterance.wordless}", "transcript", bad=False)
-
-    def _checked_text(self, utterance: Utterance) -> str:
-        name = utterance.id
-        _check_id(name)
-        if name in self.seen:
+        _check_id(utterance.id)
+        if utterance.id in self.seen:
             raise _Unusable("an earlier utterance has the same id", "id")
-        text = " ".join(utterance.text.split())
+        text, speaker = " ".join(utterance.text.split()), "_".join(utterance.speaker.split())
         text = {"upper": text.upper(), "lower": text.lower(), "as-is": text}[self._checking.style]
         if not text:
             raise _Unusable("its transcript is empty", "transcript")
-        if not _encodes(text):
+        if _SURROGATE.search(text):
             raise _Unusable("its transcript is not valid Unicode", "transcript")
-        return text
+        if _SURROGATE.search(speaker):
+            raise _Unusable("its speaker is not valid Unicode", "speaker")
+        return replace(utterance, text=text, speaker=speaker or NO_SPEAKER)
 
     def _checked_audio(self, utterance: Utterance) -> tuple[Audio, NDArray[np.float32]]:
         """As it was read, and as it is used."""
@@ -340,10 +341,9 @@ def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[n
 def _check_id(name: str) -> None:
     parts = PurePosixPath(name).parts
     if (
-        not name
-        or not _encodes(name)
-        or len(name.encode()) > MAX_ID_BYTES
-        or any(character.isspace() or not character.isprintable() for character in name)
+        not name.isprintable()  # so that it encodes as UTF-8, too
+        or any(map(str.isspace, name))
+        or not 1 <= len(name.encode()) <= MAX_ID_BYTES
         or str(PurePosixPath(name)) != name
         or name.startswith("/")
         or not {".", ".."}.isdisjoint(parts)
@@ -351,18 +351,3 @@ def _check_id(name: str) -> None:
         raise _Unusable(
             f"its id is invalid: 1 to {MAX_ID_BYTES} bytes, no spaces, control characters, '..' or leading '/'", "id"
         )
-
-
-def _speaker(utterance: Utterance) -> str:
-    speaker = "_".join(utterance.speaker.split())
-    if not _encodes(speaker):
-        raise _Unusable("its speaker is not valid Unicode", "speaker")
-    return speaker or NO_SPEAKER
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

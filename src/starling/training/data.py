@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Self
 
@@ -35,8 +35,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Self:
         """A copy with all tensors on `device`."""
-        moved = _moved(self.content, device)
-        return type(self)(moved, self.num_examples, self.ids)
+        return replace(self, content=_moved(self.content, device))
 
 
 class DataWorkload(Workload[Batch]):

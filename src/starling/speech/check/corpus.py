@@ -1,6 +1,6 @@
 """Checks a whole corpus: all kinds of findings, including audio, transcripts and speakers that occur twice."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 
@@ -9,7 +9,7 @@ from rensa import RMinHash, RMinHashLSH
 from starling.configuration import Config
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.check.findings import HEARD, KINDS, CheckConfig, Finding, Report, SetSize
-from starling.speech.check.recordings import Group, Line, Record, Told, collect, lines_of, shared, shared_audio
+from starling.speech.check.recordings import Line, Record, Told, by_set, collect, lines_of, shared, shared_audio
 from starling.speech.check.transcripts import misfits
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import ModelConfig
@@ -18,7 +18,7 @@ from starling.speech.preparing.stages import OnProgress
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import TokenConfig, make_tokenizer
 from starling.speech.too_short import too_short_for_ctc
-from starling.speech.usable import Source
+from starling.speech.usable import NO_SPEAKER, Source
 
 NUM_HASHES = 120
 _MAX_MISS_RATE = 1e-4
@@ -88,16 +88,14 @@ def near_texts(
 
 def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
     """Duplicate and similar texts within a set, and between training and a held-out set."""
-    texts: dict[str, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
-    for place, line in enumerate(lines):
-        texts[line.text][line.set].append(place)
+    texts = by_set(lines, (line.text for line in lines))
     held_out = dict.fromkeys(line.set for line in lines if line.set != train)
-    groups = [dict(by_set) for by_set in texts.values()]
+    groups = list(texts.values())
     for here, near in zip(groups, near_texts(list(texts), config.similarity, config.ngram, told), strict=True):
         similar = [(groups[group], value) for group, value in sorted(near, key=lambda each: -each[1])]
         for name, places in here.items():
             first = places[0]
-            earlier = ((own[0], value) for by_set, value in similar if (own := by_set.get(name)) and own[0] < first)
+            earlier = ((own[0], value) for others, value in similar if (own := others.get(name)) and own[0] < first)
             if (found := next(earlier, None)) is not None:
                 yield shared(lines, "near-text", first, *found, config.similarity)
             for place in places[1:]:
@@ -105,20 +103,16 @@ def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: T
             for other in held_out if name == train else [train]:
                 if theirs := here.get(other):
                     yield from (shared(lines, "overlap-text", place, theirs[0], 1.0) for place in places)
-                elif nearest := next(((by_set[other][0], value) for by_set, value in similar if other in by_set), None):
+                elif nearest := next(((others[other][0], value) for others, value in similar if other in others), None):
                     for place in places:
                         yield shared(lines, "overlap-near-text", place, *nearest, config.similarity)
 
 
 def shared_speakers(records: Sequence[Record], train: str) -> Iterator[Finding]:
     """Speakers of the training set in held-out sets; one finding for each speaker and held-out set."""
-    spoken: dict[str, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
-    for place, record in enumerate(records):
-        if record.speaker != "unknown":
-            spoken[record.speaker][record.set].append(place)
-    for speaker, by_set in spoken.items():
-        if ours := by_set.get(train):
-            for places in (places for name, places in by_set.items() if name != train):
+    for speaker, spoken in by_set(records, (record.speaker for record in records)).items():
+        if speaker != NO_SPEAKER and (ours := spoken.get(train)):
+            for places in (places for name, places in spoken.items() if name != train):
                 first, other = records[places[0]], records[ours[0]]
                 detail = f"{speaker}: {len(places)} utterances in {first.set}, {len(ours)} in {train}"
                 yield Finding("overlap-speaker", first.set, first.id, train, other.id, len(places), 0, detail)
@@ -161,7 +155,7 @@ def check_corpus(
             whole, faults = misfits(source.name, own, recogniser, config, partial(progress, f"hearing {source.name}"))
             heard.append(whole)
             findings += faults
-        sizes.append(SetSize(source.name, len(own), sum(each.sound.seconds for each in own), source.digest))
+        sizes.append(SetSize(source.name, len(own), sum(each.seconds for each in own), source.digest))
     if "too-short" in config.kinds:
         findings += _too_short(sources, lines, train, training)
     if {"same-audio", "same-text-and-length", "overlap-audio"} & set(config.kinds):
@@ -181,12 +175,12 @@ def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, tra
     tokens = training.tokens.model_copy(update={"alphabet": None})  # held-out sets may have other characters
     tokenizer = make_tokenizer(tokens, (line.text for line in lines))
     for source in sources:
-        own = {line.id: line for line in lines if line.set == source.name}
-        spoken = ((line.id, line.text, line.seconds) for line in own.values())
+        own = [line for line in lines if line.set == source.name]
+        spoken = ((line.id, line.text, line.seconds) for line in own)
         features = LogMel(training.features, source.checking.sampling_rate)
         augment = training.augment if source.name == train else None
         for each in too_short_for_ctc(spoken, tokenizer, training.model, features, augment):
-            line = own[each.id]
+            line = own[each.number]
             detail = f"frames for the {len(line.text)} characters in {line.seconds:.3f} s"
             yield Finding(
                 "too-short", line.set, line.id, value=each.frames, limit=each.needed, detail=detail,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from starling.speech.store import SpeechSet
 from starling.speech.strings import plan_strings
 from starling.speech.usable import Checker, Checking, DropKind, FilterConfig, Source, resampled
 
+K = TypeVar("K")
 Told = Callable[[int, int], None]
 """Called with the number done and the total."""
 Group = list[int]
@@ -47,23 +49,6 @@ class Sound:
     """Root mean square relative to full scale."""
     clipped: float
     """Fraction of the samples at full scale."""
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The transcript and measurements of a usable utterance."""
-
-    set: str
-    id: str
-    speaker: str
-    text: str
-    sound: Sound
-    read: Callable[[], Audio]
-
-    @property
-    def seconds(self) -> float:
-        return self.sound.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +59,15 @@ class Line:
     id: str
     text: str
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Line):
+    """A usable utterance, with its speaker and the measurements of its audio."""
+
+    speaker: str
+    sound: Sound
+    read: Callable[[], Audio]
 
 
 def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
@@ -89,15 +83,9 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
         listed = ", ".join(f"{name} {rate} Hz" for name, rate in rates.items())
         raise ConfigError(f"{folder}: its sets differ in sampling rate ({listed}); check them one by one")
     limits = FilterConfig(min_seconds=0.0, max_seconds=1e9, on_bad="skip", max_skipped=1.0)
-    return [
-        Source(
-            Checking(each.name, each.sampling_rate, "as-is", limits),
-            partial(_prepared, each),
-            None,
-            each.summary.digest,
-        )
-        for each in sets
-    ]
+    checks = [Checking(each.name, each.sampling_rate, "as-is", limits) for each in sets]
+    pairs = zip(checks, sets, strict=True)
+    return [Source(checking, partial(_prepared, each), digest=each.summary.digest) for checking, each in pairs]
 
 
 def collect(source: Source, config: CheckConfig, report: OnProgress) -> tuple[list[Record], list[Finding]]:
@@ -110,9 +98,9 @@ def collect(source: Source, config: CheckConfig, report: OnProgress) -> tuple[li
     meter = Meter(f"{source.name} (checking)", utterances, report)
     records = []
     with one_thread():
-        for _, utterance, _, decoded in checker.usable(utterances):
-            sound = measure(*decoded)
-            records.append(Record(source.name, utterance.id, utterance.speaker, utterance.text, sound, utterance.read))
+        for _, each, _, (samples, rate) in checker.usable(utterances):
+            line = (source.name, each.id, each.text, len(samples) / rate)
+            records.append(Record(*line, each.speaker, measure(samples, rate), each.read))
             meter.add(1)
     meter.end()
     unused = [
@@ -131,15 +119,15 @@ def collect(source: Source, config: CheckConfig, report: OnProgress) -> tuple[li
     return records, unused + [found for record in records for found in _findings(record, config)]
 
 
-def lines_of(source: Source, records: list[Record]) -> list[Line]:
+def lines_of(source: Source, records: Sequence[Record]) -> Sequence[Line]:
     """The transcripts of a set: those of its utterances, or of the strings joined from them."""
     if source.strings is None:
-        return [Line(each.set, each.id, each.text, each.sound.seconds) for each in records]
+        return records
     longest_gap = source.strings.gap_seconds[1]
     lines = []
     for plan in plan_strings([each.speaker for each in records], source.strings, source.name):
         members = [records[place] for place in plan.members]
-        seconds = sum(each.sound.seconds for each in members) + longest_gap * (len(members) - 1)
+        seconds = sum(each.seconds for each in members) + longest_gap * (len(members) - 1)
         lines.append(Line(source.name, plan.id, " ".join(each.text for each in members), seconds))
     return lines
 
@@ -159,16 +147,24 @@ def _prepared(speech_set: SpeechSet) -> list[Utterance]:
 
 def _findings(record: Record, config: CheckConfig) -> Iterator[Finding]:
     sound = record.sound
-    finding = partial(Finding, set=record.set, id=record.id, seconds=sound.seconds)
+    finding = partial(Finding, set=record.set, id=record.id, seconds=record.seconds)
     if sound.level_db < config.silence_db:
         yield finding(kind="silence", value=sound.level_db, limit=config.silence_db, detail="dB, root mean square")
     if sound.clipped >= config.clipped:
         yield finding(kind="clipping", value=sound.clipped, limit=config.clipped, detail="of the samples at full scale")
     low, high = config.seconds_per_character
-    pace = sound.seconds / len(record.text)
+    pace = record.seconds / len(record.text)
     if not low <= pace <= high:
-        detail = f"{sound.seconds:.3f} s for {len(record.text)} characters"
+        detail = f"{record.seconds:.3f} s for {len(record.text)} characters"
         yield finding(kind="seconds-per-character", value=pace, limit=low if pace < low else high, detail=detail)
+
+
+def by_set(lines: Iterable[Line], keys: Iterable[K]) -> dict[K, dict[str, Group]]:
+    """The places of the lines that have the same key, for each key and each set."""
+    groups: dict[K, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
+    for place, (line, key) in enumerate(zip(lines, keys, strict=True)):
+        groups[key][line.set].append(place)
+    return {key: dict(places) for key, places in groups.items()}
 
 
 def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
@@ -176,16 +172,14 @@ def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, tol
 
     Within a set, all except the first are findings; between training and a held-out set, those of both sides.
     """
-    groups: dict[bytes, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
-    for place, record in enumerate(records):
-        groups[record.sound.digest][record.set].append(place)
+    groups = by_set(records, (record.sound.digest for record in records))
     overlaps = []
-    for by_set in groups.values():
-        for places in by_set.values():
+    for copies in groups.values():
+        for places in copies.values():
             for place in places[1:]:
                 yield shared(records, "same-audio", place, places[0])
         overlaps += [
-            (by_set[train], places, 1.0) for name, places in by_set.items() if train in by_set and name != train
+            (copies[train], places, 1.0) for name, places in copies.items() if train in copies and name != train
         ]
     later_of: dict[int, Finding] = {}
     for first, second, value in _alike(records, groups.values(), train, config, told):
@@ -215,7 +209,7 @@ def _alike(
     within 20 ms, and none is a copy. So the envelopes are compared, and if they are similar, the waveforms.
     """
     by_text: dict[str, list[Group]] = defaultdict(list)
-    for places in (places for by_set in groups for places in by_set.values()):
+    for places in (places for copies in groups for places in copies.values()):
         by_text[records[places[0]].text].append(places)
     done = 0
     for candidates in by_text.values():
@@ -253,7 +247,7 @@ def _alike_of_one_text(
 
 
 def shared(
-    items: Sequence[Record] | Sequence[Line],
+    lines: Sequence[Line],
     kind: Kind,
     place: int,
     other: int,
@@ -261,7 +255,7 @@ def shared(
     limit: float | None = None,
 ) -> Finding:
     """What the utterance at `place` has in common with another."""
-    own, theirs = items[place], items[other]
+    own, theirs = lines[place], lines[other]
     return Finding(kind, own.set, own.id, theirs.set, theirs.id, value, limit, seconds=own.seconds)
 
 
@@ -275,7 +269,6 @@ def measure(samples: NDArray[np.float32], rate: int) -> Sound:
         _envelope(samples, power).tobytes(),
         10 * math.log10(power) if power else -math.inf,
         float(np.mean(np.abs(samples) >= FULL_SCALE)),
-        len(samples) / rate,
     )
 
 

@@ -17,7 +17,7 @@ from starling.speech.check.findings import CheckConfig, Finding, Heard, Kind, Se
 from starling.speech.check.recordings import Record, Told
 from starling.speech.decoding.decoders import emissions_of
 from starling.speech.recogniser import Recogniser, by_duration
-from starling.speech.tokens import BLANK, Tokenizer
+from starling.speech.tokens import BLANK
 
 _OTHERS = 16  # transcripts of other utterances that each transcript is compared with
 _MAX_DURATION = 60.0  # padded seconds of audio in a batch
@@ -91,17 +91,16 @@ class _Listener:
         for record in records:
             try:
                 self._tokens[record.id] = recogniser.tokenizer.encode(record.text, record.id)
+                self.records[record.id] = record
             except DataError as error:
                 self.skipped.append((record.id, str(error)))
-                continue
-            self.records[record.id] = record
         distinct = sorted({tuple(tokens) for tokens in self._tokens.values()})
         np.random.default_rng(derive_seed(0, "other transcripts")).shuffle(distinct)
         self._texts = sorted(distinct, key=len)
 
     def all_heard(self, told: Told) -> Iterator[Heard]:
         for done, (record, log_probs) in enumerate(self._listen(list(self.records)), start=1):
-            yield self._heard(record, log_probs, self._recogniser.tokenizer)
+            yield self._heard(record, log_probs)
             if done % 100 == 0 or done == len(self.records):
                 told(done, len(self.records))
 
@@ -118,16 +117,15 @@ class _Listener:
             gaps[places[record.id]] = (best - np.array(values)) / lengths
         return gaps
 
-    def _heard(self, record: Record, log_probs: Tensor, tokenizer: Tokenizer) -> Heard:
+    def _heard(self, record: Record, log_probs: Tensor) -> Heard:
         tokens = self._tokens[record.id]
         best_tokens = _greedy(log_probs)
         own, best, *rest = log_likelihoods(log_probs, [tokens, best_tokens, *self._like(tokens)])
-        others = [value for value in rest if math.isfinite(value)]
         fit = 0.0
-        if others:
+        if others := [value for value in rest if math.isfinite(value)]:
             mean = sum(others) / len(others)
             fit = (own - mean) / (best - mean) if best > mean else float(own >= best)
-        heard = tokenizer.decode(best_tokens)
+        heard = self._recogniser.tokenizer.decode(best_tokens)
         errors = kaldialign.edit_distance(list(record.text), list(heard))["total"] / len(record.text)
         gap = max(best - own, 0.0) / len(tokens)
         return Heard(record.set, record.id, record.text, heard, errors, float(gap), float(fit))
@@ -168,11 +166,10 @@ def _findings(
 
     def finding(kind: Kind, each: Heard, other: Heard | None) -> Finding:
         detail = f"{each.text!r}, heard {each.heard!r}, {each.errors:.0%} of the characters wrong"
-        where, fits = ("", ""), ""
+        where = ("", "")
         if other is not None:
-            where, fits = (whole.name, other.id), f"; fits {other.text!r}"
-        seconds = records[each.id].seconds
-        return Finding(kind, whole.name, each.id, *where, each.score, whole.limit, detail + fits, seconds)
+            where, detail = (whole.name, other.id), f"{detail}; fits {other.text!r}"
+        return Finding(kind, whole.name, each.id, *where, each.score, whole.limit, detail, records[each.id].seconds)
 
     for place, other in sorted(other_of.items()):
         yield finding("swapped", suspects[place], suspects[other])

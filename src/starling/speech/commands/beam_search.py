@@ -8,14 +8,13 @@ exp/<name>/decode/beam/nbest-<set>.jsonl          the best texts of each utteran
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median_low
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ from starling.speech.hybrid.lexicon import read_words, words_of
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Heard, Recogniser
 from starling.speech.scoring.error_rates import count_errors, references_of
-from starling.speech.store import SpeechSet
+from starling.speech.store import Member, SpeechSets
 from starling.speech.tokens import Tokenizer
 from starling.speech.training.plan import open_training_set
 
@@ -93,34 +92,12 @@ class TunedSearch(Config):
         )
 
 
-@dataclass(frozen=True)
-class TuningSample:
-    """Utterances of the validation set to tune on."""
-
-    name: str
-    """The set."""
-    speech_set: SpeechSet
-    among: list[int]
-    """Their numbers in the set."""
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Self | None:
-        """At most `MOST_TUNED` utterances of a recipe's validation set; None if it has none."""
-        if recipe.data.valid is None:
-            return None
-        speech_set = SpeechSet.open(recipe.data.set_folder(recipe.data.valid))
-        count = min(len(speech_set), MOST_TUNED)
-        among: list[int] = np.linspace(0, len(speech_set) - 1, count).round().astype(int).tolist()
-        return cls(recipe.data.valid, speech_set, among)
-
-    @property
-    def references(self) -> dict[str, str]:
-        """The texts by utterance."""
-        return references_of(self.speech_set, self.among)
-
-    def heard(self, recogniser: Recogniser, progress: Callable[[int, int], None]) -> Iterator[tuple[list[str], Heard]]:
-        """What a recogniser makes of them, batch by batch."""
-        return recogniser.heard(self.speech_set, progress=progress, among=self.among)
+def tuning_sample(recipe: Recipe) -> SpeechSets | None:
+    """At most `MOST_TUNED` utterances of a recipe's validation set, to tune on; None if it has none."""
+    if recipe.data.valid is None:
+        return None
+    valid = SpeechSets([Member("", recipe.data.set_folder(recipe.data.valid))])
+    return valid.only(np.linspace(0, len(valid) - 1, min(len(valid), MOST_TUNED)).round().astype(int))
 
 
 @dataclass(frozen=True)
@@ -175,14 +152,14 @@ def best_search(
         pools = {kind: stack.enter_context(SearchPool(search, jobs)) for kind, (search, _) in searches.items()}
         tuned = _stored(home / SEARCH, of)
         if tuned is None:
-            sample, trials = TuningSample.of(recipe), list[Trial]()
+            sample, trials = tuning_sample(recipe), list[Trial]()
             if sample is None:
                 vocabulary, weights = _likely(searches, texts), given(config)
             else:
                 outputs: dict[str, NDArray[np.float32]] = {}
-                for names, heard in sample.heard(recogniser, partial(bars, f"hearing {sample.name}")):
+                for names, heard in recogniser.heard(sample, progress=partial(bars, f"hearing {sample.name}")):
                     outputs.update(zip(names, heard.rows, strict=True))
-                best, trials = tune(pools, outputs, sample.references, config)
+                best, trials = tune(pools, outputs, references_of(sample), config)
                 vocabulary, weights = best.vocabulary, best.weights
             tuned = TunedSearch(
                 of=of,
@@ -191,7 +168,7 @@ def best_search(
                 order=searches[vocabulary][1],
                 weights=weights,
                 tuned_on=None if sample is None else sample.name,
-                num_utterances=0 if sample is None else len(sample.among),
+                num_utterances=0 if sample is None else len(sample),
                 trials=tuple(trials),
             )
             home.mkdir(parents=True, exist_ok=True)

@@ -5,26 +5,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from starling.configuration import Config
 from starling.errors import ConfigError, DataError
-from starling.problems import describe
+from starling.problems import checked
 from starling.recipe.file import apply_overrides
 from starling.reporting.progress import Bars
 from starling.speech.check.corpus import Training, check_corpus
-from starling.speech.check.findings import (
-    HEARD,
-    HEARD_LIST,
-    KINDS,
-    CheckConfig,
-    Report,
-    to_drop,
-    write_report,
-)
+from starling.speech.check.findings import HEARD, HEARD_LIST, KINDS, CheckConfig, Report, to_drop, write_report
 from starling.speech.check.recordings import prepared_sources
 from starling.speech.data import DataConfig, source_of
 from starling.speech.recipe import Recipe, load_recipe
@@ -114,12 +105,7 @@ def sources_of(data: DataConfig) -> list[Source]:
 
 
 def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[PreparedConfig, list[Source]]:
-    tree = apply_overrides({}, overrides)
-    try:
-        data = _Keys.model_validate(tree).data
-    except ValidationError as error:
-        problems = "\n".join(f"  {problem}" for problem in describe(error, _Keys, tree))
-        raise ConfigError(f"prepared folder {folder}: wrong keys\n{problems}") from None
+    data = checked(_Keys, apply_overrides({}, overrides), f"prepared folder {folder}").data
     known = sorted(path.parent.name for path in folder.glob("*/summary.json"))
     if data.train not in known:
         hint = "give the folder above it" if (folder / "summary.json").is_file() else "set data.train to one of them"
@@ -188,7 +174,7 @@ def _remarks(report: Report, trained: Collection[str]) -> Iterator[str]:
 def _trained_on(recipe: Recipe, folder: Path, keys: PreparedConfig | DataConfig, names: Iterable[str]) -> list[str]:
     """Those sets, of a recipe's data or a prepared `folder`, on which a model was trained by `recipe`, or
     on a part of which."""
-    used, own = list(recipe.mixture.sets) if recipe.mixture is not None else [recipe.data.train], recipe.data
+    used, own = [name for _, name in recipe.training_sets], recipe.data
     if isinstance(keys, PreparedConfig):
         folders = [recipe.set_folder(each).resolve() for each in used]
         return [name for name in names if (folder / name).resolve() in folders]

@@ -22,7 +22,7 @@ from starling.extras import require
 from starling.reporting.progress import Bars, Say
 from starling.speech.check.findings import seen_in_training
 from starling.speech.codecs import check_codec, label_of
-from starling.speech.commands.beam_search import BestSearch, TuningSample, best_search, first_text, write_hypotheses
+from starling.speech.commands.beam_search import BestSearch, best_search, first_text, tuning_sample, write_hypotheses
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.decoding.beam import Hypothesis
 from starling.speech.decoding.config import DecodingConfig
@@ -150,20 +150,22 @@ class _Evaluation:
         character errors."""
         if config.attention_weight is not None:
             return config.attention_weight, "given"
-        if (sample := TuningSample.of(self.recipe)) is None:
+        if (sample := tuning_sample(self.recipe)) is None:
             return USUAL_ATTENTION, "not tuned"
         texts: dict[float, dict[str, str]] = {weight: {} for weight in ATTENTION_WEIGHTS}
         with Bars(self.console) as bars:
-            for names, heard in sample.heard(self.recogniser, partial(bars, f"rescoring {sample.name}")):
+            for names, heard in self.recogniser.heard(sample, progress=partial(bars, f"rescoring {sample.name}")):
                 for utterance, each in zip(names, _rated(self.recogniser, heard, search(heard)), strict=True):
                     for weight, own in texts.items():
                         own[utterance] = _chosen(*each, weight)
 
+        references = references_of(sample)
+
         def errors(weight: float) -> tuple[int, int, float]:
-            words, characters = count_errors(sample.references, texts[weight])
+            words, characters = count_errors(references, texts[weight])
             return words.errors, characters.errors, weight
 
-        return min(ATTENTION_WEIGHTS, key=errors), f"tuned on {len(sample.references)} utterances of {sample.name}"
+        return min(ATTENTION_WEIGHTS, key=errors), f"tuned on {len(sample)} utterances of {sample.name}"
 
     def score(self, name: str, codec: str | None, ways: Sequence[Way]) -> None:
         """Score one set, through a codec if that is given, in all ways."""

@@ -39,6 +39,7 @@ __all__ = [
     "Utterance",
     "WenetCorpus",
     "recipe_names",
+    "settings_of",
 ]
 
 CorpusName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._]*$", max_length=100)]
@@ -154,3 +155,13 @@ CorpusConfig = Annotated[_BuiltIn, Field(discriminator="kind"), WrapValidator(_v
 """The settings of a corpus, of the class that its `kind` selects."""
 
 SeveralCorpus.model_rebuild()
+
+
+def settings_of(corpus: CorpusConfig, set_name: str) -> dict[str, Any]:
+    """The settings of a corpus that one of its sets depends on, as JSON; `maker` says on what else it depends."""
+    if isinstance(corpus, SeveralCorpus):
+        _, member, own = corpus.member(set_name)
+        tag = corpus.tag(set_name)
+        return settings_of(member, own) | ({"tag": tag} if tag else {})
+    tree = corpus.model_dump(mode="json", exclude=getattr(corpus, "without_effect", None))
+    return tree | {"sets": tree["sets"][set_name]}

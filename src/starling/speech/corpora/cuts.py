@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from starling.errors import DataError
-from starling.speech.corpora.lines import read_json_lines
+from starling.speech.corpora.lines import read_json_lines, told_as
 from starling.speech.corpora.utterance import MAX_SECONDS, Audio, NamedSets, Utterance, read_audio
 
 
@@ -22,25 +22,16 @@ def check_archive(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"{path}: not a regular file")
     seen: set[str] = set()
-    try:
-        with tarfile.open(path, "r:") as tar:  # not compressed: that could expand without limit
-            for member in tar:
-                _check_member(path, member, seen)
-                seen.add(member.name)
-    except DataError:
-        raise
-    except Exception as error:  # raised by tarfile for invalid headers
-        raise DataError(f"{path}: cannot be read as Shar: {type(error).__name__}: {error}") from error
-
-
-def _check_member(path: Path, member: tarfile.TarInfo, seen: set[str]) -> None:
-    name = member.name
-    if ".." in PurePosixPath(name).parts or name.startswith("/"):
-        raise DataError(f"{path}: {name[:200]!r} leads out of the archive")
-    if not member.isfile():
-        raise DataError(f"{path}: {name[:200]!r} is not a regular file but a link, a device or similar")
-    if name in seen:
-        raise DataError(f"{path}: contains {name[:200]!r} twice")
+    with told_as(f"{path}: cannot be read as Shar"), tarfile.open(path, "r:") as tar:  # a compressed one could expand
+        for member in tar:
+            name = member.name
+            if ".." in PurePosixPath(name).parts or name.startswith("/"):
+                raise DataError(f"{path}: {name[:200]!r} leads out of the archive")
+            if not member.isfile():
+                raise DataError(f"{path}: {name[:200]!r} is not a regular file but a link, a device or similar")
+            if name in seen:
+                raise DataError(f"{path}: contains {name[:200]!r} twice")
+            seen.add(name)
 
 
 _REFUSED_SOURCES = ("command", "url")
@@ -56,21 +47,18 @@ class LhotseCorpus(NamedSets):
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
         path = self.set_path(set_name)
-        if path.is_dir():
-            cuts = _shar_cuts(path)
-        else:
-            cuts = ((f"{path}:{line}", _cut(item, f"{path}:{line}")) for line, item in read_json_lines(path))
-        for origin, cut in cuts:
+        for origin, cut in _shar_cuts(path) if path.is_dir() else _listed_cuts(path):
             yield utterance_of(cut, None, origin, self.channel, self.audio_root)
 
 
-def _cut(item: dict[str, Any], origin: str) -> Any:
+def _listed_cuts(manifest: Path) -> Iterator[tuple[str, Any]]:
     from lhotse.serialization import deserialize_item
 
-    try:
-        return deserialize_item(item)
-    except Exception as error:  # lhotse raises any kind of error for invalid fields
-        raise DataError(f"{origin}: not a lhotse cut: {type(error).__name__}: {error}") from error
+    for line, item in read_json_lines(manifest):
+        origin = f"{manifest}:{line}"
+        with told_as(f"{origin}: not a lhotse cut"):
+            cut = deserialize_item(item)
+        yield origin, cut
 
 
 def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -84,13 +72,9 @@ def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
             pass
     for archive in sorted(folder.glob("*.tar*")):
         check_archive(archive)
-    try:
+    with told_as(f"{folder}: cannot be read as Shar"):
         for cut in CutSet.from_shar(in_dir=folder):
             yield str(folder), cut
-    except DataError:
-        raise
-    except Exception as error:  # tarfile, JSON and lhotse's assertions
-        raise DataError(f"{folder}: cannot be read as Shar: {type(error).__name__}: {error}") from error
 
 
 def utterance_of(cut: Any, utterance_id: str | None, origin: str, channel: int | None, root: Path | None) -> Utterance:
@@ -131,17 +115,14 @@ def _segment(cut: Any) -> str:
 
 
 def _load(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audio:
-    try:
-        return _loaded(cut, origin, channel, root)
-    except DataError:
-        raise
-    except Exception as error:  # from any of lhotse's audio backends, or from fields, which may be of any type
-        raise DataError(f"{origin} (cut {cut.id}): cannot be read as audio: {type(error).__name__}: {error}") from error
-
-
-def _loaded(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audio:
-    """The audio of a cut. A simple segment of a file is read by `read_audio`, with its checks."""
+    """The audio of a cut."""
     name = f"{origin} (cut {cut.id})"
+    with told_as(f"{name}: cannot be read as audio"):  # its fields may be of any type
+        return _loaded(cut, name, channel, root)
+
+
+def _loaded(cut: Any, name: str, channel: int | None, root: Path | None) -> Audio:
+    """The audio of a cut. A simple segment of a file is read by `read_audio`, with its checks."""
     tracks, sources = _parts(cut)
     for source in sources:
         if source.type in _REFUSED_SOURCES:

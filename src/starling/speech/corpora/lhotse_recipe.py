@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from starling.errors import DataError, did_you_mean
 from starling.speech.corpora.cuts import utterance_of
+from starling.speech.corpora.lines import told_as
 from starling.speech.corpora.utterance import FileCorpus, Utterance
 
 Rewriting = tuple[tuple[str, str], ...]
@@ -69,19 +70,22 @@ class LhotseRecipeCorpus(FileCorpus):
 
     def maker(self, set_name: str) -> str:
         """The default rewriting of transcripts, if it is used."""
-        custom = _CUSTOMS.get(self.recipe)
-        return repr(custom.rewrite) if custom is not None and custom.rewrite and self.rewrite is None else ""
+        rewrite = self._custom.rewrite
+        return repr(rewrite) if rewrite and self.rewrite is None else ""
+
+    @property
+    def _custom(self) -> _Custom:
+        return _CUSTOMS.get(self.recipe, _Custom())
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
         wanted = self.sets[set_name]
-        custom = _CUSTOMS.get(self.recipe, _Custom())
+        names = (wanted,) if isinstance(wanted, str) else wanted
+        custom = self._custom
         rewrite = custom.rewrite if self.rewrite is None else self.rewrite
         # some recipes read their own manifests lazily, so the files must exist while the cuts are used
         with tempfile.TemporaryDirectory(prefix="starling-") as scratch:
-            names = (wanted,) if isinstance(wanted, str) else wanted
             parts = self._prepare(Path(scratch), set_name, names, custom)
             for part in names:
-                _check_part(self.recipe, set_name, part, parts)
                 for cut in _cuts(parts[part]):
                     name = cut.supervisions[0].id
                     found = utterance_of(cut, name, f"{self.recipe}/{part}", self.channel, self.audio_root)
@@ -90,48 +94,42 @@ class LhotseRecipeCorpus(FileCorpus):
                     yield _rewritten(found, rewrite)
 
     def _prepare(self, scratch: Path, set_name: str, names: Sequence[str], custom: _Custom) -> dict[str, Any]:
+        """The manifests of the parts `names`, and perhaps of others, by name."""
         import lhotse.recipes
         from lhotse.audio.backend import get_current_audio_backend, set_current_audio_backend
 
         prepare = getattr(lhotse.recipes, f"prepare_{self.recipe}")
         source = self.located()
-        options: dict[str, Any] = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()
-        }
+        options = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
         parameters = inspect.signature(prepare).parameters
-        unknown = [name for name in options if name not in parameters]
-        if unknown:
+        if unknown := [name for name in options if name not in parameters]:
             raise DataError(
                 f"lhotse's recipe {self.recipe} has no option {', '.join(unknown)}, only {', '.join(parameters)}"
             )
-        call = _Call(source, names, options)
-        if custom.prepare is None:
-            options = custom.arguments(call) | options
-        if "output_dir" in parameters:
-            options.setdefault("output_dir", scratch)
-        try:
+
+        def check(known: Iterable[str]) -> None:
+            if missing := next((part for part in names if part not in known), None):
+                raise DataError(
+                    f"set {set_name}: lhotse's recipe {self.recipe} has no part {missing!r}, only {', '.join(known)}"
+                )
+
+        with told_as(f"lhotse.recipes.prepare_{self.recipe} cannot prepare {source}"), ExitStack() as stack:
             if custom.present is not None:
-                present = custom.present(source)
-                for part in names:
-                    _check_part(self.recipe, set_name, part, present)
+                check(custom.present(source))
             # lhotse reads all audio by libsndfile, as Starling does, and starts no other programs; some recipes print
-            with ExitStack() as stack, redirect_stdout(sys.stderr):
-                stack.callback(set_current_audio_backend, get_current_audio_backend())
-                set_current_audio_backend("LibsndfileBackend")
-                if custom.prepare is not None:
-                    manifests: Any = custom.prepare(call)
-                elif "corpus_dir" in parameters:
-                    manifests = prepare(corpus_dir=source, **options)
-                else:
-                    manifests = prepare(source, **options)
-        except DataError:
-            raise
-        except Exception as error:  # lhotse's recipes raise any kind of error, including bare assertions
-            raise DataError(
-                f"lhotse's recipe {self.recipe} cannot prepare {source}: {type(error).__name__}: "
-                f"{error or 'a check of the corpus folder failed'}; see lhotse.recipes.prepare_{self.recipe}"
-            ) from error
-        return manifests if custom.prepare is not None else dict(_parts(manifests, ""))
+            stack.enter_context(redirect_stdout(sys.stderr))
+            stack.callback(set_current_audio_backend, get_current_audio_backend())
+            set_current_audio_backend("LibsndfileBackend")
+            if custom.prepare is not None:
+                parts = custom.prepare(source, names, options)
+            else:
+                place = "corpus_dir" if "corpus_dir" in parameters else next(iter(parameters))
+                given = {"output_dir": scratch} if "output_dir" in parameters else {}
+                parts = dict(
+                    _parts(prepare(**{place: source}, **given | custom.arguments(source, names, options) | options), "")
+                )
+            check(parts)
+            return parts
 
 
 def recipe_names() -> list[str]:
@@ -141,13 +139,8 @@ def recipe_names() -> list[str]:
     return sorted(name.removeprefix("prepare_") for name in vars(lhotse.recipes) if name.startswith("prepare_"))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of one of lhotse's functions: the folder, the parts that the set needs, and the options of the recipe."""
-
-    folder: Path
-    parts: Sequence[str]
-    options: dict[str, Any]
+Making = Callable[[Path, Sequence[str], dict[str, Any]], dict[str, Any]]
+"""What a corpus needs for a call of lhotse's function, from its folder, the parts of the set, and the options."""
 
 
 @dataclass(frozen=True)
@@ -156,17 +149,17 @@ class _Custom:
 
     present: Callable[[Path], Sequence[str]] | None = None
     """The parts in a folder; checked before lhotse's function, which can be limited to some of them, is called."""
-    arguments: Callable[[_Call], dict[str, Any]] = lambda call: {}
+    arguments: Making = lambda folder, parts, options: {}
     """Arguments by default."""
-    prepare: Callable[[_Call], dict[str, Any]] | None = None
+    prepare: Making | None = None
     """Returns the manifests of each part, instead of lhotse's function."""
     rewrite: Rewriting = ()
     speaker: Callable[[str], str] | None = None
     """The speaker, by the id of the utterance, where lhotse's is wrong."""
 
 
-def _dataset_parts(call: _Call) -> dict[str, Any]:
-    return {"dataset_parts": list(call.parts)}
+def _dataset_parts(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
+    return {"dataset_parts": list(parts)}
 
 
 def _peoples_speech_parts(folder: Path) -> list[str]:
@@ -175,24 +168,23 @@ def _peoples_speech_parts(folder: Path) -> list[str]:
     return [part for part in PEOPLES_SPEECH if (folder / f"{part}.json").is_file()]
 
 
-def _peoples_speech(call: _Call) -> dict[str, Any]:
+def _peoples_speech(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
     """The wanted parts only: `prepare_peoples_speech` needs all of them, and reads all for each set."""
     from lhotse.recipes.peoples_speech import _prepare_subset
 
-    jobs = int(call.options.get("num_jobs", 1))
-    made = {part: _prepare_subset(part, call.folder, jobs) for part in call.parts}
+    made = {part: _prepare_subset(part, folder, int(options.get("num_jobs", 1))) for part in parts}
     return {part: {"recordings": pair[0], "supervisions": pair[1]} for part, pair in made.items()}
 
 
-def _commonvoice(call: _Call) -> dict[str, Any]:
-    pairs = [part.split("/") for part in call.parts]
+def _commonvoice(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
+    pairs = [part.split("/") for part in parts]
     return {"languages": sorted({pair[0] for pair in pairs}), "splits": sorted({pair[1] for pair in pairs})}
 
 
-def _switchboard(call: _Call) -> dict[str, Any]:
+def _switchboard(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
     """Absolute paths, and no download: without `transcripts_dir`, lhotse fetches the transcripts."""
-    transcripts = call.folder / "swb_ms98_transcriptions"
-    if "transcripts_dir" not in call.options and not transcripts.is_dir():
+    transcripts = folder / "swb_ms98_transcriptions"
+    if "transcripts_dir" not in options and not transcripts.is_dir():
         raise DataError(
             f"{transcripts}: no such folder; put Switchboard's transcripts (switchboard_word_alignments.tar.gz of "
             "openslr.org/5) there, or set data.corpus.options.transcripts_dir to where they are"
@@ -233,11 +225,6 @@ _CUSTOMS = {
     ),
 }
 """By recipe."""
-
-
-def _check_part(recipe: str, set_name: str, part: str, known: Iterable[str]) -> None:
-    if part not in known:
-        raise DataError(f"set {set_name}: lhotse's recipe {recipe} has no part {part!r}, only {', '.join(known)}")
 
 
 def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

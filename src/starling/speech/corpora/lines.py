@@ -6,6 +6,7 @@ import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ MAX_LINE_BYTES = 1 << 20
 MAX_EXPANSION = 200
 """Maximum expansion of a compressed manifest; JSON Lines reach about 30."""
 _FREE_BYTES = 64 << 20
+
+
+@contextmanager
+def told_as(problem: str) -> Iterator[None]:
+    """Raise any error of another library within this context as a DataError that begins with `problem`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{problem}: {type(error).__name__}: {error or 'a check failed'}") from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -102,23 +114,33 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
     replace_file(path, text.getvalue())
 
 
-def read_table(path: Path, header: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line number and fields of each row.
+def read_table(
+    path: Path, columns: Sequence[str], dialect: str = "excel-tab", has_more: bool = False
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line number and fields of each row of a table, by default as `write_table` writes it. With `has_more`, there may
+    be further columns.
 
     Raises:
-        DataError: The file is missing, is not such a list, or exceeds the limits of `read_lines`.
+        DataError: The file is missing, is not such a table, or exceeds the limits of `read_lines`.
     """
-    rows = csv.reader((line + "\n" for _, line in read_lines(path)), dialect="excel-tab", strict=True)
+    line = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal line
+        for line, text in read_lines(path):  # noqa: B007 - the line of the newest row
+            yield text + "\n"
+
+    rows = csv.reader(lines(), dialect=dialect, strict=True)
     try:
-        first = next(rows, [])
-        if first != list(header):
-            raise DataError(f"{path}: expected the columns {', '.join(header)}, found {', '.join(first) or 'none'}")
+        header = next(rows, [])
+        if header != list(columns) and not (has_more and set(columns) <= set(header)):
+            raise DataError(f"{path}: expected the columns {', '.join(columns)}, found {', '.join(header) or 'none'}")
         for row in rows:
             if len(row) != len(header):
-                raise DataError(f"{path}:{rows.line_num}: {len(row)} columns, the header has {len(header)}")
-            yield rows.line_num, dict(zip(header, row, strict=True))
+                raise DataError(f"{path}:{line}: {len(row)} columns, the header has {len(header)}")
+            yield line, dict(zip(header, row, strict=True))
     except csv.Error as error:
-        raise DataError(f"{path}:{rows.line_num}: not a tab-separated list: {error}") from error
+        raise DataError(f"{path}:{line}: not CSV ({dialect}): {error}") from error
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -1,12 +1,11 @@
 """Manifests of audio files: tables, JSON Lines of NeMo and WeNet, CSV of Coqui and DeepSpeech, folders of Kaldi."""
 
-import csv
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Literal
 
 from starling.errors import DataError, did_you_mean
-from starling.speech.corpora.lines import field, read_json_lines, read_lines, seconds
+from starling.speech.corpora.lines import field, read_json_lines, read_lines, read_table, seconds
 from starling.speech.corpora.utterance import FileCorpus, NamedSets, Utterance
 
 Selection = dict[str, str | tuple[str, ...]]
@@ -41,35 +40,23 @@ class TsvCorpus(FileCorpus):
         rows = read_lines(table)
         _, header = next(rows, (0, ""))
         names = header.split("\t")
-        columns = {name: index for index, name in enumerate(names)}
-        if len(columns) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+        if twice := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f"{table}: the header has the column {twice!r} twice")
-        wanted = self.id, self.speaker, self.text, self.audio
-        _check_columns(table, columns, [*wanted, *selection])
-        for line, row in rows:
-            values = row.split("\t")
-            if len(values) != len(columns):
-                raise DataError(f"{table}:{line}: {len(values)} columns, the header has {len(columns)}")
-            if _selected(selection, columns, values):
-                name, speaker, text, audio = (values[columns[column]] for column in wanted)
-                yield self.utterance(table, line, name, speaker, text, audio)
-
-
-def _check_columns(table: Path, columns: dict[str, int], wanted: list[str]) -> None:
-    for name in wanted:
-        if name not in columns:
+        own = (self.id, self.speaker, self.text, self.audio)
+        if missing := next((each for each in (*own, *selection) if each not in names), None):
             raise DataError(
-                f"{table}: no column {name!r}; {did_you_mean(name, columns)}it has: {', '.join(columns) or 'none'}; "
+                f"{table}: no column {missing!r}; {did_you_mean(missing, names)}it has: {', '.join(names) or 'none'}; "
                 f"set the column names in data.corpus (id, speaker, audio, text, sets)"
             )
-
-
-def _selected(selection: Selection, columns: dict[str, int], values: list[str]) -> bool:
-    return all(
-        values[columns[column]] in ((value,) if isinstance(value, str) else value)
-        for column, value in selection.items()
-    )
+        wanted = {column: (value,) if isinstance(value, str) else value for column, value in selection.items()}
+        for line, text in rows:
+            values = text.split("\t")
+            if len(values) != len(names):
+                raise DataError(f"{table}:{line}: {len(values)} columns, the header has {len(names)}")
+            row = dict(zip(names, values, strict=True))
+            if all(row[column] in allowed for column, allowed in wanted.items()):
+                name, speaker, spoken, audio = (row[column] for column in own)
+                yield self.utterance(table, line, name, speaker, spoken, audio)
 
 
 class NemoCorpus(NamedSets):
@@ -125,25 +112,9 @@ class CoquiCorpus(NamedSets):
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
         manifest = self.set_path(set_name)
-        line = 1
-
-        def lines() -> Iterator[str]:
-            nonlocal line
-            for line, text in read_lines(manifest):  # noqa: B007 - for the messages below
-                yield text + "\n"
-
-        rows = csv.DictReader(lines(), strict=True)
-        try:
-            for row in rows:
-                if None in row or None in row.values() or not {"wav_filename", "transcript"} <= row.keys():
-                    raise DataError(
-                        f"{manifest}:{line}: needs the columns wav_filename and transcript, and one value for each "
-                        f"column of the header ({', '.join(rows.fieldnames or ())})"
-                    )
-                audio, speaker = row["wav_filename"], row.get("speaker") or "unknown"
-                yield self.utterance(manifest, line, id_of_file(audio), speaker, row["transcript"], audio)
-        except csv.Error as error:
-            raise DataError(f"{manifest}:{line}: not CSV: {error}") from error
+        for line, row in read_table(manifest, ("wav_filename", "transcript"), "excel", has_more=True):
+            audio, speaker = row["wav_filename"], row.get("speaker") or "unknown"
+            yield self.utterance(manifest, line, id_of_file(audio), speaker, row["transcript"], audio)
 
 
 class KaldiCorpus(NamedSets):

@@ -158,27 +158,18 @@ class SyntheticCorpus(Config):
         Raises:
             DataError: The synthesiser is not installed or failed.
         """
-        names = ("train", "dev", "test")
-        random = np.random.default_rng([self.seed, names.index(set_name)])
-        words = LANGUAGES[self.language]
-        texts, sentences = [], []
+        random = np.random.default_rng([self.seed, list(VOICES).index(set_name)])
+        words, drawn, utterances = LANGUAGES[self.language], [], []
         for _ in range(self.sets[set_name]):  # type: ignore[index]
             text = draw_text(random, self.digits, self.commands, words)
-            texts.append(text)
-            sentences.append(
-                draw_sentence(random, text, VOICES[set_name], self.words_per_minute, self.pitch, words.accents)
-            )
-        spoken = speak(sentences)
-        return [
-            self._utterance(f"{set_name}-{i:05d}", text, sentence, samples, rate)
-            for i, (text, sentence, (samples, rate)) in enumerate(zip(texts, sentences, spoken, strict=True))
-        ]
-
-    def _utterance(self, name: str, text: str, sentence: Sentence, samples: NDArray[np.int16], rate: int) -> Utterance:
-        voice = sentence.voice.rpartition("+")[2]
-        set_name, _, number = name.rpartition("-")
-        read = partial(_noisy, samples, rate, (self.seed, *set_name.encode(), int(number)), self.snr)
-        return Utterance(name, voice, text, f"espeak-ng, voice {sentence.voice}", read)
+            voices = (VOICES[set_name], self.words_per_minute, self.pitch, words.accents)
+            drawn.append((text, draw_sentence(random, text, *voices)))
+        spoken = speak([sentence for _, sentence in drawn])
+        for number, ((text, sentence), (samples, rate)) in enumerate(zip(drawn, spoken, strict=True)):
+            read = partial(_noisy, samples, rate, (self.seed, *set_name.encode(), number), self.snr)
+            name, voice = f"{set_name}-{number:05d}", sentence.voice.rpartition("+")[2]
+            utterances.append(Utterance(name, voice, text, f"espeak-ng, voice {sentence.voice}", read))
+        return utterances
 
 
 def _noisy(samples: NDArray[np.int16], rate: int, seed: tuple[int, ...], snr: tuple[float, float]) -> Audio:

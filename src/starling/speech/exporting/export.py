@@ -156,10 +156,9 @@ def _ms(seconds: float) -> str:
 
 def _data(recipe: Recipe) -> Iterator[str]:
     """The sets by name, without paths."""
-    names = [recipe.data.train] if recipe.mixture is None else list(recipe.mixture.sets)
     yield f"Corpus of kind `{recipe.data.corpus.kind}`; text normaliser: `{recipe.data.text}`."
     yield ""
-    for name in names:
+    for _, name in recipe.training_sets:
         try:
             summary = read_summary(recipe.set_folder(name))
         except (DataError, OSError):

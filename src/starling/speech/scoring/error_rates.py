@@ -3,7 +3,7 @@
 import ast
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ import numpy as np
 from starling.errors import DataError
 
 if TYPE_CHECKING:
-    from starling.speech.store import SpeechSet
+    from starling.speech.store import SpeechSet, SpeechSets
 
 NOTHING = " "  # stands for a missing word in an alignment; no word is a single space
 _REPLICATIONS = 2000
@@ -113,10 +113,9 @@ def error_rates(references: Mapping[str, str], hypotheses: Mapping[str, str]) ->
     )
 
 
-def references_of(speech_set: "SpeechSet", among: Iterable[int] | None = None) -> dict[str, str]:
-    """The texts of a set by utterance; of those numbered in `among`, if that is given."""
-    numbers = range(len(speech_set)) if among is None else among
-    return {speech_set.id(number): speech_set.text(number) for number in numbers}
+def references_of(speech_set: "SpeechSet | SpeechSets") -> dict[str, str]:
+    """The texts of a set by utterance."""
+    return {speech_set.id(number): speech_set.text(number) for number in range(len(speech_set))}
 
 
 def count_errors(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> tuple[ErrorCounts, ErrorCounts]:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from starling.errors import ConfigError, DataError
@@ -49,11 +48,11 @@ def too_few_frames(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, feat
     """The utterances with fewer frames than states that cannot be skipped."""
     speller = _speller(recipe, tokenizer)
     found = []
-    for name, text, seconds in transcripts(train):
+    for number, (name, text, seconds) in enumerate(transcripts(train)):
         _, optional = speller.text(text, name)
         num_frames = features.num_frames(round(seconds * train.sampling_rate / max(recipe.augment.speed)))
         if num_frames < (needed := optional.count(False)):
-            found.append(TooShort(name, num_frames, needed))
+            found.append(TooShort(name, num_frames, needed, number))
     return found
 
 
@@ -81,7 +80,7 @@ def make_frames(
     else:
         kept = kept_utterances(train, folder.too_short)
         with writing(folder.frames):
-            _store(recipe, train, features, kept, folder.frames, say)
+            _store(recipe, kept, features, folder.frames, say)
             states = _align(recipe, train, tokenizer, Frames(folder.frames, features.num_bands), words, say)
     check_words(states, tokenizer)
     return states
@@ -100,19 +99,17 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _store(
-    recipe: Recipe, train: SpeechSets, features: LogMel, kept: NDArray[np.int32], folder: Path, say: Say
-) -> None:
+def _store(recipe: Recipe, train: SpeechSets, features: LogMel, folder: Path, say: Say) -> None:
     """Write the features of all utterances that can be used, at each speed."""
     num_written = 0
     bad: list[str] = []
     speeds = sorted(set(recipe.augment.speed))
     with closing(FrameWriter(folder)) as writer:
-        for first in range(0, len(kept), _READ_TOGETHER):
-            numbers = kept[first : first + _READ_TOGETHER].tolist()
+        for first in range(0, len(train), _READ_TOGETHER):
+            end = min(first + _READ_TOGETHER, len(train))
             usable: list[tuple[int, float]] = []
             waveforms: list[Tensor] = []
-            for number, stored in zip(numbers, train.read(numbers), strict=True):
+            for number, stored in zip(train.numbers[first:end].tolist(), train.read(range(first, end)), strict=True):
                 try:
                     heard = [_at_speed(stored, speed, features) for speed in speeds]
                 except DataError as error:
@@ -126,9 +123,9 @@ def _store(
             for (number, speed), matrix in zip(usable, matrices, strict=True):
                 writer.write(number, matrix.numpy(), speed)
             num_written += len(usable)
-    if len(bad) > recipe.data.filter.max_skipped * len(kept):
+    if len(bad) > recipe.data.filter.max_skipped * len(train):
         raise DataError(
-            f"{train.name}: {len(bad)} of {len(kept)} utterances cannot be used, such as: {bad[0]}; "
+            f"{train.name}: {len(bad)} of {len(train)} utterances cannot be used, such as: {bad[0]}; "
             f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
         )
     if not num_written:

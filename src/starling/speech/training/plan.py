@@ -1,11 +1,12 @@
 """The utterances that a recipe trains on, and the plan of its mini-batches: of whole utterances, or of sub-sequences of
 frames. A plan is a pure function, so that all processes agree. Does not load torch."""
 
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +15,19 @@ from starling.chance import derive_seed
 from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import MiniBatches
-from starling.speech.batch_plan import BatchConfig, Dealing, MiniBatch, ShardWindows, in_similar_groups, shard_bounds
+from starling.speech.batch_plan import (
+    BatchConfig,
+    Bucket,
+    Dealing,
+    MiniBatch,
+    ShardWindows,
+    fill_buckets,
+    in_similar_groups,
+)
 from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.store import AlignedFrames
-from starling.speech.mixture import MixedWindows, Mixture
-from starling.speech.partition import PartDraws, describe_parts, divide, labels_are_domains
+from starling.speech.mixture import MixedWindows
+from starling.speech.partition import describe_parts, divide, divided_by
 from starling.speech.recipe import Recipe
 from starling.speech.store import Member, SpeechSets
 from starling.speech.too_short import kept_utterances
@@ -29,152 +38,141 @@ Pieces = NDArray[np.int64]
 _WINDOWS_KEPT = 3  # the current one, the next, which is loaded ahead, and one that a slow learner is still in
 _EPOCHS_KEPT = 3
 
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
 
 class RecipePlan(MiniBatches):
-    """The mini-batches of a recipe, as a pure function of its seed and the ticket.
+    """The mini-batches of a recipe from the chosen `utterances`, as a pure function of its seed and the ticket.
 
-    `utterances` are the indices in `speech_set` to train on, in ascending order. If the recipe divides the data among
-    learners, each mini-batch is drawn at random from the ticket's part; an epoch is then only a number of mini-batches.
+    If the recipe divides the utterances among learners, each mini-batch is drawn at random from the ticket's part; an
+    epoch is then only a number of mini-batches.
     """
 
-    def __init__(self, recipe: Recipe, speech_set: SpeechSets, utterances: NDArray[np.int32]) -> None:
-        self.recipe = recipe
-        self.speech_set = speech_set
-        self.utterances = utterances
+    def __init__(self, recipe: Recipe, utterances: SpeechSets) -> None:
+        self.recipe, self.utterances = recipe, utterances
         self.num_parts = 1 if recipe.partition == "identical" else recipe.num_workers
 
-    @property
-    def durations(self) -> NDArray[np.float32]:
-        """Seconds of each of `utterances`."""
-        return self._of_kept(self.speech_set.durations)
-
-    def shares(self) -> list[str]:
-        """Lines about mixture and partition: the passes over each domain in an epoch, and the sizes of the parts.
-
-        Raises DataError if a domain has no utterances, and ConfigError if the data are too few for the learners.
-        """
-        if self._parts is not None:
-            kind = "domains" if labels_are_domains(self.recipe.partition) else "speakers"
-            described = describe_parts(self._parts, self.durations, self._labels)
-            return [f"each learner draws at random from its own part of the data: {described} {kind}"]
-        if self._mixture is None:
-            return []
-        passes = self._mixture.passes(self.durations)
-        return ["passes over domains in an epoch: " + ", ".join(f"{name} {n:.3g}" for name, n in passes.items())]
-
-    @cached_property
-    def _mixture(self) -> Mixture | None:
-        """The recipe's mixture, restricted to `utterances`; None without one."""
-        if self.recipe.mixture is None:
-            return None
-        bounds = np.searchsorted(self.utterances, self.speech_set.domain_bounds)
-        return Mixture(self.recipe.mixture, bounds.tolist())
-
-    @cached_property
-    def _parts(self) -> NDArray[np.int32] | None:
-        """The part that each of `utterances` belongs to, one part for each worker; None if the data are not divided."""
-        recipe = self.recipe
-        if recipe.partition == "identical":
-            return None
-        return divide(self._labels, self.durations, recipe.num_workers, recipe.partition, recipe.seed)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_planner"}  # each process plans anew
 
     @property
-    def _labels(self) -> NDArray[np.int32]:
-        is_by_domain = labels_are_domains(self.recipe.partition)
-        return (self.speech_set.domain_labels() if is_by_domain else self.speech_set.speaker_labels())[self.utterances]
-
-    def _of_kept(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The values of `utterances`; not copied if these are all utterances."""
-        return values if len(self.utterances) == len(values) else values[self.utterances]
-
-
-class UtterancePlan(RecipePlan):
-    """Mini-batches of whole utterances."""
-
-    examples = "utterances"
+    def num_examples(self) -> int:
+        """Utterances, or sub-sequences of an epoch."""
+        return self._planner.num_examples
 
     def num_batches(self, epoch: int) -> int:
         """Mini-batches of an epoch."""
         return self._planner.num_batches(epoch)
 
     def of(self, ticket: Ticket) -> MiniBatch:
-        """A ticket's mini-batch, as positions in `utterances`."""
-        if self._draws is not None:
-            return self._draws.draw(ticket.part, ticket.step)
+        """The micro-batches of a ticket's mini-batch."""
+        if self._parts is not None:
+            return self._planner.draw(ticket.part, ticket.step, self._parts)
         return self._planner.batch(ticket.epoch, ticket.index)
 
     def ids(self, ticket: Ticket) -> Iterator[str]:
-        """The ids of a mini-batch's utterances."""
-        return (self.speech_set.id(int(self.utterances[index])) for part in self.of(ticket) for index in part)
+        """The names of a mini-batch's examples."""
+        return (name for micro_batch in self.of(ticket) for name in self.names(micro_batch))
+
+    @abstractmethod
+    def names(self, micro_batch: NDArray[np.int64]) -> Sequence[str]:
+        """The names of a micro-batch's examples."""
+
+    def shares(self) -> list[str]:
+        """Lines about mixture and partition: the passes over each domain in an epoch, and the sizes of the parts.
+
+        Raises DataError if a domain has no utterances, and ConfigError if the data are too few for the learners.
+        """
+        if self._parts is None:
+            return []
+        described = describe_parts(self._parts, self.utterances.durations, self._labels)
+        kind = divided_by(self.recipe.partition)
+        return [f"each learner draws at random from its own part of the data: {described} {kind}s"]
 
     @property
-    def num_examples(self) -> int:
-        """Utterances to train on."""
-        return len(self.utterances)
+    @abstractmethod
+    def _planner(self) -> "Planner | SequencePlanner": ...
+
+    @cached_property
+    def _parts(self) -> NDArray[np.int32] | None:
+        """The part that each utterance belongs to, one part for each worker; None if the data are not divided."""
+        recipe = self.recipe
+        if recipe.partition == "identical":
+            return None
+        return divide(self._labels, self.utterances.durations, recipe.num_workers, recipe.partition, recipe.seed)
+
+    @property
+    def _labels(self) -> NDArray[np.int32]:
+        return self.utterances.labels(divided_by(self.recipe.partition))
+
+
+class UtterancePlan(RecipePlan):
+    """Mini-batches of whole utterances; a micro-batch holds indices of `utterances`."""
+
+    examples = "utterances"
+
+    def names(self, micro_batch: NDArray[np.int64]) -> list[str]:
+        """The ids of utterances."""
+        return [self.utterances.id(index) for index in micro_batch.tolist()]
+
+    def shares(self) -> list[str]:
+        if self._parts is not None or not isinstance(windows := self._planner.windows, MixedWindows):
+            return super().shares()
+        passes = ", ".join(f"{name} {number:.3g}" for name, number in windows.passes.items())
+        return [f"passes over domains in an epoch: {passes}"]
 
     def passes(self, times: Counter[str]) -> str | None:
         """How many passes over each domain of a mixture were made, in words, from how often each utterance was seen;
         None without a mixture."""
         if self.recipe.mixture is None:
             return None
-        lines = []
-        train = self.speech_set
+        lines, train = [], self.utterances
         for domain, (first, last) in zip(train.domains, pairwise(train.domain_bounds), strict=True):
-            own = self.utterances[(first <= self.utterances) & (self.utterances < last)]
-            counts = [times[train.id(int(index))] for index in own]
+            counts = [times[train.id(index)] for index in range(first, last)]
             passes = sum(counts) / len(counts)
             lines.append(f"{domain} {passes:.2f} passes (each utterance {min(counts)} to {max(counts)} times)")
         return ", ".join(lines)
 
     @cached_property
     def _planner(self) -> "Planner":
-        seed = derive_seed(self.recipe.seed, "plan")
-        return Planner(self.durations, self._of_kept(self.speech_set.shards), self.recipe.batches, seed, self._mixture)
-
-    @cached_property
-    def _draws(self) -> PartDraws | None:
-        if self._parts is None:
-            return None
-        return PartDraws(self.durations, self._parts, self.recipe.batches, derive_seed(self.recipe.seed, "draws"))
+        recipe, train, seed = self.recipe, self.utterances, derive_seed(self.recipe.seed, "plan")
+        windows: ShardWindows | MixedWindows = ShardWindows(train.shards, recipe.batches.window, seed)
+        if recipe.mixture is not None:
+            windows = MixedWindows(recipe.mixture, train, recipe.batches.window, seed)
+        return Planner(train.durations, windows, recipe.batches, seed, derive_seed(recipe.seed, "draws"))
 
 
 class Planner:
     """Plans the epochs of a set; a pure function of the constructor's arguments.
 
-    `durations` (`[N]`, seconds) and `shards` (`[N]`, ascending: the shard of each utterance) describe the set. Without
-    a mixture, each utterance is in exactly one micro-batch per epoch, and a window has at most `config.window` shards.
-    With a mixture, an epoch contains the data that it draws (see `starling.speech.mixture`).
+    `durations` (`[N]`, seconds) are those of the set's utterances; `windows` say which of them an epoch contains, and
+    which are shuffled together; `draws_seed` is the seed of what is drawn from parts.
 
     In a window, utterances are sorted by duration into buckets, and those of a bucket are assigned to micro-batches at
     random. A micro-batch with its padding is at most `max_duration` long, unless it consists of one longer utterance,
     or the window has too few utterances to fill `accumulate` without merging. Each mini-batch has `accumulate`
     micro-batches (fewer if the window has fewer utterances). Groups of `similar` mini-batches are in random order;
-    mini-batches that do not fill a group come last. Raises DataError for a set without utterances.
+    mini-batches that do not fill a group come last.
+
+    If the data are divided, mini-batches are drawn at random from parts instead: the utterances of a part are sorted
+    into buckets, and for each mini-batch they are divided into micro-batches at random, of which `accumulate` are
+    drawn; so all utterances are equally likely. Raises DataError for a set without utterances.
     """
 
     def __init__(
         self,
         durations: NDArray[np.float32],
-        shards: NDArray[np.int32],
+        windows: ShardWindows | MixedWindows,
         config: BatchConfig,
         seed: int,
-        mixture: Mixture | None = None,
+        draws_seed: int,
     ) -> None:
         if not len(durations):
             raise DataError("there are no utterances to plan an epoch with; check the training set")
-        self._durations = durations
-        self._config = config
-        self._seed = seed
-        self.windows = (
-            ShardWindows(shards, config.window, seed)
-            if mixture is None
-            else MixedWindows(mixture, durations, shard_bounds(shards), config.window, seed)
-        )
-        self._ends: dict[int, NDArray[np.int64]] = {}
-        self._plans: dict[tuple[int, int], list[MiniBatch]] = {}
+        self._durations, self._config, self._seed, self._draws_seed = durations, config, seed, draws_seed
+        self.windows, self.num_examples = windows, len(durations)
+        self._grouped: dict[int, tuple[NDArray[np.int64], list[Bucket]]] = {}
+        self.window = lru_cache(_WINDOWS_KEPT)(self._plan)
+        """The mini-batches of a window of an epoch, in order."""
+        self._ends_of_windows = lru_cache(_EPOCHS_KEPT)(self._count)
 
     def num_batches(self, epoch: int) -> int:
         """Mini-batches of an epoch."""
@@ -188,18 +186,27 @@ class Planner:
         window = int(np.searchsorted(ends, index, side="right"))
         return self.window(epoch, window)[index - (int(ends[window - 1]) if window else 0)]
 
-    def window(self, epoch: int, window: int) -> list[MiniBatch]:
-        """The mini-batches of a window, in order."""
-        return _recent(self._plans, _WINDOWS_KEPT, (epoch, window), lambda: self._plan(epoch, window))
+    def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> MiniBatch:
+        """The mini-batch of a part for ticket number `step`; `parts` `[N]` gives the part of each utterance."""
+        if part not in self._grouped:
+            members = np.flatnonzero(parts == part)
+            self._grouped[part] = members, fill_buckets(self._durations[members], self._config)
+        members, buckets = self._grouped[part]
+        generator = np.random.default_rng(derive_seed(self._draws_seed, "part", part, step))
+        firsts = np.cumsum([0, *(bucket.groups for bucket in buckets)])
+        size = min(self._config.accumulate, int(firsts[-1]))
+        drawn = np.sort(generator.choice(int(firsts[-1]), size, replace=False))
+        mini_batch: MiniBatch = []
+        for bucket, first, end in zip(buckets, firsts[:-1], firsts[1:], strict=True):
+            if len(own := drawn[(first <= drawn) & (drawn < end)]):
+                groups = np.array_split(generator.permutation(bucket.members), bucket.groups)
+                mini_batch += [members[groups[number]] for number in (own - first).tolist()]
+        return mini_batch
 
-    def _ends_of_windows(self, epoch: int) -> NDArray[np.int64]:
+    def _count(self, epoch: int) -> NDArray[np.int64]:
         """The number of mini-batches up to the end of each window."""
-
-        def count() -> NDArray[np.int64]:
-            members = (self.windows.members(epoch, window) for window in range(self.windows.num_windows))
-            return np.cumsum([Dealing(self._durations[each], self._config).num_batches for each in members])
-
-        return _recent(self._ends, _EPOCHS_KEPT, epoch, count)
+        members = (self.windows.members(epoch, window) for window in range(self.windows.num_windows))
+        return np.cumsum([Dealing(self._durations[each], self._config).num_batches for each in members])
 
     def _plan(self, epoch: int, window: int) -> list[MiniBatch]:
         members = self.windows.members(epoch, window)
@@ -210,42 +217,26 @@ class Planner:
 
 
 class FramePlan(RecipePlan):
-    """Mini-batches of sub-sequences of `frames`, which are the aligned utterances of `speech_set`."""
+    """Mini-batches of sub-sequences of `frames`, which are the aligned utterances of `train`."""
 
     examples = "sub-sequences"
 
-    def __init__(self, recipe: Recipe, speech_set: SpeechSets, frames: AlignedFrames) -> None:
-        super().__init__(recipe, speech_set, frames.utterances)
+    def __init__(self, recipe: Recipe, train: SpeechSets, frames: AlignedFrames) -> None:
+        super().__init__(recipe, train.only(frames.utterances))
         self.frames = frames
-        seed = derive_seed(recipe.seed, "plan")
+
+    @cached_property
+    def _planner(self) -> "SequencePlanner":
+        recipe, seed = self.recipe, derive_seed(self.recipe.seed, "plan")
         config = recipe.sequences or SequencesConfig()
-        self._planner = SequencePlanner(frames.lengths, config, recipe.batches.accumulate, seed)
+        return SequencePlanner(self.frames.lengths, config, recipe.batches.accumulate, seed)
 
-    @property
-    def num_examples(self) -> int:
-        """Sub-sequences of an epoch."""
-        return self._planner.num_sequences
-
-    def num_batches(self, epoch: int) -> int:
-        """Mini-batches of an epoch; all epochs have as many."""
-        return self._planner.num_batches
-
-    def of(self, ticket: Ticket) -> list[Pieces]:
-        """The micro-batches of a ticket's mini-batch."""
-        if self._parts is not None:
-            return self._planner.draw(ticket.part, ticket.step, self._parts)
-        return self._planner.batch(ticket.epoch, ticket.index)
-
-    def ids(self, ticket: Ticket) -> Iterator[str]:
-        """The names of a mini-batch's sub-sequences."""
-        return (name for pieces in self.of(ticket) for name in self.names(pieces))
-
-    def names(self, pieces: Pieces) -> tuple[str, ...]:
+    def names(self, micro_batch: NDArray[np.int64]) -> tuple[str, ...]:
         """`utterance[first:end]` of each sub-sequence; `utterance@speed[first:end]` at another speed."""
-        return tuple(f"{self._name(utterance)}[{first}:{end}]" for utterance, first, end in pieces.tolist())
+        return tuple(f"{self._name(utterance)}[{first}:{end}]" for utterance, first, end in micro_batch.tolist())
 
     def _name(self, utterance: int) -> str:
-        name, speed = self.speech_set.id(int(self.utterances[utterance])), float(self.frames.speeds[utterance])
+        name, speed = self.utterances.id(utterance), float(self.frames.speeds[utterance])
         return name if speed == 1.0 else f"{name}@{speed:g}"
 
 
@@ -259,34 +250,34 @@ class SequencePlanner:
     """
 
     def __init__(self, lengths: NDArray[np.int64], config: SequencesConfig, accumulate: int, seed: int) -> None:
-        self.lengths = lengths
-        self.config = config
-        self._accumulate = accumulate
-        self._seed = seed
+        self._lengths, self._config, self._accumulate, self._seed = lengths, config, accumulate, seed
         counts = -(-lengths // config.frames)
         self._ends = np.cumsum(counts)
         if not len(lengths) or not self._ends[-1]:
             raise DataError("there are no frames to train on; check the training set")
-        self.num_sequences = int(self._ends[-1])
+        self.num_examples = int(self._ends[-1])
         """The number of sub-sequences in an epoch."""
-        self.num_batches = -(-self.num_sequences // (config.batch * accumulate))
-        """The number of mini-batches in an epoch."""
+        self._num_batches = -(-self.num_examples // (config.batch * accumulate))
         self._spare = counts * config.frames - lengths
-        self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._dealt = lru_cache(_EPOCHS_KEPT)(self._deal)
 
-    def batch(self, epoch: int, index: int) -> list[Pieces]:
+    def num_batches(self, epoch: int) -> int:
+        """Mini-batches of an epoch; all epochs have as many."""
+        return self._num_batches
+
+    def batch(self, epoch: int, index: int) -> MiniBatch:
         """The micro-batches of a mini-batch."""
-        if not 0 <= index < self.num_batches:
-            raise IndexError(f"mini-batch {index} of epoch {epoch}, which has {self.num_batches}")
-        order, offsets = _recent(self._epochs, _EPOCHS_KEPT, epoch, lambda: self._deal(epoch))
-        first, end = (each * self.num_sequences // self.num_batches for each in (index, index + 1))
+        if not 0 <= index < self._num_batches:
+            raise IndexError(f"mini-batch {index} of epoch {epoch}, which has {self._num_batches}")
+        order, offsets = self._dealt(epoch)
+        first, end = (each * self.num_examples // self._num_batches for each in (index, index + 1))
         return self._split(self._pieces(order[first:end], offsets))
 
-    def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> list[Pieces]:
+    def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> MiniBatch:
         """A mini-batch of sub-sequences drawn from the utterances of a part; `parts` `[U]` gives the part of each."""
         generator = np.random.default_rng(derive_seed(self._seed, "draw", part, step))
         numbers = np.flatnonzero(np.repeat(parts == part, np.diff(self._ends, prepend=0)))
-        size = self.config.batch * self._accumulate
+        size = self._config.batch * self._accumulate
         chosen = generator.choice(numbers, size, replace=len(numbers) < size)
         return self._split(self._pieces(chosen, generator.integers(self._spare + 1)))
 
@@ -294,16 +285,16 @@ class SequencePlanner:
         """The order of the sub-sequences, and by how many frames each utterance's first one is shortened."""
         generator = np.random.default_rng(derive_seed(self._seed, "sub-sequences", epoch))
         offsets = generator.integers(self._spare + 1)
-        return generator.permutation(self.num_sequences), offsets
+        return generator.permutation(self.num_examples), offsets
 
     def _pieces(self, numbers: NDArray[np.int64], offsets: NDArray[np.int64]) -> Pieces:
         utterance = np.searchsorted(self._ends, numbers, side="right")
         before = np.where(utterance > 0, self._ends[utterance - 1], 0)
-        first = (numbers - before) * self.config.frames - offsets[utterance]
-        end = np.minimum(first + self.config.frames, self.lengths[utterance])
+        first = (numbers - before) * self._config.frames - offsets[utterance]
+        end = np.minimum(first + self._config.frames, self._lengths[utterance])
         return np.stack([utterance, np.maximum(first, 0), end], axis=1)
 
-    def _split(self, pieces: Pieces) -> list[Pieces]:
+    def _split(self, pieces: Pieces) -> MiniBatch:
         return [part for part in np.array_split(pieces, self._accumulate) if len(part)]
 
 
@@ -311,7 +302,7 @@ def load_plan(recipe: Recipe, folder: ExperimentFolder) -> UtterancePlan | Frame
     """The plan of a recipe whose `folder` is set up. Raises DataError where the data are not prepared, or aligned."""
     train = open_training_set(recipe)
     if recipe.loss == "ctc":
-        return UtterancePlan(recipe, train, kept_utterances(train, folder.too_short))
+        return UtterancePlan(recipe, kept_utterances(train, folder.too_short))
     frames = AlignedFrames(folder.frames, recipe.features.mels_at(recipe.data.sampling_rate))
     return FramePlan(recipe, train, frames)
 
@@ -321,27 +312,10 @@ def open_training_set(recipe: Recipe) -> SpeechSets:
 
     Raises DataError if it cannot be opened, or if the sampling rate of a mixture is not the recipe's.
     """
-    if recipe.mixture is None:
-        return SpeechSets([Member("", recipe.data.set_folder(recipe.data.train))])
-    opened = SpeechSets(
-        [
-            Member(name, recipe.set_folder(each))
-            for name, domain in recipe.mixture.domains.items()
-            for each in domain.sets
-        ]
-    )
-    if opened.sampling_rate != recipe.data.sampling_rate:
+    opened = SpeechSets([Member(domain, recipe.set_folder(name)) for domain, name in recipe.training_sets])
+    if recipe.mixture is not None and opened.sampling_rate != recipe.data.sampling_rate:
         raise DataError(
             f"the sets of the mixture are at {opened.sampling_rate} Hz, and data.sampling_rate is "
             f"{recipe.data.sampling_rate}: prepare them again, or change data.sampling_rate"
         )
     return opened
-
-
-def _recent(cache: dict[K, V], most: int, key: K, make: Callable[[], V]) -> V:
-    """The value of a key, from a cache of the `most` recently used ones or made now."""
-    value = cache.pop(key) if key in cache else make()
-    cache[key] = value
-    if len(cache) > most:
-        del cache[next(iter(cache))]
-    return value

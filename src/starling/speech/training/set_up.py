@@ -18,6 +18,7 @@ from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import job_of
 from starling.reporting.progress import Say
+from starling.speech.corpora.lines import write_table
 from starling.speech.features import LogMel
 from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.models import count_parameters
@@ -29,7 +30,7 @@ from starling.speech.recipe import Recipe, earlier_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSets
 from starling.speech.tokens import Tokenizer, make_tokenizer
-from starling.speech.too_short import list_too_short, too_short_for_ctc, transcripts
+from starling.speech.too_short import TooShort, too_short_for_ctc, transcripts
 from starling.speech.training.frames import make_frames, too_few_frames
 from starling.speech.training.plan import FramePlan, load_plan, open_training_set
 from starling.speech.training.warm_start import warm_start
@@ -114,15 +115,15 @@ def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
         return None
     if recipe.resume is not None:
         return Recogniser.load(ExperimentFolder(recipe.resume.parent.parent).initial).phones
-    made = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
-    say(f"{len(made.phones.names)} phones of {made.num_words - len(made.unknown)} words")
-    if made.unknown:
-        shown = ", ".join(made.unknown[:3]) + (", …" if len(made.unknown) > 3 else "")
+    phones, unknown = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
+    say(f"{len(phones.names)} phones of {len(phones.words)} words")
+    if unknown:
+        shown = ", ".join(unknown[:3]) + (", …" if len(unknown) > 3 else "")
         say(
-            f"warning: model.phones: {len(made.unknown)} of {made.num_words} words have no known phones ({shown}); "
-            "utterances with such words are left out of the phone loss"
+            f"warning: model.phones: {len(unknown)} of {len(phones.words) + len(unknown)} words have no known phones "
+            f"({shown}); utterances with such words are left out of the phone loss"
         )
-    return made.phones
+    return phones
 
 
 def _untrained(
@@ -237,7 +238,7 @@ def _leave_out_too_short(
     if len(found) > recipe.data.filter.max_skipped * len(train):
         allowed = f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
         raise DataError(f"{problem}; {allowed}: {remedy}, or raise that limit")
-    list_too_short(found, train, path)
+    write_table(path, TooShort._fields, found)
     listed = recipe.folder / path.name  # the list is moved there later
     names = ", ".join(each.id for each in found[:3]) + (", …" if len(found) > 3 else "")
     say(
@@ -254,7 +255,7 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
     if num_workers == "auto":
         num_workers = 0  # in a simulation; and what frames need is ready on the disk
         if learners_here is not None and isinstance(workload, SpeechWorkload):
-            epoch = float(workload.plan.durations.sum(dtype=np.float64))
+            epoch = float(workload.plan.utterances.durations.sum(dtype=np.float64))
             num_workers = loading_processes(recipe, learners_here, cores_here(), epoch)
     return job_of(
         recipe,

@@ -170,8 +170,8 @@ class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
         recipe = self.plan.recipe
         return [
             load_batch(
-                self.plan.speech_set,
-                self.plan.utterances[indices],
+                self.plan.utterances,
+                indices,
                 self.features,
                 recipe.augment,
                 self.tokenizer,
@@ -195,7 +195,7 @@ class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
         indices = np.concatenate(self.plan.of(ticket))
         if unit == "utterances":
             return float(len(indices))
-        seconds = float(self.plan.durations[indices].sum(dtype=np.float64))
+        seconds = float(self.plan.utterances.durations[indices].sum(dtype=np.float64))
         return seconds / self.plan.recipe.features.frame_shift
 
 
