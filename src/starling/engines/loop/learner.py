@@ -33,9 +33,8 @@ from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, Conne
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
 from starling.engines.processes.threads import Worker
-from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
+from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.learner import EncodedMean, Handle, LoopEnded, Shard
-from starling.training.checks import check_group
 from starling.training.shards import HeldShards, MakeOptimizer
 
 _HEARD_SECONDS = 2.0
@@ -64,7 +63,7 @@ class LoopLearner(ConnectedLearner):
     replica: LoopReplica
 
     def __init__(self, peers: Peers, run: LoopRun, plan: LoopPlan, listening: Store | None = None) -> None:
-        self._run = run
+        self._run, self.most_not_finite = run, run.most_not_finite
         self._me = f"learner {peers.membership.members[peers.rank]}"
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
@@ -163,7 +162,7 @@ class LoopLearner(ConnectedLearner):
         if not isinstance(of, LoopGradient):
             return super().mean(of, group)
         if len(self.sync_group) == 1:
-            check_group(self.rank, group, self.sync_group, self.world)
+            self.check_group(group, self.sync_group)
             return of
         mean = super().mean
         if of.own.is_supplied:
@@ -314,16 +313,12 @@ class LoopLearner(ConnectedLearner):
         begun, self._resumed_at = self._resumed_at, time.monotonic()
         self.statistics.spent.computing += self._resumed_at - begun
 
-    def count_finite(self, is_finite: bool) -> None:
-        run, statistics = self._run, self.statistics
-        statistics.num_not_finite += not is_finite
-        statistics.not_finite_in_a_row = 0 if is_finite else statistics.not_finite_in_a_row + 1
-        if statistics.not_finite_in_a_row == run.most_not_finite:
-            raise NonFiniteError(
-                f"{self._me}: the gradient of step {run.steps_begun} is not finite, nor were the "
-                f"{run.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
-                "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
-            )
+    def not_finite(self) -> str:
+        return (
+            f"{self._me}: the gradient of step {self._run.steps_begun} is not finite, nor were the "
+            f"{self.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer warm-up "
+            "(with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
+        )
 
     def _end_together(self, listener: AnnouncementListener) -> None:
         """Wait until the loops of all learners have ended. Those that step together end after the same step: one whose

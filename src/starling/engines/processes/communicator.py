@@ -38,10 +38,10 @@ from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessH
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
-from starling.training.checks import check_group, check_mean, check_peer
 from starling.training.job import Statistics
+from starling.training.learner import ReplicaLearner
 from starling.training.membership import Membership, MembershipChanged
-from starling.training.replica import Replica, ReplicaLearner
+from starling.training.replica import Replica
 from starling.training.shards import HeldShards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
@@ -143,7 +143,7 @@ class ConnectedLearner(ReplicaLearner):
         return self.peers.silent(suspect)
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        check_group(self.rank, group, self.sync_group, self.world)
+        self.check_group(group, self.sync_group)
         if isinstance(of, GradientHandle) and not of.is_finished:
             return of.averaged(lambda gradient: self._mean(gradient, into=gradient).result())
         if isinstance(of, ProcessHandle) and of.is_finished:
@@ -157,7 +157,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
         """The mean of a vector as it is now, in new memory or, if learners share memory, in `into`."""
-        check_mean(self.rank, of, self.replica.weights)
+        self.check_mean(of)
         self.count_mean(of.nbytes)
         if len(self.sync_group) == 1:
             alone = of.clone() if into is None else of
@@ -192,7 +192,7 @@ class ConnectedLearner(ReplicaLearner):
         return lambda: self.wait_for(what, under_way.result, in_this_thread=isinstance(means, SharedMean))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        check_peer(self.rank, peer, self.world)
+        self.check_peer(peer)
         if peer == self.rank:
             self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
             return ProcessHandle(lambda: None)
@@ -213,7 +213,7 @@ class ConnectedLearner(ReplicaLearner):
         return ProcessHandle(lambda: self.wait_for(what, lambda: wait_for(begun()), peer))
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        check_peer(self.rank, peer, self.world)
+        self.check_peer(peer)
         if peer == self.rank:
             own = self._own_messages[tag].get
             return ProcessHandle(

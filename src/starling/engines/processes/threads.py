@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from starling.learner import Handle
-from starling.training.checks import given_away
+from starling.training.learner import given_away
 
 T = TypeVar("T")
 LOOK_AROUND_SECONDS = 1.0
