@@ -41,7 +41,7 @@ class Forkable(Protocol):
         """The copy makes no more steps: take over what must be as in `other` whatever has been left out."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of any optimizer."""
+        """The optimizer's state, in the form of any optimizer's `state_dict`."""
 
 
 class HeldShards:

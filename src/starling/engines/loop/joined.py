@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -23,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from starling.configuration import Config
 from starling.engines.loop.learner import LoopLearner
-from starling.engines.loop.life import Coordination, LoopLife
+from starling.engines.loop.life import LoopLife
 from starling.engines.loop.optimizers import describe, members_of, parameters_of
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.loop.run import LoopRun
-from starling.engines.processes.handshake import Handshake
+from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.threads import end_now
 from starling.errors import ConfigError, FinishedApart, ProtocolError
 from starling.strategies import Strategy
@@ -72,17 +72,16 @@ class JoinedLearner:
 
     def __init__(
         self,
-        coordination: Coordination,
+        root: Peers,
         model: nn.Module,
         optimizer: Optimizer,
         strategy: Strategy,
         options: Config,
         seed: int,
-        timeout_seconds: float,
         most_not_finite: int,
     ) -> None:
-        """Connect to the other learners. Raises the errors listed at `starling.join`."""
-        place, survives = coordination.place, coordination.feed.is_watched
+        """Connect to the learners of the run, `root`. Raises the errors listed at `starling.join`."""
+        place, survives = root.place, root.feed.is_watched
         sync_groups = strategy.sync_groups(options, place.world)
         if sync_groups.num_workers < place.world:
             raise ConfigError(
@@ -106,7 +105,7 @@ class JoinedLearner:
         self._num_calls = 0
         self._consensus_distance: float | None = None
         self._run = LoopRun(strategy, options, replica, seed, most_not_finite)
-        self._life = LoopLife(coordination, timeout_seconds, self._run, handshake)
+        self._life = LoopLife(root, self._run, handshake)
         replica.adopted.leave()
         self._learner_id = place.rank
         self._hooks = StepHooks(replica, f"learner {place.rank}")
@@ -179,7 +178,7 @@ class JoinedLearner:
                 f"learner {self.learner_id}: step(optimizer=…) got a {type(optimizer).__name__} that was not given to "
                 "starling.join; join the model with a list of all its optimizers"
             )
-        with self._replica.only(optimizer) if optimizer is not None else nullcontext():
+        with self._replica.only(optimizer):
             self._life.run(LoopLearner.step_of_loop, scaler, optimizer)
         self._num_calls += 1
 

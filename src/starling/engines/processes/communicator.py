@@ -6,8 +6,8 @@ import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -38,9 +38,10 @@ from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessH
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
+from starling.timeouts import CAUSE
 from starling.training.job import Statistics
 from starling.training.learner import ReplicaLearner
-from starling.training.membership import Membership, MembershipChanged
+from starling.training.membership import MembershipChanged
 from starling.training.replica import Replica
 from starling.training.shards import HeldShards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
@@ -69,7 +70,7 @@ class ConnectedLearner(ReplicaLearner):
     the strategy runs, are its subclasses' business.
 
     Learners on one machine use shared memory (`MemoryLinks`) on the CPU; all others use gloo through host memory. If
-    each learner has its own device (`by_nccl`), means use NCCL.
+    each learner has its own device, means use NCCL.
 
     In islands of `row_size` ranks, it communicates with those that hold the same shard. Waiting time, bytes and rounds
     are counted in `statistics`. `has_other_threads` means that threads other than the background may `fail` this
@@ -84,7 +85,6 @@ class ConnectedLearner(ReplicaLearner):
         sync_groups: SyncGroups,
         replica: Replica,
         seed: int,
-        by_nccl: bool,
         statistics: Statistics,
         has_other_threads: bool = False,
         row_size: int = 1,
@@ -92,11 +92,13 @@ class ConnectedLearner(ReplicaLearner):
         self.release = Release()
         place = self._place = peers.place.row(row_size)
         self.rank, self.world, self.seed = place.rank, place.world, seed
-        self.peers = replace(peers, look_around=self.release.check)
+        self.peers = replace(peers, look_around=self.release.check, naming_the_lost=self.naming_the_lost)
         """The learners of the membership, for waits that end when this learner fails."""
         self.replica, self.sync_group = replica, sync_groups.of(place.rank)
         self._group_processes = [place.process(rank) for rank in self.sync_group]
-        self._device, self._by_nccl = replica.weights.device, by_nccl
+        self._device, is_whole = replica.weights.device, len(self.sync_group) == self.world
+        # if all learners form one sync group, only the strategy's own thread computes means
+        self._by_nccl = peers.place.has_own_device(self._device) and (is_whole or not has_other_threads)
         self.statistics, self._waits = statistics, peers.waits
         self._has_other_threads = has_other_threads
         self.workers = Workers()
@@ -105,23 +107,19 @@ class ConnectedLearner(ReplicaLearner):
         """The thread of the learner's second coroutine."""
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         with self.naming_the_lost("linking the learners of this machine"):
-            in_row = (
-                peers if place.num_rows == 1 else replace(peers, place=place, waits=Waits())
-            )  # those name whole ranks
+            # the waits of the membership name whole ranks
+            in_row = peers if place.num_rows == 1 else replace(peers, place=place, waits=Waits())
             links = self._links = MemoryLinks(in_row, replica.weights.nbytes if self._device.type == "cpu" else 0)
         is_linked = links.join(range(self.world))
         self.rounds = ProcessRounds(LinkBoard(links) if is_linked else StoreBoard(place.store, self.rank, self.world))
-        groups = [
-            range(first, first + sync_groups.size) for first in range(0, sync_groups.num_workers, sync_groups.size)
-        ]
+        groups = [sync_groups.of(first) for first in range(0, sync_groups.num_workers, sync_groups.size)]
         shares_memory = sync_groups.size > 1 and all(links.join(each) for each in groups)  # the same on all learners
         self.reduces_in_backward = place.num_rows == 1 and not shares_memory
         """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
         takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard."""
         self._lanes = [self._make_lane(number, shares_memory and len(self.sync_group) > 1) for number in range(2)]
-        is_whole = len(self.sync_group) == self.world and place.num_rows == 1
         self._reducing_group = self._lanes[0].device_group
-        if not by_nccl and self.reduces_in_backward and not is_whole:
+        if not self._by_nccl and self.reduces_in_backward and not is_whole:
             self._reducing_group = self._new_group("gloo")
 
     @property
@@ -131,7 +129,7 @@ class ConnectedLearner(ReplicaLearner):
 
     @property
     def _lane(self) -> _Lane:
-        """That of the calling thread."""
+        """The lane of the calling thread."""
         return self._lanes[self.is_behind]
 
     @abstractmethod
@@ -182,14 +180,14 @@ class ConnectedLearner(ReplicaLearner):
         return ProcessHandle(lambda: averaging().to(self._device))
 
     def _averaging(
-        self, what: str, start: Callable[[OrderedMean | SharedMean], Future[Tensor] | Handle[Tensor]]
+        self, what: str, start: Callable[[OrderedMean | SharedMean], Callable[[], Tensor]]
     ) -> Callable[[], Tensor]:
         """Start a mean; returns what waits for it."""
         means = self._lane.means
         with self.naming_the_lost(what):
             under_way = start(means)
         # in shared memory, a wait ends when this learner fails
-        return lambda: self.wait_for(what, under_way.result, in_this_thread=isinstance(means, SharedMean))
+        return lambda: self.wait_for(what, under_way, in_this_thread=isinstance(means, SharedMean))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
@@ -325,18 +323,10 @@ class ConnectedLearner(ReplicaLearner):
         self.release.fail(error)
         self._links.release()
 
-    def ending(self, cut: Callable[[], None]) -> AbstractContextManager[None]:
-        """A context in which the announcement of a later membership ends this learner's waits, and calls `cut`."""
-
-        def end(change: Membership) -> None:  # called by another thread
-            self.fail(MembershipChanged(change))
-            cut()
-
-        return self.peers.telling(end)
-
     def round(self, period: float) -> Handle[int | None]:
 
         def result() -> int | None:
+            self.release.check()
             with self.naming_the_lost("an averaging round"):
                 number = self.rounds.next(period)
             self.statistics.averaging.rounds += number is not None
@@ -348,12 +338,7 @@ class ConnectedLearner(ReplicaLearner):
 
         def result() -> None:
             kept_up: Future[None] = Future()
-
-            def tell() -> None:
-                with suppress(InvalidStateError):  # the wait was released
-                    kept_up.set_result(None)
-
-            if not self.rounds.keeps_up(most, tell):
+            if not self.rounds.keeps_up(most, lambda: kept_up.set_result(None)):
                 with self._waiting(OWN_ROUND):
                     self.release.wait(kept_up)
 
@@ -396,7 +381,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def leave(self) -> None:
         """Stop communicating without completing pending work; the caller has cut the connections."""
-        self.rounds.leave()
+        self.fail(MembershipChanged(self.peers.feed.latest))
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
         self.workers.abandon()
@@ -427,7 +412,8 @@ class ConnectedLearner(ReplicaLearner):
         except (ConnectionFailed, dist.DistError) as error:
             self.release.check()
             check_files(self.peers.rank)
-            self.peers.explain(error)
+            if change := self.peers.feed.beyond(self.peers.membership, CAUSE):
+                raise MembershipChanged(change) from error
             suspect = None if peer is None else self._place.process(peer)
             raise PeerLost(
                 f"learner {self.peers.rank} lost {self._name_lost(suspect)} in {what}, {self._where()} "

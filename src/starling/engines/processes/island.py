@@ -36,7 +36,8 @@ from starling.training.shards import MakeOptimizer
 
 GATHERING = "gathering its island's model"
 SMALLEST_UNIT = 1 << 20
-"""Numbers. Smaller blocks of a model are gathered and freed together with what surrounds them."""
+"""The least number of weights of a block that is gathered and freed by itself; smaller blocks join what surrounds
+them."""
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 """Optimizers of `torch.optim` that treat each weight alone, so that a shard's step is that of the whole model."""
 
@@ -110,7 +111,7 @@ class IslandModel(Model):
     def __init__(self, model: nn.Module, island: IslandGroup, whole: Mapping[str, Tensor], cut: Cut) -> None:
         self.cut, self.island = cut, island
         self.names = list(whole)
-        """Of the parameters, in the model."""
+        """The parameters' names in the model."""
         every = torch.cat([parameter.detach().reshape(-1) for parameter in whole.values()])
         weights = cut.part(every, island.member)
         shapes = [torch.empty(shape, device="meta") for shape in cut.local_shapes]

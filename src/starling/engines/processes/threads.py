@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -58,7 +58,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, task: Callable[[], T]) -> "Future[T]":
-        """Run `task` after all earlier ones. Setting an exception on the future releases its waiters early."""
+        """Run `task` after all earlier ones."""
         if self._thread.ident is None:
             self._thread.start()
         future: Future[T] = Future()
@@ -81,13 +81,12 @@ class Worker:
     def _run(self) -> None:
         while (given := self._tasks.get()) is not None:
             task, future = given
-            with suppress(InvalidStateError):  # the wait for it was released
-                try:
-                    result = task()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
+            try:
+                result = task()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
             del given, task, future
 
 
@@ -113,35 +112,29 @@ class Release:
     """Ends the waits of a learner's threads when one of them fails."""
 
     def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._waits: set[Future[Any]] = set()
+        self._failed: Future[Any] = Future()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the learner has failed, if it has."""
+        return self._failed.exception() if self._failed.done() else None
 
     def fail(self, error: BaseException) -> None:
         """End all waits with `error`, or with that of an earlier call. May be called by any thread."""
-        with self._lock:
-            self.error = self.error or error
-            waits = list(self._waits)
-        for wait in waits:
-            with suppress(InvalidStateError):
-                wait.set_exception(self.error)
+        with suppress(InvalidStateError):
+            self._failed.set_exception(error)
 
     def check(self) -> None:
         """Raise the error given to `fail`, if any."""
-        if self.error is not None:
-            raise self.error
+        if self._failed.done():
+            self._failed.result()
 
     def wait(self, work: "Future[T]") -> T:
         """Wait for the result of `work`. Raises the error given to `fail` before or during the wait."""
-        with self._lock:
-            if self.error is not None and not work.done():
-                raise self.error
-            self._waits.add(work)
-        try:
-            return work.result()
-        finally:
-            with self._lock:
-                self._waits.discard(work)
+        wait((work, self._failed), return_when=FIRST_COMPLETED)
+        if not work.done():
+            self.check()
+        return work.result()
 
 
 class ProcessHandle(Handle[T]):
