@@ -131,35 +131,28 @@ class _Member:
 
     def run(self) -> LearnerState | None:
         """Run through memberships until the run ends."""
-        if self.feed.is_new:
-            self.root.check_alike(self._handshake)
-            warm_up(self.job, self.flat)
-        membership = self.feed.first()
-        while True:
-            try:
-                return self._be_in(membership)
-            except Exception as error:
-                change = self._what_changed(membership, error)
-            if self.learner is not None:
-                self.learner.leave()
-                self.learner = None
-                gc.collect()  # DDP reducers of this membership
-            self.changes.pause()
-            try:
+        try:
+            if self.feed.is_new:
+                self.root.check_alike(self._handshake)
+                warm_up(self.job, self.flat)
+            membership = self.feed.first()
+            while self.feed.name in membership.members:
+                try:
+                    return self._be_in(membership)
+                except LOSSES:
+                    if (change := self.feed.beyond(membership, REGROUP)) is None:
+                        raise
+                if self.learner is not None:
+                    self.learner.leave()
+                    self.learner = None
+                    gc.collect()  # DDP reducers of this membership
+                self.changes.pause()
                 membership = next_membership(self.job, membership, change, is_ordered=True)
-            except PeerLost:
-                end_with_threads(PeerLost.exit_code)
-                raise
-            if self.feed.name not in membership.members:
-                return None
-
-    def _what_changed(self, membership: Membership, error: Exception) -> Membership:
-        """The membership after this one; if there is none, `error` is raised."""
-        if isinstance(error, LOSSES) and (change := self.feed.beyond(membership, REGROUP)):
-            return change
-        if self.is_connected:
-            end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
-        raise error
+            return None
+        except Exception as error:
+            if self.is_connected:
+                end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
+            raise
 
     def _be_in(self, membership: Membership) -> LearnerState:
         peers = self.root.enter(membership)
