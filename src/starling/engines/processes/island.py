@@ -48,7 +48,7 @@ class IslandGroup(PassWithBackend):
     def __init__(self, peers: Peers, size: int, statistics: Statistics) -> None:
         super().__init__()
         first = peers.rank - peers.rank % size
-        self.ranks = range(first, first + size)
+        self.ranks, self.size = range(first, first + size), size
         self.member = peers.rank - first
         self.timeout = timedelta(seconds=peers.timeout_seconds)
         self.statistics = statistics
@@ -56,10 +56,6 @@ class IslandGroup(PassWithBackend):
         """The time spent in communication so far."""
         self._waits = peers.waits
         self.group: ProcessGroup = local_group(self.ranks, peers.timeout_seconds)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         """Fill `whole` `[n P']` with the ranks' vectors, of which `own` `[P']` may be a part."""
