@@ -43,8 +43,7 @@ class LoopLife:
         """Enter the first membership of the learners of the run, `root`."""
         self._root, self._feed, self._run, self._handshake = root, root.feed, run, handshake
         self._stack = ExitStack()
-        self._lock = threading.RLock()  # held while the loop is in a learner, and while learners are regrouped
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # held while the loop is in a learner, and while learners are regrouped
         self._is_over = False
         try:
             if self._feed.is_new:
@@ -63,7 +62,7 @@ class LoopLife:
         Every `action` begins with a check of whether the learner has failed."""
         while True:
             try:
-                with self._lock:
+                with self._changed:
                     learner = self.learner
                     return action(learner, *args, **kwargs)
             except LOSSES as error:
@@ -84,7 +83,7 @@ class LoopLife:
                 f"learner {self._root.rank} has finished apart from the others, which may end with another model than "
                 f"its own: {error}; use the model of a learner that ended well"
             ) from error
-        with self._lock:
+        with self._changed:
             self._is_over = True
             if not self._feed.is_watched:
                 self.learner.peers.part()
@@ -123,7 +122,7 @@ class LoopLife:
         try:
             while not self._is_over:
                 change = self._feed.beyond(self.learner.peers.membership, None)
-                with self._lock:
+                with self._changed:
                     if change and not self._is_over and not self._leave():
                         self._regroup(change)
         except BaseException as error:
