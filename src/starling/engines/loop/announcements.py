@@ -49,7 +49,7 @@ class AnnouncementListener(threading.Thread):
         means: OrderedMean,
         run: LoopRun,
         contribution: Callable[[], tuple[Tensor, Tensor]],
-        on_news: Callable[[], None],
+        on_news: "Callable[[AnnouncementListener], None]",
         on_error: Callable[[BaseException], None],
     ) -> None:
         # a daemon, because it must not keep a failed process alive
@@ -131,7 +131,7 @@ class AnnouncementListener(threading.Thread):
                     self._take_part(self.final)
                 else:
                     self.final.set_result(None)
-            self._on_news()
+            self._on_news(self)
 
     def _take_part(self, future: "Future[Any]") -> None:
         with self._lock:

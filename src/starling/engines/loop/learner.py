@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,25 +31,13 @@ from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
-from starling.engines.processes.threads import Worker
+from starling.engines.processes.threads import GradientHandle, Mean, Worker
 from starling.errors import PeerLost, ProtocolError, StarlingError
-from starling.learner import EncodedMean, Handle, LoopEnded, Shard
+from starling.learner import Handle, LoopEnded, Shard
 from starling.training.shards import HeldShards, MakeOptimizer
 
 _HEARD_SECONDS = 2.0
 """How long a learner waits until all others have heard why they cannot end together."""
-
-
-class LoopGradient(Handle[Tensor]):
-    """The gradient that the loop computes next, or the mean `of` it: awaiting it waits for the loop."""
-
-    def __init__(self, result: Callable[[], Tensor], of: "LoopGradient | None" = None) -> None:
-        self._result, self.own = cache(result), of or self
-        self.is_supplied = False
-        """Whether the loop has computed the gradient; set on its `own` handle only."""
-
-    def result(self) -> Tensor:
-        return self._result()
 
 
 class LoopLearner(ConnectedLearner):
@@ -67,7 +55,7 @@ class LoopLearner(ConnectedLearner):
         self._me = f"learner {peers.membership.members[peers.rank]}"
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
-        self._is_ending = self._has_finished = False
+        self._is_ending = False
         self._changed = threading.Condition()  # something was announced, or failed
         self._coroutine = run.strategy.start(self, run.options)
         sync_groups = run.strategy.sync_groups(run.options, peers.world)
@@ -118,8 +106,12 @@ class LoopLearner(ConnectedLearner):
         if at is not replica.loop:
             replica.refresh_loop(None if at is replica.weights else at)
         self.gradient_version = replica.version if at is replica.weights else replica.loop_version
-        gradient = replica.next_gradient()
-        self._gradient = LoopGradient(lambda: gradient)
+        gradient, is_alone = replica.next_gradient(), len(self.sync_group) == 1
+
+        def compute(mean: Mean | None) -> Tensor:
+            return gradient if mean is None or is_alone else mean(replica.own_gradient())
+
+        self._gradient = GradientHandle(self.rank, compute, is_supplied=False)
         return self._gradient
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
@@ -150,17 +142,6 @@ class LoopLearner(ConnectedLearner):
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         return self.own_shards.keep(piece, make_optimizer)
 
-    def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        if not isinstance(of, LoopGradient):
-            return super().mean(of, group)
-        if len(self.sync_group) == 1:
-            self.check_group(group, self.sync_group)
-            return of
-        mean = super().mean
-        if of.own.is_supplied:
-            return mean(self.replica.own_gradient(), group)
-        return LoopGradient(lambda: mean(self.replica.own_gradient(), group).result(), of)
-
     def start(self, activity: Coroutine[Any, Any, None]) -> None:
         if self.world == 1 and not self._run.strategy.is_served:
             activity.close()  # there are no other learners
@@ -185,7 +166,7 @@ class LoopLearner(ConnectedLearner):
             self.release.check()
         begin, waited = time.monotonic(), spent.waiting_for_peers
         if listener is not None and listener.ended:
-            self._news()
+            self._news(listener)
         if run.gradient == "given":
             self._gradient.is_supplied = True
             self._proceed()
@@ -222,17 +203,15 @@ class LoopLearner(ConnectedLearner):
     def close(self) -> None:
         """Finish, and continue averaging and taking part in consensus until all learners have closed."""
         self.release.check()
-        if self._run.final is None and not self._has_finished:
+        if self._run.final is None:
             self.finish(is_final_wanted=False)
         begin, listener = time.monotonic(), self._listener
         if listener is not None:
             self._meet_all("closed", lambda: self._wait_until(lambda: listener.is_over))
-        self.peers.end()
-        if listener is not None:
             listener.join()
             self._consensus_thread.close()
-        if not self._has_finished:  # it entered with the final consensus
-            self.end_threads()
+        self.peers.end()
+        self.end_threads()
         self.replica.finish()
         self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
@@ -281,8 +260,6 @@ class LoopLearner(ConnectedLearner):
             self.join_background()
             self._meet_all("settled", word=int(is_final_wanted))
             agreed = None if listener is None else self.release.wait(listener.final)
-            self.end_threads()
-            self._has_finished = True
             self.replica.refresh_loop()
             self.statistics.spent.waiting_for_peers += time.monotonic() - begin
             if is_final_wanted:
@@ -396,20 +373,17 @@ class LoopLearner(ConnectedLearner):
             return
         with self.naming_the_lost("close()"):
             listener.announce(stage, word)
-            thread = Worker("starling-closing")
-            met = None if self.survives else thread.submit(self._closing_barrier)
+            met = None if self.survives else self.workers["starling-closing"].submit(self._closing_barrier)
             (wait or partial(self._wait_for_all, getattr(listener, stage)))()
             self.release.check()
             if met is not None:
                 self.release.wait(met)
-            thread.close()
 
     def _proceed(self) -> None:
         """Run the strategy until it waits for the loop's next gradient."""
         try:
             with self.naming_the_lost("step()"):
-                while not _waits_for_loop(self._coroutine.send(None)):
-                    pass
+                self._coroutine.send(None)
         except BaseException as error:
             self.fail(error)
             raise
@@ -431,9 +405,8 @@ class LoopLearner(ConnectedLearner):
         run, replica, is_taker = self._run, self.replica, self.rank in plan.takers
         replica.strategy_state = beyond_membership(replica.strategy_state)
         if plan.source is not None and self.world > 1:
-            final = run.final if self.rank == plan.source else None
             # unless it may be lost, each loop begins with the optimizer's state that it may have loaded itself
-            own = replica.state(self.rank, self.world, final, has_optimizer=self.survives)
+            own = replica.state(self.rank, self.world, run.final, has_optimizer=self.survives)
             with self.naming_the_lost(f"copying the model of {self._name(plan.source)}"):
                 state = share_state(own, plan.source)
             run.final = run.final or replica.take(state, is_taker)
@@ -482,11 +455,8 @@ class LoopLearner(ConnectedLearner):
                 )
             before = now
 
-    def _news(self) -> None:
+    def _news(self, listener: AnnouncementListener) -> None:
         """React to learners that have finished, settled, closed or failed. May be called by any thread."""
-        listener = self._listener
-        if listener is None:
-            return
         for rank, (has_lost_peer, why) in list(listener.failed.items()):
             if rank != self.rank and self.release.error is None:
                 lost = self._name_lost(None) if has_lost_peer else self._name(rank)
@@ -552,10 +522,6 @@ def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:
     if state["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
     state["stage"] = OptState.STEPPED
-
-
-def _waits_for_loop(handle: Handle[Any]) -> bool:
-    return isinstance(handle, LoopGradient) and not handle.own.is_supplied
 
 
 def one_line(error: BaseException | None) -> str:

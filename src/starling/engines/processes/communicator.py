@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
 from starling.engines.processes.rounds import ProcessRounds, StoreBoard
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
-from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker, Workers
+from starling.engines.processes.threads import GradientHandle, ProcessHandle, Release, Worker, Workers
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
@@ -48,6 +48,7 @@ from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
 FOREVER = timedelta(days=20)
+LOOK_AROUND_SECONDS = 1.0
 LONGEST_LEAVE_SECONDS = 10.0
 A_MEAN = "a mean"
 MEAN_OF_GRADIENT = "the mean of a gradient"
@@ -62,7 +63,8 @@ class _Lane(NamedTuple):
     device_group: ProcessGroup | None
     """The group on NCCL, if means use it."""
     waiter: Worker
-    firsts: FirstOf
+    finished: SimpleQueue[ProcessHandle[Any]]
+    """The handles of which the strategy awaits the first, as they finish or fail."""
 
 
 class ConnectedLearner(ReplicaLearner):
@@ -142,16 +144,17 @@ class ConnectedLearner(ReplicaLearner):
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.check_group(group, self.sync_group)
-        if isinstance(of, GradientHandle) and not of.is_finished:
-            return of.averaged(lambda gradient: self._mean(gradient, into=gradient).result())
-        if isinstance(of, ProcessHandle) and of.is_finished:
-            of = of.result()
-        if isinstance(of, Handle):
-            return ProcessHandle(lambda: self._mean(of.result()).result())
         if isinstance(of, Tensor):
             return self._mean(of)
-        self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * of.message_bytes
-        return ProcessHandle(self._averaging(A_MEAN, lambda means: means.start_encoded(of)))
+        if isinstance(of, EncodedMean):
+            self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * of.message_bytes
+            return ProcessHandle(self._averaging(A_MEAN, lambda means: means.start_encoded(of)))
+        handle = cast(ProcessHandle[Tensor], of)  # as all that this learner has started
+        if handle.is_finished:
+            return self._mean(handle.result())
+        if isinstance(handle, GradientHandle):
+            return handle.averaged(lambda gradient: self._mean(gradient, into=gradient).result())
+        return ProcessHandle(lambda: self._mean(handle.result()).result(), of=handle.of)
 
     def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
         """The mean of a vector as it is now, in new memory or, if learners share memory, in `into`."""
@@ -249,11 +252,21 @@ class ConnectedLearner(ReplicaLearner):
         )
 
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        work = {key: handle for key, handle in handles.items() if isinstance(handle, ProcessHandle)}
+        keys = {cast(ProcessHandle[Any], handle): key for key, handle in handles.items()}
 
         def result() -> int:
+            finished = self._lane.finished
+            for handle, key in keys.items():
+                handle.finish_in(self.workers[f"starling-first-{self.is_behind:d}-{key}"], finished.put)
             with self._waiting("receiving the first of several messages"):
-                return self._lane.firsts.of(work, self._notice_losses)
+                while True:
+                    try:
+                        first = finished.get(timeout=LOOK_AROUND_SECONDS)
+                    except Empty:
+                        self._notice_losses()
+                    else:
+                        if first in keys:
+                            return keys[first]
 
         return ProcessHandle(result)
 
@@ -439,8 +452,7 @@ class ConnectedLearner(ReplicaLearner):
         if device_group is not None:
             with communicating():
                 membership_group.connect(device_group, self._device)
-        waiter, firsts = self.workers[f"starling-waiter-{number}"], FirstOf(self.workers, f"starling-first-{number}")
-        return _Lane(means, device_group, waiter, firsts)
+        return _Lane(means, device_group, self.workers[f"starling-waiter-{number}"], SimpleQueue())
 
     def _new_group(self, backend: str) -> ProcessGroup | None:
         """A new process group of this learner's sync group; None if it is alone in it."""

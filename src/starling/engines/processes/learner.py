@@ -6,8 +6,8 @@ each learner has its own device; everything else uses gloo through host memory.
 
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from itertools import count, islice
 from typing import Self
@@ -21,7 +21,7 @@ from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedL
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandModel, check_elementwise
 from starling.engines.processes.rounds import ProcessRounds, StoreCuts
-from starling.engines.processes.threads import GradientHandle
+from starling.engines.processes.threads import GradientHandle, Mean
 from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import EncodedMean, Handle
@@ -106,14 +106,10 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         finally:
             self.batches.close()
 
-    @contextmanager
-    def agreeing(self) -> Generator[None, None, None]:
-        """Within this context, the learner agrees with the others on checkpoint barriers."""
+    def agreeing(self) -> AbstractContextManager[object]:
+        """A context in which the learner agrees with the others on checkpoint barriers."""
         self._barrier.start()
-        try:
-            yield
-        finally:
-            self._barrier.close()
+        return closing(self._barrier)
 
     def leave(self) -> None:
         """Leave a membership that has ended and whose connections have been cut, and save this learner's `Life`."""
@@ -144,16 +140,17 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         version, claimed = self.replica.version, self.begin_gradient()
 
-        def result(reduced: bool) -> Tensor:
+        def compute(mean: Mean | None) -> Tensor:
             if at is self.replica.weights and self.replica.version != version:
                 raise changed_beneath(self.peers.rank)
             if self.newest_claim is not claimed:
                 raise ProtocolError(f"learner {self.peers.rank} claimed again before it awaited its gradient")
-            return self._compute(at, reduced)
+            # an injected delay must come before the gradient is sent; DDP sends it during backward
+            if mean is not None and (self._has_delays or not self.reduces_in_backward):
+                return mean(self._compute(at))
+            return self._compute(at, is_mean=mean is not None)
 
-        # an injected delay must come before the gradient is sent; DDP sends it during backward
-        may_reduce = not self._has_delays and self.reduces_in_backward
-        return GradientHandle(self.peers.rank, result, may_reduce)
+        return GradientHandle(self.peers.rank, compute)
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         begin = time.monotonic()
@@ -175,7 +172,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     # implementation
 
-    def _compute(self, at: Tensor, reduced: bool) -> Tensor:
+    def _compute(self, at: Tensor, is_mean: bool = False) -> Tensor:
         """The gradient of the claimed mini-batch at the weights `at`, or the sync group's mean of it."""
         begin, waited, flat = time.monotonic(), 0.0, self._flat
         if at is not self.replica.weights:
@@ -185,7 +182,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
                 before = self._part.island.seconds
                 loss = self._compute_part(self._part)
                 waited = self._part.island.seconds - before
-            elif not reduced or len(self.sync_group) == 1:
+            elif not is_mean or len(self.sync_group) == 1:
                 loss = self.compute_gradient(flat.model, flat)
             else:
                 loss = self._compute_mean(flat)
