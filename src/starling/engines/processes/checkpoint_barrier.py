@@ -81,15 +81,15 @@ class CheckpointBarrier(threading.Thread):
         self._rank, self._world = peers.rank, peers.world
         self._peers = peers
         self._has_requests = save_requests is not None
+        self._is_closed = threading.Event()
         if save_requests is not None:
-            self._beside = peers.beside(self._check_closed, peers.waits)
+            self._beside = peers.beside(self._is_closed, peers.waits)
         self._requests = save_requests or SaveRequests()
         self._on_barrier = on_barrier
         self._changed = threading.Condition()
         self._reached = 0  # the first portion that this learner has not reached
         self._limit: int | None = None  # the first portion that must wait until the barrier's place is known
         self._error: DistError | None = None
-        self._is_closed = threading.Event()
         self._begin = time.monotonic()
 
     def start(self) -> None:
@@ -147,7 +147,7 @@ class CheckpointBarrier(threading.Thread):
         """Wait for the request of barrier `number`. Returns the signal that stops the run or 0, and the margin."""
         store, key = self._beside.store, f"barriers/{number}"
         while True:
-            self._check_closed()
+            self._beside.look_around()
             wanted = self._requests.wanted(self._rank == 0)
             if wanted is not None:
                 request = store.compare_set(key, "", json.dumps([wanted, self._margin()]))
@@ -187,7 +187,3 @@ class CheckpointBarrier(threading.Thread):
     def _forget(self, number: int) -> None:
         for word in ("", "/place", *(f"/{rank}" for rank in range(self._world))):
             self._beside.store.delete_key(f"barriers/{number}{word}")
-
-    def _check_closed(self) -> None:
-        if self._is_closed.is_set():
-            raise CancelledError

@@ -7,8 +7,10 @@ processes that do not belong to the run, and those of an earlier run, are reject
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -97,9 +99,14 @@ class Peers:
         place = replace(self.place, rank=rank, world=world, store=PrefixStore(membership.key, self.store))
         return replace(self, place=place, membership=membership, look_around=partial(self.feed.check, membership))
 
-    def beside(self, look_around: Callable[[], None], waits: Waits) -> "Peers":
-        """The same learners over another connection to the store, which serves one request at a time: for a thread that
-        waits until `look_around` raises."""
+    def beside(self, is_closed: threading.Event, waits: Waits) -> "Peers":
+        """The same learners over another connection to the store, which serves one request at a time: for a thread
+        whose waits have no time-out, and raise CancelledError once it `is_closed`."""
+
+        def look_around() -> None:
+            if is_closed.is_set():
+                raise CancelledError
+
         place = replace(self.place, store=clone_store(self.store))
         return replace(self, place=place, timeout_seconds=math.inf, waits=waits, look_around=look_around)
 

@@ -6,10 +6,10 @@ store. Where the link to it is full of weights, or long, a round trip takes as l
 would spend it idle before every gradient.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -44,7 +44,7 @@ class Draws:
         self._is_first = peers.rank == group.start
         self._worker = Worker("starling-draws")
         self._own: Peers | None = None
-        self._is_closed = False
+        self._is_closed = threading.Event()
         self._claims = count()
         self._begun_at: deque[float] = deque()  # of the draws that were not taken
         # a queue, because waiting for a future takes as long as a draw
@@ -66,7 +66,7 @@ class Draws:
     def begin(self) -> None:
         """Begin one more draw."""
         if self._own is None:
-            self._own = self._peers.beside(self._check_closed, Waits())
+            self._own = self._peers.beside(self._is_closed, Waits())
         self._begun_at.append(time.monotonic())
         self._worker.submit(partial(self._draw, self._own))
 
@@ -91,7 +91,7 @@ class Draws:
 
     def close(self) -> None:
         """End the thread. The store has counted the draws that were not taken."""
-        self._is_closed = True
+        self._is_closed.set()
         self._worker.close(CLOSE_SECONDS)
 
     def _draw(self, own: Peers) -> None:
@@ -111,10 +111,6 @@ class Draws:
             if claim >= KEPT_CLAIMS:
                 store.delete_key(key(claim - KEPT_CLAIMS))
         return drawn
-
-    def _check_closed(self) -> None:
-        if self._is_closed:
-            raise CancelledError
 
 
 class DoneNotes:
