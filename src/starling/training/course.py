@@ -22,15 +22,7 @@ from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
 from starling.training.gradient import Computed, GradientTask, compute_gradient
-from starling.training.job import (
-    Averaging,
-    ClaimReport,
-    EpochReport,
-    Job,
-    Observer,
-    Spent,
-    StepReport,
-)
+from starling.training.job import Averaging, ClaimReport, EpochReport, Job, Observer, Spent, StepReport
 from starling.training.learner import ReplicaLearner
 from starling.training.loading import Loaded
 from starling.training.pace import Rounds
@@ -85,7 +77,6 @@ class CourseLearner(ReplicaLearner):
         self._reaching = threading.Lock()
         self.num_done = 0  # claims of this learner
         self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
-        self.is_averaged = False  # whether a mean of the newest gradient has begun
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
         self._observer = observer
         self.own_shards = HeldShards(self, self._set_rates, start.shards if start else ())

@@ -32,6 +32,8 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
     statistics: Statistics
     gradient_version = 0
     """The version of the weights at which the newest gradient is taken."""
+    is_averaged = False
+    """Whether a mean of the newest gradient has begun."""
     most_not_finite: int
     """How many gradients in a row that are not finite end the run."""
 
@@ -83,12 +85,7 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
         self.replica.reset_optimizer()
 
     def strategy_state(
-        self,
-        name: str,
-        initial: Tensor,
-        is_common: bool = True,
-        for_membership: bool = False,
-        of_rounds: bool = False,
+        self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False, of_rounds: bool = False
     ) -> Tensor:
         return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership, of_rounds), initial)
 

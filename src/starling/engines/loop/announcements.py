@@ -98,9 +98,7 @@ class AnnouncementListener(threading.Thread):
 
     def last_step(self, ranks: Sequence[int]) -> int:
         """The last step that any of these ranks is known to make."""
-        return max(
-            [self.ended[rank][0] for rank in ranks if rank in self.ended] + [self.ahead.get(rank, 0) for rank in ranks]
-        )
+        return max(max(self.ended.get(rank, (0, 0))[0], self.ahead.get(rank, 0)) for rank in ranks)
 
     @property
     def is_over(self) -> bool:

@@ -172,8 +172,8 @@ class LoopLife:
             raise PeerLost(f"{membership.reason}; {run.strategy.name} cannot continue: {error}") from error
         peers = self._root.enter(membership)
         peers.shake_hands(replace(self._handshake, world=world))
-        found = peers.gather_all("past", asdict(run.past), "entering the next membership")
-        pasts = [Past(**each) for each in found]
+        what = "entering the next membership"
+        pasts = [Past(**each) for each in peers.gather_all("past", asdict(run.past), what)]
         if all(past.has_joined and not past.has_state for past in pasts):
             raise ProtocolError(
                 f"learner {name} has joined, but all learners that had the run's model were lost before it was "

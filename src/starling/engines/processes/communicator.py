@@ -149,6 +149,7 @@ class ConnectedLearner(ReplicaLearner):
         if isinstance(of, EncodedMean):
             self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * of.message_bytes
             return ProcessHandle(self._averaging(A_MEAN, lambda means: means.start_encoded(of)))
+        self.is_averaged = True
         handle = cast(ProcessHandle[Tensor], of)  # as all that this learner has started
         if handle.is_finished:
             return self._mean(handle.result())

@@ -24,7 +24,7 @@ from starling.engines.processes.rounds import ProcessRounds, StoreCuts
 from starling.engines.processes.threads import GradientHandle, Mean
 from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.errors import ConfigError, ProtocolError
-from starling.learner import EncodedMean, Handle
+from starling.learner import Handle
 from starling.strategies.islands import NO_ISLANDS, between_islands
 from starling.training.course import CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
@@ -165,10 +165,6 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             name = self.job.strategy.name
             raise ConfigError(f"island: {name} keeps or shares model shards, which an island cannot; leave out island")
         return self
-
-    def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        self.is_averaged |= isinstance(of, Handle)
-        return super().mean(of, group)
 
     # implementation
 
