@@ -16,6 +16,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.budget import Budget
 from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerState
+from starling.engines.processes.handshake import Peers
+from starling.engines.processes.place import Place
 from starling.engines.processes.rounds import StoreCuts
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
@@ -260,7 +262,8 @@ def test_all_learners_save_after_the_same_round_in_whatever_order_they_act(engin
         if engine == "processes":
             from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-            agreements = [StoreCuts(PrefixStore(str(seed), store), rank, 3) for rank in range(3)]
+            places = [Place(rank, 3, rank, 3, PrefixStore(str(seed), store)) for rank in range(3)]
+            agreements = [StoreCuts(Peers(place)) for place in places]
         walkers = [Walker(agreement, state) for agreement in agreements]
         passed: list[list[int]] = [[], [], []]
         while any(len(walker.saved) < 4 for walker in walkers):

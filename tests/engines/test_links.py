@@ -51,8 +51,8 @@ def test_a_shared_mean_has_the_bits_of_a_sum_in_rank_order(world: int, size: int
 
     def average(rank: int, own: MemoryLinks) -> list[Tensor]:
         means = SharedMean(own, range(world), 0)
-        handles = [means.start(numbers(10 * step + rank, size)) for step in range(5)]
-        return [handle.result() for handle in handles] + [means.start(torch.full((1,), float(rank))).result()]
+        waits = [means.start(numbers(10 * step + rank, size)) for step in range(5)]
+        return [wait() for wait in waits] + [means.start(torch.full((1,), float(rank)))()]
 
     found = linked(world, average)
     for step in range(5):

@@ -95,7 +95,7 @@ def test_cutting_connections_aborts_each_communicator_once_and_still_cuts(monkey
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         theirs, _ = server.accept()
         with theirs:
-            connections.cut_all()
+            connections.cut()
             assert mine.recv(1) == b""
     late = Group("2")
     known(monkeypatch, *groups, late)

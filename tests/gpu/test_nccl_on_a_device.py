@@ -58,7 +58,7 @@ def test_communicators_that_were_aborted_are_made_again(device: torch.device) ->
             ones = torch.ones(4, device=device)
             dist.all_reduce(ones, group=group)
             assert ones.cpu().eq(1.0).all()
-            connections.cut_all()
+            connections.cut()
             connections.cut()  # again: nothing happens
 
 

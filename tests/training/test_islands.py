@@ -11,10 +11,10 @@ from torch import nn
 
 from starling.budget import Budget
 from starling.checkpoint.cut import Cut
+from starling.engines.processes.island import ELEMENTWISE, check_elementwise
 from starling.errors import ConfigError, PeerLost
 from starling.strategies import STRATEGIES, find_strategy
 from starling.strategies.islands import Island, IslandStrategy, between_islands
-from starling.training.checks import ELEMENTWISE, check_elementwise
 from starling.training.job import Job
 from starling.training.succession import MembershipStart, Past, plan_after
 from starling.training.tensor_plan import modules_of, tensor_plan

@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -16,9 +15,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from starling.engines.loop.life import Coordination
 from starling.engines.processes.backend import check_files
-from starling.engines.processes.forks import clone_store
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.engines.processes.run_token import own_token
@@ -41,40 +38,27 @@ class _NotThere(Exception):  # noqa: N818 - not an error
     """No coordinator answers yet, or one whose run is ending."""
 
 
-class CoordinatorLink(Coordination):
-    """This learner's connection to the coordinator, and the memberships heard from it. Its place has the coordinator's
-    store."""
+class CoordinatorFeed(MembershipFeed):
+    """The memberships that the coordinator announces to this learner, whose place has the coordinator's store."""
 
     def __init__(self, place: Place, line: socket.socket, store_connections: Connections, seconds: float) -> None:
-        super().__init__(place, MembershipFeed(place.rank, None, is_watched=True))
-        self._store_connections, self._seconds = store_connections, seconds
+        super().__init__(place.rank, None, is_watched=True)
+        self.place, self._store_connections, self._seconds = place, store_connections, seconds
         self._refused = ""
-        self._error: PeerLost | None = None
-        self._on_lost: Callable[[PeerLost], None] = lambda error: None
-        self.listening = clone_store(place.store)
-        self.listening.set_timeout(timedelta(days=20))
         store_connections.note()
         self._link = Link(line, self._lose, self._hear)
 
-    def watch(self, on_lost: Callable[[PeerLost], None]) -> None:
-        self._on_lost = on_lost
-        if self._error is not None:
-            on_lost(self._error)
-
-    def await_first(self) -> Membership:
-        store, world = self.place.store, self.place.world
-        store.set(f"came/{self.feed.name}", "")
+    def first(self) -> Membership:
+        store = self.place.store
+        store.set(f"came/{self.name}", "")
         self._link.send(Ready())
-        deadline = time.monotonic() + self._seconds
-        while (first := self.feed.beyond(Membership(-1, ()), _RETRY_SECONDS)) is None:
-            if self._error is not None:
-                raise self._error
-            if time.monotonic() > deadline:
-                missing = [f"learner {rank}" for rank in range(world) if not store.check([f"came/{rank}"])]
-                raise PeerLost(
-                    f"learner {self.feed.name} waited {self._seconds:g} s for {' and '.join(missing) or 'the others'} "
-                    "to join; see their logs, or give more timeout_seconds"
-                )
+        if (first := self.beyond(Membership(-1, ()), self._seconds)) is None:
+            absent = [rank for rank in range(self.place.world) if not store.check([f"came/{rank}"])]
+            missing = " and ".join(f"learner {rank}" for rank in absent) or "the others"
+            raise PeerLost(
+                f"learner {self.name} waited {self._seconds:g} s for {missing} to join; see their logs, or give more "
+                "timeout_seconds"
+            )
         return first
 
     def leave(self, error: BaseException | None) -> None:
@@ -83,22 +67,20 @@ class CoordinatorLink(Coordination):
 
     def _hear(self, message: LauncherMessage) -> None:
         if isinstance(message, NewMembership):
-            self.feed.announce(Membership(message.generation, message.members, message.reason))
+            self.announce(Membership(message.generation, message.members, message.reason))
         elif isinstance(message, Greeted):
             self._refused = message.refused
 
     def _lose(self, error: Exception) -> None:
-        self._error = PeerLost(
-            f"learner {self.feed.name} cannot join: {self._refused}, and no learner is left to continue with"
-            if self._refused
-            else f"learner {self.feed.name} lost the coordinator of its run ({error}): its process or machine has "
-            "ended, or the network to it; learners that reach it continue"
-        )
-        self._on_lost(self._error)
+        why = f"lost the coordinator of its run ({error}): its process or machine has ended, or the network to it; "
+        why += "learners that reach it continue"
+        if self._refused:
+            why = f"cannot join: {self._refused}, and no learner is left to continue with"
+        self.fail(PeerLost(f"learner {self.name} {why}"))
         self._store_connections.cut()
 
 
-def connect(seconds: float, host_store: Store | None = None) -> CoordinatorLink:
+def connect(seconds: float, host_store: Store | None = None) -> CoordinatorFeed:
     """Connect to the coordinator of learners that survive losses; learner 0 starts it if there is none.
 
     `host_store` is the store at MASTER_PORT, if all learners have already connected to one.
@@ -118,7 +100,7 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorLink:
                     raise _NotThere("learner 0 has not started it")
                 where = port if agent_store is None else int(agent_store.get(_PUBLISHED))
                 store, line = _connect(own.rank, own.world, address, where, seconds)
-                return CoordinatorLink(replace(own, store=store), line, connections, seconds)
+                return CoordinatorFeed(replace(own, store=store), line, connections, seconds)
             except _NotThere as reason:
                 if own.rank == 0 and not has_started and str(reason) != OVER:
                     has_started = True

@@ -22,11 +22,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from starling.configuration import Config, owners
 from starling.engines.loop.joined import JoinedLearner
-from starling.engines.loop.life import Coordination
 from starling.engines.loop.optimizers import OptimizerList, as_one, members_of, parameters_of
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError
-from starling.launch.elastic import CoordinatorLink, connect
+from starling.launch.elastic import CoordinatorFeed, connect
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.problems import checked
 from starling.strategies import Strategy, find_strategy
@@ -81,17 +81,18 @@ def join(
         )
     if is_learner() and on_loss == "continue":
         chosen.validate(own, number_of_learners())
-        coordination: Coordination = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
-        _surviving[:] = [coordination.place]
+        feed = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
+        place = feed.place
+        _surviving[:] = [place]
+        root = Peers(place, timeout_seconds, feed=feed)
     else:
         place = shared_place(timeout_seconds)  # the number of earlier calls is the same on all learners
-        coordination = Coordination(replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store)))
+        root = Peers(replace(place, store=PrefixStore(f"join/{next(_NUM_CALLS)}", place.store)), timeout_seconds)
         _surviving.clear()
-    place = coordination.place
     chosen.validate(own, place.world)
     is_in_step = chosen.sync_groups(own, place.world).size == place.world
     check_modules(model, chosen.name, is_in_step)
-    return JoinedLearner(coordination, model, joined, chosen, own, seed, timeout_seconds, most_not_finite)
+    return JoinedLearner(root, model, joined, chosen, own, seed, most_not_finite)
 
 
 def _check(
@@ -209,7 +210,7 @@ def _host_store() -> Store | None:
 _NUM_CALLS: Iterator[int] = count()
 _places: list[Place] = []
 _surviving: list[Place] = []
-_prepared: list[CoordinatorLink] = []
+_prepared: list[CoordinatorFeed] = []
 
 
 def check_loop(model: nn.Module, optimizer: Optimizer) -> None:

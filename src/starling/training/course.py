@@ -16,24 +16,16 @@ from torch.optim import Optimizer
 
 from starling.checkpoint.cut import ShardOfIsland
 from starling.checkpoint.state import LearnerState, counted
-from starling.errors import CheckpointError, NonFiniteError, ProtocolError
+from starling.errors import CheckpointError, ProtocolError
 from starling.learner import Shard
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
 from starling.training.gradient import Computed, GradientTask, compute_gradient
-from starling.training.job import (
-    Averaging,
-    ClaimReport,
-    EpochReport,
-    Job,
-    Observer,
-    Spent,
-    StepReport,
-)
+from starling.training.job import Averaging, ClaimReport, EpochReport, Job, Observer, Spent, StepReport
+from starling.training.learner import ReplicaLearner
 from starling.training.loading import Loaded
 from starling.training.pace import Rounds
-from starling.training.replica import ReplicaLearner
 from starling.training.shards import HeldShards, MakeOptimizer
 from starling.training.succession import Life, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
@@ -79,13 +71,12 @@ class CourseLearner(ReplicaLearner):
     ) -> None:
         start, replica = life.state, self.replica
         job.validate(world)
-        self.job, self.life, self.tickets = job, life, tickets
+        self.job, self.life, self.tickets, self.most_not_finite = job, life, tickets, job.most_not_finite
         self.barriers = Barriers(tickets, job.checkpoint_every)
         self._ahead: deque[Barrier] = deque()  # reached by a push of another learner's, and not passed
         self._reaching = threading.Lock()
         self.num_done = 0  # claims of this learner
         self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
-        self.is_averaged = False  # whether a mean of the newest gradient has begun
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
         self._observer = observer
         self.own_shards = HeldShards(self, self._set_rates, start.shards if start else ())
@@ -177,20 +168,16 @@ class CourseLearner(ReplicaLearner):
         is_mean = self.is_averaged or self.job.strategy.averages_gradients(self.job.options)
         return not is_mean and gradient.data_ptr() == self.replica.gradients.data_ptr()
 
-    def count_finite(self, is_finite: bool) -> None:
-        statistics = self.statistics
-        statistics.num_not_finite += not is_finite
-        statistics.not_finite_in_a_row = 0 if is_finite else statistics.not_finite_in_a_row + 1
-        if statistics.not_finite_in_a_row == self.job.most_not_finite:
-            ticket, _ = self.claimed()[0]
-            number = f"mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1}"
-            what = f"the gradient of {number} is not finite"
-            if not math.isfinite(self._loss):
-                what = f"the loss of {number} is {self._loss}"
-            raise NonFiniteError(
-                f"learner {self._rank}: {what}, and its last {self.job.most_not_finite} gradients were not finite; "
-                "lower the learning rate, clip gradients or use a longer warm-up, and resume from an earlier checkpoint"
-            )
+    def not_finite(self) -> str:
+        ticket, _ = self.claimed()[0]
+        number = f"mini-batch {ticket.index + 1} of epoch {ticket.epoch + 1}"
+        what = f"the gradient of {number} is not finite"
+        if not math.isfinite(self._loss):
+            what = f"the loss of {number} is {self._loss}"
+        return (
+            f"learner {self._rank}: {what}, and its last {self.most_not_finite} gradients were not finite; lower the "
+            "learning rate, clip gradients or use a longer warm-up, and resume from an earlier checkpoint"
+        )
 
     def _finish_ticket(self) -> None:
         if self._open:

@@ -1,10 +1,8 @@
 """A model with its parameters in one flat vector and its gradients in another."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +42,8 @@ never -0.0 throughout: it is accumulated onto 0.0, and 0.0 + -0.0 is 0.0."""
 
 
 def split_gradient(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor | None]:
-    """As `split`, of a gradient `[P]`; None for each part that marks its parameter as without one."""
+    """Consecutive views into a gradient `[P]`, as `split` returns them; None for each part that marks its parameter as
+    without a gradient."""
     parts = split(flat, like)
     if not parts:  # as in a simulation of time alone
         return []
@@ -106,10 +105,6 @@ class Model(ABC):
         self._reached: list[Tensor] = []  # parameters that received a gradient since `reached()` was last called
         self._numbers: dict[int, int] = {}  # of the parameters of the module, by their identity
 
-    def twin(self) -> Self:
-        """The model for gradients at other weights, which shares buffers and gradients."""
-        return copy.copy(self)
-
     @abstractmethod
     def use_weights(self, weights: Tensor) -> None:
         """Compute with `weights` `[P]`; nothing is copied."""
@@ -169,21 +164,17 @@ def _do_nothing() -> None:
 
 class FlatModel(Model):
     """A model on `device` whose trainable parameters are views into `weights` `[P]` and whose gradients are views into
-    `gradients` `[P]`. Two models may share one vector of gradients."""
+    `gradients` `[P]`."""
 
-    def __init__(self, model: nn.Module, device: torch.device, gradients: Tensor | None = None) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         parameters = trainable(model.to(device))
         weights = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         view_weights(model, parameters, weights)
-        super().__init__(model, parameters, weights, torch.zeros_like(weights) if gradients is None else gradients)
+        super().__init__(model, parameters, weights, torch.zeros_like(weights))
         for number, parameter in enumerate(parameters):
             self.notice(number, parameter)
         self._frozen_numbers: dict[tuple[Freeze, ...], frozenset[int]] = {(): frozenset()}
         self._buffer_places = [(module, name) for module in self.model.modules() for name in module._buffers]
-
-    def twin(self) -> Self:
-        shared: dict[int, object] = {id(buffer): buffer for buffer in self.model.buffers()}
-        return type(self)(copy.deepcopy(self.model, shared), self.weights.device, gradients=self.gradients)
 
     def use_weights(self, weights: Tensor) -> None:
         self.weights = weights

@@ -171,7 +171,7 @@ class Statistics:
         self.num_claimed = 0
         """Portions of tickets claimed by its sync group in this membership."""
         self.num_steps = 0
-        """Mini-batches since its epoch began."""
+        """Mini-batches since its epoch began; of a loop, calls of `step`."""
         self.seconds = 0.0
         """How long its epoch lasted in earlier memberships."""
         self.num_not_finite = 0

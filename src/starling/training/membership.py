@@ -31,7 +31,7 @@ class Membership:
 
 
 Stage = Literal["ready", "arrived", "entered"]
-"""Of a learner: ready to join, about to connect to the other members of a membership, or connected to them."""
+"""How far a learner has come: ready to join, about to connect to the members of a membership, or connected to them."""
 _NONE = Membership(-1, ())
 
 
@@ -66,8 +66,10 @@ class MembershipFeed:
         """Reports a stage of this learner, and the number of the membership."""
         self.latest = first or _NONE
         """The newest membership."""
+        self.error: BaseException | None = None
+        """Why this learner hears of no further memberships."""
         self._changed = threading.Condition()
-        self._on_change: Callable[[Membership], None] = lambda membership: None
+        self._on_end: list[Callable[[BaseException], None]] = []
 
     def first(self) -> Membership:
         """The membership to begin in. A joiner first reports that it is ready and waits for a membership."""
@@ -83,27 +85,54 @@ class MembershipFeed:
             if membership.number <= self.latest.number:
                 return
             self.latest = membership
-            self._changed.notify_all()
-            self._on_change(membership)
+            self._tell(MembershipChanged(membership))
 
-    def beyond(self, membership: Membership, within: float) -> Membership | None:
-        """Wait at most `within` seconds for a later membership; None if there is none."""
+    def fail(self, error: BaseException) -> None:
+        """End what this learner does with `error`, or with that of an earlier call: no further membership will be
+        announced. May be called by any thread."""
         with self._changed:
-            self._changed.wait_for(lambda: self.latest.number > membership.number, within if self.is_watched else 0.0)
+            self.error = self.error or error
+            self._tell(self.error)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Disconnect: because the run has ended or, with `error`, because this learner ends without the others."""
+
+    def check(self, membership: Membership) -> None:
+        """Raise `MembershipChanged` once a later membership has been announced, or the error given to `fail`."""
+        if (why := self._end_of(membership)) is not None:
+            raise why
+
+    def beyond(self, membership: Membership, within: float | None) -> Membership | None:
+        """Wait at most `within` seconds for a later membership; None if there is none. Raises the error given to `fail`
+        before or during the wait."""
+        with self._changed:
+            within = within if self.is_watched else 0.0
+            self._changed.wait_for(lambda: self._end_of(membership) is not None, within)
+            if self.error is not None:
+                raise self.error
             return self.latest if self.latest.number > membership.number else None
 
     @contextmanager
-    def telling(self, membership: Membership, on_change: Callable[[Membership], None]) -> Generator[None, None, None]:
-        """Within this context, call `on_change` once a later membership is announced, from any thread."""
+    def telling(self, membership: Membership, on_end: Callable[[BaseException], None]) -> Generator[None, None, None]:
+        """Within this context, call `on_end` with what `check` raises as soon as it does, from any thread; the inner
+        one of several contexts first."""
         with self._changed:
-            self._on_change = on_change
-            if self.latest.number > membership.number:
-                on_change(self.latest)
+            self._on_end.append(on_end)
+            if (why := self._end_of(membership)) is not None:
+                on_end(why)
         try:
             yield
         finally:
             with self._changed:
-                self._on_change = lambda membership: None
+                self._on_end.remove(on_end)
+
+    def _end_of(self, membership: Membership) -> BaseException | None:
+        return self.error or (MembershipChanged(self.latest) if self.latest.number > membership.number else None)
+
+    def _tell(self, why: BaseException) -> None:
+        self._changed.notify_all()
+        for on_end in reversed(self._on_end):
+            on_end(why)
 
 
 class MembershipObserver:

@@ -50,7 +50,7 @@ class Rounds:
         self._next = 0
         self._waiting: int | None = None
         self._kept_up: tuple[float, Callable[[], object]] | None = None
-        self._is_finished = self._is_over = False
+        self._is_finished = False
 
     def gradient_made(self) -> None:
         """Called by the foreground after each gradient; opens the round that the background waits for, if it is due."""
@@ -70,8 +70,6 @@ class Rounds:
             self.cuts.completed(self._next)
         with self._lock:
             self._completed()
-            if self._is_over:
-                return self._next, False
             number, self._next, self._period = self._next, self._next + 1, period
             if self._credit < 1.0 or self._is_finished:
                 self._waiting = number
@@ -128,12 +126,6 @@ class Rounds:
             f"{self._period:g} asks for {1.0 / self._period:.2g}. Learners that average so rarely train almost "
             "independently. Lower strategy.max_lag, or raise strategy.period to what network and cores can sustain"
         )
-
-    def end(self) -> int:
-        """The foreground takes part in no more rounds. Returns the number of the one for which the background waits."""
-        with self._lock:
-            self._is_over = True
-            return max(0, self._next - 1)
 
     def finish(self) -> None:
         """Called by the foreground after its last gradient."""

@@ -1,23 +1,18 @@
 """One learner's own weights and optimizer, the same on all engines."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import name_of_state
 from starling.errors import ConfigError
-from starling.learner import Background, Handle, Learner, LocalOptimizer, Shards
 from starling.training.flat import split, split_gradient
-from starling.training.job import Statistics
 from starling.training.streams import lock_for
 
-T = TypeVar("T")
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
 """Sums and averages of squares. Adding a delta computed from an older value could make them negative."""
 
@@ -311,69 +306,3 @@ class OptimizerMemory:
                 if name not in names:
                     names.append(name)
         return names
-
-
-class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
-    """What all learners do with their replica, on every engine. To its strategy a learner is also the objects that it
-    has: their methods share its state."""
-
-    rank: int = 0
-    world: int = 1
-    seed: int = 0
-    replica: Replica
-    statistics: Statistics
-    gradient_version = 0
-    """The version of the weights at which the newest gradient is taken."""
-
-    @property
-    def weights(self) -> Tensor:
-        return self.replica.weights
-
-    @property
-    def version(self) -> int:
-        return self.replica.version
-
-    @property
-    def _itself(self) -> Self:
-        return self
-
-    optimizer = background = shards = _itself
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]:
-        return [parameter.shape for parameter in self.replica.parameters]
-
-    def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        self.replica.replace(weights, piece)
-
-    def snapshot(self, piece: slice | None = None) -> Tensor:
-        return self.replica.snapshot(piece)
-
-    def clip(self, gradient: Tensor) -> Tensor | None:
-        is_finite = math.isfinite(self.replica.clip(gradient))
-        self.count_finite(is_finite)
-        return gradient if is_finite else None
-
-    @abstractmethod
-    def count_finite(self, is_finite: bool) -> None:
-        """Count gradients that are not finite, which are skipped. Raises NonFiniteError after many in a row."""
-
-    def pieces(self, largest: int, state: bool = False) -> Sequence[slice]:
-        return self.replica.pieces(largest, state)
-
-    def reset(self) -> None:
-        self.replica.reset_optimizer()
-
-    def strategy_state(
-        self,
-        name: str,
-        initial: Tensor,
-        is_common: bool = True,
-        for_membership: bool = False,
-        of_rounds: bool = False,
-    ) -> Tensor:
-        return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership, of_rounds), initial)
-
-    @abstractmethod
-    def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Start `do`, which makes `passes` passes over `num_bytes` of host memory."""

@@ -15,7 +15,7 @@ from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError, ConfigError
 from starling.learner import Handle, Shard
 from starling.training.flat import split, split_gradient
-from starling.training.replica import ReplicaLearner
+from starling.training.learner import ReplicaLearner
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 STEP_PASSES = 7
@@ -41,7 +41,7 @@ class Forkable(Protocol):
         """The copy makes no more steps: take over what must be as in `other` whatever has been left out."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of any optimizer."""
+        """The optimizer's state, in the form of any optimizer's `state_dict`."""
 
 
 class HeldShards:

@@ -2,7 +2,7 @@
 
 Announcements are numbered keys in the store, the same sequence for all learners. In each learner a thread waits for the
 next one, without polling. So learners take part in a consensus while their loops compute, and all these threads end
-after the same announcement.
+after the same announcement, unless the membership ends before that.
 
 A learner ends in stages. `ended`: its loop has made it; those that step together then agree on the last one.
 `finished`: its strategy needs no more gradients; once all have finished, the strategies run to their ends.
@@ -13,17 +13,14 @@ it no longer needs the others.
 import json
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from datetime import timedelta
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from starling.engines.loop.replica import Consensus
 from starling.engines.loop.run import LoopRun
@@ -36,8 +33,6 @@ _ROUNDING = 1e-4
 """How far equal replicas may be apart, relative to the norm of their weights: what different processors round."""
 UNEQUAL = "unequal"
 """The key, and the announcement, of why learners that must make equal numbers of steps cannot end together."""
-_OVER = "over"
-"""Announces that the membership has ended, of which these announcements are part."""
 
 
 class AnnouncementListener(threading.Thread):
@@ -45,8 +40,7 @@ class AnnouncementListener(threading.Thread):
 
     `contribution` returns the learner's contribution after the steps of its `run`, which also counts the bytes, and the
     weights `[P]` whose distance from the mean is measured. The thread calls `on_news` when a learner has finished,
-    settled, closed or failed, and `on_error` when it fails itself. `listening` is the store over a connection that
-    nothing else uses meanwhile; None: a new one.
+    settled, closed or failed, and `on_error` when it fails itself.
     """
 
     def __init__(
@@ -55,15 +49,14 @@ class AnnouncementListener(threading.Thread):
         means: OrderedMean,
         run: LoopRun,
         contribution: Callable[[], tuple[Tensor, Tensor]],
-        on_news: Callable[[], None],
+        on_news: "Callable[[AnnouncementListener], None]",
         on_error: Callable[[BaseException], None],
-        listening: Store | None = None,
     ) -> None:
         # a daemon, because it must not keep a failed process alive
         super().__init__(name=f"starling-announcements-{peers.rank}", daemon=True)
         # each of these holds, by rank, the words of the announcement with its name
         self.ended: dict[int, tuple[int, int]] = {}
-        """Of each rank whose loop has ended: its number of steps, and by how many it may be ahead of the others."""
+        """The number of steps of each rank whose loop has ended, and by how many it may be ahead of the others."""
         self.ahead: dict[int, int] = {}
         """The newest step of each rank that still makes some although another one has ended before it."""
         self.unequal: dict[int, str] = {}
@@ -74,17 +67,16 @@ class AnnouncementListener(threading.Thread):
         """The ranks whose weights are final, each with whether it wants the final consensus."""
         self.closed: dict[int, str] = {}
         self.failed: dict[int, tuple[bool, str]] = {}
-        """Of each rank that failed: whether that was because it had lost a peer, and its error."""
+        """Whether each rank that failed did so because it had lost a peer, and its error."""
         self.final: Future[Consensus | None] = Future()
         """The consensus of the final weights, once all have settled; None if no learner wants it."""
         self._store = peers.store
         # its own connection, because it blocks
-        self._own = listening or clone_store(peers.store)
+        self._own = clone_store(peers.store)
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world, self._means, self._run = peers.rank, peers.world, means, run
         self._contribution, self._on_news, self._on_error = contribution, on_news, on_error
         self._size: int | None = None
-        self._awaited = 0
         self._lock = threading.Lock()
         self._requests: dict[int, Future[Consensus]] = {}
         self._under_way: tuple[int, Future[Consensus]] | None = None
@@ -104,20 +96,9 @@ class AnnouncementListener(threading.Thread):
             self._requests[self.announce("consensus")] = future
             return future
 
-    def leave(self, seconds: float) -> None:
-        """End the thread, at most in so many seconds, although not all learners have closed."""
-        ended = json.dumps([self._rank, _OVER, ""])
-        deadline = time.monotonic() + seconds
-        while self.is_alive() and time.monotonic() < deadline:
-            # nothing else sets this key if the learner that was to set it has died
-            self._store.compare_set(f"announced/{self._awaited}", "", ended)
-            self.join(0.01)
-
     def last_step(self, ranks: Sequence[int]) -> int:
         """The last step that any of these ranks is known to make."""
-        return max(
-            [self.ended[rank][0] for rank in ranks if rank in self.ended] + [self.ahead.get(rank, 0) for rank in ranks]
-        )
+        return max(max(self.ended.get(rank, (0, 0))[0], self.ahead.get(rank, 0)) for rank in ranks)
 
     @property
     def is_over(self) -> bool:
@@ -127,10 +108,7 @@ class AnnouncementListener(threading.Thread):
     def run(self) -> None:
         try:
             for number in count():
-                self._awaited = number
                 rank, what, word = json.loads(self._own.get(f"announced/{number}"))
-                if what == _OVER:
-                    return
                 self._hear(number, rank, what, word)
                 if self.is_over:
                     return
@@ -150,22 +128,18 @@ class AnnouncementListener(threading.Thread):
                 if any(self.settled.values()):
                     self._take_part(self.final)
                 else:
-                    with suppress(InvalidStateError):
-                        self.final.set_result(None)
-            self._on_news()
+                    self.final.set_result(None)
+            self._on_news(self)
 
     def _take_part(self, future: "Future[Any]") -> None:
         with self._lock:
             (mine, own), num_steps = self._contribution(), self._run.num_steps
             self._under_way = num_steps, future
-        with suppress(InvalidStateError):  # the wait for it was released
-            try:
-                agreed = self._agree(num_steps, mine, own)
-            except BaseException as error:  # the thread continues, to answer the others
-                self._on_error(error)
-                future.set_exception(error)
-            else:
-                future.set_result(agreed)
+        try:
+            future.set_result(self._agree(num_steps, mine, own))
+        except BaseException as error:  # the thread continues, to answer the others
+            self._on_error(error)
+            future.set_exception(error)
         with self._lock:
             self._under_way = None
 
@@ -176,11 +150,11 @@ class AnnouncementListener(threading.Thread):
                 f"learner {self._rank}: its model's buffers had {self._size - len(own)} numbers and now have "
                 f"{len(mine) - len(own)}; they must keep their shapes"
             )
-        mean = self._means.start(mine).result()
+        mean = self._means.start(mine)()
         difference = own.cpu().sub_(mean[: len(own)])
         norm = torch.linalg.vector_norm(difference, dtype=torch.float64)
         told = torch.tensor([float(norm) ** 2, num_steps, num_steps**2], dtype=torch.float64)
-        distance, steps, squared_steps = self._means.start(told).result().tolist()
+        distance, steps, squared_steps = self._means.start(told)().tolist()
         self._run.consensus_bytes += 2 * (self._world - 1) * mine.nbytes // self._world
         strategy = self._run.strategy
         if strategy.has_one_model and squared_steps == steps * steps:  # after equal numbers of steps

@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -23,16 +23,15 @@ from torch.utils.hooks import RemovableHandle
 
 from starling.configuration import Config
 from starling.engines.loop.learner import LoopLearner
-from starling.engines.loop.life import Coordination, LoopLife
+from starling.engines.loop.life import LoopLife
 from starling.engines.loop.optimizers import describe, members_of, parameters_of
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.loop.run import LoopRun
-from starling.engines.processes.handshake import Handshake
+from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.threads import end_now
 from starling.errors import ConfigError, FinishedApart, ProtocolError
 from starling.strategies import Strategy
 
-MakeStep = Callable[[GradScaler | None, Optimizer | None], None]
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -70,19 +69,23 @@ class JoinedLearner:
     or 130 after Ctrl-C; after the final consensus it closes. Children that it forks are no learners.
     """
 
+    learner_id: int
+    """This learner's permanent number: its RANK when it started. A restarted process takes that of a lost one."""
+    is_in_step: bool
+    """Whether all learners make their steps together, as under `allreduce`, and so equal numbers of them."""
+
     def __init__(
         self,
-        coordination: Coordination,
+        root: Peers,
         model: nn.Module,
         optimizer: Optimizer,
         strategy: Strategy,
         options: Config,
         seed: int,
-        timeout_seconds: float,
         most_not_finite: int,
     ) -> None:
-        """Connect to the other learners. Raises the errors listed at `starling.join`."""
-        place, survives = coordination.place, coordination.feed.is_watched
+        """Connect to the learners of the run, `root`. Raises the errors listed at `starling.join`."""
+        place, survives = root.place, root.feed.is_watched
         sync_groups = strategy.sync_groups(options, place.world)
         if sync_groups.num_workers < place.world:
             raise ConfigError(
@@ -90,9 +93,9 @@ class JoinedLearner:
                 "have no loop; with starling.join use servers='beside'"
             )
         world = max(2, place.world) if survives else place.world  # others may join later
-        self._is_in_step = strategy.sync_groups(options, world).size == world
+        self.is_in_step = strategy.sync_groups(options, world).size == world
         refuses = None if strategy.adopts_changes(options) else strategy.name
-        replica = self._replica = LoopReplica(model, optimizer, self._is_in_step, refuses)
+        replica = self._replica = LoopReplica(model, optimizer, self.is_in_step, refuses)
         handshake = Handshake(
             world=place.world,
             strategy=strategy.name,
@@ -103,12 +106,11 @@ class JoinedLearner:
             optimizer=describe(optimizer),
         )
         self._is_closed = self._has_warned = False
-        self._num_calls = 0
         self._consensus_distance: float | None = None
         self._run = LoopRun(strategy, options, replica, seed, most_not_finite)
-        self._life = LoopLife(coordination, timeout_seconds, self._run, handshake)
+        self._life = LoopLife(root, self._run, handshake)
         replica.adopted.leave()
-        self._learner_id = place.rank
+        self.learner_id = place.rank
         self._hooks = StepHooks(replica, f"learner {place.rank}")
         self._process = os.getpid()
         atexit.register(self._at_exit)
@@ -125,11 +127,6 @@ class JoinedLearner:
         return self._life.learner.peers.world
 
     @property
-    def learner_id(self) -> int:
-        """This learner's permanent number: its RANK when it started. A restarted process takes that of a lost one."""
-        return self._learner_id
-
-    @property
     def membership(self) -> int:
         """The number of membership changes so far: learners that were lost or have joined. Compare it with an earlier
         value to notice a change, for example to divide data again."""
@@ -140,11 +137,6 @@ class JoinedLearner:
         """The number of steps of the run. Without joiners, that is the number of calls of `step`. A process that joins
         later begins with that of another learner; learners that step together have the same."""
         return self._run.num_steps
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether all learners make their steps together, as under `allreduce`, and so equal numbers of them."""
-        return self._is_in_step
 
     def step(self, scaler: GradScaler | None = None, *, optimizer: Optimizer | None = None) -> None:
         """Make a step of the strategy with the gradients that `backward` computed.
@@ -179,16 +171,16 @@ class JoinedLearner:
                 f"learner {self.learner_id}: step(optimizer=…) got a {type(optimizer).__name__} that was not given to "
                 "starling.join; join the model with a list of all its optimizers"
             )
-        with self._replica.only(optimizer) if optimizer is not None else nullcontext():
+        with self._replica.only(optimizer):
             self._life.run(LoopLearner.step_of_loop, scaler, optimizer)
-        self._num_calls += 1
+        self._run.statistics.num_steps += 1
 
     def take_over(self, scaler: GradScaler | None = None) -> None:
         """From now on the loop calls `optimizer.step()`, or `scaler.step(optimizer)`, in place of `step()`.
 
         `starling.attach` describes this. A process that ends without an error closes its learner.
         """
-        self._hooks.attach(lambda scaler, optimizer: self.step(scaler, optimizer=optimizer), scaler)
+        self._hooks.attach(self.step, scaler)
 
     @contextmanager
     def consensus(self, final: bool = False) -> Generator[None, None, None]:
@@ -226,13 +218,13 @@ class JoinedLearner:
 
     def stats(self) -> LoopStats:
         """This learner's counters so far."""
-        run = self._run
-        averaging, spent = run.statistics.averaging, run.statistics.spent
+        run, counted = self._run, self._run.statistics
+        averaging, spent = counted.averaging, counted.spent
         return LoopStats(
-            steps=self._num_calls,
-            steps_skipped=run.statistics.num_not_finite,
+            steps=counted.num_steps,
+            steps_skipped=counted.num_not_finite,
             rounds=averaging.rounds,
-            rounds_per_gradient=averaging.rounds / max(1, self._num_calls),
+            rounds_per_gradient=averaging.rounds / max(1, counted.num_steps),
             staleness=dict(sorted(averaging.staleness.items())),
             bytes_sent=averaging.bytes_sent + run.consensus_bytes,
             seconds_computing=spent.computing,
@@ -289,7 +281,7 @@ class JoinedLearner:
         if run.steps_begun == 0 and not run.is_over and has_gradients and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"learner {self._learner_id} has computed gradients but made no step, so nothing was trained. Call "
+                f"learner {self.learner_id} has computed gradients but made no step, so nothing was trained. Call "
                 "step() of the joined learner after each backward",
                 RuntimeWarning,
                 stacklevel=2,
@@ -314,7 +306,7 @@ class JoinedLearner:
                 return
         elif error is None and not self._is_closed:
             sys.stderr.write(
-                f"learner {self._learner_id} ended without close(), after {self.num_steps} steps: call close() of the "
+                f"learner {self.learner_id} ended without close(), after {self.num_steps} steps: call close() of the "
                 "joined learner at the end, or use it in a with statement\n"
             )
         self._abandon(error)
@@ -357,8 +349,8 @@ class StepHooks:
         self._handles: list[RemovableHandle] = []
         self._scaler: GradScaler | None = None
 
-    def attach(self, make_step: MakeStep, scaler: GradScaler | None) -> None:
-        """Let the loop's calls of `optimizer.step()` or `scaler.step()` call `make_step`."""
+    def attach(self, make_step: Callable[..., None], scaler: GradScaler | None) -> None:
+        """Let the loop's calls of `optimizer.step()` or `scaler.step()` call `make_step`, a `JoinedLearner.step`."""
         self.is_attached = True
         self._make_step = make_step
         self._handles = [each.register_step_pre_hook(self._step_attached) for each in self._optimizers]
@@ -416,7 +408,7 @@ class StepHooks:
         optimizer._optimizer_step_pre_hooks = OrderedDict((name, before[name]) for name in later)
         optimizer._optimizer_step_post_hooks = OrderedDict()
         try:
-            self._make_step(None, optimizer)
+            self._make_step(optimizer=optimizer)
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
         return (_without_parameters(optimizer),), kwargs if closure is None else {**kwargs, "closure": lambda: loss}
@@ -425,7 +417,7 @@ class StepHooks:
         """In place of `scaler.step`, which would skip the learner's step if this learner's gradient is not finite."""
         if self._scaler is None or not any(optimizer is own for own in self._optimizers):
             return self._step_of_scaler(optimizer, *args, **kwargs)
-        self._make_step(self._scaler, optimizer)
+        self._make_step(self._scaler, optimizer=optimizer)
         return None
 
 

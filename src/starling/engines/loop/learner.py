@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from starling.checkpoint.state import beyond_membership
@@ -32,72 +31,52 @@ from starling.engines.processes.collectives import OrderedMean
 from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.member import share_state
-from starling.engines.processes.threads import Worker
-from starling.errors import NonFiniteError, PeerLost, ProtocolError, StarlingError
-from starling.learner import EncodedMean, Handle, LoopEnded, Shard
-from starling.training.checks import check_group
+from starling.engines.processes.threads import GradientHandle, Mean, Worker
+from starling.errors import PeerLost, ProtocolError, StarlingError
+from starling.learner import Handle, LoopEnded, Shard
 from starling.training.shards import HeldShards, MakeOptimizer
 
 _HEARD_SECONDS = 2.0
 """How long a learner waits until all others have heard why they cannot end together."""
 
 
-class LoopGradient(Handle[Tensor]):
-    """The gradient that the loop computes next, or the mean `of` it: awaiting it waits for the loop."""
-
-    def __init__(self, result: Callable[[], Tensor], of: "LoopGradient | None" = None) -> None:
-        self._result, self.own = cache(result), of or self
-        self.is_supplied = False
-        """Of the loop's `own` gradient: whether the loop has computed it."""
-
-    def result(self) -> Tensor:
-        return self._result()
-
-
 class LoopLearner(ConnectedLearner):
     """A learner whose gradients come from a user's loop. The loop's thread calls all methods, unless noted otherwise.
 
-    While the loop computes, an `AnnouncementListener` responds to the other learners, which it hears over `listening`.
-    It belongs to one membership, which it enters with a `plan`; another one continues the `run`.
+    While the loop computes, an `AnnouncementListener` responds to the other learners. It belongs to one membership,
+    which it enters with a `plan`; another one continues the `run`.
     """
 
     replica: LoopReplica
+    _listener: AnnouncementListener | None = None
 
-    def __init__(self, peers: Peers, run: LoopRun, plan: LoopPlan, listening: Store | None = None) -> None:
-        self._run = run
+    def __init__(self, peers: Peers, run: LoopRun, plan: LoopPlan) -> None:
+        self._run, self.most_not_finite = run, run.most_not_finite
         self._me = f"learner {peers.membership.members[peers.rank]}"
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
-        self._is_ending = self._has_finished = False
+        self._is_ending = False
         self._changed = threading.Condition()  # something was announced, or failed
-        self._listener: AnnouncementListener | None = None
         self._coroutine = run.strategy.start(self, run.options)
         sync_groups = run.strategy.sync_groups(run.options, peers.world)
-        # if all learners form one sync group, only the loop's own thread computes means
-        is_one_group = len(sync_groups.of(peers.rank)) == peers.world
-        by_nccl = is_one_group and peers.place.has_own_device(run.replica.weights.device)
-        super().__init__(
-            peers, sync_groups, run.replica, run.seed, by_nccl, run.statistics, has_other_threads=peers.world > 1
-        )
+        super().__init__(peers, sync_groups, run.replica, run.seed, run.statistics, has_other_threads=peers.world > 1)
         self.own_shards = HeldShards(self, _set_rates)
-        self._begin(plan, listening)
-        self.begin_computing()
-
-    def _begin(self, plan: LoopPlan, listening: Store | None) -> None:
-        """Meet the other learners, and run the strategy to its first gradient."""
         try:
-            if self.world > 1:
-                self._meet(listening)
+            self._listener = self._new_listener() if self.world > 1 else None
             self._continue(plan)
         except BaseException:
             super().leave()
             raise
         if self._listener is not None:
             self._listener.start()
-            if getattr(self._run.options, "optimizer_state", "local") == "averaged":
+            if getattr(run.options, "optimizer_state", "local") == "averaged":
                 self.replica.pieces(len(self.replica.weights), optimizer_state=True)  # not later, in the background
-        if self._run.final is None:
+        if run.final is None:
+            before = self.replica.version
             self._proceed()
+            if self.replica.loop is self.replica.weights and self.replica.version != before:
+                self.replica.adopted.leave()  # the end of an interrupted agreement is no change that the loop has made
+        self.begin_computing()
 
     # the contract with the strategy
 
@@ -127,8 +106,12 @@ class LoopLearner(ConnectedLearner):
         if at is not replica.loop:
             replica.refresh_loop(None if at is replica.weights else at)
         self.gradient_version = replica.version if at is replica.weights else replica.loop_version
-        gradient = replica.next_gradient()
-        self._gradient = LoopGradient(lambda: gradient)
+        gradient, is_alone = replica.next_gradient(), len(self.sync_group) == 1
+
+        def compute(mean: Mean | None) -> Tensor:
+            return gradient if mean is None or is_alone else mean(replica.own_gradient())
+
+        self._gradient = GradientHandle(self.rank, compute, is_supplied=False)
         return self._gradient
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
@@ -159,17 +142,6 @@ class LoopLearner(ConnectedLearner):
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         return self.own_shards.keep(piece, make_optimizer)
 
-    def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        if not isinstance(of, LoopGradient):
-            return super().mean(of, group)
-        if len(self.sync_group) == 1:
-            check_group(self.rank, group, self.sync_group, self.world)
-            return of
-        mean = super().mean
-        if of.own.is_supplied:
-            return mean(self.replica.own_gradient(), group)
-        return LoopGradient(lambda: mean(self.replica.own_gradient(), group).result(), of)
-
     def start(self, activity: Coroutine[Any, Any, None]) -> None:
         if self.world == 1 and not self._run.strategy.is_served:
             activity.close()  # there are no other learners
@@ -194,7 +166,7 @@ class LoopLearner(ConnectedLearner):
             self.release.check()
         begin, waited = time.monotonic(), spent.waiting_for_peers
         if listener is not None and listener.ended:
-            self._news()
+            self._news(listener)
         if run.gradient == "given":
             self._gradient.is_supplied = True
             self._proceed()
@@ -231,17 +203,15 @@ class LoopLearner(ConnectedLearner):
     def close(self) -> None:
         """Finish, and continue averaging and taking part in consensus until all learners have closed."""
         self.release.check()
-        if self._run.final is None and not self._has_finished:
+        if self._run.final is None:
             self.finish(is_final_wanted=False)
         begin, listener = time.monotonic(), self._listener
         if listener is not None:
-            self._meet_all(listener, "closed", lambda: self._wait_until(lambda: listener.is_over))
-        self.peers.end()
-        if listener is not None:
+            self._meet_all("closed", lambda: self._wait_until(lambda: listener.is_over))
             listener.join()
             self._consensus_thread.close()
-        if not self._has_finished:  # it entered with the final consensus
-            self.end_threads()
+        self.peers.end()
+        self.end_threads()
         self.replica.finish()
         self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
@@ -250,7 +220,7 @@ class LoopLearner(ConnectedLearner):
         super().leave()
         if (listener := self._listener) is not None:
             self._consensus_thread.abandon()
-            listener.leave(LONGEST_LEAVE_SECONDS)
+            listener.join(LONGEST_LEAVE_SECONDS)  # its connection has been cut, too
             if listener.final.done() and listener.final.exception() is None:
                 self._run.final = self._run.final or listener.final.result()
         self._coroutine.close()
@@ -276,25 +246,20 @@ class LoopLearner(ConnectedLearner):
             run.is_over = True
             begin = time.monotonic()
             if listener is not None and len(self.sync_group) > 1:
-                self._end_together(listener)
+                self._meet_all("ended", lambda: self._make_up(listener), [run.num_steps, self._lead])
             self._is_ending = True
             self.warn_of_few_rounds()
             with self.naming_the_lost("its last step"):
                 self.rounds.finish()
                 with suppress(LoopEnded, StopIteration):  # run it until it waits for the others' end
                     self._coroutine.throw(LoopEnded())
-            if listener is not None:
-                self._meet_all(listener, "finished", lambda: self._wait_for_all(listener.finished))
+            self._meet_all("finished")
             with self.naming_the_lost("its last step"), suppress(StopIteration):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
             self.join_background()
-            agreed = None
-            if listener is not None:
-                self._meet_all(listener, "settled", lambda: self._wait_for_all(listener.settled), int(is_final_wanted))
-                agreed = self.release.wait(listener.final)
-            self.end_threads()
-            self._has_finished = True
+            self._meet_all("settled", word=int(is_final_wanted))
+            agreed = None if listener is None else self.release.wait(listener.final)
             self.replica.refresh_loop()
             self.statistics.spent.waiting_for_peers += time.monotonic() - begin
             if is_final_wanted:
@@ -314,34 +279,26 @@ class LoopLearner(ConnectedLearner):
         begun, self._resumed_at = self._resumed_at, time.monotonic()
         self.statistics.spent.computing += self._resumed_at - begun
 
-    def count_finite(self, is_finite: bool) -> None:
-        run, statistics = self._run, self.statistics
-        statistics.num_not_finite += not is_finite
-        statistics.not_finite_in_a_row = 0 if is_finite else statistics.not_finite_in_a_row + 1
-        if statistics.not_finite_in_a_row == run.most_not_finite:
-            raise NonFiniteError(
-                f"{self._me}: the gradient of step {run.steps_begun} is not finite, nor were the "
-                f"{run.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer "
-                "warm-up (with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
-            )
+    def not_finite(self) -> str:
+        return (
+            f"{self._me}: the gradient of step {self._run.steps_begun} is not finite, nor were the "
+            f"{self.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer warm-up "
+            "(with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
+        )
 
-    def _end_together(self, listener: AnnouncementListener) -> None:
+    def _make_up(self, listener: AnnouncementListener) -> None:
         """Wait until the loops of all learners have ended. Those that step together end after the same step: one whose
         loop ended before makes the steps that it lacks without a gradient."""
-        run = self._run
 
         def is_behind() -> bool:
-            return run.num_steps < listener.last_step(self.sync_group)
+            return self._run.num_steps < listener.last_step(self.sync_group)
 
-        def make_up() -> None:
-            while True:
-                self._wait_for_all(listener.ended, is_behind)
-                self.release.check()
-                if not is_behind():
-                    return
-                self._step_without_gradient()
-
-        self._meet_all(listener, "ended", make_up, [run.num_steps, self._lead])
+        while True:
+            self._wait_for_all(listener.ended, is_behind)
+            self.release.check()
+            if not is_behind():
+                return
+            self._step_without_gradient()
 
     def _step_without_gradient(self) -> None:
         """Make a step of the strategy with a gradient that is not finite, which changes no weights. Where learners step
@@ -408,33 +365,31 @@ class LoopLearner(ConnectedLearner):
         """How messages name a learner: by its permanent number, which is its rank unless learners may be lost."""
         return f"learner {self.peers.membership.members[rank]}"
 
-    def _meet_all(
-        self, listener: AnnouncementListener, stage: str, wait: Callable[[], object], word: object = 0
-    ) -> None:
-        """Announce that this learner has reached a stage, call `wait`, then meet all learners in a closing barrier,
-        which fails immediately if one of them dies. A learner that survives losses hears of a death without it."""
+    def _meet_all(self, stage: str, wait: Callable[[], object] | None = None, word: object = 0) -> None:
+        """Announce that this learner has reached a stage, wait until all have (or as `wait` does), then meet them in a
+        closing barrier, which fails immediately if one of them dies. A learner that survives losses hears of a death
+        without it."""
+        if (listener := self._listener) is None:
+            return
         with self.naming_the_lost("close()"):
             listener.announce(stage, word)
-            thread = Worker("starling-closing")
-            met = None if self.survives else thread.submit(self._closing_barrier)
-            wait()
+            met = None if self.survives else self.workers["starling-closing"].submit(self._closing_barrier)
+            (wait or partial(self._wait_for_all, getattr(listener, stage)))()
             self.release.check()
             if met is not None:
                 self.release.wait(met)
-            thread.close()
 
     def _proceed(self) -> None:
         """Run the strategy until it waits for the loop's next gradient."""
         try:
             with self.naming_the_lost("step()"):
-                while not _waits_for_loop(self._coroutine.send(None)):
-                    pass
+                self._coroutine.send(None)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _meet(self, listening: Store | None) -> None:
-        """Make groups for consensus."""
+    def _new_listener(self) -> AnnouncementListener:
+        """A listener, with the groups that a consensus and the end of the run need."""
         ranks = range(self.world)
         usual = timedelta(seconds=self.peers.timeout_seconds)
         self._consensus_thread = Worker("starling-consensus")
@@ -443,18 +398,15 @@ class LoopLearner(ConnectedLearner):
         if not self.survives:
             # a learner that has closed waits for the others without a time-out, but fails immediately if one dies
             self._closing_group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=20))
-        self._listener = AnnouncementListener(
-            self.peers, means, self._run, self._contribution, self._news, self._failed_behind, listening
-        )
+        return AnnouncementListener(self.peers, means, self._run, self._contribution, self._news, self._failed_behind)
 
     def _continue(self, plan: LoopPlan) -> None:
         """Continue from this learner's state, or from that of another."""
         run, replica, is_taker = self._run, self.replica, self.rank in plan.takers
         replica.strategy_state = beyond_membership(replica.strategy_state)
         if plan.source is not None and self.world > 1:
-            final = run.final if self.rank == plan.source else None
             # unless it may be lost, each loop begins with the optimizer's state that it may have loaded itself
-            own = replica.state(self.rank, self.world, final, has_optimizer=self.survives)
+            own = replica.state(self.rank, self.world, run.final, has_optimizer=self.survives)
             with self.naming_the_lost(f"copying the model of {self._name(plan.source)}"):
                 state = share_state(own, plan.source)
             run.final = run.final or replica.take(state, is_taker)
@@ -503,11 +455,8 @@ class LoopLearner(ConnectedLearner):
                 )
             before = now
 
-    def _news(self) -> None:
+    def _news(self, listener: AnnouncementListener) -> None:
         """React to learners that have finished, settled, closed or failed. May be called by any thread."""
-        listener = self._listener
-        if listener is None:
-            return
         for rank, (has_lost_peer, why) in list(listener.failed.items()):
             if rank != self.rank and self.release.error is None:
                 lost = self._name_lost(None) if has_lost_peer else self._name(rank)
@@ -573,10 +522,6 @@ def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:
     if state["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
     state["stage"] = OptState.STEPPED
-
-
-def _waits_for_loop(handle: Handle[Any]) -> bool:
-    return isinstance(handle, LoopGradient) and not handle.own.is_supplied
 
 
 def one_line(error: BaseException | None) -> str:

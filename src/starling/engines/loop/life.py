@@ -7,53 +7,26 @@ repeated by the learner of the next membership.
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.engines.loop.announcements import UNEQUAL
 from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.run import LoopRun, Past, plan
-from starling.engines.processes.backend import ConnectionFailed
+from starling.engines.processes.backend import LOSSES
 from starling.engines.processes.handshake import Handshake, Peers
-from starling.engines.processes.place import Place
-from starling.engines.processes.process_group import Connections, process_group
-from starling.engines.processes.threads import Release
+from starling.engines.processes.process_group import process_group
 from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError
 from starling.timeouts import REGROUP
-from starling.training.membership import Membership, MembershipChanged, MembershipFeed
+from starling.training.membership import Membership
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_FOREVER = 1e6
-_LOSSES = (MembershipChanged, PeerLost, ConnectionFailed, DistError)
 _LOG = logging.getLogger("starling")
-
-
-class Coordination:
-    """How a learner at `place` hears of memberships: of one alone, which no learner may leave."""
-
-    listening: Store | None = None
-    """The store, over a connection that nothing else uses; None: there is none yet."""
-
-    def __init__(self, place: Place, feed: MembershipFeed | None = None) -> None:
-        self.place = place
-        self.feed = feed or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
-
-    def await_first(self) -> Membership:
-        """Report that this learner is ready; the first membership that includes it. Raises PeerLost."""
-        return self.feed.first()
-
-    def watch(self, on_lost: Callable[[PeerLost], None]) -> None:
-        """Call `on_lost` once if the connection to who announces memberships is lost."""
-
-    def leave(self, error: BaseException | None) -> None:
-        """Disconnect: because the run has ended or, with `error`, because this learner ends without the others."""
 
 
 class Closed(Exception):  # noqa: N818 - not an error
@@ -66,26 +39,20 @@ class LoopLife:
     learner: LoopLearner
     """The learner of the present membership."""
 
-    def __init__(self, coordination: Coordination, timeout_seconds: float, run: LoopRun, handshake: Handshake) -> None:
-        """Enter the first membership."""
-        self._coordination, self._feed = coordination, coordination.feed
-        self._root = Peers(coordination.place, timeout_seconds, feed=self._feed)
-        self._run, self._handshake = run, handshake
+    def __init__(self, root: Peers, run: LoopRun, handshake: Handshake) -> None:
+        """Enter the first membership of the learners of the run, `root`."""
+        self._root, self._feed, self._run, self._handshake = root, root.feed, run, handshake
         self._stack = ExitStack()
-        self._connections: Connections | None = None
-        self._lock = threading.RLock()  # held while the loop is in a learner, and while learners are regrouped
-        self._changed = threading.Condition()
-        self._failure = Release()
+        self._changed = threading.Condition()  # held while the loop is in a learner, and while learners are regrouped
         self._is_over = False
         try:
-            coordination.watch(self._fail)
-            if self._feed.is_watched:
-                self._root.check_alike(handshake)
-            first = coordination.await_first()
+            if self._feed.is_new:
+                root.check_alike(handshake)
+            first = self._feed.first()
             run.has_joined = first.number > 0
             self._regroup(first)
         except BaseException as error:
-            coordination.leave(error)
+            self._feed.leave(error)
             raise
         if self._feed.is_watched:
             threading.Thread(target=self._follow, name="starling-regroup", daemon=True).start()
@@ -95,11 +62,11 @@ class LoopLife:
         Every `action` begins with a check of whether the learner has failed."""
         while True:
             try:
-                with self._lock:
+                with self._changed:
                     learner = self.learner
                     return action(learner, *args, **kwargs)
-            except _LOSSES as error:
-                if error is self._failure.error:
+            except LOSSES as error:
+                if error is self._feed.error:
                     raise
                 interruption = error
             self._await_next(learner.peers.membership, interruption)  # here, so that what it raises is shown alone
@@ -116,11 +83,11 @@ class LoopLife:
                 f"learner {self._root.rank} has finished apart from the others, which may end with another model than "
                 f"its own: {error}; use the model of a learner that ended well"
             ) from error
-        with self._lock:
+        with self._changed:
             self._is_over = True
             if not self._feed.is_watched:
                 self.learner.peers.part()
-            self._coordination.leave(None)
+            self._feed.leave(None)
             self._stack.close()
 
     def abandon(self, error: BaseException | None) -> None:
@@ -129,77 +96,54 @@ class LoopLife:
         self._is_over = True
         unclosed = ProtocolError(f"learner {self._root.rank} ended without close()")
         self.learner.fail(error or unclosed)
-        self._coordination.leave(error or unclosed)
+        self._feed.leave(error or unclosed)
         if not self._feed.is_watched:
             with suppress(DistError):  # the store may be gone as well
                 self.learner.announce_failure(error)
 
     # implementation
 
-    def _fail(self, error: BaseException) -> None:
-        """End this learner with `error`. Called by another thread."""
-        if self._is_over:
-            return
-        with self._changed:
-            self._failure.fail(error)
-            self._changed.notify_all()
-        if hasattr(self, "learner"):
-            self.learner.fail(error)
-        self._cut()
-
-    def _cut(self) -> None:
-        if self._connections is not None:
-            self._connections.cut()
-
     def _await_next(self, membership: Membership, error: BaseException) -> None:
         """Wait until the learners have regrouped after `membership`. Raises `error` if nothing explains it."""
-        if self._later(membership) is None and not self._has_ended:
+        if self._feed.beyond(membership, REGROUP) is None:
             raise error
         with self._changed:
-            self._changed.wait_for(lambda: self.learner.peers.membership.number > membership.number or self._has_ended)
+            self._changed.wait_for(lambda: self._has_ended or self.learner.peers.membership.number > membership.number)
             if self._is_over:
                 raise Closed
-            self._failure.check()
+            self._feed.beyond(membership, 0.0)
 
     @property
     def _has_ended(self) -> bool:
-        return self._is_over or self._failure.error is not None
-
-    def _later(self, membership: Membership) -> Membership | None:
-        """Wait for a later membership, at most for `REGROUP`; None if none comes or this learner has failed."""
-        deadline = time.monotonic() + REGROUP
-        while self._feed.is_watched and time.monotonic() < deadline and not self._has_ended:
-            if change := self._feed.beyond(membership, 0.2):
-                return change
-        return None
+        return self._is_over or self._feed.error is not None
 
     def _follow(self) -> None:
         """Regroup after each change of the membership. The target of a thread."""
         try:
-            while (change := self._feed.beyond(self.learner.peers.membership, _FOREVER)) and not self._is_over:
-                with self._lock:
-                    if not self._is_over and not self._leave():
+            while not self._is_over:
+                change = self._feed.beyond(self.learner.peers.membership, None)
+                with self._changed:
+                    if change and not self._is_over and not self._leave():
                         self._regroup(change)
         except BaseException as error:
-            self._fail(error)
+            if not self._is_over:
+                self._feed.fail(error)
+        with self._changed:
+            self._changed.notify_all()
 
     def _leave(self) -> bool:
-        """Leave the membership that has ended. Returns whether the run is over: all learners have closed in it, or this
-        one has failed, which its loop may not have noticed yet."""
+        """Leave the membership that has ended. Returns whether the run is over, because all learners have closed in it.
+        Raises why this learner has failed, which its loop may not have noticed yet."""
         store, failure = self.learner.peers.store, self.learner.release.error
         if store.check([UNEQUAL]):
             failure = ProtocolError(store.get(UNEQUAL).decode())
-        if failure is not None and not isinstance(failure, _LOSSES):
-            self._fail(failure)
-            return True
-        if self.learner.peers.decide(is_over=False):
-            with self._changed:
-                self._is_over = True
-                self._changed.notify_all()
-            return True
-        self.learner.leave()
-        self._stack.close()
-        return False
+        if failure is not None and not isinstance(failure, LOSSES):
+            raise failure
+        self._is_over = self.learner.peers.decide(is_over=False)
+        if not self._is_over:
+            self.learner.leave()
+            self._stack.close()
+        return self._is_over
 
     def _regroup(self, change: Membership) -> None:
         """Enter the membership `change`, or a later one if that changes meanwhile."""
@@ -207,11 +151,8 @@ class LoopLife:
             try:
                 learner = self._enter(change)
                 break
-            except _LOSSES:
-                self._cut()
-                self._stack.close()
-                if (later := self._later(change)) is None:
-                    self._failure.check()
+            except LOSSES:
+                if (later := self._feed.beyond(change, REGROUP)) is None:
                     raise
                 change = later
         if change.number and learner.peers.rank == 0:
@@ -229,10 +170,10 @@ class LoopLife:
             run.strategy.validate(run.options, world)
         except ConfigError as error:
             raise PeerLost(f"{membership.reason}; {run.strategy.name} cannot continue: {error}") from error
-        peers = self._root.enter(membership, self._failure.check)
+        peers = self._root.enter(membership)
         peers.shake_hands(replace(self._handshake, world=world))
-        found = peers.gather_all("past", asdict(run.past), "entering the next membership")
-        pasts = [Past(**each) for each in found]
+        what = "entering the next membership"
+        pasts = [Past(**each) for each in peers.gather_all("past", asdict(run.past), what)]
         if all(past.has_joined and not past.has_state for past in pasts):
             raise ProtocolError(
                 f"learner {name} has joined, but all learners that had the run's model were lost before it was "
@@ -240,13 +181,13 @@ class LoopLife:
             )
         is_in_step = run.strategy.sync_groups(run.options, 2).size == 2
         how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state)
-        listening = self._coordination.listening and PrefixStore(membership.key, self._coordination.listening)
-        self._connections = None
-        if peers.world > 1:
-            self._connections = self._stack.enter_context(process_group(peers, run.replica.weights.device))
-        with peers.telling(lambda change: self._connections.cut_all() if self._connections else None):
-            learner = LoopLearner(peers, run, how, listening)
-        if self._connections is not None:
-            self._connections.note()
-        self._stack.enter_context(learner.ending(self._cut))
+        with ExitStack() as stack:
+            connections = None
+            if peers.world > 1:
+                connections = stack.enter_context(process_group(peers, run.replica.weights.device))
+            learner = LoopLearner(peers, run, how)
+            if connections is not None:
+                connections.note()
+            stack.enter_context(peers.telling(learner.fail))
+            self._stack = stack.pop_all()
         return learner

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from starling.checkpoint.state import OWN_PREFIX, LearnerState, encode_state
-from starling.checkpoint.state import own as copied
 from starling.engines.loop.optimizers import OptimizerList, members_of, optimizer_like, parameters_of
 from starling.errors import CheckpointError, ProtocolError
 from starling.training.flat import NO_GRADIENT, in_cudnn_order, split, split_gradient, trainable, view_weights
@@ -190,10 +189,10 @@ class LoopReplica(Replica):
         return self._rates[1]
 
     @contextmanager
-    def only(self, optimizer: Optimizer) -> Generator[None, None, None]:
+    def only(self, optimizer: Optimizer | None) -> Generator[None, None, None]:
         """Within this context, only the parameters of this member of several optimizers have gradients, and only it
-        steps."""
-        if not isinstance(self.optimizer, OptimizerList):
+        steps; None: all do."""
+        if optimizer is None or not isinstance(self.optimizer, OptimizerList):
             yield
             return
         own = {id(parameter) for parameter in parameters_of(optimizer)}
@@ -321,8 +320,7 @@ class LoopReplica(Replica):
             except CheckpointError:  # an optimizer whose state cannot be sent starts afresh elsewhere
                 optimizer = {}
             strategy = {name: each for name, each in self.strategy_state.items() if not name.startswith(OWN_PREFIX)}
-            own = copied(weights), copied(tensors), copied(optimizer)
-            return LearnerState(rank, world, Position(), 0.0, *own, strategy=copied(strategy))
+            return LearnerState(rank, world, Position(), 0.0, weights, tensors, optimizer, strategy=strategy).copy()
 
     def take(self, state: LearnerState, everything: bool) -> Consensus | None:
         """Take another learner's strategy state or, with `everything`, its whole state; returns the final consensus, if
@@ -375,7 +373,8 @@ class AdoptedParameters:
         self._model, self._optimizer = model, optimizer
         like = trainable(model)[0]
         in_optimizer = {id(parameter) for parameter in parameters_of(optimizer)}
-        self.names, self.parameters = [], []
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
         names = {parameter: name for name, parameter in model.named_parameters()}
         for parameter in in_cudnn_order(model):
             may_be_unfrozen = id(parameter) in in_optimizer and _fits(parameter, like)
@@ -390,9 +389,6 @@ class AdoptedParameters:
         self._addresses = [view.data_ptr() for view in self._views]
         self._left = torch.empty_like(self.flat) if notices_changes else None
         self.leave()
-
-    names: list[str]
-    parameters: list[nn.Parameter]
 
     def leave(self) -> None:
         """The learner leaves the weights to the loop, as they are now."""

@@ -19,7 +19,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.engines.processes.threads import Worker
-from starling.errors import StarlingError
+from starling.errors import PeerLost, StarlingError
+from starling.training.membership import MembershipChanged
 from starling.training.streams import Streams, streams_of
 
 T = TypeVar("T")
@@ -27,6 +28,10 @@ T = TypeVar("T")
 
 class ConnectionFailed(Exception):  # noqa: N818 - becomes a PeerLost once the lost learner is known
     """A call of the backend failed: a peer is lost or did not answer in time."""
+
+
+LOSSES = (MembershipChanged, PeerLost, ConnectionFailed, dist.DistError)
+"""What a learner raises where the loss of another learner, or a join, interrupts it."""
 
 
 @contextmanager

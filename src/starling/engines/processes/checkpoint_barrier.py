@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -67,10 +67,6 @@ class SaveRequests:
         self._before = time.monotonic()
 
 
-class _Closed(Exception):  # noqa: N818 - not an error
-    """Ends the thread after `close`."""
-
-
 class CheckpointBarrier(threading.Thread):
     """One learner's part in the checkpoint barriers of a membership.
 
@@ -79,25 +75,21 @@ class CheckpointBarrier(threading.Thread):
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        save_requests: SaveRequests | None,
-        on_barrier: Callable[[int, int], None],
-        naming_the_lost: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
+        self, peers: Peers, save_requests: SaveRequests | None, on_barrier: Callable[[int, int], None]
     ) -> None:
         super().__init__(name=f"starling-barriers-{peers.rank}", daemon=True)  # it must not keep a failed learner alive
         self._rank, self._world = peers.rank, peers.world
-        self._naming_the_lost, self._peers = naming_the_lost, peers
+        self._peers = peers
         self._has_requests = save_requests is not None
+        self._is_closed = threading.Event()
         if save_requests is not None:
-            self._beside = peers.beside(self._check_closed, peers.waits)
+            self._beside = peers.beside(self._is_closed, peers.waits)
         self._requests = save_requests or SaveRequests()
         self._on_barrier = on_barrier
         self._changed = threading.Condition()
         self._reached = 0  # the first portion that this learner has not reached
         self._limit: int | None = None  # the first portion that must wait until the barrier's place is known
         self._error: DistError | None = None
-        self._is_closed = threading.Event()
         self._begin = time.monotonic()
 
     def start(self) -> None:
@@ -134,7 +126,7 @@ class CheckpointBarrier(threading.Thread):
             self._changed.wait(WAKE_SECONDS)
             return False
 
-        with self._naming_the_lost(AGREEING), self._changed:
+        with self._peers.naming_the_lost(AGREEING), self._changed:
             self._peers.await_done(is_agreed, "no checkpoint barrier was agreed on")
 
     def run(self) -> None:
@@ -144,7 +136,7 @@ class CheckpointBarrier(threading.Thread):
                 self._agree(number, signal_number, margin)
                 if signal_number:
                     return
-        except _Closed:
+        except CancelledError:
             pass
         except DistError as error:  # the store is gone; tell waiting threads
             with self._changed:
@@ -155,7 +147,7 @@ class CheckpointBarrier(threading.Thread):
         """Wait for the request of barrier `number`. Returns the signal that stops the run or 0, and the margin."""
         store, key = self._beside.store, f"barriers/{number}"
         while True:
-            self._check_closed()
+            self._beside.look_around()
             wanted = self._requests.wanted(self._rank == 0)
             if wanted is not None:
                 request = store.compare_set(key, "", json.dumps([wanted, self._margin()]))
@@ -195,7 +187,3 @@ class CheckpointBarrier(threading.Thread):
     def _forget(self, number: int) -> None:
         for word in ("", "/place", *(f"/{rank}" for rank in range(self._world))):
             self._beside.store.delete_key(f"barriers/{number}{word}")
-
-    def _check_closed(self) -> None:
-        if self._is_closed.is_set():
-            raise _Closed

@@ -1,7 +1,7 @@
 """Means over a sync group, summed in rank order: through a process group, or in shared memory."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from starling.consensus import rank_ordered_mean
 from starling.engines.processes.backend import communicating
 from starling.engines.processes.links import MemoryLinks, Note
-from starling.engines.processes.threads import ProcessHandle, Worker
+from starling.engines.processes.threads import Worker
 from starling.learner import EncodedMean
 
 
@@ -25,19 +25,20 @@ class OrderedMean:
     def __init__(self, group: ProcessGroup | None, world: int, thread: Worker) -> None:
         self._group, self._world, self._thread = group, world, thread
 
-    def start(self, vector: Tensor, into: Tensor | None = None) -> "Future[Tensor]":
-        """Begin the mean of `vector` `[P]` as it is now; the result `[P]` is in new host memory, and not in `into`."""
+    def start(self, vector: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begin the mean of `vector` `[P]` as it is now, and return what waits for it. The result `[P]` is in new host
+        memory, and not in `into`."""
         chunk = -(-vector.numel() // self._world)
         mine = torch.zeros(chunk * self._world, dtype=vector.dtype, device="cpu")
         mine[: vector.numel()].copy_(vector)
         size = vector.numel()
-        return self._thread.submit(lambda: self._exchange(mine, rank_ordered_mean)[:size])
+        return self._thread.submit(lambda: self._exchange(mine, rank_ordered_mean)[:size]).result
 
-    def start_encoded(self, part: EncodedMean) -> "Future[Tensor]":
+    def start_encoded(self, part: EncodedMean) -> Callable[[], Tensor]:
         """Begin a mean whose vectors travel encoded: an all-to-all and an all-gather of bytes."""
         return self._thread.submit(
             lambda: part.result(self._exchange(torch.cat(part.messages()), part.combine).chunk(self._world))
-        )
+        ).result
 
     def _exchange(self, mine: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """Replace each learner's chunk of `mine` by what it `combine`s from all learners' vectors."""
@@ -68,11 +69,11 @@ class SharedMean:
         self._own, self._others = links.rank - sync_group.start, [each for each in sync_group if each != links.rank]
         self._places = {(each, number): links.place(each, lane, number) for each in sync_group for number in range(2)}
         self._num_begun = 0
-        self._under_way: ProcessHandle[Tensor] | None = None
+        self._under_way: Callable[[], Tensor] | None = None
 
-    def start(self, vector: Tensor, into: Tensor | None = None) -> "ProcessHandle[Tensor]":
-        """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one. The result is written to
-        `into` `[P]`, if given, otherwise to new memory."""
+    def start(self, vector: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one; returns what waits for it.
+        The result is written to `into` `[P]`, if given, otherwise to new memory."""
 
         def mean(number: int, vectors: list[Tensor]) -> Tensor:
             if vectors[0].nbytes <= SMALL_BYTES:
@@ -83,7 +84,7 @@ class SharedMean:
 
         return self._start(vector, mean)
 
-    def start_encoded(self, part: EncodedMean) -> "ProcessHandle[Tensor]":
+    def start_encoded(self, part: EncodedMean) -> Callable[[], Tensor]:
         """Begin a mean whose vectors travel encoded, after finishing the previous one.
 
         A learner's place holds its message for each other learner, and finally its chunk of the encoded mean.
@@ -93,22 +94,23 @@ class SharedMean:
             lambda number, vectors: part.result(self._combined(number, vectors, part.combine)),
         )
 
-    def _start(self, vector: Tensor, mean: Callable[[int, list[Tensor]], Tensor]) -> "ProcessHandle[Tensor]":
+    def _start(self, vector: Tensor, mean: Callable[[int, list[Tensor]], Tensor]) -> Callable[[], Tensor]:
         """Begin the `mean` of all learners' vectors in their places; its number is the other argument."""
         if self._under_way is not None:
-            self._under_way.result()
+            self._under_way()
         number, self._num_begun = self._num_begun, self._num_begun + 1
         places = [self._places[each, number % 2] for each in self._sync_group]
         vectors = [place[: vector.nbytes].view(vector.dtype) for place in places]
         vectors[self._own].copy_(vector)
         self._tell_all(2 * number)
 
+        @cache
         def result() -> Tensor:
             self._await_all(2 * number)
             return mean(number, vectors)
 
-        self._under_way = under_way = ProcessHandle(result)
-        return under_way
+        self._under_way = result
+        return result
 
     def _combined(
         self, number: int, vectors: list[Tensor], combine: Callable[[Sequence[Tensor]], Tensor]

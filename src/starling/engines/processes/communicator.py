@@ -6,13 +6,13 @@ import warnings
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,19 +34,21 @@ from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
 from starling.engines.processes.rounds import ProcessRounds, StoreBoard
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
-from starling.engines.processes.threads import FirstOf, GradientHandle, ProcessHandle, Release, Worker, Workers
+from starling.engines.processes.threads import GradientHandle, ProcessHandle, Release, Worker, Workers
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
-from starling.training.checks import check_group, check_mean, check_peer
+from starling.timeouts import CAUSE
 from starling.training.job import Statistics
-from starling.training.membership import Membership, MembershipChanged
-from starling.training.replica import Replica, ReplicaLearner
+from starling.training.learner import ReplicaLearner
+from starling.training.membership import MembershipChanged
+from starling.training.replica import Replica
 from starling.training.shards import HeldShards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 
 T = TypeVar("T")
 FOREVER = timedelta(days=20)
+LOOK_AROUND_SECONDS = 1.0
 LONGEST_LEAVE_SECONDS = 10.0
 A_MEAN = "a mean"
 MEAN_OF_GRADIENT = "the mean of a gradient"
@@ -61,7 +63,8 @@ class _Lane(NamedTuple):
     device_group: ProcessGroup | None
     """The group on NCCL, if means use it."""
     waiter: Worker
-    firsts: FirstOf
+    finished: SimpleQueue[ProcessHandle[Any]]
+    """The handles of which the strategy awaits the first, as they finish or fail."""
 
 
 class ConnectedLearner(ReplicaLearner):
@@ -69,7 +72,7 @@ class ConnectedLearner(ReplicaLearner):
     the strategy runs, are its subclasses' business.
 
     Learners on one machine use shared memory (`MemoryLinks`) on the CPU; all others use gloo through host memory. If
-    each learner has its own device (`by_nccl`), means use NCCL.
+    each learner has its own device, means use NCCL.
 
     In islands of `row_size` ranks, it communicates with those that hold the same shard. Waiting time, bytes and rounds
     are counted in `statistics`. `has_other_threads` means that threads other than the background may `fail` this
@@ -84,7 +87,6 @@ class ConnectedLearner(ReplicaLearner):
         sync_groups: SyncGroups,
         replica: Replica,
         seed: int,
-        by_nccl: bool,
         statistics: Statistics,
         has_other_threads: bool = False,
         row_size: int = 1,
@@ -92,11 +94,13 @@ class ConnectedLearner(ReplicaLearner):
         self.release = Release()
         place = self._place = peers.place.row(row_size)
         self.rank, self.world, self.seed = place.rank, place.world, seed
-        self.peers = replace(peers, look_around=self.release.check)
+        self.peers = replace(peers, look_around=self.release.check, naming_the_lost=self.naming_the_lost)
         """The learners of the membership, for waits that end when this learner fails."""
         self.replica, self.sync_group = replica, sync_groups.of(place.rank)
         self._group_processes = [place.process(rank) for rank in self.sync_group]
-        self._device, self._by_nccl = replica.weights.device, by_nccl
+        self._device, is_whole = replica.weights.device, len(self.sync_group) == self.world
+        # if all learners form one sync group, only the strategy's own thread computes means
+        self._by_nccl = peers.place.has_own_device(self._device) and (is_whole or not has_other_threads)
         self.statistics, self._waits = statistics, peers.waits
         self._has_other_threads = has_other_threads
         self.workers = Workers()
@@ -105,23 +109,19 @@ class ConnectedLearner(ReplicaLearner):
         """The thread of the learner's second coroutine."""
         self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
         with self.naming_the_lost("linking the learners of this machine"):
-            in_row = (
-                peers if place.num_rows == 1 else replace(peers, place=place, waits=Waits())
-            )  # those name whole ranks
+            # the waits of the membership name whole ranks
+            in_row = peers if place.num_rows == 1 else replace(peers, place=place, waits=Waits())
             links = self._links = MemoryLinks(in_row, replica.weights.nbytes if self._device.type == "cpu" else 0)
         is_linked = links.join(range(self.world))
         self.rounds = ProcessRounds(LinkBoard(links) if is_linked else StoreBoard(place.store, self.rank, self.world))
-        groups = [
-            range(first, first + sync_groups.size) for first in range(0, sync_groups.num_workers, sync_groups.size)
-        ]
+        groups = [sync_groups.of(first) for first in range(0, sync_groups.num_workers, sync_groups.size)]
         shares_memory = sync_groups.size > 1 and all(links.join(each) for each in groups)  # the same on all learners
         self.reduces_in_backward = place.num_rows == 1 and not shares_memory
         """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
         takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard."""
         self._lanes = [self._make_lane(number, shares_memory and len(self.sync_group) > 1) for number in range(2)]
-        is_whole = len(self.sync_group) == self.world and place.num_rows == 1
         self._reducing_group = self._lanes[0].device_group
-        if not by_nccl and self.reduces_in_backward and not is_whole:
+        if not self._by_nccl and self.reduces_in_backward and not is_whole:
             self._reducing_group = self._new_group("gloo")
 
     @property
@@ -131,7 +131,7 @@ class ConnectedLearner(ReplicaLearner):
 
     @property
     def _lane(self) -> _Lane:
-        """That of the calling thread."""
+        """The lane of the calling thread."""
         return self._lanes[self.is_behind]
 
     @abstractmethod
@@ -143,21 +143,23 @@ class ConnectedLearner(ReplicaLearner):
         return self.peers.silent(suspect)
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        check_group(self.rank, group, self.sync_group, self.world)
-        if isinstance(of, GradientHandle) and not of.is_finished:
-            return of.averaged(lambda gradient: self._mean(gradient, into=gradient).result())
-        if isinstance(of, ProcessHandle) and of.is_finished:
-            of = of.result()
-        if isinstance(of, Handle):
-            return ProcessHandle(lambda: self._mean(of.result()).result())
+        self.check_group(group, self.sync_group)
         if isinstance(of, Tensor):
             return self._mean(of)
-        self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * of.message_bytes
-        return ProcessHandle(self._averaging(A_MEAN, lambda means: means.start_encoded(of)))
+        if isinstance(of, EncodedMean):
+            self.statistics.averaging.bytes_sent += 2 * (len(self.sync_group) - 1) * of.message_bytes
+            return ProcessHandle(self._averaging(A_MEAN, lambda means: means.start_encoded(of)))
+        self.is_averaged = True
+        handle = cast(ProcessHandle[Tensor], of)  # as all that this learner has started
+        if handle.is_finished:
+            return self._mean(handle.result())
+        if isinstance(handle, GradientHandle):
+            return handle.averaged(lambda gradient: self._mean(gradient, into=gradient).result())
+        return ProcessHandle(lambda: self._mean(handle.result()).result(), of=handle.of)
 
     def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
         """The mean of a vector as it is now, in new memory or, if learners share memory, in `into`."""
-        check_mean(self.rank, of, self.replica.weights)
+        self.check_mean(of)
         self.count_mean(of.nbytes)
         if len(self.sync_group) == 1:
             alone = of.clone() if into is None else of
@@ -182,17 +184,17 @@ class ConnectedLearner(ReplicaLearner):
         return ProcessHandle(lambda: averaging().to(self._device))
 
     def _averaging(
-        self, what: str, start: Callable[[OrderedMean | SharedMean], Future[Tensor] | Handle[Tensor]]
+        self, what: str, start: Callable[[OrderedMean | SharedMean], Callable[[], Tensor]]
     ) -> Callable[[], Tensor]:
         """Start a mean; returns what waits for it."""
         means = self._lane.means
         with self.naming_the_lost(what):
             under_way = start(means)
         # in shared memory, a wait ends when this learner fails
-        return lambda: self.wait_for(what, under_way.result, in_this_thread=isinstance(means, SharedMean))
+        return lambda: self.wait_for(what, under_way, in_this_thread=isinstance(means, SharedMean))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        check_peer(self.rank, peer, self.world)
+        self.check_peer(peer)
         if peer == self.rank:
             self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
             return ProcessHandle(lambda: None)
@@ -213,7 +215,7 @@ class ConnectedLearner(ReplicaLearner):
         return ProcessHandle(lambda: self.wait_for(what, lambda: wait_for(begun()), peer))
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        check_peer(self.rank, peer, self.world)
+        self.check_peer(peer)
         if peer == self.rank:
             own = self._own_messages[tag].get
             return ProcessHandle(
@@ -251,11 +253,21 @@ class ConnectedLearner(ReplicaLearner):
         )
 
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        work = {key: handle for key, handle in handles.items() if isinstance(handle, ProcessHandle)}
+        keys = {cast(ProcessHandle[Any], handle): key for key, handle in handles.items()}
 
         def result() -> int:
+            finished = self._lane.finished
+            for handle, key in keys.items():
+                handle.finish_in(self.workers[f"starling-first-{self.is_behind:d}-{key}"], finished.put)
             with self._waiting("receiving the first of several messages"):
-                return self._lane.firsts.of(work, self._notice_losses)
+                while True:
+                    try:
+                        first = finished.get(timeout=LOOK_AROUND_SECONDS)
+                    except Empty:
+                        self._notice_losses()
+                    else:
+                        if first in keys:
+                            return keys[first]
 
         return ProcessHandle(result)
 
@@ -325,18 +337,10 @@ class ConnectedLearner(ReplicaLearner):
         self.release.fail(error)
         self._links.release()
 
-    def ending(self, cut: Callable[[], None]) -> AbstractContextManager[None]:
-        """A context in which the announcement of a later membership ends this learner's waits, and calls `cut`."""
-
-        def end(change: Membership) -> None:  # called by another thread
-            self.fail(MembershipChanged(change))
-            cut()
-
-        return self.peers.telling(end)
-
     def round(self, period: float) -> Handle[int | None]:
 
         def result() -> int | None:
+            self.release.check()
             with self.naming_the_lost("an averaging round"):
                 number = self.rounds.next(period)
             self.statistics.averaging.rounds += number is not None
@@ -348,12 +352,7 @@ class ConnectedLearner(ReplicaLearner):
 
         def result() -> None:
             kept_up: Future[None] = Future()
-
-            def tell() -> None:
-                with suppress(InvalidStateError):  # the wait was released
-                    kept_up.set_result(None)
-
-            if not self.rounds.keeps_up(most, tell):
+            if not self.rounds.keeps_up(most, lambda: kept_up.set_result(None)):
                 with self._waiting(OWN_ROUND):
                     self.release.wait(kept_up)
 
@@ -396,7 +395,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def leave(self) -> None:
         """Stop communicating without completing pending work; the caller has cut the connections."""
-        self.rounds.leave()
+        self.fail(MembershipChanged(self.peers.feed.latest))
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
         self.workers.abandon()
@@ -427,7 +426,8 @@ class ConnectedLearner(ReplicaLearner):
         except (ConnectionFailed, dist.DistError) as error:
             self.release.check()
             check_files(self.peers.rank)
-            self.peers.explain(error)
+            if change := self.peers.feed.beyond(self.peers.membership, CAUSE):
+                raise MembershipChanged(change) from error
             suspect = None if peer is None else self._place.process(peer)
             raise PeerLost(
                 f"learner {self.peers.rank} lost {self._name_lost(suspect)} in {what}, {self._where()} "
@@ -453,8 +453,7 @@ class ConnectedLearner(ReplicaLearner):
         if device_group is not None:
             with communicating():
                 membership_group.connect(device_group, self._device)
-        waiter, firsts = self.workers[f"starling-waiter-{number}"], FirstOf(self.workers, f"starling-first-{number}")
-        return _Lane(means, device_group, waiter, firsts)
+        return _Lane(means, device_group, self.workers[f"starling-waiter-{number}"], SimpleQueue())
 
     def _new_group(self, backend: str) -> ProcessGroup | None:
         """A new process group of this learner's sync group; None if it is alone in it."""

@@ -7,9 +7,11 @@ processes that do not belong to the run, and those of an earlier run, are reject
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -25,13 +27,13 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.run_token import new_challenge, sign, verified
 from starling.engines.processes.stalls import Waits
 from starling.errors import PeerLost, ProtocolError
-from starling.timeouts import CAUSE, REGROUP
+from starling.timeouts import REGROUP
 from starling.training.membership import Membership, MembershipChanged, MembershipFeed
 
 LOOK_AROUND_SECONDS = 0.02
 """Maximum interval between two checks of the store."""
 LONG_LOOK_AROUND_SECONDS = 0.2
-"""The same in a long wait: a hundredth of its duration, up to this."""
+"""Maximum interval in a long wait: it grows to a hundredth of the wait's duration, up to this."""
 LOOKS_OF_ALL_PER_SECOND = 2000
 """How often all learners that wait for the same key check it together in a second: the store serves them one by one."""
 LOOK_WHO_SECONDS = 0.5
@@ -63,7 +65,7 @@ class Handshake:
     configuration: str
     """A digest of the resolved recipe."""
     optimizer: str = ""
-    """Of joined loops: the classes and options of their optimizers."""
+    """The classes and options of a joined loop's optimizers."""
     starling: str = field(default_factory=cache(partial(version, "starling-asr")))
     torch: str = field(default_factory=lambda: str(torch.__version__))
 
@@ -73,7 +75,8 @@ class Peers:
     """The learners of one membership, as one of them meets them through the store.
 
     While it waits for others, it calls `look_around` repeatedly, which may raise; its waits are recorded in `waits`.
-    The `feed` announces the next membership. Without one the first is the only one, and a lost learner is an error.
+    `naming_the_lost` turns an error of the store in an operation into one that names the lost learners. The `feed`
+    announces the next membership. Without one the first is the only one, and a lost learner is an error.
     """
 
     place: Place
@@ -82,28 +85,28 @@ class Peers:
     feed: MembershipFeed = None  # type: ignore[assignment]
     membership: Membership = None  # type: ignore[assignment]
     look_around: Callable[[], None] = do_nothing
+    naming_the_lost: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
 
     def __post_init__(self) -> None:
         self.store, self.rank, self.world = self.place.store, self.place.rank, self.place.world
         self.membership = self.membership or Membership(0, tuple(range(self.world)))
         self.feed = self.feed or MembershipFeed(self.rank, self.membership)
 
-    def enter(self, membership: Membership, look_around: Callable[[], None] = do_nothing) -> "Peers":
+    def enter(self, membership: Membership) -> "Peers":
         """The learners of a membership that includes this one. An announcement of the next one ends its waits."""
         rank, world = membership.members.index(self.feed.name), len(membership.members)
         self.waits.among(rank, membership.members)
         place = replace(self.place, rank=rank, world=world, store=PrefixStore(membership.key, self.store))
+        return replace(self, place=place, membership=membership, look_around=partial(self.feed.check, membership))
 
-        def look_for_change() -> None:
-            look_around()
-            if self.feed.latest.number > membership.number:
-                raise MembershipChanged(self.feed.latest)
+    def beside(self, is_closed: threading.Event, waits: Waits) -> "Peers":
+        """The same learners over another connection to the store, which serves one request at a time: for a thread
+        whose waits have no time-out, and raise CancelledError once it `is_closed`."""
 
-        return Peers(place, self.timeout_seconds, self.waits, self.feed, membership, look_for_change)
+        def look_around() -> None:
+            if is_closed.is_set():
+                raise CancelledError
 
-    def beside(self, look_around: Callable[[], None], waits: Waits) -> "Peers":
-        """The same learners over another connection to the store, which serves one request at a time: for a thread that
-        waits until `look_around` raises."""
         place = replace(self.place, store=clone_store(self.store))
         return replace(self, place=place, timeout_seconds=math.inf, waits=waits, look_around=look_around)
 
@@ -115,14 +118,9 @@ class Peers:
             if time.monotonic() - begin > self.timeout_seconds:
                 raise DistStoreError(f"Timed out: {what} for {self.timeout_seconds:g} s")
 
-    def telling(self, on_change: Callable[[Membership], None]) -> AbstractContextManager[None]:
-        """A context in which `on_change` is called, by any thread, once a later membership is announced."""
-        return self.feed.telling(self.membership, on_change)
-
-    def explain(self, error: Exception) -> None:
-        """Raise `MembershipChanged` if the announcement of a change explains a lost connection."""
-        if change := self.feed.beyond(self.membership, CAUSE):
-            raise MembershipChanged(change) from error
+    def telling(self, on_end: Callable[[BaseException], None]) -> AbstractContextManager[None]:
+        """A context in which `on_end` is called, by any thread, with what ends the membership early."""
+        return self.feed.telling(self.membership, on_end)
 
     def await_keys(
         self,
@@ -228,11 +226,14 @@ class Peers:
             ) from error
 
     def part(self) -> None:
-        """The closing barrier: no learner disconnects while another still needs the connection."""
-        store = self.store
+        """The closing barrier: no learner disconnects while another still needs the connection. Raises
+        `MembershipChanged` if some learners continue in a next membership: then all do."""
+        store, is_over = self.store, True
         store.set(f"closing/{self.rank}", "")  # raises if the store is gone already
         try:
             self.gather("closing", "", lambda all_here: "", "the closing barrier")
+        except MembershipChanged:
+            is_over = False
         except DistError as error:
             if self.rank == 0:  # other learners may find the store gone, if learner 0 hosts it
                 lost = " and ".join(_absent(store, "closing", range(self.world)))
@@ -240,6 +241,7 @@ class Peers:
                     f"learner 0 lost {lost}, which did not reach the closing barrier within "
                     f"{self.timeout_seconds:g} s; training had already ended"
                 ) from error
+        self.end(is_over)
 
     def decide(self, is_over: bool) -> bool:
         """Whether the run is over with this membership, or continues in the next: what the first learner that has

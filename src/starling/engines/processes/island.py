@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from starling.checkpoint.cut import Cut, ShardOfIsland
 from starling.checkpoint.state import LearnerState
@@ -35,7 +36,10 @@ from starling.training.shards import MakeOptimizer
 
 GATHERING = "gathering its island's model"
 SMALLEST_UNIT = 1 << 20
-"""Numbers. Smaller blocks of a model are gathered and freed together with what surrounds them."""
+"""The least number of weights of a block that is gathered and freed by itself; smaller blocks join what surrounds
+them."""
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+"""Optimizers of `torch.optim` that treat each weight alone, so that a shard's step is that of the whole model."""
 
 
 class IslandGroup(PassWithBackend):
@@ -44,7 +48,7 @@ class IslandGroup(PassWithBackend):
     def __init__(self, peers: Peers, size: int, statistics: Statistics) -> None:
         super().__init__()
         first = peers.rank - peers.rank % size
-        self.ranks = range(first, first + size)
+        self.ranks, self.size = range(first, first + size), size
         self.member = peers.rank - first
         self.timeout = timedelta(seconds=peers.timeout_seconds)
         self.statistics = statistics
@@ -52,10 +56,6 @@ class IslandGroup(PassWithBackend):
         """The time spent in communication so far."""
         self._waits = peers.waits
         self.group: ProcessGroup = local_group(self.ranks, peers.timeout_seconds)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         """Fill `whole` `[n P']` with the ranks' vectors, of which `own` `[P']` may be a part."""
@@ -107,7 +107,7 @@ class IslandModel(Model):
     def __init__(self, model: nn.Module, island: IslandGroup, whole: Mapping[str, Tensor], cut: Cut) -> None:
         self.cut, self.island = cut, island
         self.names = list(whole)
-        """Of the parameters, in the model."""
+        """The parameters' names in the model."""
         every = torch.cat([parameter.detach().reshape(-1) for parameter in whole.values()])
         weights = cut.part(every, island.member)
         shapes = [torch.empty(shape, device="meta") for shape in cut.local_shapes]
@@ -131,11 +131,11 @@ class IslandModel(Model):
         optimizer = cut.part_of_optimizer(state.optimizer, member, order)
         return replace(state, weights=cut.part(state.weights, member), optimizer=optimizer)
 
-    def shard_of_island(self, optimizer: torch.optim.Optimizer) -> ShardOfIsland:
+    def shard_of_island(self, optimizer: Optimizer) -> ShardOfIsland:
         """Which part of the model this rank holds."""
         return ShardOfIsland(self.cut, self.island.member, self._order(optimizer))
 
-    def _order(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    def _order(self, optimizer: Optimizer) -> tuple[int, ...]:
         """The numbers of the parameters in the order of an optimizer."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         return tuple(numbers[id(each)] for group in optimizer.param_groups for each in group["params"])
@@ -184,6 +184,15 @@ def check_island(island: Island, device: torch.device) -> None:
         raise ConfigError(f"island: needs torch 2.13 or later, but this is torch {torch.__version__}; update torch")
     if island.size > 1 and device.type != "cpu":
         raise ConfigError(f"island: computed on the CPU only so far, not on {device.type}; set engine.device: cpu")
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise ConfigError unless the optimizer treats each weight alone."""
+    if type(optimizer).__name__ not in ELEMENTWISE or type(optimizer).__module__.partition(".")[0] != "torch":
+        raise ConfigError(
+            f"island: {type(optimizer).__name__} does not treat each weight alone, so it would step differently on a "
+            f"part of a model; choose one of {', '.join(ELEMENTWISE)}, or leave out island"
+        )
 
 
 def trainable_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

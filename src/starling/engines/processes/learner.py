@@ -6,10 +6,11 @@ each learner has its own device; everything else uses gloo through host memory.
 
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from itertools import count, islice
+from typing import Self
 
 from torch import Tensor
 
@@ -18,21 +19,20 @@ from starling.engines.processes.backend import ReducingModel
 from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, SaveRequests
 from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedLearner
 from starling.engines.processes.handshake import Peers
-from starling.engines.processes.island import GATHERING, IslandModel
+from starling.engines.processes.island import GATHERING, IslandModel, check_elementwise
 from starling.engines.processes.rounds import ProcessRounds, StoreCuts
-from starling.engines.processes.threads import GradientHandle
+from starling.engines.processes.threads import GradientHandle, Mean
 from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
 from starling.errors import ConfigError, ProtocolError
-from starling.learner import EncodedMean, Handle, Shard
+from starling.learner import Handle
 from starling.strategies.islands import NO_ISLANDS, between_islands
-from starling.training.checks import changed_beneath, check_elementwise
 from starling.training.course import CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.training.flat import Model, load_buffers
 from starling.training.job import Job, Observer
+from starling.training.learner import changed_beneath
 from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.replica import Replica
-from starling.training.shards import MakeOptimizer
 from starling.training.stragglers import Stragglers
 from starling.training.succession import Life
 from starling.training.tickets import SyncGroupTickets
@@ -65,8 +65,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             load_buffers(flat.model, start.buffers)
         self._flat = flat
         self._has_delays = job.stragglers != Stragglers()
-        self._elsewhere: Model | None = None  # a copy of the model, for gradients at a snapshot
-        self._reducing: dict[bool, ReducingModel] = {}  # by whether it wraps `_elsewhere`
+        self._reducing: ReducingModel | None = None
         self._begun = time.monotonic()
         in_island = None if part is None else self._sum_over_island
         replica = Replica(
@@ -82,15 +81,14 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             row.sync_groups(job.options, peers.world // job.island.size),
             replica,
             job.seed,
-            peers.place.has_own_device(weights.device),
             life.statistics,
             row_size=job.island.size,
         )
-        self._barrier = CheckpointBarrier(self.peers, save_requests, self._add_barrier, self.naming_the_lost)
+        self._barrier = CheckpointBarrier(self.peers, save_requests, self._add_barrier)
         position, shared_by = start.position if start else Position(), job.island.tensor
         size = job.sync_groups(peers.world).size
         tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, shared_by)
-        self.cut_agreement = StoreCuts(self._place.store, self.rank, self.world, self.naming_the_lost)
+        self.cut_agreement = StoreCuts(replace(self.peers, place=self._place))
         CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
         self.batches = ProcessBatches(self, loader, self._barrier)
 
@@ -108,19 +106,15 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         finally:
             self.batches.close()
 
-    @contextmanager
-    def agreeing(self) -> Generator[None, None, None]:
-        """Within this context, the learner agrees with the others on checkpoint barriers."""
+    def agreeing(self) -> AbstractContextManager[object]:
+        """A context in which the learner agrees with the others on checkpoint barriers."""
         self._barrier.start()
-        try:
-            yield
-        finally:
-            self._barrier.close()
+        return closing(self._barrier)
 
     def leave(self) -> None:
         """Leave a membership that has ended and whose connections have been cut, and save this learner's `Life`."""
         super().leave()  # before saving, because the background changes the weights
-        self._reducing.clear()  # their hooks would act on later gradients
+        self._reducing = None  # its hooks would act on later gradients
         self.end_membership(self.peers.membership.number)
 
     # what all learners with tickets need
@@ -145,21 +139,18 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         version, claimed = self.replica.version, self.begin_gradient()
-        is_mine = at is self.replica.weights
-        if not is_mine:
-            self._elsewhere = self._elsewhere or self._flat.twin()
-            self._elsewhere.use_weights(at)
 
-        def result(reduced: bool) -> Tensor:
-            if is_mine and self.replica.version != version:
+        def compute(mean: Mean | None) -> Tensor:
+            if at is self.replica.weights and self.replica.version != version:
                 raise changed_beneath(self.peers.rank)
             if self.newest_claim is not claimed:
                 raise ProtocolError(f"learner {self.peers.rank} claimed again before it awaited its gradient")
-            return self._compute(self._flat if is_mine or self._elsewhere is None else self._elsewhere, reduced)
+            # an injected delay must come before the gradient is sent; DDP sends it during backward
+            if mean is not None and (self._has_delays or not self.reduces_in_backward):
+                return mean(self._compute(at))
+            return self._compute(at, is_mean=mean is not None)
 
-        # an injected delay must come before the gradient is sent; DDP sends it during backward
-        may_reduce = not self._has_delays and self.reduces_in_backward
-        return GradientHandle(self.peers.rank, result, may_reduce)
+        return GradientHandle(self.peers.rank, compute)
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         begin = time.monotonic()
@@ -168,40 +159,32 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             self.rounds.gradient_made()
         self.statistics.spent.computing += time.monotonic() - begin
 
-    def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        self._refuse_in_island("keeps a model shard")
-        return super().keep(piece, make_optimizer)
-
-    def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
-        self._refuse_in_island("shares a model in memory")
-        return super().share(pieces)
-
-    def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        self.is_averaged |= isinstance(of, Handle)
-        return super().mean(of, group)
+    @property
+    def shards(self) -> Self:
+        if self._part is not None:
+            name = self.job.strategy.name
+            raise ConfigError(f"island: {name} keeps or shares model shards, which an island cannot; leave out island")
+        return self
 
     # implementation
 
-    def _compute(self, flat: Model, reduced: bool) -> Tensor:
-        """The gradient of the claimed mini-batch, or the sync group's mean of it."""
-        begin, waited = time.monotonic(), 0.0
-        if self._part is not None:
-            before = self._part.island.seconds
-            loss = self._compute_part(flat, self._part)
-            waited = self._part.island.seconds - before
-        elif not reduced or len(self.sync_group) == 1:
-            loss = self.compute_gradient(flat.model, flat)
-        else:
-            self.count_mean(flat.gradients.nbytes)
-            is_elsewhere = flat is not self._flat
-            if is_elsewhere not in self._reducing:
-                self._reducing[is_elsewhere] = self.reducing(flat.model)
-            reducing = self._reducing[is_elsewhere]
-            with self.naming_the_lost(MEAN_OF_GRADIENT), reducing.reducing():
-                loss = self.compute_gradient(reducing.model, flat, reducing.model.no_sync, must_reach_all=True)
-                self.await_device()
-        if flat is not self._flat:
-            flat.use_weights(self.replica.weights)  # release the snapshot
+    def _compute(self, at: Tensor, is_mean: bool = False) -> Tensor:
+        """The gradient of the claimed mini-batch at the weights `at`, or the sync group's mean of it."""
+        begin, waited, flat = time.monotonic(), 0.0, self._flat
+        if at is not self.replica.weights:
+            flat.use_weights(at)
+        try:
+            if self._part is not None:
+                before = self._part.island.seconds
+                loss = self._compute_part(self._part)
+                waited = self._part.island.seconds - before
+            elif not is_mean or len(self.sync_group) == 1:
+                loss = self.compute_gradient(flat.model, flat)
+            else:
+                loss = self._compute_mean(flat)
+        finally:
+            if at is not self.replica.weights:
+                flat.use_weights(self.replica.weights)
         if self._has_delays:
             time.sleep(self.life.delays.after(time.monotonic() - begin - waited))
         self.statistics.spent.computing += time.monotonic() - begin - waited
@@ -209,10 +192,19 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         self.report_step(loss)
         return flat.gradients
 
-    def _compute_part(self, flat: Model, part: IslandModel) -> float:
+    def _compute_mean(self, flat: Model) -> float:
+        """Compute the sync group's mean gradient; returns the loss of this learner's own."""
+        self.count_mean(flat.gradients.nbytes)
+        reducing = self._reducing = self._reducing or self.reducing(flat.model)
+        with self.naming_the_lost(MEAN_OF_GRADIENT), reducing.reducing():
+            loss = self.compute_gradient(reducing.model, flat, reducing.model.no_sync, must_reach_all=True)
+            self.await_device()
+        return loss
+
+    def _compute_part(self, part: IslandModel) -> float:
         """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of its own."""
         with self.naming_the_lost(GATHERING), part.island.telling_failures():
-            loss = self.compute_gradient(flat.model, flat)
+            loss = self.compute_gradient(part.model, part)
         if self.unused:
             raise ConfigError(
                 f"learner {self.peers.rank}: parameter {part.names[min(self.unused)]} took no part in "
@@ -224,10 +216,6 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
     def _sum_over_island(self, number: float) -> float:
         with self.naming_the_lost("the norm of a gradient"):
             return number if self._part is None else self._part.island.sum(number)
-
-    def _refuse_in_island(self, what: str) -> None:
-        if self._part is not None:
-            raise ConfigError(f"island: {self.job.strategy.name} {what}, which an island cannot; leave out island")
 
     def _add_barrier(self, number: int, signal_number: int) -> None:
         """Add a checkpoint barrier before portion `number`, which no learner has reached."""

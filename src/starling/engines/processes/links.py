@@ -321,29 +321,23 @@ class LinkBoard:
     def __init__(self, links: MemoryLinks) -> None:
         self._links = links
         self._words = links.words()
-        self._has_left = False
 
     def open(self, number: int, is_behind: bool) -> bool:
         self._words[0][_OPENED] = max(self._words[0][_OPENED], number + 1)
         self._links.ring()
-        return not self._has_left
+        return True
 
     def await_open(self, number: int) -> bool:
-        while not self._has_left:
+        while True:
             is_over = all(words[_FINISHED] for words in self._words)  # first: who has finished has opened its rounds
             if any(words[_OPENED] > number for words in self._words):
                 return True
             if is_over:
                 return False
             self._links.await_ring()
-        return False
 
     def finish(self, first_unopened: int) -> None:
         self._words[0][_FINISHED] = 1
-        self._links.ring()
-
-    def leave(self, number: int) -> None:
-        self._has_left = True
         self._links.ring()
 
 

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from starling.checkpoint.files import apart
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes.backend import ConnectionFailed, communicating
+from starling.engines.processes.backend import LOSSES, communicating
 from starling.engines.processes.checkpoint_barrier import SaveRequests
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.island import IslandGroup, IslandModel, ShardedModel, check_island
@@ -39,12 +38,7 @@ from starling.training.flat import FlatModel, Model, trainable
 from starling.training.gradient import measured_seconds
 from starling.training.job import Job, Observer
 from starling.training.loading import Loader
-from starling.training.membership import (
-    Membership,
-    MembershipChanged,
-    MembershipFeed,
-    MembershipObserver,
-)
+from starling.training.membership import Membership, MembershipFeed, MembershipObserver
 from starling.training.succession import (
     Life,
     MembershipStart,
@@ -59,7 +53,8 @@ from starling.training.succession import (
 from starling.training.tensor_plan import tensor_plan
 from starling.workload import Position, Ticket
 
-_PLAN = "plan"
+PLAN = "plan"
+"""The key of a membership's plan in its store."""
 
 
 def run_learner(
@@ -87,13 +82,10 @@ def run_learner(
         PeerLost: A learner is lost, or does not respond within `timeout_seconds`, and the run cannot continue.
     """
     feed = membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
-    life, root = (
-        Life.begin(job, feed.name, feed.is_new, state=start),
-        Peers(place, timeout_seconds, waits or Waits(), feed),
-    )
+    life = Life.begin(job, feed.name, feed.is_new, state=start)
+    root, changes = Peers(place, timeout_seconds, waits or Waits(), feed), changes or MembershipObserver()
     with Loader(job.workload, job.num_workers, ignores_signals=save_requests is not None) as loader:
         check_island(job.island, device)
-        changes = changes or MembershipObserver()
         return _Member(job, root, device, digest, observer, loader, changes, save_requests, life).run()
 
 
@@ -132,44 +124,35 @@ class _Member:
         if self.job.island.tensor > 1:
             tensor_plan(self._model)  # raises before the others wait for this learner
         whole = trainable(self._model)
-        self._num_parameters, self._dtype = sum(each.numel() for each in whole), str(whole[0].dtype)
+        num_parameters, dtype = sum(each.numel() for each in whole), str(whole[0].dtype)
+        self._handshake = Handshake(self.root.world, self.job.strategy.name, num_parameters, dtype, self.digest)
         self.flat = FlatModel(self._model, self.device) if self.job.island.size == 1 else None
         """A model of this learner's own, for all memberships; None: each island cuts a new one."""
 
     def run(self) -> LearnerState | None:
         """Run through memberships until the run ends."""
-        if self.feed.is_new:
-            self.root.check_alike(self._handshake(0))
-            warm_up(self.job, self.flat)
-        membership = self.feed.first()
-        while True:
-            try:
-                return self._be_in(membership)
-            except Exception as error:
-                change = self._what_changed(membership, error)
-            if self.learner is not None:
-                self.learner.leave()
-                self.learner = None
-                gc.collect()  # DDP reducers of this membership
-            self.changes.pause()
-            try:
+        try:
+            if self.feed.is_new:
+                self.root.check_alike(self._handshake)
+                warm_up(self.job, self.flat)
+            membership = self.feed.first()
+            while self.feed.name in membership.members:
+                try:
+                    return self._be_in(membership)
+                except LOSSES:
+                    if (change := self.feed.beyond(membership, REGROUP)) is None:
+                        raise
+                if self.learner is not None:
+                    self.learner.leave()
+                    self.learner = None
+                    gc.collect()  # DDP reducers of this membership
+                self.changes.pause()
                 membership = next_membership(self.job, membership, change, is_ordered=True)
-            except PeerLost:
-                end_with_threads(PeerLost.exit_code)
-                raise
-            if self.feed.name not in membership.members:
-                return None
-
-    def _what_changed(self, membership: Membership, error: Exception) -> Membership:
-        """The membership after this one; if there is none, `error` is raised."""
-        if isinstance(error, MembershipChanged):
-            return self.feed.latest
-        is_loss = isinstance(error, PeerLost | ConnectionFailed | DistError)
-        if is_loss and (change := self.feed.beyond(membership, REGROUP)):
-            return change
-        if self.is_connected:
-            end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
-        raise error
+            return None
+        except Exception as error:
+            if self.is_connected:
+                end_with_threads(error.exit_code if isinstance(error, StarlingError) else 1)
+            raise
 
     def _be_in(self, membership: Membership) -> LearnerState:
         peers = self.root.enter(membership)
@@ -177,55 +160,43 @@ class _Member:
             local_world = max(peers.place.local_world, peers.world)
             peers = replace(peers, place=replace(peers.place, local_world=local_world))
         self.feed.report("arrived", membership.number)
-        peers.shake_hands(self._handshake(peers.world))
+        peers.shake_hands(replace(self._handshake, world=peers.world))
         plan = self._plan(peers)
         self.is_connected = True
         with process_group(peers, self.device) as connections:
-            try:
-                # creating the sync groups' process groups blocks, too
-                with peers.telling(lambda change: connections.cut_all()):
-                    flat = self._make_model(peers)
-                    self._begin_state(peers, plan, flat)
-                    life, shares, requests = self.life, plan.shares, self.save_requests
-                    learner = self.learner = ProcessLearner(
-                        self.job, peers, flat, life, shares, self.loader, self.observer, requests
-                    )
-                self._check_weights(peers, learner)
-                connections.note()
-                self.feed.report("entered", membership.number)
+            flat = self._make_model(peers)
+            self._begin_state(peers, plan, flat)
+            life, shares, requests = self.life, plan.shares, self.save_requests
+            learner = self.learner = ProcessLearner(
+                self.job, peers, flat, life, shares, self.loader, self.observer, requests
+            )
+            self._check_weights(peers, learner)
+            connections.note()
+            self.feed.report("entered", membership.number)
 
-                with learner.ending(connections.cut), learner.agreeing():
-                    state = learner.drive()
-                    self.changes.end()
-                    is_over = True
-                    try:
-                        peers.part()
-                    except MembershipChanged:  # some learners continue in a next membership: then all do
-                        is_over = False
-                    peers.end(is_over)
-                    return state
-            except BaseException:
-                connections.cut()  # so that no thread keeps waiting for the remaining learners
-                raise
+            with peers.telling(learner.fail), learner.agreeing():
+                state = learner.drive()
+                self.changes.end()
+                peers.part()
+                return state
 
     def _plan(self, peers: Peers) -> MembershipStart:
         """The plan of a membership, which is passed on to the observer of changes."""
-        membership, is_first = peers.membership, peers.rank == 0
-        if membership.number == 0:
-            state = self.life.state
-            position = state.position if state else Position()
-            plan = MembershipStart(peers.world, position, state.minutes if state else 0.0)
-            plan = plan.with_shares(self.job, membership.members, self._speeds(peers))
-            write_first_plan(peers.store, peers.rank, plan)
-            self.changes.begin(membership, position, is_first)
-            return plan
+        membership, state = peers.membership, self.life.state
 
-        begin = self.changes.begin
-        plan = agree_on_plan(
-            self.root.store, peers, self.life.past, self.job, lambda plan: begin(membership, plan.position, True)
-        )
-        if not is_first:
-            begin(membership, plan.position, False)
+        def begin(plan: MembershipStart) -> None:
+            self.changes.begin(membership, plan.position, peers.rank == 0)
+
+        if membership.number > 0:
+            plan = agree_on_plan(self.root.store, peers, self.life.past, self.job, begin)
+        else:
+            position, minutes = (state.position, state.minutes) if state else (Position(), 0.0)
+            plan = MembershipStart(peers.world, position, minutes)
+            plan = plan.with_shares(self.job, membership.members, self._speeds(peers))
+            if peers.rank == 0:
+                peers.store.set(PLAN, plan.encode())
+        if membership.number == 0 or peers.rank > 0:
+            begin(plan)
         return plan
 
     def _speeds(self, peers: Peers) -> list[float] | None:
@@ -279,21 +250,6 @@ class _Member:
         if problem := peers.gather("weights", own, compare, what):
             raise ProtocolError(problem.decode())
 
-    def _handshake(self, world: int) -> Handshake:
-        return Handshake(
-            world=world,
-            strategy=self.job.strategy.name,
-            num_parameters=self._num_parameters,
-            dtype=self._dtype,
-            configuration=self.digest,
-        )
-
-
-def write_first_plan(store: Store, rank: int, plan: MembershipStart) -> None:
-    """Write the plan of the first membership to `store`, that membership's store."""
-    if rank == 0:
-        store.set(_PLAN, plan.encode())
-
 
 def agree_on_plan(
     root: Store, peers: Peers, past: Past, job: Job, on_plan: Callable[[MembershipStart], None]
@@ -307,12 +263,12 @@ def agree_on_plan(
         if not trained:
             return ""
         store = PrefixStore(Membership(max(trained), ()).key, root)
-        before = MembershipStart.decode(store.get(_PLAN))
+        before = MembershipStart.decode(store.get(PLAN))
 
         all_done = partial(noted, store, before.world, before.position)
         plan = plan_after(before, members, job, all_done, peers.membership.members)
         on_plan(plan)
-        peers.store.set(_PLAN, plan.encode())
+        peers.store.set(PLAN, plan.encode())
         return plan.encode()
 
     plan = peers.gather("past", json.dumps(asdict(past)), make, "entering the next membership")
@@ -322,9 +278,9 @@ def agree_on_plan(
 
 
 def share_state(state: LearnerState, source: int) -> LearnerState:
-    """Each learner's `state` with the weights, buffers, optimizer state and strategy state of learner `source`.
+    """The state of learner `source`, without its shards of the model; `state` is the caller's own.
 
-    All learners of the default process group must call it. A learner's shards of the model remain its own.
+    All learners of the default process group must call it.
     """
     tensors: dict[str, Tensor] = {}
     said: Any = None
@@ -334,9 +290,7 @@ def share_state(state: LearnerState, source: int) -> LearnerState:
         said = scalars, {name: (str(each.dtype).partition(".")[2], list(each.shape)) for name, each in tensors.items()}
     scalars, shapes = json.loads(_broadcast_bytes(json.dumps(said).encode(), source))
     received = {name: _broadcast(tensors.get(name), dtype, shape, source) for name, (dtype, shape) in shapes.items()}
-    shared = LearnerState.decode(scalars, received)
-    copied = {name: getattr(shared, name) for name in ("weights", "buffers", "optimizer", "strategy")}
-    return replace(state, **copied)
+    return LearnerState.decode(scalars, received)
 
 
 def _broadcast_bytes(content: bytes, source: int) -> bytes:

@@ -45,28 +45,27 @@ SETTINGS = {
 
 
 class Connections:
-    """The TCP connections that this process opens between construction and `note`, without listening sockets. Its
-    children hold none of them."""
+    """The TCP connections that this process opens between construction and the last call of `note` or, without one, of
+    `cut`; no listening sockets. Its children hold none of them."""
 
     def __init__(self) -> None:
         self._before = sockets()
+        self._is_complete = False
         self._made: dict[int, Identity] = {}
         self._aborted: set[str] = set()
         self._aborting = threading.Lock()  # groups destroyed after a cut must have been aborted
 
-    def note(self) -> None:
-        """Record the connections opened so far."""
+    def note(self, is_complete: bool = True) -> None:
+        """Record the connections opened so far. If they are complete, those opened later do not count."""
         self._made = {number: own for number, own in sockets().items() if self._before.get(number) != own}
+        self._is_complete = is_complete
         keep_from_children(self._made)
 
-    def cut_all(self) -> None:
-        """Shut down all connections opened so far. May be called by any thread."""
-        self.note()
-        self.cut()
-
     def cut(self) -> None:
-        """Shut down the recorded connections that still exist, and abort NCCL in all groups. May be called by any
-        thread, repeatedly."""
+        """Shut down these connections if they still exist, and abort NCCL in all groups. May be called by any thread,
+        repeatedly."""
+        if not self._is_complete:
+            self.note(is_complete=False)
         for number, own in self._made.items():
             with suppress(OSError):  # the connection is already closed
                 if identity(number) == own:
@@ -84,10 +83,11 @@ def _shut_down(descriptor: int) -> None:
 
 @contextmanager
 def process_group(peers: Peers, device: torch.device) -> Generator[Connections, None, None]:
-    """Within this context `torch.distributed` has a default process group; yields its connections.
+    """Within this context `torch.distributed` has a default process group; yields its connections, which the caller
+    `note`s once it has made all groups.
 
-    The announcement of a later membership interrupts connecting. Within the context the caller must end waits itself.
-    If learners are watched, that requires that NCCL's watchdog ends no process that lost a peer.
+    The end of the membership cuts them, as does an error within the context, so that no thread keeps waiting for the
+    other learners. If learners are watched, that requires that NCCL's watchdog ends no process that lost a peer.
     """
     place = peers.place
     by_nccl = place.has_own_device(device)
@@ -100,7 +100,7 @@ def process_group(peers: Peers, device: torch.device) -> Generator[Connections, 
     store = clone_store(place.store)  # its connection can be cut while it waits
     try:
         with (
-            peers.telling(lambda change: connections.cut_all()),
+            peers.telling(lambda _: connections.cut()),
             peers.waits.waiting("connecting to the others", range(place.world), is_group=True),
         ):
             dist.init_process_group(
@@ -117,9 +117,13 @@ def process_group(peers: Peers, device: torch.device) -> Generator[Connections, 
         raise PeerLost(
             f"learner {place.rank} lost {peers.silent()} while connecting to the others ({str(error).splitlines()[0]})"
         ) from error
-    connections.note()
+    connections.note(is_complete=False)
     try:
-        yield connections
+        with peers.telling(lambda _: connections.cut()):
+            yield connections
+    except BaseException:
+        connections.cut()
+        raise
     finally:
         dist.destroy_process_group()
 

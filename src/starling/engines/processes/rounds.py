@@ -1,12 +1,11 @@
 """Averaging rounds of learner processes: which have opened, which is the last, and where checkpoints cut them."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
 from starling.engines.processes.forks import clone_store
+from starling.engines.processes.handshake import Peers
 from starling.engines.processes.links import LinkBoard
 from starling.training.cuts import CutAgreement
 from starling.training.pace import Rounds
@@ -57,10 +56,6 @@ class StoreBoard:
             first_unopened += 1
         self._store.add(_key(first_unopened), ENDED)
 
-    def leave(self, number: int) -> None:
-        """End this learner's wait for a round, regardless of the others."""
-        self._store.add(_key(number), ENDED)
-
 
 class StoreCuts(CutAgreement):
     """The cuts of a membership's checkpoint barriers, in the store.
@@ -70,15 +65,9 @@ class StoreCuts(CutAgreement):
     first.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world: int,
-        naming_the_lost: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
-    ) -> None:
-        self._store, self._rank, self._world = store, rank, world
-        self._naming_the_lost = naming_the_lost
+    def __init__(self, peers: Peers) -> None:
+        self._store, self._rank, self._world = peers.store, peers.rank, peers.world
+        self._naming_the_lost = peers.naming_the_lost
         self._behind: Store | None = None  # the background's own connection
 
     def passed(self, barrier: int, num_entered: int) -> None:
@@ -128,10 +117,6 @@ class ProcessRounds(Rounds):
         """Called by the background: wait for the next round. Returns its number, or None after the last."""
         number, is_open = self.begin(period)
         return self.enter(number, self._own_board.await_open(number) if is_open is None else is_open)
-
-    def leave(self) -> None:
-        """Called by the foreground when it leaves these rounds, regardless of the others."""
-        self._own_board.leave(self.end())
 
 
 def _key(number: int) -> str:

@@ -37,7 +37,7 @@ from starling.training.tensor_plan import tensor_plan
 
 BACKEND = "starling-island"
 GATHERED_TOGETHER = 1 << 20
-"""Numbers of one rank. More parameters are gathered in several messages, because they are in memory twice."""
+"""The most numbers of one rank that are gathered in one message, because they are in memory twice."""
 
 
 class TensorModel(IslandModel):

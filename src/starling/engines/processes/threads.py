@@ -5,8 +5,8 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Generator
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from starling.learner import Handle
-from starling.training.checks import given_away
+from starling.training.learner import given_away
 
 T = TypeVar("T")
-LOOK_AROUND_SECONDS = 1.0
+Mean = Callable[[Tensor], Tensor]
 
 
 def end_with_threads(exit_code: int) -> None:
@@ -58,7 +58,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, task: Callable[[], T]) -> "Future[T]":
-        """Run `task` after all earlier ones. Setting an exception on the future releases its waiters early."""
+        """Run `task` after all earlier ones."""
         if self._thread.ident is None:
             self._thread.start()
         future: Future[T] = Future()
@@ -81,13 +81,12 @@ class Worker:
     def _run(self) -> None:
         while (given := self._tasks.get()) is not None:
             task, future = given
-            with suppress(InvalidStateError):  # the wait for it was released
-                try:
-                    result = task()
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
+            try:
+                result = task()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
             del given, task, future
 
 
@@ -113,62 +112,66 @@ class Release:
     """Ends the waits of a learner's threads when one of them fails."""
 
     def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._waits: set[Future[Any]] = set()
+        self._failed: Future[Any] = Future()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the learner has failed, if it has."""
+        return self._failed.exception() if self._failed.done() else None
 
     def fail(self, error: BaseException) -> None:
         """End all waits with `error`, or with that of an earlier call. May be called by any thread."""
-        with self._lock:
-            self.error = self.error or error
-            waits = list(self._waits)
-        for wait in waits:
-            with suppress(InvalidStateError):
-                wait.set_exception(self.error)
+        with suppress(InvalidStateError):
+            self._failed.set_exception(error)
 
     def check(self) -> None:
         """Raise the error given to `fail`, if any."""
-        if self.error is not None:
-            raise self.error
+        if self._failed.done():
+            self._failed.result()
 
     def wait(self, work: "Future[T]") -> T:
         """Wait for the result of `work`. Raises the error given to `fail` before or during the wait."""
-        with self._lock:
-            if self.error is not None and not work.done():
-                raise self.error
-            self._waits.add(work)
-        try:
-            return work.result()
-        finally:
-            with self._lock:
-                self._waits.discard(work)
+        wait((work, self._failed), return_when=FIRST_COMPLETED)
+        if not work.done():
+            self.check()
+        return work.result()
 
 
 class ProcessHandle(Handle[T]):
     """Work under way in this process. The first call of `result()` waits for it; later calls return the same result.
 
-    `finish_in` waits by `wait_long`, if given: in another thread than the strategy's, and without a time-out.
+    `finish_in` waits by `wait_long`, if given: in another thread than the strategy's, and without a time-out. The work
+    may need the gradient `of` a user's loop.
     """
 
-    def __init__(self, wait: Callable[[], T], wait_long: Callable[[], T] | None = None) -> None:
+    def __init__(
+        self, wait: Callable[[], T], wait_long: Callable[[], T] | None = None, of: "GradientHandle | None" = None
+    ) -> None:
         self._wait = wait
         self._wait_long = wait_long or wait
         self._results: list[T] = []
+        self._is_finishing = False
+        self.of = of
 
     def __await__(self) -> Generator[Handle[Any], None, T]:
-        """Wait here: the thread that runs the strategy has nothing else to do."""
-        yield from ()
+        """Wait here, because the thread that runs the strategy has nothing else to do; but let a user's loop compute
+        first."""
+        if self.of is not None and not self.of.is_supplied:
+            yield self
         return self.result()
 
     @property
     def is_finished(self) -> bool:
         return bool(self._results)
 
-    def finish_in(self, worker: Worker) -> "Future[T]":
-        """Wait in a thread, without a time-out; `result` then waits for that."""
-        finished = worker.submit(self._wait_long)
-        self._wait = finished.result
-        return finished
+    def finish_in(self, worker: Worker, tell: "Callable[[ProcessHandle[T]], object]") -> None:
+        """Wait in a thread, without a time-out, which then calls `tell`; `result` waits for that. Further calls do
+        nothing."""
+        if not self._is_finishing:
+            self._is_finishing = True
+            finished = worker.submit(self._wait_long)
+            self._wait = finished.result
+            finished.add_done_callback(lambda _: tell(self))
 
     def result(self) -> T:
         if not self._results:
@@ -179,50 +182,21 @@ class ProcessHandle(Handle[T]):
 class GradientHandle(ProcessHandle[Tensor]):
     """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead."""
 
-    def __init__(self, rank: int, compute: Callable[[bool], Tensor], may_reduce: bool) -> None:
-        """`compute` returns the gradient or, if that is asked for and it `may_reduce`, the mean, which it computes
-        while backward runs."""
-        super().__init__(lambda: compute(False))
-        self._rank, self._compute, self._may_reduce = rank, compute, may_reduce
+    def __init__(self, rank: int, compute: Callable[[Mean | None], Tensor], is_supplied: bool = True) -> None:
+        """`compute` returns the gradient or, given a `Mean`, the mean over the sync group: by that, which may overwrite
+        the gradient, or computed while backward runs."""
+        super().__init__(lambda: compute(None), of=self)
+        self._rank, self._compute = rank, compute
+        self.is_supplied = is_supplied
+        """False until a user's loop has computed the gradient: to await it, or a mean of it, waits for the loop."""
         self._is_given_away = False
 
-    def averaged(self, mean: Callable[[Tensor], Tensor]) -> Handle[Tensor]:
-        """The mean over the sync group in place of the gradient, which must not be awaited any more. If `compute`
-        cannot reduce, `mean` makes it from the gradient, whose memory it may overwrite."""
+    def averaged(self, mean: Mean) -> Handle[Tensor]:
+        """The mean over the sync group in place of the gradient, which must not be awaited any more."""
         self._is_given_away = True
-        if self._may_reduce:
-            return ProcessHandle(lambda: self._compute(True))
-        return ProcessHandle(lambda: mean(self._compute(False)))
+        return ProcessHandle(lambda: self._compute(mean), of=self)
 
     def result(self) -> Tensor:
         if self._is_given_away:
             raise given_away(self._rank)
         return super().result()
-
-
-class FirstOf:
-    """Determines which of several handles finishes first; one thread per key waits for its handle."""
-
-    def __init__(self, workers: Workers, name: str) -> None:
-        self._watched: dict[int, tuple[ProcessHandle[Any], Future[Any]]] = {}
-        self._finished: SimpleQueue[Future[Any]] = SimpleQueue()
-        self._workers, self._name = workers, name
-
-    def of(self, handles: Mapping[int, ProcessHandle[Any]], look_around: Callable[[], None]) -> int:
-        """The key of a handle that has finished or failed. Each handle is returned once.
-
-        While waiting, `look_around` is called repeatedly and may raise.
-        """
-        for key, handle in handles.items():
-            if key not in self._watched or self._watched[key][0] is not handle:
-                self._watched[key] = handle, handle.finish_in(self._workers[f"{self._name}-{key}"])
-                self._watched[key][1].add_done_callback(self._finished.put)
-        while True:
-            try:
-                finished = self._finished.get(timeout=LOOK_AROUND_SECONDS)
-            except Empty:
-                look_around()
-                continue
-            for key in handles:
-                if self._watched[key][1] is finished:
-                    return key

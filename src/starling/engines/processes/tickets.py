@@ -6,11 +6,12 @@ store. Where the link to it is full of weights, or long, a round trip takes as l
 would spend it idle before every gradient.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError
 from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 
 from torch.distributed.distributed_c10d import Store
@@ -43,8 +44,8 @@ class Draws:
         self._is_first = peers.rank == group.start
         self._worker = Worker("starling-draws")
         self._own: Peers | None = None
-        self._is_closed = False
-        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._is_closed = threading.Event()
+        self._claims = count()
         self._begun_at: deque[float] = deque()  # of the draws that were not taken
         # a queue, because waiting for a future takes as long as a draw
         self._drawn: SimpleQueue[int | Exception] = SimpleQueue()
@@ -65,10 +66,9 @@ class Draws:
     def begin(self) -> None:
         """Begin one more draw."""
         if self._own is None:
-            self._own = self._peers.beside(self._check_closed, Waits())
-            self._worker.submit(partial(self._draw_all, self._own))
+            self._own = self._peers.beside(self._is_closed, Waits())
         self._begun_at.append(time.monotonic())
-        self._asked.put(True)
+        self._worker.submit(partial(self._draw, self._own))
 
     def take(self) -> int:
         """The next portion, in the order of the draws; waits for it if need be. `DistStoreError` after the time-out."""
@@ -91,18 +91,16 @@ class Draws:
 
     def close(self) -> None:
         """End the thread. The store has counted the draws that were not taken."""
-        self._is_closed = True
-        self._asked.put(False)
+        self._is_closed.set()
         self._worker.close(CLOSE_SECONDS)
 
-    def _draw_all(self, own: Peers) -> None:
+    def _draw(self, own: Peers) -> None:
         try:
-            for claim, _ in enumerate(iter(self._asked.get, False)):
-                self._drawn.put(self._draw(own, claim))
+            self._drawn.put(self._drawn_from(own, next(self._claims)))
         except Exception as error:  # raised by `take`
             self._drawn.put(error)
 
-    def _draw(self, own: Peers, claim: int) -> int:
+    def _drawn_from(self, own: Peers, claim: int) -> int:
         store, key = own.store, f"claims/{self._group.start}/{{}}".format
         if not self._is_first:
             own.await_keys([key(claim)])
@@ -113,10 +111,6 @@ class Draws:
             if claim >= KEPT_CLAIMS:
                 store.delete_key(key(claim - KEPT_CLAIMS))
         return drawn
-
-    def _check_closed(self) -> None:
-        if self._is_closed:
-            raise CancelledError
 
 
 class DoneNotes:
@@ -180,7 +174,7 @@ def noted(store: Store, world: int, start: Position) -> DoneTickets:
 
 
 def _kept(store: Store, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Of each learner, the first chunk that it has kept, and the first ticket of which its chunks tell."""
+    """For each learner, the first chunk that it has kept, and the first ticket that its chunks record."""
     found = _read(store, {rank: _KEPT.format(rank) for rank in ranks})
     pairs = {rank: found.get(rank, b"0 0").split() for rank in ranks}
     return {rank: (int(chunk), int(below)) for rank, (chunk, below) in pairs.items()}

@@ -15,9 +15,9 @@ from starling.engines.virtual.network import VirtualGradient, VirtualHandle, fir
 from starling.engines.virtual.simulation import VirtualLife
 from starling.errors import ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
-from starling.training.checks import changed_beneath, check_group, check_mean, check_peer, check_received, given_away
 from starling.training.faults import Fault, Pause
 from starling.training.job import Observer, Spent
+from starling.training.learner import changed_beneath, given_away
 from starling.training.membership import MembershipChanged
 from starling.training.pace import Rounds
 
@@ -116,11 +116,11 @@ class VirtualLearner(Member):
         return VirtualHandle(self._environment.timeout(0.0), lambda: shards, lambda: "shared memory")
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        check_group(self.rank, group, self.claimers, self.world)
+        self.check_group(group, self.claimers)
         if isinstance(of, EncodedMean):
             return self._join_mean(of, 2 * (len(self.claimers) - 1) * of.message_bytes)
         if isinstance(of, Tensor):
-            check_mean(self.rank, of, self.weights)
+            self.check_mean(of)
         else:
             self.is_averaged = True
         if isinstance(of, VirtualGradient) and not of.event.processed:
@@ -129,15 +129,21 @@ class VirtualLearner(Member):
         return self._join_mean(of, 2 * (size - 1) * num_bytes // size)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        check_peer(self.rank, peer, self.world)
+        self.check_peer(peer)
         self.statistics.averaging.bytes_sent += tensor.nbytes if peer != self.rank else 0
         return self._network.send(self.rank, peer, tensor, tag)
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
-        check_peer(self.rank, peer, self.world)
-        return self._network.receive(
-            self.rank, peer, tag, lambda theirs: check_received(self.rank, peer, tag, theirs, like)
-        )
+        self.check_peer(peer)
+
+        def check(theirs: Tensor) -> None:
+            if theirs.shape != like.shape or theirs.dtype != like.dtype:
+                raise ProtocolError(
+                    f"learner {self.rank} and learner {peer} exchange different tensors under tag {tag}: "
+                    f"{like.dtype} {list(like.shape)} and {theirs.dtype} {list(theirs.shape)}"
+                )
+
+        return self._network.receive(self.rank, peer, tag, check)
 
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
         return first_of(self._environment, handles)
