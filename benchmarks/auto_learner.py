@@ -26,7 +26,7 @@ from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 from starling.recipe.run import RunConfig, StrategyChoice
 from starling.training.job import Job, Observer, StepReport
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 
 TIMEOUT_SECONDS = 120.0
 LEARNING_RATE = 0.03

@@ -11,7 +11,7 @@ from typing import Any
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.timing import simulate_timing
 from starling.strategies import STRATEGIES
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 
 LEARNERS = (4, 16, 64)
 SEND_TIMES = (0.02, 0.3, 3.0)

@@ -17,7 +17,7 @@ from starling.budget import Budget, Schedule
 from starling.checkpoint.state import LearnerState
 from starling.strategies import find_strategy
 from starling.training.job import EpochReport, Job, Observer, StepReport
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Workload
 
 Seconds = float

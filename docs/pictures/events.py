@@ -16,7 +16,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
 from starling.strategies.parts.server import GRADIENT
 from starling.training.job import Job
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Ticket, Workload
 
 NUM_WEIGHTS = 120

@@ -32,7 +32,7 @@ from starling.strategies.parts.means import is_compressed
 from starling.training.faults import Fault, Join, Kill
 from starling.training.job import ClaimReport, Job, Observer
 from starling.training.membership import Membership, MembershipObserver
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Position, Workload
 from tests.contract.cases import CHOICES, MakeOptimizer
 from tests.contract.problems import Points

@@ -15,7 +15,7 @@ from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.strategies import STRATEGIES
 from starling.training.faults import Fault, Join, Kill
 from starling.training.job import Job
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Ticket, Workload
 from tests.contract.cases import MakeOptimizer, adam, adamw, sgd
 from tests.contract.problems import ConstantGradient, NoisyQuadratic, Points, TinyRegression

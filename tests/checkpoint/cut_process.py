@@ -11,7 +11,7 @@ from starling.engines.processes import links
 from starling.engines.processes.member import run_learner
 from starling.launch.rendezvous import find_place
 from starling.training.job import Observer
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from tests.checkpoint.cut_cases import job
 
 

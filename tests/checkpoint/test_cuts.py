@@ -27,7 +27,7 @@ from starling.strategies.parts.delayed_nesterov import Loans
 from starling.training.cuts import CutAgreement, Cuts
 from starling.training.job import EpochReport, Observer
 from starling.training.replica import Replica
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Position, Ticket
 from tests.checkpoint.cut_cases import STEPS, OwnWeight, expected, job, plain, summing
 from tests.warm_start import run_learners

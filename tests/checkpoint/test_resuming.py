@@ -21,7 +21,7 @@ from starling.errors import ProtocolError
 from starling.strategies import STRATEGIES
 from starling.training.faults import Kill
 from starling.training.job import EpochReport, Job, Observer
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from tests.contract.cases import adam, sgd
 from tests.contract.problems import ConstantGradient, TinyRegression
 from tests.warm_start import start_learners

@@ -22,11 +22,10 @@ from starling.strategies.parts.rules import ServerOptions
 from starling.strategies.qg_dsgdm import QgDsgdmOptions
 from starling.strategies.sgp import PushSumOptions
 from starling.topology import PATTERNS
-from starling.training.batch_shares import BatchShares
 from starling.training.faults import Fault, NotFinite
 from starling.training.freezing import Freeze, Until
 from starling.training.job import Job
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import BatchShares, Stragglers
 from starling.workload import Weighting
 from tests.contract.problems import ConstantGradient, Points, SkippingLayers, TinyRegression, Uneven, Workload
 

@@ -26,7 +26,7 @@ from starling.topology import complete_graph, lazy, ring
 from starling.topology.analysis import accelerated_contraction, acceleration_constants
 from starling.training.faults import Kill
 from starling.training.job import EpochReport, Job, Observer
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Position, Ticket
 from tests.contract.cases import LEARNING_RATE, adamw, sgd
 from tests.contract.conftest import Runner

@@ -15,7 +15,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Handle, Learner
 from starling.strategies import STRATEGIES
 from starling.training.job import Job
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from tests.contract.cases import sgd
 from tests.contract.matrix_form import Matrix, Vector
 from tests.contract.oracle import gradient_of_regression

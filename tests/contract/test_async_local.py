@@ -25,7 +25,7 @@ from starling.strategies.parts.delayed_nesterov import DelayedNesterov, Loans
 from starling.strategies.parts.rules import Served, ServerOptions
 from starling.training.faults import Fault, Join, Kill
 from starling.training.job import EpochReport, Job, Observer
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from tests.contract.cases import sgd
 from tests.contract.oracle import Vector, gradient_of_regression
 from tests.contract.problems import ConstantGradient, TinyRegression

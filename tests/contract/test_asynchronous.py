@@ -18,7 +18,7 @@ from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions, adpsgd
 from starling.strategies.parts.mixing import Rounding
 from starling.training.job import EpochReport, Job, Observer, StepReport
-from starling.training.stragglers import Pause, Stragglers
+from starling.training.speeds import Pause, Stragglers
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, LEARNING_RATE, PERIODIC, cases, sgd
 from tests.contract.conftest import LARGER, Runner

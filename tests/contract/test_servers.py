@@ -28,7 +28,7 @@ from starling.strategies.hogwild import HogwildOptions
 from starling.strategies.parts.rules import Asynchronous, Hybrid, ServerOptions, Summed, Synchronous
 from starling.training.faults import Join, NotFinite
 from starling.training.job import EpochReport, Job, Observer, StepReport
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Ticket
 from tests.contract.cases import MakeOptimizer, adam, sgd
 from tests.contract.oracle import Vector, gradient_of_regression

@@ -21,7 +21,7 @@ from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.parts.rules import Asynchronous, ServerOptions
 from starling.topology import find_topology
 from starling.training.faults import NotFinite
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from tests.contract.cases import LEARNING_RATE, sgd
 from tests.contract.conftest import Runner
 from tests.contract.oracle import Matrix, Vector, gradient_of_regression

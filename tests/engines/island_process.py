@@ -27,10 +27,10 @@ from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes import island, links, tensor
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
+from starling.engines.processes.tensor import CutDropout
 from starling.launch.rendezvous import find_place
 from starling.speech.models import build_model, model_config
 from starling.speech.models.recurrent import BidirectionalLayer, reversal
-from starling.speech.models.tensor_plan import CutDropout
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island
 from starling.training.faults import Fault, NotFinite

@@ -14,12 +14,11 @@ from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import Island
-from starling.training.batch_shares import shares_for
 from starling.training.faults import Fault, Join, Kill
 from starling.training.flat import trainable
 from starling.training.gradient import measured_seconds
 from starling.training.job import EpochReport, Job, Observer, StepReport
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers, shares_for
 from starling.training.succession import MembershipStart, Past, plan_after
 from starling.training.tickets import DoneTickets
 from starling.workload import Position, Ticket, Weighting

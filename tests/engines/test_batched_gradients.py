@@ -18,7 +18,7 @@ from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import DataError
 from starling.training.job import Job, Observer, StepReport
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Ticket, Workload
 from tests.contract.cases import CHOICES, NOT_FINITE, Choice, adamw, sgd
 from tests.contract.conftest import widely

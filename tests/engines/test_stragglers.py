@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from starling.errors import ConfigError
 from starling.problems import checked
 from starling.recipe.run import RunConfig
-from starling.training.stragglers import Delays, Stragglers
+from starling.training.speeds import Delays, Stragglers
 
 
 def delays(section: dict[str, object], rank: int = 0, seed: int = 1, count: int = 6) -> list[float]:

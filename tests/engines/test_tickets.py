@@ -20,7 +20,7 @@ from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.training.job import EpochReport, Job, Observer, StepReport
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.training.tickets import Barriers, DoneTickets, SyncGroupTickets
 from starling.workload import Position, Ticket, Workload
 from tests.contract.cases import CHOICES, PERIODIC, sgd

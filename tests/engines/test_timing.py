@@ -20,7 +20,7 @@ from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.dpsgd import DpsgdOptions
 from starling.training.job import Averaging, EpochReport, Job, Observer, Spent
-from starling.training.stragglers import Pause, Stragglers
+from starling.training.speeds import Pause, Stragglers
 from tests.contract.cases import CHOICES, MakeOptimizer, adam, sgd
 from tests.contract.conftest import widely
 from tests.contract.problems import TinyRegression

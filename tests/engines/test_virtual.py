@@ -18,7 +18,7 @@ from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.training.flat import FlatModel
 from starling.training.job import EpochReport, Job, Observer, StepReport
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from tests.contract.cases import CHOICES, Choice, cases, sgd
 from tests.contract.problems import TinyRegression
 from tests.engines.hashing import printed_under_another_hash

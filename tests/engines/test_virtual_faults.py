@@ -15,7 +15,7 @@ from starling.errors import PeerLost
 from starling.training.faults import Fault, Join, Kill, Pause, Split
 from starling.training.job import ClaimReport, EpochReport, Job, Observer
 from starling.training.membership import Membership, MembershipObserver
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Position, Ticket
 from tests.contract.cases import CHOICES, sgd
 from tests.contract.problems import TinyRegression

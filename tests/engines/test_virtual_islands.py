@@ -18,7 +18,7 @@ from starling.strategies import find_strategy
 from starling.strategies.islands import Island
 from starling.training.faults import Kill
 from starling.training.job import EpochReport, Observer, StepReport
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.training.tensor_plan import traffic_of
 from tests.contract.problems import Uneven as UnevenSizes
 from tests.engines.island_process import CASES

@@ -30,7 +30,7 @@ from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place, save_requests_of
 from starling.strategies import find_strategy
 from starling.training.job import EpochReport, Job, Observer, StepReport
-from starling.training.stragglers import Pause, Stragglers
+from starling.training.speeds import Pause, Stragglers
 from tests.contract.cases import adam
 from tests.contract.problems import TinyRegression
 

@@ -35,7 +35,7 @@ from starling.recipe.run import CANDIDATES, RunConfig, StrategyChoice
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
 from starling.topology.analysis import is_doubly_stochastic
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.workload import Weighting
 from tests.runs.test_planning import measured_profile
 from tests.warm_start import run_learners

@@ -35,7 +35,7 @@ from starling.predict.fits import fit_compute, fit_link, gradient_times
 from starling.predict.plan import plan, read_cluster
 from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, simulate
 from starling.strategies import NoOptions
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "published-hours.md"
 MEGABYTE = 1 << 20

@@ -12,7 +12,7 @@ from starling.experiment.launching import check_engine
 from starling.recipe.file import read_recipe
 from starling.recipe.run import dump_recipe, recipe_digest
 from starling.speech.recipe import check_recipe, fingerprints, load_recipe
-from starling.training.stragglers import Pause
+from starling.training.speeds import Pause
 
 Tree = dict[str, Any]
 ALL = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))

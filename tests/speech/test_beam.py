@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from starling.errors import DataError
 from starling.speech.commands.beam_search import BEAMS, given, tune
+from starling.speech.decoding import DecodingConfig
 from starling.speech.decoding.beam import BeamSearch, SearchPool, TimedWord, Weights
-from starling.speech.decoding.config import DecodingConfig
 from starling.speech.decoding.decoders import greedy_decode
 from starling.speech.decoding.ngram import BEGIN, END, NgramModel, estimate
 from starling.speech.tokens import CharacterTokenizer, TokenConfig, Tokenizer, make_tokenizer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from starling.configuration import read_saved
 from starling.errors import CheckpointError, ConfigError, DataError
-from starling.speech.decoding.config import DecodingConfig
+from starling.speech.decoding import DecodingConfig
 from starling.speech.features import spliced
 from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.alignment import (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from starling.speech.decoding.config import DecodingConfig
+from starling.speech.decoding import DecodingConfig
 from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.hybrid.tying import Node
 from starling.speech.hybrid.viterbi import WordDecoder, best_path, path_of

@@ -16,11 +16,11 @@ from starling.experiment.packing import pack, packed_command, refuse_if_importin
 from starling.experiment.task import OF_BOTH, Task, settings_of
 from starling.experiment.train import train as run_training
 from starling.experiment.train import train_as_learner
-from starling.experiment.weights import load_weights
 from starling.launch.rendezvous import is_learner, number_of_learners
 from starling.problems import checked
 from starling.recipe.run import EngineConfig, RunConfig
 from starling.reporting.progress import Bars, Say
+from starling.training.flat import load_weights
 from starling.training.job import Job
 
 

@@ -31,7 +31,7 @@ from starling.reporting.events import read_events
 from starling.reporting.progress import Say, say_on
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 
 GRADIENTS = 40
 """Measured by the lone learner; each validation computes as many for each of its two learners."""

@@ -23,13 +23,13 @@ from starling.experiment.observers import Seen, Timeline, Together
 from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import segments
 from starling.experiment.task import RecipeT, Task
-from starling.experiment.weights import fill
 from starling.launch.messages import NewMembership, Progress
 from starling.launch.process import on_stop_signal, signal_name
 from starling.launch.roster import Roster
 from starling.reporting.events import Events
 from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
+from starling.training.flat import fill
 from starling.training.job import Job, Observer, StepReport
 from starling.training.membership import Membership
 from starling.workload import mean_loss

@@ -117,13 +117,13 @@ class Task(ABC, Generic[RunT]):
     def trained_model(self, recipe: RunT, folder: ExperimentFolder) -> nn.Module:
         """The newest consensus model, in evaluation mode, on the CPU. Raises CheckpointError if there is none."""
         from starling.checkpoint.reader import latest
-        from starling.experiment.weights import load_weights
+        from starling.training.flat import load_weights
 
         return load_weights(self.make_job(recipe, folder).workload.make_model(), latest(folder.path))
 
     def model_writer(self, recipe: RunT, folder: ExperimentFolder) -> WriteModel:
         """What writes the model into checkpoints; by default, its state as `model.safetensors`."""
-        from starling.experiment.weights import write_weights
+        from starling.training.flat import write_weights
 
         return partial(write_weights, self.make_job(recipe, folder).workload.make_model())
 

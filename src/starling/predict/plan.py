@@ -25,7 +25,7 @@ from starling.reporting.progress import Say
 from starling.strategies import STRATEGIES
 from starling.strategies.islands import NO_ISLANDS, between_islands
 from starling.training.job import Job
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.training.tensor_plan import traffic_of
 
 SECONDS_PER_HOUR = 3600.0

@@ -21,7 +21,7 @@ from starling.reporting.lines import mean_staleness
 from starling.strategies import Strategy
 from starling.strategies.islands import NO_ISLANDS, Island
 from starling.strategies.parts.means import is_compressed
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.training.tensor_plan import Traffic
 
 Seconds = float

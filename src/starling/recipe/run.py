@@ -21,9 +21,8 @@ from starling.problems import ProblemsError, describe
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.base import always
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
-from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault, Join
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import BatchShares, Stragglers, shares_problem
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,7 +22,7 @@ from starling.recipe.run import RecipeConfig
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import BatchConfig
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences
-from starling.speech.decoding.config import OF_CTC, OF_FRAMES, DecodingConfig
+from starling.speech.decoding import OF_CTC, OF_FRAMES, DecodingConfig
 from starling.speech.features import WHOLE, FeatureConfig
 from starling.speech.hybrid import AlignmentConfig, SequencesConfig, StatesConfig
 from starling.speech.mixture import MixtureConfig

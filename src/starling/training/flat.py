@@ -3,13 +3,19 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from starling.checkpoint.files import read_tensors, write_tensors
+from starling.checkpoint.manifest import MODEL
 from starling.errors import ConfigError
 from starling.training.freezing import Freeze
+
+WEIGHTS = "model.safetensors"
+"""A model's state as one file, for jobs whose model needs nothing else."""
 
 CUDNN_ALIGNMENT = 256
 """Bytes. Every CUDA allocation begins at a multiple of it, so cuDNN may rely on it."""
@@ -205,3 +211,25 @@ class FlatModel(Model):
         """Replace the model's buffers, in the order of `own_buffers()`; nothing is copied."""
         for (module, name), buffer in zip(self._buffer_places, buffers, strict=True):
             module._buffers[name] = buffer
+
+
+def write_weights(model: nn.Module, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
+    """Write a model's state with given weights `[P]` and buffers as `model.safetensors`."""
+    fill(model, weights, buffers)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / WEIGHTS, model.state_dict())
+
+
+def load_weights(model: nn.Module, checkpoint: Path) -> nn.Module:
+    """The model with the weights of a checkpoint that `write_weights` wrote, in evaluation mode."""
+    model.load_state_dict(read_tensors(checkpoint / MODEL / WEIGHTS))
+    return model.eval()
+
+
+def fill(model: nn.Module, weights: Tensor, buffers: Mapping[str, Tensor]) -> None:
+    """Copy flat weights `[P]` and buffers into a model."""
+    parameters = trainable(model)
+    with torch.no_grad():
+        for parameter, values in zip(parameters, split(weights, parameters), strict=True):
+            parameter.copy_(values)
+        load_buffers(model, buffers)

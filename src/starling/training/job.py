@@ -16,10 +16,9 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.strategies import Strategy, SyncGroups, find_strategy
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands
-from starling.training.batch_shares import BatchShares, shares_problem
 from starling.training.faults import Fault
 from starling.training.freezing import Freeze
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import BatchShares, Stragglers, shares_problem
 from starling.workload import Examples, Ticket, Weighting, Workload
 
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from starling.checkpoint.state import LearnerState, beyond_membership, has_common
 from starling.consensus import ROUNDING
 from starling.errors import ConfigError, PeerLost
-from starling.training.batch_shares import shares_for
 from starling.training.faults import Kill, NotFinite, Pause, faults_of
 from starling.training.job import Job, Statistics
 from starling.training.membership import Membership
-from starling.training.stragglers import Delays
+from starling.training.speeds import Delays, shares_for
 from starling.training.tickets import DoneTickets, SyncGroupTickets, position_after
 from starling.workload import Position
 

@@ -33,7 +33,7 @@ from starling.training.job import Job, Observer
 from starling.training.learner import changed_beneath
 from starling.training.loading import Loaded, Loader, Lookahead
 from starling.training.replica import Replica
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.training.succession import Life
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position, Ticket

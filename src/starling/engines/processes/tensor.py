@@ -25,8 +25,9 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.nn import functional as F
 
 from starling.checkpoint.cut import Cut, span_of
 from starling.engines.processes.backend import communicating
@@ -190,3 +191,22 @@ class _Counted(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - the name is torch's
         return BACKEND
+
+
+class CutDropout(ParallelStyle):
+    """Dropout of units that are cut along the last dimension: each rank draws for all units what a whole model would,
+    and applies its own part."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Dropout):
+            raise TypeError(f"CutDropout applies to nn.Dropout, not to {type(module).__name__}")
+        size, member, dropout = device_mesh.size(), device_mesh.get_local_rank(), module
+
+        def forward(units: torch.Tensor) -> torch.Tensor:
+            if not dropout.training or dropout.p == 0.0:
+                return units
+            ones = torch.ones(*units.shape[:-1], size * units.shape[-1], device=units.device, dtype=units.dtype)
+            return units * F.dropout(ones, dropout.p).chunk(size, -1)[member]
+
+        module.forward = forward  # type: ignore[assignment,method-assign]
+        return module

@@ -27,7 +27,7 @@ from starling.errors import ConfigError, PeerLost
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import ClaimReport, EpochReport, Job, Observer, StepReport
 from starling.training.membership import Membership, MembershipObserver
-from starling.training.stragglers import Delays, Stragglers
+from starling.training.speeds import Delays, Stragglers
 from starling.training.succession import MembershipStart, next_membership, plan_after
 from starling.training.tensor_plan import traffic_of
 from starling.workload import Position

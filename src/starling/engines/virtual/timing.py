@@ -28,7 +28,7 @@ from starling.strategies import Strategy
 from starling.strategies.islands import NO_ISLANDS, Island
 from starling.training.job import EpochReport, Job, Observer
 from starling.training.replica import OptimizerMemory, Replica
-from starling.training.stragglers import Stragglers
+from starling.training.speeds import Stragglers
 from starling.training.tensor_plan import Traffic
 from starling.workload import Examples, Ticket, Workload
 

@@ -26,8 +26,8 @@ from starling.experiment.folder import ExperimentFolder
 from starling.reporting.progress import Bars
 from starling.speech.corpora.lines import replace_file
 from starling.speech.data import set_digest
+from starling.speech.decoding import DecodingConfig, Vocabulary
 from starling.speech.decoding.beam import BeamSearch, Hypothesis, SearchPool, Weights
-from starling.speech.decoding.config import DecodingConfig, Vocabulary
 from starling.speech.decoding.ngram import NgramModel, estimate
 from starling.speech.hybrid.lexicon import read_words, words_of
 from starling.speech.recipe import Recipe

@@ -24,8 +24,8 @@ from starling.speech.check.findings import seen_in_training
 from starling.speech.codecs import check_codec, label_of
 from starling.speech.commands.beam_search import BestSearch, best_search, first_text, tuning_sample, write_hypotheses
 from starling.speech.data import DataConfig, set_digest
+from starling.speech.decoding import DecodingConfig
 from starling.speech.decoding.beam import Hypothesis
-from starling.speech.decoding.config import DecodingConfig
 from starling.speech.decoding.decoders import greedy_decode
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.prepare import prepare

@@ -13,7 +13,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.extras import require
 from starling.reporting.progress import Say
 from starling.speech.commands.beam_search import LANGUAGE_FILES, SEARCH, TunedSearch
-from starling.speech.decoding.config import DecodingConfig
+from starling.speech.decoding import DecodingConfig
 from starling.speech.exporting.onnx import write_onnx
 from starling.speech.models import count_parameters
 from starling.speech.recipe import Recipe

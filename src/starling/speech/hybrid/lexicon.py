@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from starling.errors import ConfigError, DataError
-from starling.speech.decoding.config import DecodingConfig
+from starling.speech.decoding import DecodingConfig
 from starling.speech.hybrid.tying import StateSpeller, StateTree
 from starling.speech.tokens import Tokenizer
 

@@ -87,10 +87,22 @@ class Network(nn.Module):
         return log_probs
 
     def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Which layers are cut in `island: {tensor: n}`, by the name of the module."""
-        from starling.speech.models.tensor_plan import plan_of
+        """Which layers are cut in `island: {tensor: n}`, by the name of the module.
 
-        return plan_of(self)
+        The output layer is cut by outputs, whose results all ranks get; and feed-forward parts (modules with
+        `widening`, `wide_dropout` and `narrowing`) by their inner units. Everything else is whole on all ranks."""
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        from starling.engines.processes.tensor import CutDropout
+
+        plan: dict[str, ParallelStyle] = {"output": ColwiseParallel(output_layouts=Replicate())}
+        for name, module in self.named_modules():
+            if hasattr(module, "narrowing"):
+                plan[f"{name}.widening"] = ColwiseParallel()
+                plan[f"{name}.wide_dropout"] = CutDropout()
+                plan[f"{name}.narrowing"] = RowwiseParallel()
+        return plan
 
     def forward(
         self,

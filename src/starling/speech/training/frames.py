@@ -15,7 +15,7 @@ from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.files import writing
 from starling.reporting.progress import Say
-from starling.speech.decoding.config import DecodingConfig
+from starling.speech.decoding import DecodingConfig
 from starling.speech.features import LogMel
 from starling.speech.hybrid import AlignmentConfig, StatesConfig
 from starling.speech.hybrid.alignment import (

@@ -1,8 +1,12 @@
-"""Batch shares: how many mini-batches each learner computes for a step, given or from measured speeds."""
+"""Learners of unequal speed: slowed down on purpose, and given mini-batches by their speeds."""
 
+import random
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator, Field
+
+from starling.chance import derive_seed
 from starling.configuration import Config
 from starling.strategies import Strategy
 from starling.strategies.islands import Island
@@ -14,6 +18,59 @@ MOST_OF_SLOWEST, MOST = 3, 16
 """The largest share of the slowest learner, and of any."""
 TOLERANCE, LEAST_GAIN = 1.1, 1.1
 """Speeds within 10 % count as equal, and shares that gain less than 10 % are not worth larger steps."""
+
+
+def _times(factor: Any) -> Any:
+    """Accept `10x` for 10."""
+    return factor[:-1] if isinstance(factor, str) and factor.endswith("x") else factor
+
+
+Factor = Annotated[float, BeforeValidator(_times), Field(ge=1.0)]
+Rank = Annotated[int, Field(ge=0)]
+
+
+class Pause(Config):
+    """Makes a learner pause once."""
+
+    learner: Rank
+    """The learner that pauses."""
+    after: int = Field(ge=1)
+    """Gradients of this learner before the pause; counting restarts on resume."""
+    seconds: float = Field(gt=0.0)
+    """Length of the pause."""
+
+
+class Stragglers(Config):
+    """Learners that are slowed down on purpose: the `processes` engine sleeps, `virtual` advances its clock."""
+
+    slow: dict[Rank, Factor] = Field(default_factory=dict)
+    """By learner, the factor by which its gradients take longer, such as {0: 10x}."""
+    jitter: float = Field(default=0.0, ge=0.0)
+    """Each gradient is delayed by a random fraction of its time, exponentially distributed with this mean."""
+    pauses: tuple[Pause, ...] = ()
+    """Learners that pause once each."""
+
+
+class Delays:
+    """The delays of one learner; their random numbers depend on the seed and the learner."""
+
+    def __init__(self, stragglers: Stragglers, seed: int, rank: int) -> None:
+        self._factor = stragglers.slow.get(rank, 1.0)
+        self._jitter = stragglers.jitter
+        self._pauses: dict[int, float] = {}
+        for pause in stragglers.pauses:
+            if pause.learner == rank:
+                self._pauses[pause.after] = self._pauses.get(pause.after, 0.0) + pause.seconds
+        self._random = random.Random(derive_seed(seed, "stragglers", rank))
+        self._num_gradients = 0
+
+    def after(self, seconds: float) -> float:
+        """Seconds to wait after a gradient that took `seconds`; call once for each gradient."""
+        self._num_gradients += 1
+        longer = seconds * (self._factor - 1.0)
+        if self._jitter > 0.0:
+            longer += self._factor * seconds * self._jitter * self._random.expovariate(1.0)
+        return longer + self._pauses.get(self._num_gradients, 0.0)
 
 
 def shares_problem(shares: BatchShares, strategy: Strategy, options: Config, world: int, island: Island) -> str | None:
