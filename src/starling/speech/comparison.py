@@ -28,7 +28,7 @@ from starling.workload import Ticket
 
 _WORD_ERRORS = Metric(name="WER %", all_right=0.0, all_wrong=95.0, diverged=100.0)
 _MAX_BYTES = 512 * 2**20
-"""Of the mini-batches that a process keeps."""
+"""The maximum size of the mini-batches that a process keeps in memory."""
 _NO_RESULT_DEPENDS_ON = {"name", "exp", "overwrite", "resume", "checkpoints", "validate_every"}
 
 
@@ -79,7 +79,7 @@ class SpeechComparison:
         return self.recipe(row).optimizer.lr
 
     def digest(self, cell: Cell) -> str:
-        """Of all that the result of a cell depends on: a result with another digest is computed again."""
+        """The digest of all that the result of a cell depends on: a result with another digest is computed again."""
         recipe = self.recipe(cell).model_dump(mode="json", exclude=_NO_RESULT_DEPENDS_ON)
         if self.recipe(cell).island == NO_ISLANDS:
             del recipe["island"]  # results from before there were islands are still valid

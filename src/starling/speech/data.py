@@ -165,7 +165,7 @@ class DataConfig(Config):
 
 
 def set_digest(config: DataConfig, name: str) -> str:
-    """Digest of `set_settings`."""
+    """The digest of a set's `set_settings`."""
     return digest(set_settings(config, name))
 
 

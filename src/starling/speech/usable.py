@@ -169,7 +169,7 @@ class Source:
     utterances: Callable[[], Iterable[Utterance]]
     strings: StringsConfig | None = None
     digest: str = ""
-    """That of `settings`; of a prepared set, that of the settings it was made with."""
+    """The digest of `settings`, or of the settings with which a prepared set was made."""
     settings: dict[str, Any] = field(default_factory=dict)
     shard_size: int = 1000
 
@@ -182,12 +182,12 @@ class Checked(NamedTuple):
     """A usable utterance, with normalised transcript, and its audio."""
 
     place: int
-    """Its index among the utterances that were checked."""
+    """The utterance's index among those that were checked."""
     utterance: Utterance
     samples: NDArray[np.float32]
     """[T], at the set's sampling rate."""
     decoded: Audio
-    """As the corpus has it."""
+    """The audio as the corpus has it."""
 
 
 class _Unusable(Exception):  # noqa: N818 - never leaves this module
@@ -282,7 +282,7 @@ class Checker:
         return replace(utterance, text=text, speaker=speaker or NO_SPEAKER)
 
     def _checked_audio(self, utterance: Utterance) -> tuple[Audio, NDArray[np.float32]]:
-        """As it was read, and as it is used."""
+        """The audio as it was read, and its samples as they are used."""
         try:
             decoded = utterance.read()
             check_samples(decoded[0])

@@ -29,7 +29,7 @@ class Batch:
     content: Any
     num_examples: int
     ids: tuple[str, ...] = ()
-    """The examples' indices in a map-style dataset."""
+    """The indices of the examples in a map-style dataset."""
     num_frames: int = 0
     seconds: float = 0.0
 
@@ -107,7 +107,7 @@ class DataWorkload(Workload[Batch]):
         return num_batches
 
     def with_seed(self, seed: int) -> Self:
-        """The same with another first model and order."""
+        """A copy with another initial model and another order of examples."""
         other = copy(self)
         other._seed, other._order, other._reading = seed, None, None
         return other

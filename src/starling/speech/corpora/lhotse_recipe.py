@@ -150,7 +150,7 @@ class _Custom:
     present: Callable[[Path], Sequence[str]] | None = None
     """The parts in a folder; checked before lhotse's function, which can be limited to some of them, is called."""
     arguments: Making = lambda folder, parts, options: {}
-    """Arguments by default."""
+    """Returns default arguments of lhotse's function."""
     prepare: Making | None = None
     """Returns the manifests of each part, instead of lhotse's function."""
     rewrite: Rewriting = ()
@@ -224,7 +224,7 @@ _CUSTOMS = {
         speaker=lambda utterance: utterance.partition("-")[0],  # sw2001A; lhotse names A for both sides
     ),
 }
-"""By recipe."""
+"""What some corpora need, by the name of lhotse's recipe."""
 
 
 def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

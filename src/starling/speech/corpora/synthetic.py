@@ -49,7 +49,7 @@ LANGUAGES = {
         ("es", "es-419"),
     ),
 }  # fmt: skip
-"""By ISO 639's code."""
+"""The words of each language, by its ISO 639 code."""
 VOICES = {
     "train": (
         "m1", "m4", "m5", "m6", "m8", "f1", "Alex", "Andrea", "Andy", "Denis", "Gene", "Hugo", "Jacky", "Lee",
