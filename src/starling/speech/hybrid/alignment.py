@@ -75,20 +75,14 @@ def align(
         scorer: Gives the likelihoods.
     """
     for chosen in _together(lengths, [len(row) for row in labels]):
-        scores = scorer(chosen)
-        width = max(len(labels[each]) for each in chosen)
-        index = torch.zeros(len(chosen), width, dtype=torch.int64)
-        skippable = torch.zeros(len(chosen), width, dtype=torch.bool)
+        scores = scorer(chosen).numpy()
+        num_positions = np.asarray([len(labels[each]) for each in chosen])
+        own = np.zeros((*scores.shape[:2], num_positions.max()), scores.dtype)
+        skippable = np.zeros((len(chosen), num_positions.max()), np.bool_)
         for place, each in enumerate(chosen):
-            index[place, : len(labels[each])] = torch.from_numpy(labels[each])
-            skippable[place, : len(labels[each])] = torch.from_numpy(optional[each])
-        own = scores.gather(2, index[:, None, :].expand(-1, scores.shape[1], -1))
-        paths = best_path(
-            own,
-            torch.from_numpy(lengths[chosen]),
-            skippable,
-            torch.tensor([len(labels[each]) for each in chosen]),
-        ).numpy()
+            own[place, :, : num_positions[place]] = scores[place][:, labels[each]]
+            skippable[place, : num_positions[place]] = optional[each]
+        paths = best_path(own, lengths[chosen], skippable, num_positions)
         for place, each in enumerate(chosen):
             yield each, paths[place, : lengths[each]].astype(np.int32)
 
