@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from starling.errors import DataError
+from starling.speech.object_store import Range
 from starling.speech.set_summary import ARRAYS, TEXTS, SetSummary, check_index, checked_file, read_summary
-from starling.speech.shards import Place, Shards, again, open_shards
+from starling.speech.shards import Shards, again, open_shards
 
 
 class _Strings:
@@ -90,7 +91,6 @@ class SpeechSet:
         folder = Path(folder)
         summary = read_summary(folder)
         shards = open_shards(folder, summary.shards)
-        shards.check()
         if not is_checked:
             check_index(folder, summary.files)
         arrays = {name: _load_array(folder, name) for name in ARRAYS}
@@ -127,17 +127,18 @@ class SpeechSet:
     def read(self, indices: Sequence[int]) -> list[Stored]:
         """Several utterances, requested concurrently from an object store. DataError if a shard cannot be read."""
         checked = [self._checked(index) for index in indices]
-        encoded = self._shards.read([self._place(index) for index in checked])
+        encoded = self._shards.read([self._range(index) for index in checked])
         return [
             Stored(self.id(index), self.text(index), self._decoded(index, each))
             for index, each in zip(checked, encoded, strict=True)
         ]
 
-    def _place(self, index: int) -> Place:
+    def _range(self, index: int) -> Range:
         """The location of the audio; the shard's first byte if the index points beyond the end of the shard."""
-        shard, offset, size = int(self._shard_of[index]), int(self._offsets[index]), int(self._sizes[index])
-        is_there = size > 0 and offset + size <= self.summary.shards[shard].num_bytes
-        return Place(shard, offset, size) if is_there else Place(shard, 0, 1)
+        shard = self.summary.shards[int(self._shard_of[index])]
+        offset, size = int(self._offsets[index]), int(self._sizes[index])
+        is_there = size > 0 and offset + size <= shard.num_bytes
+        return Range(shard.file, offset, size) if is_there else Range(shard.file, 0, 1)
 
     def _decoded(self, index: int, encoded: bytes) -> NDArray[np.float32] | DataError:
         import soundfile
@@ -163,8 +164,8 @@ class SpeechSet:
         return samples
 
     def _damaged(self, index: int, reason: str) -> DataError:
-        where = self._shards.where(int(self._shard_of[index]))
-        return DataError(f"{where}: the audio of {self.id(index)} is damaged ({reason}); {self._shards.remedy()}")
+        where = f"{self._shards.root}/{self._range(index).file}"
+        return DataError(f"{where}: the audio of {self.id(index)} is damaged ({reason}); {self._shards.remedy}")
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < len(self):
