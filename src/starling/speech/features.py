@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from starling.speech.store import SpeechSet, SpeechSets
 
-_Numbers = TypeVar("_Numbers", float, NDArray[np.floating])
 _Result = TypeVar("_Result")
 
 _SMOOTHED = 5  # frames
@@ -110,7 +109,7 @@ class LogMel:
     the mean `m`, apply pre-emphasis, multiply by the window `w`, |FFT|^2, mel bank, log. Because pre-emphasis is linear
     and the window begins with 0, the frames are cut from a waveform with pre-emphasis:
     `w * (x[t] - 0.97 x[t-1] - 0.03 m)`.
-    The result is equal up to rounding, and three times as fast; all waveforms share the FFTs. With `kind: raw`, the
+    The result is equal up to rounding, and more than twice as fast; all waveforms share the FFTs. With `kind: raw`, the
     samples `[T, 1]` take the place of energies.
     """
 
@@ -353,9 +352,9 @@ def _normalised_by_speech(features: torch.Tensor) -> torch.Tensor:
     return (centred - centred[is_speech].mean(0)) / _SCALE
 
 
-def _mel(hertz: _Numbers) -> _Numbers:
+def _mel(hertz: NDArray[np.floating]) -> NDArray[np.floating]:
     """The mel scale of Kaldi."""
-    mels: _Numbers = 1127.0 * np.log(1 + hertz / 700)
+    mels: NDArray[np.floating] = 1127.0 * np.log(1 + hertz / 700)
     return mels
 
 
@@ -374,8 +373,8 @@ def mel_bank(
     import torch
 
     nyquist = sampling_rate / 2
-    lowest, highest = (float(_mel(edge)) for edge in (low, high if high > 0 else nyquist + high))
-    if not 0.0 <= low < nyquist or not lowest < highest <= _mel(nyquist):
+    lowest, highest, most = _mel(np.array([low, high if high > 0 else nyquist + high, nyquist])).tolist()
+    if not 0.0 <= low < nyquist or not lowest < highest <= most:
         raise ConfigError(
             f"features: bands from {low:g} to {high:g} Hz do not fit a sampling rate of {sampling_rate} Hz: choose "
             "features.low_freq and features.high_freq below half of it"

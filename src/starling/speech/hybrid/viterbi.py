@@ -1,6 +1,7 @@
 """Viterbi search: the best path through states in a row, of CTC too, and the best words of tied states."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -106,30 +107,28 @@ class WordDecoder:
         speller = states.speller(tokenizer)
         silence = states.tied(speller.silence)
         is_loop = states.decoding.words == "loop"
-        chains = [[silence], *([] if is_loop else [[silence]])]
-        num_silences = len(chains)
-        chains += [[states.tied(each) for each in speller.word(word)] for word in self._words]
+        num_silences = 1 if is_loop else 2
+        chains = [[silence]] * num_silences + [
+            [states.tied(each) for each in speller.word(word)] for word in self._words
+        ]
         sizes = [len(chain) for chain in chains]
-        ends = np.cumsum(sizes)
-        starts = ends - sizes
-        word_starts = torch.from_numpy(starts[num_silences:])
-        word_ends = torch.from_numpy(ends[num_silences:] - 1)
+        starts = torch.tensor([0, *accumulate(sizes[:-1])])
+        ends = starts + torch.tensor(sizes) - 1
+        word_starts, word_ends = starts[num_silences:], ends[num_silences:]
         self._emitted = torch.tensor([state for chain in chains for state in chain])
-        self._is_start = torch.zeros(int(ends[-1]), dtype=torch.bool)
-        self._is_start[torch.from_numpy(starts)] = True
-        self._word_at: NDArray[np.int64] = np.full(int(ends[-1]), -1)
-        self._word_at[starts[num_silences:]] = np.arange(len(self._words))
+        self._is_start = torch.zeros(sum(sizes), dtype=torch.bool)
+        self._is_start[starts] = True
+        self._word_at: NDArray[np.int64] = np.full(sum(sizes), -1)
+        self._word_at[word_starts.numpy()] = np.arange(len(self._words))
         first = torch.tensor([0])
         if is_loop:  # what leads to which starts
-            every_start, every_end = torch.cat([first, word_starts]), torch.cat([first, word_ends])
-            self._junctions = [(every_end, every_start)]
-            self._finals = every_end
+            self._junctions, self._finals = [(ends, starts)], ends
         else:
             self._junctions = [(first, word_starts), (word_ends, first + 1)]
             self._finals = torch.cat([word_ends, first + 1])
-        self._begin = torch.full((int(ends[-1]),), NEVER)
+        self._begin = torch.full((sum(sizes),), NEVER)
         self._begin[first] = 0.0
-        self._cost = torch.zeros(int(ends[-1]))
+        self._cost = torch.zeros(sum(sizes))
         self._cost[word_starts] = states.decoding.word_penalty or 0.0
         self._begin[word_starts] = -self._cost[word_starts]
 
