@@ -270,15 +270,12 @@ class _Making:
         """
         meter = Meter(label, utterances, self._report)
         seen: set[str] = set()
-        for stage in self._executor.run(self._stages(utterances, writes), meter.add):
-            result = self._found(stage)
+        for stage, result in self._executor.run(self._stages(utterances, writes), meter.add):
             taken = seen.intersection(result.shard.ids) | seen.intersection(result.taken)
             if taken != set(result.taken):
                 meter.add(-len(result.places))
                 stage.file.unlink()
-                stage = replace(stage, taken=frozenset(taken))
-                for _ in self._executor.run([stage], meter.add):
-                    result = self._found(stage)
+                ((stage, result),) = self._executor.run([replace(stage, taken=frozenset(taken))], meter.add)
             seen.update(result.shard.ids)
             self._whole.count(result.total, result.dropped)
             yield stage, result
@@ -289,15 +286,6 @@ class _Making:
         while chunk := tuple(islice(listed, self._source.shard_size)):
             yield Stage(self._work, number, chunk, self._checking.narrowed(chunk), writes, listing_of(chunk))
             number += 1
-
-    def _found(self, stage: Stage) -> Result:
-        result = stage.result()
-        if result is None:
-            raise DataError(
-                f"set {self._source.name}: a process has written shard {stage.number}, but {stage.file} or the shard "
-                f"is missing; {self._work} must be the same folder for all processes"
-            )
-        return result
 
     def _forget_dropped(self) -> None:
         """Let the next call repeat the stages that dropped utterances: repaired audio does not change their listing."""
