@@ -9,6 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from starling.errors import DataError
 from starling.speech.object_store import ObjectFolder, Range
@@ -19,12 +22,15 @@ REMOTE = "remote.json"
 "cache": a folder of this machine."""
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
 @dataclass(frozen=True)
 class Shard:
     """A tar of FLAC files, and its size."""
 
-    file: str
-    num_bytes: int
+    file: Annotated[str, Field(pattern=r"^recording\.[0-9]{6,12}\.tar$")]
+    num_bytes: Count
 
     def state(self, size: int | None) -> str:
         """What is wrong with one of `size` bytes; None: there is none."""
