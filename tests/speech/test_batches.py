@@ -126,7 +126,7 @@ def damaged(folder: Path, count: int, *victims: int) -> SpeechSet:
     shard = whole.folder / "shar" / whole.summary.shards[0].file
     content = bytearray(shard.read_bytes())
     for victim in victims:
-        place = whole._place(victim)
+        place = whole._range(victim)
         content[place.offset : place.offset + place.size // 2] = bytes(place.size // 2)
     shard.write_bytes(content)
     return SpeechSet.open(folder)

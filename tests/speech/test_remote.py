@@ -220,9 +220,9 @@ def test_damaged_and_missing_bytes_are_named(store: Store, songs: SpeechSet, tmp
     remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
     shard = songs.folder / "shar" / "recording.000000.tar"
     content = bytearray(shard.read_bytes())
-    place = songs._place(4)
+    place = songs._range(4)
     content[place.offset : place.offset + place.size] = bytes(place.size)
-    store.replace("songs/train/shar/recording.000000.tar", bytes(content[: songs._place(8).offset + 100]))
+    store.replace("songs/train/shar/recording.000000.tar", bytes(content[: songs._range(8).offset + 100]))
     found = [each.samples for each in remote.read(range(COUNT))]
     assert [isinstance(each, DataError) for each in found] == [n == 4 or n >= 8 for n in range(COUNT)]
     assert "s3://corpora/songs/train/shar/recording.000000.tar: the audio of song-4 is damaged" in str(found[4])
@@ -260,9 +260,9 @@ def test_a_failure_that_passes_is_not_seen(
     remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
     ask, asked = object_store.ObjectFolder._cat, []
 
-    def fail_once(self, system, ranges):
-        pieces = ask(self, system, ranges)
-        asked.append(len(ranges))
+    def fail_once(self, ranges, system, places):
+        pieces = ask(self, ranges, system, places)
+        asked.append(len(places))
         return [ConnectionResetError("reset"), *pieces[1:]] if len(asked) == 1 else pieces
 
     monkeypatch.setattr(object_store.ObjectFolder, "_cat", fail_once)

@@ -41,13 +41,13 @@ def test_the_best_path_is_the_best_of_all_paths(seed: int) -> None:
     generator = np.random.default_rng(seed)
     rows = [[True, False, False, True, False, True], [False], [True, False, True], [False, False, True, False]]
     lengths = [int(generator.integers(row.count(False), 7)) for row in rows]
-    scores = torch.from_numpy(generator.standard_normal((len(rows), max(lengths), 6)))
-    optional = torch.zeros(len(rows), 6, dtype=torch.bool)
+    scores = generator.standard_normal((len(rows), max(lengths), 6))
+    optional = np.zeros((len(rows), 6), np.bool_)
     for number, row in enumerate(rows):
-        optional[number, : len(row)] = torch.tensor(row)
-    found = best_path(scores, torch.tensor(lengths), optional, torch.tensor([len(row) for row in rows]))
+        optional[number, : len(row)] = row
+    found = best_path(scores, np.array(lengths), optional, np.array([len(row) for row in rows]))
     for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        own = scores[number, :length, : len(row)].numpy()
+        own = scores[number, :length, : len(row)]
         _, path = best_by_trying(own, row)
         assert tuple(found[number, :length].tolist()) == tuple(path_of(own, np.array(row)).tolist()) == path
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field
 
 from starling.chance import borrowed_generators, derive_seeds
 from starling.configuration import Config
@@ -46,7 +46,19 @@ class SpecAugmentConfig(Config):
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Range = tuple[float, float]
-_LIMITS = {"tempo": (0.5, 2.0), "vocal_tract": (0.75, 1.3), "reverberation": (0.01, 2.0)}
+
+
+def _within(lowest: float, highest: float) -> AfterValidator:
+    def check(found: Range) -> Range:
+        if not lowest <= found[0] <= found[1] <= highest:
+            limits = f", from {lowest} to {highest}" if math.isfinite(highest) else " in dB"
+            raise ValueError(f"must be [lowest, highest]{limits}; got {list(found)}")
+        return found
+
+    return AfterValidator(check)
+
+
+Decibels = Annotated[Range, _within(-math.inf, math.inf)]
 
 
 class AugmentConfig(Config):
@@ -55,27 +67,27 @@ class AugmentConfig(Config):
     Ranges are [lowest, highest], and a value is drawn from them uniformly for each utterance.
     """
 
-    speed: tuple[float, ...] = (0.9, 1.0, 1.1)
+    speed: tuple[Annotated[float, Field(ge=0.5, le=2.0)], ...] = Field(default=(0.9, 1.0, 1.1), min_length=1)
     """Factors drawn from, one per utterance."""
-    tempo: Range | None = None
+    tempo: Annotated[Range, _within(0.5, 2.0)] | None = None
     """Factors of the tempo alone; the pitch stays."""
-    vocal_tract: Range | None = None
+    vocal_tract: Annotated[Range, _within(0.75, 1.3)] | None = None
     """Factors of the frequency axis (vocal tract length perturbation)."""
-    reverberation: Range | None = None
+    reverberation: Annotated[Range, _within(0.01, 2.0)] | None = None
     """Seconds in which the echo of a synthetic room decays by 60 dB."""
     reverberation_probability: Share = 0.3
     """Share of utterances with reverberation."""
-    babble_snr: Range | None = None
+    babble_snr: Decibels | None = None
     """dB range of added speech of the same mini-batch."""
     babble_probability: Share = 0.3
     """Share of utterances with added speech."""
-    noise_snr: Range | None = None
+    noise_snr: Decibels | None = None
     """dB range of added noise."""
     noise_probability: Share = 0.5
     """Share of utterances with added noise."""
     noise_colour: Literal["white", "random"] = "white"
     """random: the power falls with frequency, by 0 (white) to 6 dB per octave."""
-    gain_db: Range | None = None
+    gain_db: Decibels | None = None
     """dB range by which the level is changed."""
     codecs: tuple[Codec, ...] = ()
     """Codecs drawn from: telephone, gsm, rate-HZ, opus-KBITS …"""
@@ -83,24 +95,6 @@ class AugmentConfig(Config):
     """Share of utterances that go through a codec."""
     spec_augment: SpecAugmentConfig | None = SpecAugmentConfig()
     """Masks over the features; null: none."""
-
-    @field_validator("speed")
-    @classmethod
-    def _speeds_are_possible(cls, speed: tuple[float, ...]) -> tuple[float, ...]:
-        if not speed or any(not 0.5 <= factor <= 2.0 for factor in speed):
-            raise ValueError(f"speed must list factors from 0.5 to 2.0, such as [0.9, 1.0, 1.1]; got {list(speed)}")
-        return speed
-
-    @model_validator(mode="after")
-    def _ranges_are_possible(self) -> AugmentConfig:
-        for name in ("tempo", "vocal_tract", "reverberation", "babble_snr", "noise_snr", "gain_db"):
-            found: Range | None = getattr(self, name)
-            lowest, highest = _LIMITS.get(name, (-math.inf, math.inf))
-            if found is None or lowest <= found[0] <= found[1] <= highest:
-                continue
-            unit = " in dB" if name.endswith(("snr", "db")) else f", from {lowest} to {highest}"
-            raise ValueError(f"{name} must be [lowest, highest]{unit}; got {list(found)}")
-        return self
 
     @classmethod
     def none(cls) -> AugmentConfig:

@@ -25,7 +25,8 @@ _MP3_DELAY = 1105
 """Samples by which LAME and mpg123 together delay audio."""
 _HIGHEST_LEVEL = 0.99
 """libsndfile 1.2.2 cannot encode MP3 at a compression level of 1."""
-_OPUS_RATES = (8000, 12000, 16000, 24000, 48000)
+_RATES = {"opus": (8000, 12000, 16000, 24000, 48000), "mp3": tuple(_MP3_KBITS)}
+"""Hz, ascending; other codecs have that of the telephone."""
 TELEPHONE_RATE = 8000
 """Hz"""
 TELEPHONE_BAND = (300.0, 3400.0)
@@ -35,15 +36,20 @@ KINDS = "telephone, gsm, rate-HZ, opus-KBITS (6 to 256) and mp3-KBITS (8 to 64)"
 
 def check_codec(name: str) -> str:
     """The name of a codec or a sampling rate. Raises ValueError for any other."""
-    found = _NAME.fullmatch(name)
+    _kind_of(name)
+    return name
+
+
+def _kind_of(name: str) -> tuple[str, int]:
+    """The kind of a codec, and its number, such as kbit/s. Raises ValueError for an unknown one."""
     if name in ("telephone", "gsm"):
-        return name
-    if found is None:
+        return name, 0
+    if (found := _NAME.fullmatch(name)) is None:
         raise ValueError(f"{name!r} is not a codec; known are {KINDS}, such as opus-8")
     low, high = _LIMITS[found[1]]
     if not low <= int(found[2]) <= high:
         raise ValueError(f"{name!r}: {found[1]} has {low} to {high} {'Hz' if found[1] == 'rate' else 'kbit/s'}")
-    return name
+    return found[1], int(found[2])
 
 
 Codec = Annotated[str, AfterValidator(check_codec)]
@@ -60,16 +66,9 @@ def transmitted(samples: NDArray[np.float32], rate: int, codec: str) -> NDArray[
 
     from starling.speech.resampling import resampled
 
-    found = _NAME.fullmatch(check_codec(codec))
-    kind, value = (found[1], int(found[2])) if found is not None else (codec, 0)
-    if kind == "rate":
-        own = min(value, rate)
-    elif kind == "opus":
-        own = next((each for each in _OPUS_RATES if each >= rate), _OPUS_RATES[-1])
-    elif kind == "mp3":
-        own = next((each for each in _MP3_KBITS if each >= rate), max(_MP3_KBITS))
-    else:
-        own = TELEPHONE_RATE
+    kind, value = _kind_of(codec)
+    rates = _RATES.get(kind, (TELEPHONE_RATE,))
+    own = min(value, rate) if kind == "rate" else next((each for each in rates if each >= rate), rates[-1])
     sent = resampled(torch.from_numpy(np.clip(samples, -1.0, 1.0)), rate, own).clamp(-1.0, 1.0).numpy()
     if kind == "rate":
         received = sent

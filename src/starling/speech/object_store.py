@@ -1,11 +1,10 @@
 """Reads files in an object store, or any other store that fsspec supports, by byte ranges."""
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from starling.errors import ConfigError, DataError
 
@@ -15,7 +14,6 @@ CONNECTIONS = 64
 """Concurrent requests to a store, about as many as a mini-batch has utterances."""
 _SECRET = ("secret", "password", "passphrase", "account_key", "sas_token", "connection_string", "access_key")
 
-_Result = TypeVar("_Result")
 StorageOptions = Mapping[str, Any]
 
 
@@ -23,7 +21,7 @@ class Range(NamedTuple):
     """A byte range of a file."""
 
     file: str
-    start: int
+    offset: int
     size: int
 
 
@@ -70,44 +68,30 @@ class ObjectFolder:
 
     def __init__(self, address: str, options: StorageOptions) -> None:
         self.address, self._options = address.rstrip("/"), options
-        self._owner: int | None = None
-        self._file_system: Any = None
 
     def read(self, file: str) -> bytes:
         """A whole file."""
-        content: bytes = self._tried(file, lambda system: system.cat_file(self._path(file)))
+        content: bytes = self._one(file, lambda system, path: system.cat_file(path))
         return content
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """The size in bytes of each file directly in `folder`, a subfolder of this one, by name."""
-        entries = self._tried(folder, lambda system: system.ls(self._path(folder), detail=True))
+        entries = self._one(folder, lambda system, path: system.ls(path, detail=True))
         return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in entries if entry["type"] == "file"}
-
-    def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
-        """The contents of several ranges, requested concurrently; fewer bytes if a file ends earlier."""
-        found: list[Any] = [None] * len(ranges)
-        missing = list(range(len(ranges)))
-        for pause in (*PAUSES, None):
-            asked = [ranges[place] for place in missing]
-            pieces = self._tried(asked[0].file if asked else "", partial(self._cat, ranges=asked))
-            for place, piece in zip(missing, pieces, strict=True):
-                found[place] = piece
-            missing = [place for place in missing if not isinstance(found[place], bytes)]
-            if not missing:
-                break
-            first = missing[0]
-            if pause is None or _is_final(found[first]):
-                raise self._error(ranges[first].file, found[first])
-            time.sleep(pause)
-        return found
 
     def copy(self, file: str, to: Path) -> None:
         """Copy a whole file to this machine."""
-        self._tried(file, lambda system: system.get_file(self._path(file), str(to)))
+        self._one(file, lambda system, path: system.get_file(path, str(to)))
 
-    def _cat(self, system: Any, ranges: Sequence[Range]) -> list[Any]:
-        paths = [self._path(each.file) for each in ranges]
-        starts, ends = [each.start for each in ranges], [each.start + each.size for each in ranges]
+    def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
+        """The contents of several ranges, requested concurrently; fewer bytes if a file ends earlier."""
+        return self._tried([each.file for each in ranges], partial(self._cat, ranges))
+
+    def _cat(self, ranges: Sequence[Range], system: Any, places: Sequence[int]) -> list[Any]:
+        """The contents of the ranges at some places, or the errors of single ones."""
+        chosen = [ranges[place] for place in places]
+        paths = [self._path(each.file) for each in chosen]
+        starts, ends = [each.offset for each in chosen], [each.offset + each.size for each in chosen]
         pieces: list[Any] = system.cat_ranges(paths, starts, ends, on_error="return")
         # a range beyond the end of a file is an error of the store: the file has become shorter
         return [b"" if _begins_behind_end(piece) else piece for piece in pieces]
@@ -115,42 +99,45 @@ class ObjectFolder:
     def _path(self, file: str) -> str:
         return f"{self.address}/{file}" if file else self.address
 
-    def _tried(self, file: str, action: Callable[[Any], _Result]) -> _Result:
+    def _one(self, file: str, ask: Callable[[Any, str], Any]) -> Any:
+        return self._tried([file], lambda system, places: [ask(system, self._path(file))])[0]
+
+    def _tried(self, files: Sequence[str], ask: Callable[[Any, Sequence[int]], list[Any]]) -> list[Any]:
+        """The answer about each file. `ask` answers about the files at some places, by an error if that is of one."""
+        answers: dict[int, Any] = {}
         for pause in (*PAUSES, None):
+            missing = [place for place in range(len(files)) if place not in answers]
             try:
-                return action(self._connected())
+                found = ask(self._file_system(), missing)
             except DataError:
                 raise
             except Exception as error:
-                if pause is None or _is_final(error):
-                    raise self._error(file, error) from error
-                time.sleep(pause)
-        raise AssertionError("the last pause is None")
+                found = [error] * len(missing)
+            for place, answer in zip(missing, found, strict=True):
+                if not isinstance(answer, BaseException):
+                    answers[place] = answer
+                elif pause is None or _is_final(answer):
+                    raise self._error(files[place], answer) from answer
+            if len(answers) == len(files):
+                break
+            time.sleep(pause or 0.0)
+        return [answers[place] for place in range(len(files))]
 
-    def _connected(self) -> Any:
+    def _file_system(self) -> Any:
+        """The connection of this process, which fsspec keeps."""
         import fsspec
 
-        if self._owner != os.getpid():
-            try:
-                self._file_system, _ = fsspec.core.url_to_fs(self.address, **self._all_options())
-            except ImportError as error:
-                raise DataError(
-                    f"{self.address}: reading {fsspec.utils.get_protocol(self.address)}:// needs a package that is not "
-                    f"installed ({error}); for s3:// install starling-asr[cloud]"
-                ) from error
-            self._owner = os.getpid()
-        return self._file_system
-
-    def _all_options(self) -> dict[str, Any]:
-        import fsspec
-
-        options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options}
-        if fsspec.utils.get_protocol(self.address) in (
-            "s3",
-            "s3a",
-        ):  # botocore's default of 10 is too few for a mini-batch
+        protocol = fsspec.utils.get_protocol(self.address)
+        options = {"use_listings_cache": False, **self._options}
+        if protocol in ("s3", "s3a"):  # botocore's default of 10 is too few for a mini-batch
             options["config_kwargs"] = {"max_pool_connections": CONNECTIONS, **options.get("config_kwargs", {})}
-        return options
+        try:
+            return fsspec.core.url_to_fs(self.address, **options)[0]
+        except ImportError as error:
+            raise DataError(
+                f"{self.address}: reading {protocol}:// needs a package that is not installed ({error}); for s3:// "
+                "install starling-asr[cloud]"
+            ) from error
 
     def _error(self, file: str, error: BaseException) -> DataError:
         path = self._path(file)

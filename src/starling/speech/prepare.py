@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +61,22 @@ def prepare(
     """
     report = progress or (lambda name, done, total: None)
     with _locked(config.folder):
-        written: list[str] = []
         if config.remote is not None:
-            rate, names = config.sampling_rate, config.used_sets
             store = (config.remote, config.storage_options)
-            written += fetch_sets(*store, config.folder, names, rate, report, config.cache)
-        own = config.used_sets if config.remote is None else ()
-        missing = [name for name in own if _finished_digest(config.set_folder(name)) != set_digest(config, name)]
-        if not overwrite:
-            _check_nothing_is_lost(config, missing)
-        for name in own:
-            if name in missing:
-                make_set(source_of(config, name), config.set_folder(name), executor or Executor(), report)
-                written.append(name)
-            else:
-                shutil.rmtree(_partial_folder(config.set_folder(name)), ignore_errors=True)
+            written = fetch_sets(*store, config.folder, config.used_sets, config.sampling_rate, report, config.cache)
+        else:
+            written = [
+                name
+                for name in config.used_sets
+                if _finished_digest(config.set_folder(name)) != set_digest(config, name)
+            ]
+            if not overwrite:
+                _check_nothing_is_lost(config, written)
+            for name in config.used_sets:
+                if name in written:
+                    make_set(source_of(config, name), config.set_folder(name), executor or Executor(), report)
+                else:
+                    shutil.rmtree(_partial_folder(config.set_folder(name)), ignore_errors=True)
         sets = tuple(read_summary(config.set_folder(name)) for name in config.used_sets)
     return Summary(config.folder, sets, tuple(written))
 
@@ -157,16 +158,12 @@ def _finished_digest(folder: Path) -> str | None:
 
 def _check_nothing_is_lost(config: DataConfig, missing: Sequence[str]) -> None:
     """Raise ConfigError if a set to be prepared would replace one with other settings."""
-    changed: list[str] = []
-    changes: dict[str, None] = {}
-    for name in missing:
-        if found := _changes(config, name):
-            changed.append(name)
-            changes |= dict.fromkeys(found)
-    if changed:
-        more = f" and {len(changes) - _MAX_SHOWN} more" if len(changes) > _MAX_SHOWN else ""
+    found = {name: changes for name in missing if (changes := _changes(config, name))}
+    if found:
+        shown = list(dict.fromkeys(chain(*found.values())))
+        more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
         raise ConfigError(
-            f"{config.folder}: {', '.join(changed)} prepared with {', '.join([*changes][:_MAX_SHOWN])}{more}; set "
+            f"{config.folder}: {', '.join(found)} prepared with {', '.join(shown[:_MAX_SHOWN])}{more}; set "
             "data.folder to another folder, or replace these sets with `starling prepare RECIPE --overwrite`"
         )
 
@@ -246,13 +243,15 @@ class _Making:
             utterances = join_strings(recordings, plans, source.strings, self._checking.sampling_rate)
             limits = self._checking.limits.model_copy(update={"trim": None})  # its recordings are trimmed
             self._checking = replace(self._checking, limits=limits)
-        files = [stage.file for stage, _ in self._results(utterances, source.name, writes=True)]
+        files, wanted = list[Path](), set[str]()
+        for stage, result in self._results(utterances, source.name, writes=True):
+            files.append(stage.file)
+            wanted |= dict(result.shard.files).keys()
         try:
             dropped = self._whole.finish()
         except DataError:
             self._forget_dropped()
             raise
-        wanted = {name for shard in _shards(files) for name, _ in shard.files}
         for path in (made / "shar").iterdir():
             if path.name not in wanted:  # left by an earlier call that found more utterances
                 path.unlink(missing_ok=True)
@@ -270,15 +269,12 @@ class _Making:
         """
         meter = Meter(label, utterances, self._report)
         seen: set[str] = set()
-        for stage in self._executor.run(self._stages(utterances, writes), meter.add):
-            result = self._found(stage)
+        for stage, result in self._executor.run(self._stages(utterances, writes), meter.add):
             taken = seen.intersection(result.shard.ids) | seen.intersection(result.taken)
             if taken != set(result.taken):
                 meter.add(-len(result.places))
                 stage.file.unlink()
-                stage = replace(stage, taken=frozenset(taken))
-                for _ in self._executor.run([stage], meter.add):
-                    result = self._found(stage)
+                ((stage, result),) = self._executor.run([replace(stage, taken=frozenset(taken))], meter.add)
             seen.update(result.shard.ids)
             self._whole.count(result.total, result.dropped)
             yield stage, result
@@ -289,15 +285,6 @@ class _Making:
         while chunk := tuple(islice(listed, self._source.shard_size)):
             yield Stage(self._work, number, chunk, self._checking.narrowed(chunk), writes, listing_of(chunk))
             number += 1
-
-    def _found(self, stage: Stage) -> Result:
-        result = stage.result()
-        if result is None:
-            raise DataError(
-                f"set {self._source.name}: a process has written shard {stage.number}, but {stage.file} or the shard "
-                f"is missing; {self._work} must be the same folder for all processes"
-            )
-        return result
 
     def _forget_dropped(self) -> None:
         """Let the next call repeat the stages that dropped utterances: repaired audio does not change their listing."""

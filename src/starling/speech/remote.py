@@ -37,13 +37,12 @@ def fetch_sets(
     """
     written = []
     for name in names:
-        objects = ObjectFolder(f"{address.rstrip('/')}/{name}", options)
+        objects, final = ObjectFolder(f"{address.rstrip('/')}/{name}", options), folder / name
         text = objects.read("summary.json")
         _check_summary(text, objects, sampling_rate)
         where: dict[str, object] = {"address": f"{objects.address}/shar", "options": dict(options)}
         if cache is not None:  # another upload of the set has a folder of its own
             where["cache"] = str(cache.absolute() / name / hashlib.sha256(text).hexdigest()[:16])
-        final = folder / name
         if (final / "shar").exists():
             raise DataError(
                 f"{final}: contains a set that was prepared on this machine; set data.folder to another folder for the "
@@ -70,19 +69,8 @@ def _check_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> No
         )
     sizes = objects.sizes("shar")
     for shard in summary.shards:
-        found = sizes.get(shard.file)
-        if found != shard.num_bytes:
-            state = "is missing" if found is None else f"has {found} bytes, not {shard.num_bytes}"
-            raise DataError(f"{objects.address}/shar/{shard.file}: {state}; copy the set there again")
-
-
-def _check_opens(aside: Path, objects: ObjectFolder) -> None:
-    """Raise a DataError that names the store, not the local copy, if the fetched index is damaged."""
-    try:
-        SpeechSet.open(aside)
-    except DataError as error:
-        found = str(error).partition(";")[0].replace(str(aside), objects.address)
-        raise DataError(f"{found}; the set in the store is damaged: copy it again") from error
+        if (size := sizes.get(shard.file)) != shard.num_bytes:
+            raise DataError(f"{objects.address}/shar/{shard.file}: {shard.state(size)}; copy the set there again")
 
 
 def _is_there(folder: Path, summary: bytes, where: dict[str, object]) -> bool:
@@ -115,11 +103,14 @@ def _fetch(
         (aside / REMOTE).write_text(json.dumps(where, indent=2) + "\n", encoding="utf-8")
         (aside / "summary.json").write_bytes(summary)
         sync(*aside.rglob("*"), aside)
-        _check_opens(aside, objects)
+        try:
+            SpeechSet.open(aside)
+        except DataError as error:  # name the store, not the local copy
+            found = str(error).partition(";")[0].replace(str(aside), objects.address)
+            raise DataError(f"{found}; the set in the store is damaged: copy it again") from error
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
-    except BaseException as error:
+    except OSError as error:
+        raise DataError(f"{aside}: cannot be written: {error}; set data.folder to another place") from error
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise DataError(f"{aside}: cannot be written: {error}; set data.folder to another place") from error
-        raise

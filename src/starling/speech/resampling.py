@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_ZEROS = 6  # zero crossings of the sinc on either side
-_ROLLOFF = 0.99
 _LARGEST = 1 << 22  # numbers of a kernel; 16 MiB
 _COARSE = 16_000
 """The largest term of a ratio that stands for one whose kernel would be larger than that, such as 44,099 to 8,000 Hz.
@@ -28,25 +26,19 @@ class _Kernel(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _kernel(rate: int, wanted: int) -> _Kernel:
-    """Those of torchaudio and lhotse, with the same bits (sinc_interp_hann)."""
+    """The kernel of lhotse, and of torchaudio (sinc_interp_hann); of equal rates, the one that changes nothing."""
+    if rate == wanted:
+        return _Kernel(torch.ones(1, 1, 1), 0, 1, 1)
+    from lhotse.augmentation.resample import Resample
+
     ratio = exact = Fraction(min(rate, wanted), max(rate, wanted))
     most = _COARSE
     while ratio.numerator * ratio.denominator > _LARGEST:
         ratio = exact.limit_denominator(most) or Fraction(1, most)
         most //= 2
-    ratio = ratio if rate > wanted else 1 / ratio
-    before, after = ratio.denominator, ratio.numerator
-    base = min(before, after) * _ROLLOFF
-    width = math.ceil(_ZEROS * before / base)
-    places = torch.arange(-width, width + before, dtype=torch.float64)[None, None] / before
-    times = torch.arange(0, -after, -1)[:, None, None] / after + places
-    times *= base
-    times = times.clamp_(-_ZEROS, _ZEROS)
-    window = torch.cos(times * math.pi / _ZEROS / 2) ** 2
-    times *= math.pi
-    weights = torch.where(times == 0, torch.tensor(1.0).to(times), times.sin() / times)
-    weights *= window * (base / before)
-    return _Kernel(weights.to(torch.float32), width, before, after)
+    after, before = (ratio if rate > wanted else 1 / ratio).as_integer_ratio()
+    made = Resample(before, after)
+    return _Kernel(made.kernel, made.width, before, after)
 
 
 def resampled(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
@@ -65,29 +57,22 @@ class Resampler:
     """Changes the rate of a waveform that comes in pieces of any lengths; together they give what the whole would."""
 
     def __init__(self, rate: int, wanted: int) -> None:
-        self._kernel = None if rate == wanted else _kernel(rate, wanted)
-        self._kept = np.zeros(0 if self._kernel is None else self._kernel.width, np.float32)
+        self._kernel = _kernel(rate, wanted)
+        self._kept = np.zeros(self._kernel.width, np.float32)
         self._taken = self._given = 0
 
     def feed(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
         """The next samples `[T']`, from the next samples `[T]`."""
-        if self._kernel is None:
-            return samples
         self._taken += len(samples)
         return self._steps(samples)
 
     def end(self) -> NDArray[np.float32]:
         """The last samples `[T']`."""
-        if self._kernel is None:
-            return np.zeros(0, np.float32)
-        total = math.ceil(self._kernel.after * self._taken / self._kernel.before)
-        given = self._given
-        padding = np.zeros(self._kernel.width + self._kernel.before, np.float32)
-        return self._steps(padding)[: total - given]
+        _, width, before, after = self._kernel
+        missing = math.ceil(after * self._taken / before) - self._given
+        return self._steps(np.zeros(width + before, np.float32))[:missing]
 
     def _steps(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        if self._kernel is None:
-            return samples
         weights, width, before, after = self._kernel
         kept = np.concatenate([self._kept, samples])
         steps = max(0, (len(kept) - 2 * width) // before)

@@ -1,19 +1,16 @@
 """The summary of a prepared set, and checks of a set's files before they are read."""
 
 import json
-import math
-import re
 import stat
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from starling.configuration import digest
 from starling.errors import DataError
-from starling.files import sha256
-from starling.speech.shards import Shard, again
+from starling.speech.shards import Count, Shard, again
 
 FORMAT = 2
 NUMBERS = {
@@ -31,7 +28,7 @@ ARRAYS = NUMBERS | dict.fromkeys(TEXTS, "u1") | {f"{name}_ends": "i8" for name i
 INDEX_FILES = tuple(f"{name}.npy" for name in ARRAYS)
 """The files in the folder `index` of a prepared set."""
 _MAX_BYTES = 64 << 20
-_SHARD_NAME = re.compile(r"recording\.[0-9]{6,12}\.tar")
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,12 @@ class SetSummary:
     """The contents of a prepared set. `dropped` counts utterances, `dropped_seconds` their audio, if it is known."""
 
     name: str
-    utterances: int
-    seconds: float
-    speakers: int
-    sampling_rate: int
-    dropped: int
-    dropped_seconds: float
+    utterances: Count
+    seconds: Finite
+    speakers: Count
+    sampling_rate: Annotated[int, Field(ge=1000, le=192_000)]
+    dropped: Count
+    dropped_seconds: Finite
     digest: str
     shards: tuple[Shard, ...]
     format: int = FORMAT
@@ -67,18 +64,10 @@ class SetSummary:
         return digest(content)
 
     def problem(self) -> str | None:
-        """A message if the summary is invalid; otherwise None."""
-        numbers = (self.utterances, self.speakers, self.dropped, *(shard.num_bytes for shard in self.shards))
+        """What is wrong with a summary whose fields are valid; None if nothing is."""
         names = [shard.file for shard in self.shards]
-        bad = next((name for name in names if not _SHARD_NAME.fullmatch(name)), None)
-        if bad is not None:
-            return f"{bad[:200]!r} is not the name of a shard"
         if len(set(names)) < len(names):
             return f"it lists {next(name for name in names if names.count(name) > 1)} twice"
-        if min(numbers) < 0 or max(numbers) >= 1 << 62 or not 1000 <= self.sampling_rate <= 192_000:
-            return "its numbers are out of range"
-        if not (math.isfinite(self.seconds) and math.isfinite(self.dropped_seconds)):
-            return "its numbers are not finite"
         if self.files.keys() != set(INDEX_FILES):
             return f"its index has the files {', '.join(self.files)[:200]}"
         if self.check != self._check():
@@ -150,15 +139,3 @@ def checked_file(folder: Path, name: str) -> Path:
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"{path}: a link that leads out of the prepared set; replace it by the file")
     return path
-
-
-def check_index(folder: Path, files: Mapping[str, str]) -> None:
-    """Raise DataError, naming the file, if a file of the index does not match its SHA-256."""
-    for name, expected in files.items():
-        try:
-            found = sha256(checked_file(folder, f"index/{name}"))
-        except OSError as error:
-            raise DataError(f"{folder}/index/{name}: cannot be read ({error}); {again(folder)}") from error
-        if found != expected:
-            reason = "its SHA-256 is not the one in summary.json"
-            raise DataError(f"{folder}/index/{name}: cannot be read ({reason}); {again(folder)}")

@@ -6,11 +6,9 @@ import os
 import sys
 import tarfile
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -21,6 +19,9 @@ from numpy.typing import NDArray
 from starling.files import sha256, sync
 from starling.speech.set_summary import ARRAYS, INDEX_FILES, TEXTS, SetSummary
 from starling.speech.shards import Shard
+
+Spoken = tuple[str, str, str, NDArray[np.float32]]
+"""The id, speaker, text and audio of an utterance: `[T]`, mono, in -1..1 (clipped beyond)."""
 
 
 @dataclass(frozen=True)
@@ -61,71 +62,44 @@ def cuts_file(number: int) -> str:
     return f"cuts.{number:06d}.jsonl.gz"
 
 
-class ShardWriter:
-    """Writes one shard to a folder, with the same bytes for the same utterances. An empty shard has no files.
+def write_shard(folder: Path, number: int, sampling_rate: int, utterances: Iterable[Spoken]) -> ShardIndex:
+    """Write one shard to a folder, with the same bytes for the same utterances, and return its index.
 
-    Audio is stored as 16-bit FLAC, which is lossless for 16-bit recordings.
+    Audio is stored as 16-bit FLAC, which is lossless for 16-bit recordings. An empty shard has no files.
     """
-
-    def __init__(self, folder: Path, number: int, sampling_rate: int) -> None:
-        self._folder, self._number, self._sampling_rate = folder, number, sampling_rate
-        self._audio = AudioTarWriter(
-            f"{str(folder).replace('%', '%%')}/recording.%06d.tar", sys.maxsize, format="flac", shard_offset=number
-        )
-        self._cuts: gzip.GzipFile | None = None
-        self._rows: list[tuple[str, str, str, int]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with suppress(OSError):  # an abandoned shard; `finish` closes a complete one
-            self._close()
-
-    def write(self, utterance_id: str, speaker: str, text: str, audio: NDArray[np.float32]) -> None:
-        """Append one utterance; `audio` is [T], mono, in -1..1 (clipped beyond)."""
-        quantised = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
-        recording = Recording(
-            id=utterance_id,
-            sources=[AudioSource(type="shar", channels=[0], source="")],
-            sampling_rate=self._sampling_rate,
-            num_samples=len(quantised),
-            duration=len(quantised) / self._sampling_rate,
-        )
-        cut = recording.to_cut()
-        cut.supervisions = [
-            SupervisionSegment(utterance_id, utterance_id, 0.0, recording.duration, text=text, speaker=speaker)
-        ]
-        self._audio.write(utterance_id, quantised[None], self._sampling_rate, manifest=recording)
-        if self._cuts is None:
-            self._cuts = gzip.GzipFile(self._folder / cuts_file(self._number), "wb", mtime=0)
-        self._cuts.write((json.dumps(cut.to_dict(), ensure_ascii=False) + "\n").encode())
-        self._rows.append((utterance_id, speaker, text, len(quantised)))
-
-    def finish(self) -> ShardIndex:
-        """Write the shard to disk, and return its index."""
-        self._close()
-        if not self._rows:
-            return ShardIndex(self._number, 0, 0)
-        audio, cuts = (self._folder / name(self._number) for name in (audio_file, cuts_file))
-        sync(audio, cuts)
-        with tarfile.open(audio, "r:") as tar:
-            places = [(member.offset_data, member.size) for member in tar if not member.name.endswith(".json")]
-        with audio.open("rb") as file:
-            checks = tuple(crc32(os.pread(file.fileno(), size, offset)) for offset, size in places)
-        ids, speakers, texts, num_samples = zip(*self._rows, strict=True)
-        offsets, sizes = zip(*places, strict=True)
-        num_bytes = audio.stat().st_size, cuts.stat().st_size
-        return ShardIndex(self._number, *num_bytes, ids, speakers, texts, num_samples, offsets, sizes, checks)
-
-    def _close(self) -> None:
-        try:
-            self._audio.close()
-        finally:
-            if self._cuts is not None:
-                self._cuts.close()
+    pattern = f"{str(folder).replace('%', '%%')}/recording.%06d.tar"
+    audio, cuts = folder / audio_file(number), folder / cuts_file(number)
+    rows: list[tuple[str, str, str, int]] = []
+    with (
+        AudioTarWriter(pattern, sys.maxsize, format="flac", shard_offset=number) as tar,
+        gzip.GzipFile(cuts, "wb", mtime=0) as manifest,
+    ):
+        for name, speaker, text, samples in utterances:
+            quantised = np.clip(np.rint(samples * 32768.0), -32768, 32767).astype(np.int16)
+            recording = Recording(
+                id=name,
+                sources=[AudioSource(type="shar", channels=[0], source="")],
+                sampling_rate=sampling_rate,
+                num_samples=len(quantised),
+                duration=len(quantised) / sampling_rate,
+            )
+            cut = recording.to_cut()
+            cut.supervisions = [SupervisionSegment(name, name, 0.0, recording.duration, text=text, speaker=speaker)]
+            tar.write(name, quantised[None], sampling_rate, manifest=recording)
+            manifest.write((json.dumps(cut.to_dict(), ensure_ascii=False) + "\n").encode())
+            rows.append((name, speaker, text, len(quantised)))
+    if not rows:
+        cuts.unlink()
+        return ShardIndex(number, 0, 0)
+    sync(audio, cuts)
+    with tarfile.open(audio, "r:") as written:
+        places = [(member.offset_data, member.size) for member in written if not member.name.endswith(".json")]
+    with audio.open("rb") as file:
+        checks = tuple(crc32(os.pread(file.fileno(), size, offset)) for offset, size in places)
+    ids, speakers, texts, num_samples = zip(*rows, strict=True)
+    offsets, sizes = zip(*places, strict=True)
+    num_bytes = audio.stat().st_size, cuts.stat().st_size
+    return ShardIndex(number, *num_bytes, ids, speakers, texts, num_samples, offsets, sizes, checks)
 
 
 def write_index(

@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from starling.errors import DataError
-from starling.speech.set_summary import ARRAYS, TEXTS, SetSummary, check_index, checked_file, read_summary
-from starling.speech.shards import Place, Shards, again, open_shards
+from starling.files import sha256
+from starling.speech.object_store import Range
+from starling.speech.set_summary import ARRAYS, NUMBERS, TEXTS, SetSummary, checked_file, read_summary
+from starling.speech.shards import Shards, again, open_shards
 
 
 class _Strings:
@@ -91,19 +93,7 @@ class SpeechSet:
         folder = Path(folder)
         summary = read_summary(folder)
         shards = open_shards(folder, summary.shards)
-        shards.check()
-        if not is_checked:
-            check_index(folder, summary.files)
-        arrays = {name: _load_array(folder, name) for name in ARRAYS}
-        for name, array in arrays.items():
-            of_speakers, is_text = name == "speakers_ends", name in TEXTS
-            expected = len(array) if is_text else summary.speakers if of_speakers else summary.utterances
-            if len(array) != expected:
-                raise DataError(
-                    f"{folder}/index/{name}.npy: {len(array)} entries for {expected} "
-                    f"{'speakers' if of_speakers else 'utterances'}; {again(folder)}"
-                )
-        _check_ranges(folder, summary, arrays)
+        arrays = {name: _load_array(folder, summary, name, is_checked) for name in ARRAYS}
         return cls(folder, summary, arrays, shards)
 
     def __len__(self) -> int:
@@ -128,17 +118,18 @@ class SpeechSet:
     def read(self, indices: Sequence[int]) -> list[Stored]:
         """Several utterances, requested concurrently from an object store. DataError if a shard cannot be read."""
         checked = [self._checked(index) for index in indices]
-        encoded = self._shards.read([self._place(index) for index in checked])
+        encoded = self._shards.read([self._range(index) for index in checked])
         return [
             Stored(self.id(index), self.text(index), self._decoded(index, each))
             for index, each in zip(checked, encoded, strict=True)
         ]
 
-    def _place(self, index: int) -> Place:
+    def _range(self, index: int) -> Range:
         """The location of the audio; the shard's first byte if the index points beyond the end of the shard."""
-        shard, offset, size = int(self._shard_of[index]), int(self._offsets[index]), int(self._sizes[index])
-        is_there = size > 0 and offset + size <= self.summary.shards[shard].num_bytes
-        return Place(shard, offset, size) if is_there else Place(shard, 0, 1)
+        shard = self.summary.shards[int(self._shard_of[index])]
+        offset, size = int(self._offsets[index]), int(self._sizes[index])
+        is_there = size > 0 and offset + size <= shard.num_bytes
+        return Range(shard.file, offset, size) if is_there else Range(shard.file, 0, 1)
 
     def _decoded(self, index: int, encoded: bytes) -> NDArray[np.float32] | DataError:
         import soundfile
@@ -164,8 +155,8 @@ class SpeechSet:
         return samples
 
     def _damaged(self, index: int, reason: str) -> DataError:
-        where = self._shards.where(int(self._shard_of[index]))
-        return DataError(f"{where}: the audio of {self.id(index)} is damaged ({reason}); {self._shards.remedy()}")
+        where = f"{self._shards.root}/{self._range(index).file}"
+        return DataError(f"{where}: the audio of {self.id(index)} is damaged ({reason}); {self._shards.remedy}")
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -303,31 +294,28 @@ def _reopened(members: Sequence[Member], numbers: NDArray[np.int32]) -> SpeechSe
     return SpeechSets(members).only(numbers)
 
 
-def _load_array(folder: Path, name: str) -> NDArray[Any]:
-    path = folder / "index" / f"{name}.npy"
+def _load_array(folder: Path, summary: SetSummary, name: str, is_checked: bool) -> NDArray[Any]:
+    """An array of the index, memory-mapped. Raises DataError unless it is what the summary says."""
+    highest = {"speaker_of": summary.speakers - 1, "shard_of": len(summary.shards) - 1}.get(name, 1 << 61)
+    kind, num_entries = (
+        ("speakers", summary.speakers) if name == "speakers_ends" else ("utterances", summary.utterances)
+    )
     try:
-        array = np.lib.format.open_memmap(checked_file(folder, f"index/{name}.npy"), mode="r")
+        path = checked_file(folder, f"index/{name}.npy")
+        if not is_checked and sha256(path) != summary.files[path.name]:
+            raise ValueError("its SHA-256 is not the one in summary.json")
+        array = np.lib.format.open_memmap(path, mode="r")
+        if array.ndim != 1 or array.dtype != np.dtype(ARRAYS[name]):
+            raise ValueError(f"has type {array.dtype} and {array.ndim} dimensions, not {ARRAYS[name]} and one")
+        if name not in TEXTS and len(array) != num_entries:
+            raise ValueError(f"{len(array)} entries for {num_entries} {kind}")
+        if name in NUMBERS and len(array) and not (array.min() >= 0 and array.max() <= highest):
+            raise ValueError(f"values from {array.min()} to {array.max()}, allowed are 0 to {highest}")
     except DataError:
         raise
     except Exception as error:  # NumPy parses the header as Python source and may raise any error
-        raise DataError(f"{path}: cannot be read ({error}); {again(folder)}") from error
-    if array.ndim != 1 or array.dtype != np.dtype(ARRAYS[name]):
-        raise DataError(
-            f"{path}: has type {array.dtype} and {array.ndim} dimensions, not {ARRAYS[name]} and one; {again(folder)}"
-        )
+        raise DataError(f"{folder}/index/{name}.npy: cannot be read ({error}); {again(folder)}") from error
     return np.asarray(array)
-
-
-def _check_ranges(folder: Path, summary: SetSummary, arrays: dict[str, NDArray[Any]]) -> None:
-    """Raise DataError if values of the index are out of range."""
-    highest = {"speaker_of": summary.speakers - 1, "shard_of": len(summary.shards) - 1}
-    for name in ("durations", "num_samples", "speaker_of", "shard_of", "offsets", "sizes"):
-        array, most = arrays[name], highest.get(name, 1 << 61)
-        if len(array) and not (array.min() >= 0 and array.max() <= most):
-            raise DataError(
-                f"{folder}/index/{name}.npy: values from {array.min()} to {array.max()}, allowed are 0 to {most}; "
-                f"{again(folder)}"
-            )
 
 
 def _joined(arrays: Sequence[NDArray[Any]], firsts: Sequence[int]) -> NDArray[Any]:

@@ -41,7 +41,7 @@ class StreamingLogMel:
         self._samples = torch.cat([self._samples, samples.float()])
         if not self._has_begun:
             if len(self._samples) < layer.length:
-                return self._nothing()
+                return self._frames(0)
             self._samples = torch.cat([self._samples[: layer.left].flip(0), self._samples])
             self._has_begun = True
         return self._frames((len(self._samples) - layer.length) // layer.shift + 1)
@@ -49,7 +49,7 @@ class StreamingLogMel:
     def finish(self) -> torch.Tensor:
         """The frames `[n, F]` whose windows end behind the recording; none if it is shorter than a window."""
         if not self._has_begun:
-            return self._nothing()
+            return self._frames(0)
         layer = self._features
         missing = layer.num_frames(self._received) - self._made
         needed = (missing - 1) * layer.shift + layer.length - len(self._samples)
@@ -58,16 +58,13 @@ class StreamingLogMel:
         return self._frames(missing)
 
     def _frames(self, count: int) -> torch.Tensor:
-        if count <= 0:
-            return self._nothing()
         layer = self._features
+        if count <= 0:
+            return torch.zeros(0, layer.num_features)
         energies = layer.of_samples(self._samples[: (count - 1) * layer.shift + layer.length], count)
         self._samples = self._samples[count * layer.shift :]
         self._made += count
-        return self._features.normalised([energies])[0]
-
-    def _nothing(self) -> torch.Tensor:
-        return torch.zeros(0, self._features.num_features)
+        return layer.normalised([energies])[0]
 
 
 def _comes_in_blocks(features: LogMel) -> bool:

@@ -63,10 +63,8 @@ def flat_start(transcripts: StateSequences, lengths: NDArray[np.int64]) -> Label
     return positions
 
 
-def align(
-    lengths: NDArray[np.int64], labels: Labels, optional: Sequence[NDArray[np.bool_]], scorer: Scorer
-) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """Each utterance, longest first, and the position of each of its frames on the path of the highest likelihood.
+def align(lengths: NDArray[np.int64], labels: Labels, optional: Sequence[NDArray[np.bool_]], scorer: Scorer) -> Labels:
+    """The position of each frame of each utterance on the path of the highest likelihood.
 
     Args:
         lengths: Frames of each utterance, `[U]`: at least as many as it has positions that are not optional.
@@ -74,23 +72,19 @@ def align(
         optional: Whether a position may be skipped.
         scorer: Gives the likelihoods.
     """
+    positions: Labels = [np.zeros(0, np.int32)] * len(labels)
     for chosen in _together(lengths, [len(row) for row in labels]):
-        scores = scorer(chosen)
-        width = max(len(labels[each]) for each in chosen)
-        index = torch.zeros(len(chosen), width, dtype=torch.int64)
-        skippable = torch.zeros(len(chosen), width, dtype=torch.bool)
+        scores = scorer(chosen).numpy()
+        num_positions = np.asarray([len(labels[each]) for each in chosen])
+        own = np.zeros((*scores.shape[:2], num_positions.max()), scores.dtype)
+        skippable = np.zeros((len(chosen), num_positions.max()), np.bool_)
         for place, each in enumerate(chosen):
-            index[place, : len(labels[each])] = torch.from_numpy(labels[each])
-            skippable[place, : len(labels[each])] = torch.from_numpy(optional[each])
-        own = scores.gather(2, index[:, None, :].expand(-1, scores.shape[1], -1))
-        paths = best_path(
-            own,
-            torch.from_numpy(lengths[chosen]),
-            skippable,
-            torch.tensor([len(labels[each]) for each in chosen]),
-        ).numpy()
+            own[place, :, : num_positions[place]] = scores[place][:, labels[each]]
+            skippable[place, : num_positions[place]] = optional[each]
+        paths = best_path(own, lengths[chosen], skippable, num_positions)
         for place, each in enumerate(chosen):
-            yield each, paths[place, : lengths[each]].astype(np.int32)
+            positions[each] = paths[place, : lengths[each]].astype(np.int32)
+    return positions
 
 
 class Gaussians:
@@ -145,9 +139,7 @@ def align_with_gaussians(
             spliced = torch.from_numpy(frames.cut(whole, SPLICE))
             return torch.addmm(biases, spliced.flatten(0, 1), weights).view(len(chosen), -1, len(biases))
 
-        following = positions.copy()
-        for each, path in align(frames.lengths, labels, transcripts.optional, scores):
-            following[each] = path
+        following = align(frames.lengths, labels, transcripts.optional, scores)
         moved = sum(
             int((labels[each][following[each]] != labels[each][positions[each]]).sum()) for each in range(len(frames))
         )

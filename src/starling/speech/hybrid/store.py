@@ -59,9 +59,8 @@ class Frames:
             self.speeds: NDArray[np.float64] = (
                 np.load(folder / SPEEDS, allow_pickle=False) if has_speeds else np.ones(len(self.ends))
             )
-            total = int(self.ends[-1]) if len(self.ends) else 0
-            self._features = np.memmap(folder / FEATURES, np.float16, "r", shape=(total, num_bands)) if total else None
-        except (OSError, ValueError) as error:
+            self._features = np.memmap(folder / FEATURES, np.float16, "r", shape=(int(self.ends[-1]), num_bands))
+        except (OSError, ValueError, IndexError) as error:  # the last ones where there are no frames
             raise DataError(f"{folder}: the frames cannot be read ({error}); train again without resume") from error
         self.starts = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
         self.lengths: NDArray[np.int64] = self.ends - self.starts
@@ -86,8 +85,6 @@ class Frames:
             pieces: Utterance, first frame, and the frame behind the last: `[B, 3]`.
             splice: Neighbours on either side.
         """
-        if self._features is None:
-            raise DataError(f"{self.folder}: there are no frames")
         found: NDArray[np.float32] = self._taken(self._features, pieces, splice, 0.0).astype(np.float32)
         return found.reshape(*found.shape[:2], -1)
 
@@ -111,8 +108,8 @@ class AlignedFrames(Frames):
             self._states: NDArray[np.int32] = np.load(folder / STATES, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise DataError(f"{folder}: the alignment cannot be read ({error}); train again") from error
-        if len(self._states) != (self.ends[-1] if len(self) else 0):
-            raise DataError(f"{folder}: {len(self._states)} frames are aligned, and there are {self.ends[-1:]}")
+        if len(self._states) != self.ends[-1]:
+            raise DataError(f"{folder}: {len(self._states)} frames are aligned, and there are {self.ends[-1]}")
 
     def states(self, pieces: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
         """The states of sub-sequences as `cut` gives them, `[B, T]`; `padding` behind the end of a shorter one."""

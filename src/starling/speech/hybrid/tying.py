@@ -212,13 +212,9 @@ def _clusters(statistics: Statistics, centres: NDArray[np.int64]) -> Iterator[tu
     spoken = [unit for unit in units if (centres == unit).any()]
     if len(spoken) < 3:
         return
-    means = np.stack([_mean(statistics, centres == unit) for unit in spoken])
+    own = [centres == unit for unit in spoken]
+    means = [statistics.sums[each].sum(0) / statistics.counts[each].sum() for each in own]
     clusters: list[tuple[int, ...]] = [(unit,) for unit in spoken]
     for first, second, *_ in linkage(means, "ward")[:-1]:
         clusters.append(tuple(sorted(clusters[int(first)] + clusters[int(second)])))
         yield clusters[-1]
-
-
-def _mean(statistics: Statistics, chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
-    mean: NDArray[np.float64] = statistics.sums[chosen].sum(0) / statistics.counts[chosen].sum()
-    return mean

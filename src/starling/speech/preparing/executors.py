@@ -4,11 +4,10 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -22,18 +21,17 @@ from starling.chance import one_thread
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.extras import require
 from starling.recipe.file import apply_overrides
-from starling.speech.preparing.stages import Stage, Tick
+from starling.speech.preparing.stages import Result, Stage, Tick
 
 MAX_JOBS = 1024
 RETRIES = 3
 """How often Ray repeats a stage whose process or node was lost."""
 _POLL_SECONDS = 0.1
 """Interval at which the progress of other processes is read."""
-_COUNT_EVERY = 1.0
-"""Interval at which a Ray cluster is asked for its CPUs, in seconds."""
 _END_TIMEOUT_SECONDS = 60.0
 """How long running stages may take to finish after another one has failed."""
-_num_done: "Synchronized[int] | None" = None
+_REPEAT = "repeat the command to continue from the finished shards"
+_num_done: "Synchronized[int]"
 """In a worker process: the number of utterances that all workers have done."""
 
 
@@ -43,36 +41,33 @@ class Executor:
 
     def __init__(self) -> None:
         self._running: dict[Future[int], Any] = {}
-        """What has been submitted, with what else is known of it."""
+        """The stages that run elsewhere, with what Ray calls them."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """End without waiting if there is an error."""
+        self.stop(at_once=kind is not None)
 
-    def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[Stage]:
-        """Run the stages that have no result yet, and yield all in order, each once it has a result.
+    def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[tuple[Stage, Result]]:
+        """Run the stages that have no result yet, and yield each stage with its result, in order.
 
         The first error in the order of the stages is raised. Stages are drawn as they are needed: at most `window` of
         them are in memory.
         """
-        queue: deque[tuple[Stage, Future[int] | None]] = deque()
-        listed, error = iter(stages), None
+        queue: deque[tuple[Stage, Future[int]]] = deque()
+        listed, problem = iter(stages), None
         while True:
             try:
                 stage = next(listed, None)
-            except StarlingError as problem:  # raised once the stages before it are done
-                stage, error = None, problem
+            except StarlingError as error:  # raised once the stages before it are done
+                stage, problem = None, error
             if stage is not None:
-                queue.append((stage, None if _is_done(stage, tick) else self._submitted(stage, tick)))
-            while queue and (stage is None or queue[0][1] is None or len(queue) >= self.window()):
-                first, future = queue.popleft()
-                if future is not None:
-                    self._wait_for(first, future, tick)
-                yield first
-            if error is not None:
-                raise error
+                queue.append((stage, self._begun(stage, tick)))
+            while queue and (stage is None or len(queue) >= self.window()):
+                yield self._finished(*queue.popleft(), tick)
+            if problem is not None:
+                raise problem
             if stage is None:
                 return
 
@@ -80,43 +75,52 @@ class Executor:
         """How many stages may be submitted before the first of them has finished."""
         return 1
 
-    def submit(self, stage: Stage, tick: Tick) -> "tuple[Future[int], Any]":
-        """Run a stage; its result is the number of utterances used. Also returns what `stop` needs."""
-        done: Future[int] = Future()
+    def submit(self, stage: Stage, tick: Tick) -> "Future[int]":
+        """Run a stage; its result is the number of utterances used."""
         with one_thread():  # on busy cores, resampling short audio with several threads is ten times slower
-            done.set_result(stage.run(tick))
-        return done, None
+            return _done(stage.run(tick))
 
-    def look(self, tick: Tick, finished: int) -> None:
-        """Report the progress of stages that run elsewhere; `finished` is the number of utterances of one that has just
-        ended, or 0."""
+    def look(self, tick: Tick) -> None:
+        """Report the progress of stages that run elsewhere."""
 
-    def stop(self, at_once: bool) -> None:
-        """Begin no more stages. Wait for running ones to finish or, if `at_once`, end them."""
-
-    def _submitted(self, stage: Stage, tick: Tick) -> "Future[int]":
+    def outcome(self, stage: Stage, future: "Future[int]", tick: Tick) -> None:
+        """Report a stage that has ended, or raise its error."""
         try:
-            future, handle = self.submit(stage, tick)
-        except BrokenExecutor as error:  # raised later, when it is this stage's turn
-            future, handle = Future(), None
-            future.set_exception(error)
-        self._running[future] = handle
-        return future
-
-    def _wait_for(self, stage: Stage, future: "Future[int]", tick: Tick) -> None:
-        while not wait([future], timeout=_POLL_SECONDS).done:
-            self.look(tick, 0)
-        try:
-            self.look(tick, future.result())
+            future.result()
         except (BrokenExecutor, CancelledError) as error:
             self.stop(at_once=True)
             raise DataError(
                 f"set {stage.checking.set_name}: the process that wrote shard {stage.number} ended unexpectedly "
                 f"({str(error) or 'the connection to it is lost'}); if it ran out of memory, use fewer jobs or a "
-                f"smaller data.shard_size; repeat the command to continue from the finished shards"
+                f"smaller data.shard_size; {_REPEAT}"
             ) from error
-        finally:
-            self._running.pop(future, None)
+        self.look(tick)
+
+    def stop(self, at_once: bool) -> None:
+        """Begin no more stages. Wait for running ones to finish or, if `at_once`, end them."""
+
+    def _begun(self, stage: Stage, tick: Tick) -> "Future[int]":
+        if (result := stage.result()) is not None:
+            tick(len(result.places))
+            return _done(0)
+        try:
+            return self.submit(stage, tick)
+        except BrokenExecutor as error:  # raised later, when it is this stage's turn
+            future: Future[int] = Future()
+            future.set_exception(error)
+            return future
+
+    def _finished(self, stage: Stage, future: "Future[int]", tick: Tick) -> tuple[Stage, Result]:
+        while not wait([future], timeout=_POLL_SECONDS).done:
+            self.look(tick)
+        self._running.pop(future, None)
+        self.outcome(stage, future, tick)
+        if (result := stage.result()) is None:
+            raise DataError(
+                f"set {stage.checking.set_name}: a process has written shard {stage.number}, but {stage.file} or the "
+                f"shard is missing; {stage.work} must be the same folder for all processes"
+            )
+        return stage, result
 
 
 class Processes(Executor):
@@ -126,55 +130,45 @@ class Processes(Executor):
         super().__init__()
         self._jobs = jobs
         self._pool: ProcessPoolExecutor | None = None
-        self._lifeline: tuple[Connection, ...] = ()
+        self._lifeline = ExitStack()
         self._count: Synchronized[int] | None = None
         self._seen = 0
 
     def window(self) -> int:
         return 2 * self._jobs
 
-    def submit(self, stage: Stage, tick: Tick) -> "tuple[Future[int], Any]":
+    def submit(self, stage: Stage, tick: Tick) -> "Future[int]":
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._lifeline = context.Pipe(duplex=False)
+            lifeline, _ = map(self._lifeline.enter_context, context.Pipe(duplex=False))
             self._count, self._seen = context.Value("q", 0), 0
-            self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (self._lifeline[0], self._count))
-        with interrupts_later():
-            return self._pool.submit(_run, stage), None
+            self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (lifeline, self._count))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: only this process gets Ctrl-C
+        try:
+            future = self._pool.submit(_run, stage)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._running[future] = None
+        return future
 
-    def look(self, tick: Tick, finished: int) -> None:
-        if self._count is None:
-            return
-        count = self._count.get_obj().value  # without its lock, which a killed process may hold
-        if count > self._seen:
-            tick(count - self._seen)
-            self._seen = count
+    def look(self, tick: Tick) -> None:
+        if self._count is not None:
+            before, self._seen = (
+                self._seen,
+                self._count.get_obj().value,
+            )  # without its lock: a killed process may hold it
+            tick(self._seen - before)
 
     def stop(self, at_once: bool) -> None:
         for future in self._running:
             future.cancel()
-        if at_once:
-            self._end(kills=True)
-        else:
+        if not at_once:
             wait(self._running, timeout=_END_TIMEOUT_SECONDS)
-        self._running.clear()
-        self.look(lambda count: None, 0)  # do not count their progress in the next run
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._end(kills=kind is not None)
-
-    def _end(self, kills: bool) -> None:
-        if kills:
-            self._cut()
+        self._lifeline.close()
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
-        self._cut()
-
-    def _cut(self) -> None:
-        for end in reversed(self._lifeline):
-            end.close()
-        self._lifeline = ()
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = self._count = None
+        self._running.clear()
 
 
 class OnRay(Executor):
@@ -191,25 +185,33 @@ class OnRay(Executor):
         self._stack = ExitStack()
         self._ray: Any = None
         self._task: Any = None
-        self._num_cpus, self._counted_at = 1, 0.0
 
     def window(self) -> int:
-        if self._ray is not None and time.monotonic() - self._counted_at > _COUNT_EVERY:
-            self._num_cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1.0)))
-            self._counted_at = time.monotonic()
-        return 2 * self._num_cpus
+        return 2 * max(1, int(self._ray.cluster_resources().get("CPU", 1.0))) if self._ray else 1
 
-    def submit(self, stage: Stage, tick: Tick) -> "tuple[Future[int], Any]":
+    def submit(self, stage: Stage, tick: Tick) -> "Future[int]":
         if self._ray is None:
             self._ray = self._stack.enter_context(self._connect())
             options = {"num_cpus": 1, "max_retries": self._retries, "scheduling_strategy": "SPREAD"}
             self._task = self._ray.remote(**options)(_run_on_node)
         reference = self._task.remote(stage, Path.cwd(), version("starling-asr"))
-        return reference.future(), reference
+        future: Future[int] = reference.future()
+        self._running[future] = reference
+        return future
 
-    def look(self, tick: Tick, finished: int) -> None:
-        if finished:
-            tick(finished)
+    def outcome(self, stage: Stage, future: "Future[int]", tick: Tick) -> None:
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            tick(future.result())
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DataError(
+                f"set {stage.checking.set_name}: Ray could not write shard {stage.number}: {reason} (it replaces a lost"
+                f" process {self._retries} times); if nodes ran out of memory, use a smaller data.shard_size; {_REPEAT}"
+            ) from error
 
     def stop(self, at_once: bool) -> None:
         """Interrupt or kill the stages that run, drop those that wait, and wait until none can write any more."""
@@ -224,21 +226,6 @@ class OnRay(Executor):
         self.stop(at_once=True)
         self._ray = None
         self._stack.close()
-
-    def _wait_for(self, stage: Stage, future: "Future[int]", tick: Tick) -> None:
-        from ray.exceptions import RayError, RayTaskError
-
-        try:
-            super()._wait_for(stage, future, tick)
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayError as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise DataError(
-                f"set {stage.checking.set_name}: Ray could not write shard {stage.number}: {reason} (it replaces a lost"
-                f" process {self._retries} times); if nodes ran out of memory, use a smaller data.shard_size; repeat "
-                "the command to continue from the finished shards"
-            ) from error
 
 
 def executor_of(arguments: Sequence[str], address: str = "auto") -> Executor:
@@ -271,22 +258,10 @@ def executor_of(arguments: Sequence[str], address: str = "auto") -> Executor:
     return Processes(jobs) if jobs > 1 else Executor()
 
 
-def _is_done(stage: Stage, tick: Tick) -> bool:
-    result = stage.result()
-    if result is not None:
-        tick(len(result.places))
-    return result is not None
-
-
-@contextmanager
-def interrupts_later() -> Iterator[None]:
-    """Block SIGINT within this context, and permanently in processes started there: only this process handles
-    Ctrl-C."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _done(count: int) -> "Future[int]":
+    future: Future[int] = Future()
+    future.set_result(count)
+    return future
 
 
 def _begin(lifeline: Connection, count: "Synchronized[int]") -> None:
@@ -303,14 +278,11 @@ def _end_with(lifeline: Connection) -> None:
 
 
 def _run(stage: Stage) -> int:
-    return stage.run(_tick)
-
-
-def _tick(count: int) -> None:
-    """Count utterances where this is a worker process with a shared counter; a node of Ray has none."""
-    if _num_done is not None:
+    def tick(count: int) -> None:
         with _num_done.get_lock():
             _num_done.value += count
+
+    return stage.run(tick)
 
 
 def _run_on_node(stage: Stage, folder: Path, sent_by: str) -> int:
@@ -330,4 +302,4 @@ def _run_on_node(stage: Stage, folder: Path, sent_by: str) -> int:
             "data.folder and the current folder must be on storage that all nodes share, under the same paths"
         ) from error
     torch.set_num_threads(1)
-    return stage.run(_tick)
+    return stage.run(lambda count: None)

@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 from starling.configuration import digest
 from starling.files import replace_file
 from starling.speech.corpora import Utterance
-from starling.speech.shard_writer import ShardIndex, ShardWriter, audio_file, cuts_file
-from starling.speech.usable import Checked, Checker, Checking, Dropped
+from starling.speech.shard_writer import ShardIndex, Spoken, audio_file, cuts_file, write_shard
+from starling.speech.usable import Checker, Checking, Dropped
 
 Tick = Callable[[int], None]
 """Called with the number of utterances done since the last call."""
@@ -80,9 +80,20 @@ class Stage:
             OSError: A file cannot be written.
         """
         checker = Checker(self.checking, self.taken)
+        places: list[int] = []
+
+        def used() -> Iterator[Spoken]:
+            for place, each, samples, _ in checker.usable(self.utterances):
+                places.append(place)
+                yield each.id, each.speaker, each.text, samples
+                tick(1)
+
         with TemporaryDirectory(prefix="aside-", dir=self.work, ignore_cleanup_errors=True) as name:
-            aside, used = Path(name), self._used(checker, tick)
-            places, shard = self._written(used, aside) if self.writes else self._checked(used)
+            aside = Path(name)
+            if self.writes:
+                shard = write_shard(aside, self.number, self.checking.sampling_rate, used())
+            else:
+                shard = ShardIndex(self.number, 0, 0, *zip(*[each[:3] for each in used()], strict=True))
             taken, dropped = tuple(sorted(self.taken)), tuple(checker.dropped)
             result = Result(self.listing, taken, len(self.utterances), tuple(places), dropped, shard)
             self.file.unlink(missing_ok=True)
@@ -90,24 +101,6 @@ class Stage:
                 self._publish(aside, shard)
             replace_file(self.file, json.dumps(asdict(result), separators=_SEPARATORS), aside)
         return len(places)
-
-    def _used(self, checker: Checker, tick: Tick) -> Iterator[Checked]:
-        for each in checker.usable(self.utterances):
-            yield each
-            tick(1)
-
-    def _checked(self, used: Iterable[Checked]) -> tuple[Sequence[int], ShardIndex]:
-        rows = [(place, each.id, each.speaker, each.text) for place, each, _, _ in used]
-        places, *columns = zip(*rows, strict=True) if rows else ((), (), (), ())
-        return places, ShardIndex(self.number, 0, 0, *columns)
-
-    def _written(self, used: Iterable[Checked], aside: Path) -> tuple[Sequence[int], ShardIndex]:
-        places = []
-        with ShardWriter(aside, self.number, self.checking.sampling_rate) as writer:
-            for place, utterance, audio, _ in used:
-                writer.write(utterance.id, utterance.speaker, utterance.text, audio)
-                places.append(place)
-            return places, writer.finish()
 
     def _publish(self, aside: Path, shard: ShardIndex) -> None:
         folder, made = self.work / "set" / "shar", [name for name, _ in shard.files]

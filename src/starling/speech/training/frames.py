@@ -222,11 +222,8 @@ class _Aligner:
             )
         own = StateSequences.of(texts, states.speller(self.model.tokenizer))
         labels = own.labelled([states.tied(state) for state in own.states])
-        positions: Labels = [np.zeros(0, np.int32)] * len(self.frames)
         score = partial(self._scores, range(len(self.frames)))
-        for each, path in align(self.frames.lengths, labels, self.transcripts.optional, score):
-            positions[each] = path
-        return positions
+        return align(self.frames.lengths, labels, self.transcripts.optional, score)
 
     def by_ctc(self) -> Labels:
         """Positions by a CTC model: of its best path, or equal ones for an utterance that is too short for CTC."""
@@ -239,7 +236,8 @@ class _Aligner:
         fits = [each for each in range(len(frames)) if emitted[each] >= frames_needed(tokens[each])]
         rows = [ctc_row(tokens[each]) for each in fits]
         score = partial(self._scores, fits)
-        for place, path in align(emitted[fits], [labels for labels, _ in rows], [skips for _, skips in rows], score):
+        paths = align(emitted[fits], [labels for labels, _ in rows], [skips for _, skips in rows], score)
+        for place, path in enumerate(paths):
             each = fits[place]
             length = int(frames.lengths[each])
             positions[each] = from_ctc(path, config.subsampling, length, texts[each], self.per_unit)
