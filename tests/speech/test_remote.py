@@ -20,8 +20,7 @@ from starling.speech import object_store
 from starling.speech.data import DataConfig
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.object_store import address_problem
-from starling.speech.prepare import describe, prepare
-from starling.speech.remote import fetch_sets
+from starling.speech.prepare import describe, fetch_sets, prepare
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.training.workload import load_batch
