@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -171,7 +171,7 @@ class JoinedLearner:
                 f"learner {self.learner_id}: step(optimizer=…) got a {type(optimizer).__name__} that was not given to "
                 "starling.join; join the model with a list of all its optimizers"
             )
-        with self._replica.only(optimizer):
+        with self._replica.only(optimizer) if optimizer is not None else nullcontext():
             self._life.run(LoopLearner.step_of_loop, scaler, optimizer)
         self._run.statistics.num_steps += 1
 

@@ -189,10 +189,10 @@ class LoopReplica(Replica):
         return self._rates[1]
 
     @contextmanager
-    def only(self, optimizer: Optimizer | None) -> Generator[None, None, None]:
+    def only(self, optimizer: Optimizer) -> Generator[None, None, None]:
         """Within this context, only the parameters of this member of several optimizers have gradients, and only it
-        steps; None: all do."""
-        if optimizer is None or not isinstance(self.optimizer, OptimizerList):
+        steps."""
+        if not isinstance(self.optimizer, OptimizerList):
             yield
             return
         own = {id(parameter) for parameter in parameters_of(optimizer)}
