@@ -253,7 +253,7 @@ class Supervisor:
         self._measure_steady(now)
 
     def _look_who_is_here(self, now: float) -> None:
-        here = sum(each == self.roster.membership.generation for each in self._entered.values())
+        here = sum(each == self.roster.membership.number for each in self._entered.values())
         if here < self.figures.learners - len(self._killed):
             return
         if self._killed_at is None and self._num_kills == 0:

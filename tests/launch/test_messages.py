@@ -40,6 +40,7 @@ from starling.launch.messages import (
     encode_file,
     values_of,
 )
+from starling.training.membership import Membership
 
 FROM_LEARNER: list[LearnerMessage] = [
     Heartbeat(),
@@ -58,7 +59,7 @@ FROM_LEARNER: list[LearnerMessage] = [
     Said("läuft"),
     Activity("step 3", {"step": 3, "weights": [1.0, 2.5], "more": {"nothing": None}}),
 ]
-FROM_LAUNCHER: list[LauncherMessage] = [NewMembership(2, (0, 3, 1), "learner 2 was killed"), Stop(2)]
+FROM_LAUNCHER: list[LauncherMessage] = [NewMembership(Membership(2, (0, 3, 1), "learner 2 was killed")), Stop(2)]
 
 
 @pytest.mark.parametrize("message", FROM_LEARNER, ids=lambda message: type(message).__name__)

@@ -12,11 +12,11 @@ from starling.launch.messages import (
     Failed,
     Heartbeat,
     LearnerMessage,
-    NewMembership,
     Ready,
     Saved,
 )
 from starling.launch.roster import LearnerState, Roster
+from starling.training.membership import Membership
 
 
 class Clocked:
@@ -57,7 +57,7 @@ def test_a_joiner_is_ready_and_gets_a_rank_when_it_is_a_member() -> None:
     run.roster.start(7, is_joiner=True)
     assert run.hear(7, Ready()) is LearnerState.READY
     assert run.roster.learners[7].rank is None
-    run.roster.announce(NewMembership(1, (1, 7, 0)))
+    run.roster.announce(Membership(1, (1, 7, 0)))
     assert {each.learner_id: each.rank for each in run.roster.learners.values()} == {0: 2, 1: 0, 7: 1}
     assert run.hear(7, Entered(1)) is LearnerState.TRAINING
     assert run.roster.learners[7].num_joins == 1
@@ -70,7 +70,7 @@ def test_a_member_that_a_membership_does_not_name_leaves_and_says_nothing_that_c
     for learner_id in range(4):
         run.hear(learner_id, Entered(0))
     run.roster.lose(1, "learner 1 was killed")
-    run.roster.announce(NewMembership(1, (2, 3)))
+    run.roster.announce(Membership(1, (2, 3)))
     assert [each.state for each in run.roster.learners.values()][:2] == [LearnerState.LEFT, LearnerState.LOST]
     assert run.hear(0, Entered(0), Ended(3)) is LearnerState.LEFT
     assert run.hear(1, Entered(0)) is LearnerState.LOST
@@ -97,7 +97,7 @@ def test_a_learner_that_is_started_again_keeps_its_record() -> None:
     record = run.roster.learners[1]
     assert isinstance(record.process.error, DataError)
     run.roster.lose(1, "killed")
-    run.roster.announce(NewMembership(1, (0,)))
+    run.roster.announce(Membership(1, (0,)))
     assert run.roster.start(1, is_joiner=True) is record
     assert (record.state, record.rank, record.attempt.generation, record.process.error) == (
         LearnerState.STARTING,

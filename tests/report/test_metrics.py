@@ -20,10 +20,11 @@ import starling
 from starling import extras
 from starling.engines.processes.stalls import Stall
 from starling.errors import ConfigError, MissingExtraError
-from starling.launch.messages import Entered, EpochEnd, Heartbeat, LearnerMessage, NewMembership, Ready, Snapshot
+from starling.launch.messages import Entered, EpochEnd, Heartbeat, LearnerMessage, Ready, Snapshot
 from starling.launch.roster import Roster
 from starling.reporting.metrics import Metrics, serving
 from starling.training.faults import Kill
+from starling.training.membership import Membership
 from tests.launch.ray_job import make_job
 from tests.test_documents import ROOT
 
@@ -166,7 +167,7 @@ def test_deaths_and_joins_are_counted(served: Served) -> None:
     """A learner that was lost is not alive, and keeps its figures."""
     served.hear(1, Heartbeat(num_steps=3))
     served.roster.lose(1, "learner 1 was killed")
-    served.roster.announce(NewMembership(1, (0, 2)))
+    served.roster.announce(Membership(1, (0, 2)))
     served.roster.start(2, is_joiner=True)
     served.hear(2, Ready(), Entered(1))
     served.roster.lose(2)

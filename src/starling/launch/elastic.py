@@ -23,7 +23,7 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.engines.processes.run_token import own_token
 from starling.errors import PeerLost, ProtocolError
-from starling.launch.coordinator import LINK, OVER, PATIENCE, await_coordinator, started_coordinator
+from starling.launch.coordinator import LINK, OVER, PATIENCE, started_coordinator
 from starling.launch.door import knock
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Failed, Greeted, LauncherMessage, NewMembership, Ready
@@ -34,7 +34,6 @@ from starling.training.membership import Membership, MembershipFeed
 _LOG = logging.getLogger("starling")
 _PUBLISHED = "coordinator/port"
 _RETRY_SECONDS = 0.05
-_REAP_SECONDS = 0.2
 
 
 class _NotThere(Exception):  # noqa: N818 - not an error
@@ -79,11 +78,10 @@ class CoordinatorLink(Coordination):
 
     def leave(self, error: BaseException | None) -> None:
         self._link.close(Ended(0) if error is None else Failed(type(error).__name__, str(error).partition("\n")[0]))
-        await_coordinator(_REAP_SECONDS)
 
     def _hear(self, message: LauncherMessage) -> None:
         if isinstance(message, NewMembership):
-            self.feed.announce(Membership(message.generation, message.members, message.reason))
+            self.feed.announce(message.membership)
         elif isinstance(message, Greeted):
             self._refused = message.refused
 

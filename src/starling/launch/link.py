@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 
 from starling.engines.processes.forks import owned
@@ -57,7 +56,7 @@ class Line:
     def tell(self, message: LauncherMessage) -> None:
         """Send a message, or later, with `tell_rest`, what there is no room for. It is dropped if the connection is
         lost."""
-        self.untold += _encoded(message)
+        self.untold += encode(message)
         self.tell_rest()
 
     def tell_rest(self) -> None:
@@ -86,17 +85,17 @@ class Line:
         *messages, self.unread = self.unread.split(b"\n")
         return [bytes(each) for each in messages]
 
+    def hang_up(self) -> None:
+        """End the connection: both ends still read what was sent, and then its end."""
+        if self.connection is not None:
+            with suppress(OSError):  # the other end has done so
+                self.connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """Hang up."""
+        """Close this end."""
         if self.connection is not None:
             self.connection.close()
         self.closed_at = self.closed_at or time.monotonic()
-
-
-@lru_cache(maxsize=4)
-def _encoded(message: LauncherMessage) -> bytes:
-    """A message that is sent to many learners, one after the other."""
-    return encode(message)
 
 
 class Link:

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
+from starling.training.membership import Membership
 
 Seconds = float
 _STRICT = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
@@ -227,11 +228,7 @@ class Activity(LearnerMessage, kind="activity"):
 class NewMembership(LauncherMessage, kind="membership"):
     """A new membership replaces the present one."""
 
-    generation: int
-    members: tuple[int, ...]
-    """Learner ids in rank order."""
-    reason: str = ""
-    """What changed, as text."""
+    membership: Membership
 
 
 @dataclass(frozen=True)

@@ -184,9 +184,7 @@ class _Process(LearnerProcess):
     def _lose(self, how: str = "") -> None:
         where = f"was lost with its actor on node {self.node}" if self.node else "was removed before it had a node"
         self.lost = self.lost or how or where
-        if self.line.connection is not None:
-            with suppress(OSError):
-                self.line.connection.shutdown(socket.SHUT_RDWR)  # a learner that has lost its keeper ends
+        self.line.hang_up()  # a learner that has lost its keeper ends
         self._end(-signal.SIGKILL)
 
     def _end(self, code: int) -> None:

@@ -77,14 +77,14 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
     def report(stage: Stage, number: int) -> None:
         link.send(Ready() if stage == "ready" else Arrived(number) if stage == "arrived" else Entered(number))
 
-    membership = MembershipFeed(place.rank, first, is_watched=True, report=report)
+    feed = MembershipFeed(place.rank, first, is_watched=True, report=report)
 
     def hear(message: LauncherMessage) -> None:
         if isinstance(message, NewMembership):
-            membership.announce(Membership(message.generation, message.members, message.reason))
+            feed.announce(message.membership)
 
     link.listen(hear)
-    return membership
+    return feed
 
 
 @contextmanager

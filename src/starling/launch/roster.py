@@ -33,15 +33,16 @@ from starling.launch.messages import (
     Failed,
     Heartbeat,
     LearnerMessage,
-    NewMembership,
     Ready,
     Saved,
     Snapshot,
 )
 from starling.launch.process import LearnerProcess, signal_name
 from starling.timeouts import SILENT_AFTER
+from starling.training.membership import Membership
 
 Seconds = float
+_NONE = Membership(-1, ())
 What = Literal["computing", "waiting_for_data", "waiting_for_peers"]
 _WHAT: tuple[What, ...] = get_args(What)
 
@@ -205,10 +206,10 @@ class Roster:
     """
 
     world: int
-    """The number of learners at the start."""
+    """The number of learners at the start; 0: none is known before it comes."""
     clock: Callable[[], float] = time.monotonic
     learners: dict[int, LearnerRecord] = field(default_factory=dict)
-    membership: NewMembership = field(init=False)
+    membership: Membership = _NONE
     """The newest membership that was announced."""
     lost: list[Loss] = field(default_factory=list)
     """Every loss of a learner that trained, in order."""
@@ -223,7 +224,8 @@ class Roster:
         self.began_at = self.clock()
         for learner_id in range(self.world):
             self.learners[learner_id] = self._record(learner_id)
-        self.announce(NewMembership(0, tuple(range(self.world))))
+        if self.world:
+            self.announce(Membership(0, tuple(range(self.world))))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -244,7 +246,7 @@ class Roster:
             record.attempt = Attempt(now, now, is_joiner, record.num_steps)
             return record
 
-    def announce(self, membership: NewMembership) -> None:
+    def announce(self, membership: Membership) -> None:
         """Replace the present membership; its members that are not in the new one leave."""
         ranks = {learner_id: rank for rank, learner_id in enumerate(membership.members)}
         with self.lock:
@@ -303,7 +305,7 @@ class Roster:
         with self.lock:
             if learner_id in self.learners:
                 record = self.learners[learner_id]
-                record.state, record.attempt.wait = LearnerState.LOST, None
+                record.state, record.rank, record.attempt.wait = LearnerState.LOST, None, None
                 if reason:
                     self.lost.append(Loss(learner_id, reason, self.clock()))
 
