@@ -43,10 +43,9 @@ from starling.launch.messages import (
     Activity,
     CanStop,
     Ended,
-    Entered,
     Heartbeat,
-    LauncherMessage,
     LearnerMessage,
+    Reached,
     Snapshot,
     Stop,
     values_of,
@@ -245,7 +244,7 @@ class Supervisor:
 
     def hear(self, learner_id: int, message: LearnerMessage) -> None:
         now = time.monotonic()
-        if isinstance(message, Entered):
+        if isinstance(message, Reached) and message.stage == "entered":
             self._entered[learner_id] = message.generation
             self._look_who_is_here(now)
         if values := values_of(message):
@@ -357,7 +356,7 @@ class Dummy:
         self._is_over = threading.Event()
         self._sent_at = 0.0
         link.heartbeat = lambda: Heartbeat(self._num_done)
-        link.listen(self._hear)
+        link.listen(Stop, lambda message: self._is_over.set())
         link.send(CanStop())
         if has_flood and self._feed.name == world - 2:
             threading.Thread(target=self._flood, daemon=True).start()
@@ -376,10 +375,6 @@ class Dummy:
                 membership = next_membership(self._job, membership, self._feed.latest, is_ordered=True)
         self._link.send(Ended(self._num_done))
         time.sleep(0.1)
-
-    def _hear(self, message: LauncherMessage) -> None:
-        if isinstance(message, Stop):
-            self._is_over.set()
 
     def _be_in(self, membership: Membership) -> None:
         root = Peers(self._place, TIMEOUT, self._waits, self._feed)

@@ -1,12 +1,14 @@
 """What store and launcher do for many learners grows as their number, and no learner delays the others."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,9 @@ class Stub(LearnerProcess):
         self.num_polls += 1
         return self.code
 
+    def kill(self) -> None:
+        self.code = -signal.SIGKILL
+
 
 def start_none(learner_id: int, joins: bool) -> LearnerProcess:
     pytest.fail("no learner joins")
@@ -224,10 +229,16 @@ def test_an_endless_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fill the launcher's memory."""
     monkeypatch.setattr(switchboard, "LONGEST_MESSAGE", 1 << 20)
     watched = Watched(2, lambda learner_id, message: None)
-    talking = threading.Thread(target=watched.say, args=[1, b"x" * (1 << 22)], daemon=True)
+
+    def talk() -> None:
+        with suppress(BrokenPipeError):
+            watched.say(1, b"x" * (1 << 22))
+
+    talking = threading.Thread(target=talk, daemon=True)
     talking.start()
     with pytest.raises(ProtocolError, match=r"learner 1 sent a message of more than 1 MiB; see its log: learner-1.log"):
         watched.supervisor.until_all_ended()
+    talking.join()
     watched.end()
 
 

@@ -20,7 +20,7 @@ import starling
 from starling import extras
 from starling.engines.processes.stalls import Stall
 from starling.errors import ConfigError, MissingExtraError
-from starling.launch.messages import Entered, EpochEnd, Heartbeat, LearnerMessage, Ready, Snapshot
+from starling.launch.messages import EpochEnd, Heartbeat, LearnerMessage, Reached, Snapshot
 from starling.launch.roster import Roster
 from starling.reporting.metrics import Metrics, serving
 from starling.training.faults import Kill
@@ -156,7 +156,8 @@ def test_counters_never_fall_where_a_learner_is_restarted_in_the_middle_of_an_ep
     """Prometheus would take that for a restart of the run."""
     served.hear(0, Heartbeat(num_steps=5), SNAPSHOT)
     served.roster.start(0, is_joiner=True)
-    served.hear(0, Ready(), Heartbeat(num_steps=2), replace(SNAPSHOT, computing=1.0, waiting_for_peers=0.5))
+    served.hear(0, Reached("ready", -1), Heartbeat(num_steps=2))
+    served.hear(0, replace(SNAPSHOT, computing=1.0, waiting_for_peers=0.5))
     found = served.scrape()
     assert found["starling_steps_total"]["0"] == 7.0
     assert found["starling_computing_seconds_total"]["0"] == 7.0
@@ -169,7 +170,7 @@ def test_deaths_and_joins_are_counted(served: Served) -> None:
     served.roster.lose(1, "learner 1 was killed")
     served.roster.announce(Membership(1, (0, 2)))
     served.roster.start(2, is_joiner=True)
-    served.hear(2, Ready(), Entered(1))
+    served.hear(2, Reached("ready", -1), Reached("entered", 1))
     served.roster.lose(2)
     found = served.scrape()
     assert found["starling_deaths_total"] == found["starling_joins_total"] == {"": 1.0}

@@ -13,15 +13,13 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from subprocess import DEVNULL, Popen
 from typing import TYPE_CHECKING
 
 from starling.engines.processes.run_token import own_token
 from starling.errors import ProtocolError
-from starling.launch.door import letting_in
-from starling.launch.link import Line
-from starling.launch.messages import Ended, Failed, Greeted, LearnerMessage
+from starling.launch.link import Line, letting_in
+from starling.launch.messages import Ended, Greeted, LearnerMessage
 from starling.launch.process import LearnerProcess
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.launch.switchboard import Switchboard
@@ -40,18 +38,6 @@ _TOGETHER: Seconds = 0.01
 """Changes so close to each other make one membership."""
 
 
-@dataclass
-class Guest(LearnerProcess):
-    """The process of a learner that has come by itself: all that is known of it is its line."""
-
-    @property
-    def exit_code(self) -> int | None:
-        return 0 if self.line.closed_at else None
-
-    def kill(self) -> None:
-        self.line.hang_up()
-
-
 class Coordinator:
     """Lets learners in at `listener`, and announces memberships until the last learner has gone.
 
@@ -63,7 +49,7 @@ class Coordinator:
         self._listener, self._parent = listener, parent
         self._roster = Roster(0)
         """Its lock guards what follows, too."""
-        self._switchboard = Switchboard(self._roster, self._hear, self._refuse)
+        self._switchboard = Switchboard(self._roster, self._hear)
         self._patience: dict[int, Seconds] = {}
         """The silence after which each learner is lost."""
         self._lost: dict[int, str] = {}
@@ -91,7 +77,7 @@ class Coordinator:
         """Let a learner in. `who` is its id, the number of learners with which its run starts, and the silence after
         which it is lost."""
         learner_id, world, silence = int(who[0]), int(who[1]), float(who[2])
-        guest = Guest(line=Line(connection))
+        process = LearnerProcess(line=Line(connection))
         with self._roster.lock:
             self._note_losses()  # perhaps of the same learner, whose process was restarted
             self._world = self._world or world
@@ -102,18 +88,13 @@ class Coordinator:
             if learner_id in self._roster.learners and self._roster.learners[learner_id].process.is_running:
                 raise ProtocolError(f"RANK {learner_id} is already in the run; give it the RANK of a lost learner")
             self._patience[learner_id] = silence
-            self._roster.start(learner_id, guest)
-            guest.line.tell(welcome)
+            self._roster.start(learner_id, process)
+            process.line.tell(welcome)
 
     def _hear(self, record: LearnerRecord, message: LearnerMessage, is_newest: bool) -> None:
         self._roster.hear(record.learner_id, message)
-        if isinstance(message, Failed):
-            record.process.lost = f"failed: {message.error}: {message.text}"
-        elif isinstance(message, Ended):
+        if isinstance(message, Ended):
             self._end()
-
-    def _refuse(self, record: LearnerRecord, error: ProtocolError) -> None:
-        record.kill(f"failed: {error}")
 
     def _end(self) -> None:
         """Refuse joiners: no learner would wait for them."""
@@ -128,12 +109,12 @@ class Coordinator:
         """Note which learners were lost: their connection has closed, or they were silent for too long."""
         for record in self._roster.learners.values():
             learner_id, process = record.learner_id, record.process
-            if process.is_running and self._roster.since_heard(record) > self._patience[learner_id]:
-                record.kill(f"was silent for {self._patience[learner_id]:g} s")
+            self._roster.kill_if_silent(record, self._patience[learner_id])
             if record.is_present and not process.is_running:
                 self._roster.lose(learner_id)
                 if learner_id in self._roster.members and not self._is_over:
-                    self._lost[learner_id] = process.killed_because or process.lost or "was lost: its connection closed"
+                    how = f"failed: {process.error}" if process.error else "was lost: its connection closed"
+                    self._lost[learner_id] = process.killed_because or how
 
     def _announce(self) -> None:
         """Announce the next membership if learners were lost or are ready to join."""

@@ -130,11 +130,9 @@ class Supervisor:
         self._site, self._roster, self._changes, self._on_message = site, roster, changes, on_message
         self._switchboard = Switchboard(roster, self._hear)
         self._joiners = Joiners(changes, roster, self.start)
-        self._all_here: float | None = None
-        """Since when all members of the newest membership, except joiners, have been waiting for the others."""
         self._asked_to_stop: Seconds | None = None
         self._exited: set[int] = set()
-        """The learners that had exited then, and not been lost before."""
+        """The learners that had exited when exits were last handled, and had not been lost before."""
         self._node_lost_at: Seconds | None = None
         """When the first learner of a lost node was noticed, while others on that node still seem to run."""
 
@@ -230,8 +228,8 @@ class Supervisor:
 
     def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
         """Announce a membership without these learners; return False if no other has a state to continue from."""
-        before, reasons = self._roster.members, [record.describe_exit() for record in failed]
-        out = [record.learner_id for record in failed]
+        before, out = self._roster.members, [record.learner_id for record in failed]
+        reasons = [record.describe_exit() for record in failed]
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
         if not any(
             each.attempt.generation >= 0 and each.learner_id not in out for each in self._roster.records(before)
@@ -244,7 +242,6 @@ class Supervisor:
         num_lost = len(self._roster.lost)
         for learner_id, why in zip(out, reasons, strict=True):
             self._roster.lose(learner_id, why)
-        self._all_here = None
         self._switchboard.announce(members, reason)
         end_loaders([record.process for record in failed])
         for loss in self._roster.lost[num_lost:]:
@@ -281,7 +278,6 @@ class Supervisor:
             return
         joining, members = self._joiners.ready()
         if joining:
-            self._all_here = None
             self._switchboard.announce(members, f"learner {', '.join(map(str, joining))} joined")
 
     def _kill_silent(self) -> None:
@@ -290,21 +286,15 @@ class Supervisor:
         # a learner that has not entered a membership yet loads libraries, which may delay its heartbeats
         met = [record for record in self._counted() if record.attempt.generation >= 0]
         for record in (*met, *roster.joining(is_member=False)):
-            self._kill_if_silent(record, self._changes.silence_seconds)
-        others = [record for record in roster.records(self._roster.members) if not record.is_joining]
-        if not all(max(record.attempt.arrived, record.attempt.generation) >= generation for record in others):
-            self._all_here = None
-        elif self._all_here is None:
-            self._all_here = roster.clock()
+            roster.kill_if_silent(record, self._changes.silence_seconds)
+        others = [record.attempt for record in roster.records(roster.members) if not record.is_joining]
+        waits = (roster.clock() - each.arrived_at if each.arrived >= generation else 0.0 for each in others)
+        waiting = min(waits, default=0.0)
         for record in roster.joining(is_member=True):
-            self._kill_if_silent(record, min(JOINER_SILENT, self._changes.silence_seconds))
+            roster.kill_if_silent(record, min(JOINER_SILENT, self._changes.silence_seconds))
             patience = ENTRY if record.attempt.arrived < generation else max(ENTRY, self._changes.silence_seconds)
-            if self._all_here is not None and roster.clock() - self._all_here > patience and record.process.is_running:
+            if waiting > patience and record.process.is_running:
                 record.kill(f"did not meet the others within {patience:g} s")
-
-    def _kill_if_silent(self, record: LearnerRecord, limit: Seconds) -> None:
-        if (silence := self._roster.since_heard(record)) > limit and record.process.is_running:
-            record.kill(f"sent no heartbeat for {silence:.1f} s")
 
     def _hear(self, record: LearnerRecord, message: LearnerMessage, is_newest: bool) -> None:
         was_joining = record.is_joining

@@ -20,7 +20,7 @@ from starling.engines.processes.forks import own_connections
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, ProtocolError
 from starling.launch.link import JOINS, OWN_DEVICE, WATCHED, Link
-from starling.launch.messages import Arrived, CanStop, Entered, LauncherMessage, NewMembership, Ready, Signalled, Stop
+from starling.launch.messages import CanStop, NewMembership, Reached, Signalled, Stop
 from starling.launch.process import end_now, loopback_interface, on_stop_signal
 from starling.timeouts import CONNECT
 from starling.training.membership import Membership, MembershipFeed, Stage
@@ -73,17 +73,17 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
     first = None if joins() else Membership(0, tuple(range(place.world)))
     if link is None or os.environ.get(WATCHED) != "1":
         return MembershipFeed(place.rank, first)
+    return memberships_over(link, place.rank, first)
+
+
+def memberships_over(link: Link, learner_id: int, first: Membership | None) -> MembershipFeed:
+    """The memberships that come over a learner's link, by which it reports how far it has come in each."""
 
     def report(stage: Stage, number: int) -> None:
-        link.send(Ready() if stage == "ready" else Arrived(number) if stage == "arrived" else Entered(number))
+        link.send(Reached(stage, number))
 
-    feed = MembershipFeed(place.rank, first, is_watched=True, report=report)
-
-    def hear(message: LauncherMessage) -> None:
-        if isinstance(message, NewMembership):
-            feed.announce(message.membership)
-
-    link.listen(hear)
+    feed = MembershipFeed(learner_id, first, is_watched=True, report=report)
+    link.listen(NewMembership, lambda message: feed.announce(message.membership))
     return feed
 
 
@@ -96,14 +96,9 @@ def save_requests_of(link: Link | None, minutes: float | None) -> Generator[Save
     signal all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the others.
     """
     save_requests = SaveRequests(minutes)
-
-    def hear(message: LauncherMessage) -> None:
-        if isinstance(message, Stop):
-            save_requests.stop(message.signal_number)
-
     if link is not None:
         save_requests.on_ready = lambda: link.send(CanStop())
-        link.listen(hear)
+        link.listen(Stop, lambda message: save_requests.stop(message.signal_number))
 
     def stop(number: int) -> None:
         if not save_requests.is_ready:  # there is nothing to save

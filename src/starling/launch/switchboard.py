@@ -18,17 +18,11 @@ class Switchboard:
     """Hears the learners of a roster, each through its newest process's line, and announces memberships to them.
 
     It waits for no single learner. `hear` is called with each message, its sender, and whether that is the sender's
-    newest process; it keeps the roster up to date. `refuse` is called with an invalid message's error; without it, the
-    error is raised.
+    newest process; it keeps the roster up to date. A process that sends an invalid message is killed.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        hear: Callable[[LearnerRecord, LearnerMessage, bool], None],
-        refuse: Callable[[LearnerRecord, ProtocolError], None] | None = None,
-    ) -> None:
-        self._roster, self._hear, self._refuse = roster, hear, refuse
+    def __init__(self, roster: Roster, hear: Callable[[LearnerRecord, LearnerMessage, bool], None]) -> None:
+        self._roster, self._hear = roster, hear
         self._selector = selectors.DefaultSelector()
         self._has_one_closed = False
         """Whether a learner has closed its line since `read_for` was called."""
@@ -93,26 +87,25 @@ class Switchboard:
         """Handle what has come from one learner; return whether anything has. At end-of-file, close the line."""
         try:
             lines = process.line.hear()
-        except BlockingIOError:
-            return False
-        except EOFError:
-            self._has_one_closed = True
-            self._selector.unregister(process.line)
-            process.line.close()
-            return True
-        is_newest = process is record.process  # and not the previous one of a learner that was restarted
-        if is_newest:
-            record.attempt.heard_at = self._roster.clock()
-        try:
             if len(process.line.unread) > LONGEST_MESSAGE:
                 raise ProtocolError(
                     f"learner {record.learner_id} sent a message of more than {LONGEST_MESSAGE >> 20} MiB; see its "
                     f"log: {process.log}"
                 )
-            for each in lines:
-                self._hear(record, decode_from_learner(each, record.learner_id), is_newest)
-        except ProtocolError as error:
-            if self._refuse is None:
-                raise
-            self._refuse(record, error)
+            messages = [decode_from_learner(line, record.learner_id) for line in lines]
+        except BlockingIOError:
+            return False
+        except (EOFError, ProtocolError) as error:
+            self._has_one_closed = True
+            self._selector.unregister(process.line)
+            process.line.close()
+            if isinstance(error, ProtocolError):
+                process.error = error
+                process.kill()
+            return True
+        is_newest = process is record.process  # and not the previous one of a learner that was restarted
+        if is_newest:
+            record.attempt.heard_at = self._roster.clock()
+        for message in messages:
+            self._hear(record, message, is_newest)
         return True
