@@ -32,7 +32,7 @@ from rich.console import Console
 from benchmarks.measuring import Bar
 from benchmarks.runs import Run
 from starling.engines.processes.handshake import Handshake, Peers
-from starling.engines.processes.member import agree_on_plan, write_first_plan
+from starling.engines.processes.member import PLAN, agree_on_plan
 from starling.engines.processes.rounds import StoreBoard
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.tickets import DoneNotes, Draws
@@ -43,11 +43,10 @@ from starling.launch.messages import (
     Activity,
     CanStop,
     Ended,
-    Entered,
     Heartbeat,
-    LauncherMessage,
     LearnerMessage,
     Progress,
+    Reached,
     Stop,
     Stretch,
     values_of,
@@ -246,7 +245,7 @@ class Supervisor:
 
     def hear(self, learner_id: int, message: LearnerMessage) -> None:
         now = time.monotonic()
-        if isinstance(message, Entered):
+        if isinstance(message, Reached) and message.stage == "entered":
             self._entered[learner_id] = message.generation
             self._look_who_is_here(now)
         if values := values_of(message):
@@ -254,7 +253,7 @@ class Supervisor:
         self._measure_steady(now)
 
     def _look_who_is_here(self, now: float) -> None:
-        here = sum(each == self.roster.membership.generation for each in self._entered.values())
+        here = sum(each == self.roster.membership.number for each in self._entered.values())
         if here < self.figures.learners - len(self._killed):
             return
         if self._killed_at is None and self._num_kills == 0:
@@ -356,7 +355,7 @@ class Dummy:
         self._is_over = threading.Event()
         self._sent_at = 0.0
         link.heartbeat = lambda: Heartbeat(self._num_done)
-        link.listen(self._hear)
+        link.listen(Stop, lambda message: self._is_over.set())
         link.send(CanStop())
         if has_flood and self._feed.name == world - 2:
             threading.Thread(target=self._flood, daemon=True).start()
@@ -376,10 +375,6 @@ class Dummy:
         self._link.send(Ended(self._num_done))
         time.sleep(0.1)
 
-    def _hear(self, message: LauncherMessage) -> None:
-        if isinstance(message, Stop):
-            self._is_over.set()
-
     def _be_in(self, membership: Membership) -> None:
         root = Peers(self._place, TIMEOUT, self._waits, self._feed)
         peers = root.enter(membership)
@@ -387,11 +382,10 @@ class Dummy:
         self._feed.report("arrived", membership.number)
         mine = Handshake(world, "adpsgd", 1, "torch.float32", "benchmark")
         peers.shake_hands(mine)
-        if membership.number == 0:
-            write_first_plan(store, rank, MembershipStart(world, Position(), 0.0))
-        else:
-            told = lambda plan: None  # noqa: E731
-            agree_on_plan(root.store, peers, self._past, self._job, told)
+        if membership.number > 0:
+            agree_on_plan(root.store, peers, self._past, self._job, lambda plan: None)
+        elif rank == 0:
+            store.set(PLAN, MembershipStart(world, Position(), 0.0).encode())
         self._feed.report("entered", membership.number)
         self._past = Past(membership.number, 0, 0.0)
         draws = Draws(peers, range(rank, rank + 1))

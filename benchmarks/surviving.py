@@ -19,7 +19,7 @@ from starling.engines.processes.place import choose_device
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
-from starling.launch.messages import Activity, Entered, LearnerMessage, values_of
+from starling.launch.messages import Activity, LearnerMessage, Reached, values_of
 from starling.launch.rendezvous import find_membership, find_place
 from starling.training.job import Observer, StepReport
 
@@ -66,7 +66,7 @@ class Killing:
         told: dict[str, Any] = dict(values_of(message))
         if "pid" in told:
             self._pids[learner_id] = told["pid"]
-        if isinstance(message, Entered):
+        if isinstance(message, Reached) and message.stage == "entered":
             self._met.add(learner_id)
         if "at" in told:
             self._moments[learner_id].append(told["at"])

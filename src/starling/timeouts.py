@@ -40,12 +40,10 @@ TERMINATION: Seconds = 5.0
 LOADERS: Seconds = 2.0
 """How long loading processes may take to remove their semaphores and sockets after their learner has exited."""
 READ: Seconds = 0.05
-"""How long the launcher waits for messages before it checks its processes again: the delay until a death is noticed."""
+"""How long a launcher or a coordinator waits for messages before it looks after its learners again."""
 
 # Joined loops that outlive losses
 
-COORDINATOR_LOOKS: Seconds = 0.5
-"""How often a coordinator that has no learners looks whether learner 0 still wants it."""
 FULL_PAUSE: Seconds = 0.1
 """How long a process that can open no more files waits before it accepts a connection again."""
 CAUSE: Seconds = 5.0

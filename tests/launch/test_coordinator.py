@@ -11,8 +11,8 @@ import pytest
 
 from starling.engines.processes.run_token import VARIABLE, proof
 from starling.launch.coordinator import OVER, Coordinator
-from starling.launch.door import read_line
-from starling.launch.messages import Ended, Greeted, Hello, NewMembership, Ready, decode_from_launcher, encode
+from starling.launch.link import read_line
+from starling.launch.messages import Ended, Greeted, Hello, NewMembership, Reached, decode_from_launcher, encode
 
 TOKEN = "a secret of this test"
 Answer = Greeted | NewMembership
@@ -80,7 +80,7 @@ def test_a_joiner_that_no_learner_is_left_to_continue_with_hears_so_at_once(come
     member = Line(port)
     member.greet(0, 1)
     assert member.hear() == welcome(0, 1)
-    member.socket.sendall(encode(Ready()))
+    member.socket.sendall(encode(Reached("ready", -1)))
     assert isinstance(member.hear(), NewMembership)
     joiner = Line(port)
     if comes == "before":

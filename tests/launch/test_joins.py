@@ -11,7 +11,7 @@ import pytest
 
 from starling.launch.joiners import Changes, ask, launcher_id, take_answer, taking_requests
 from starling.launch.launcher import launch
-from starling.launch.messages import Entered, JoinAnswer, JoinRequest, LearnerMessage, values_of
+from starling.launch.messages import JoinAnswer, JoinRequest, LearnerMessage, Reached, values_of
 from starling.launch.roster import Loss
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island, between_islands
@@ -87,7 +87,7 @@ class Run:
 
     def on_message(self, learner: int, message: LearnerMessage) -> None:
         told: dict[str, Any] = dict(values_of(message))
-        if isinstance(message, Entered):
+        if isinstance(message, Reached) and message.stage == "entered":
             self.generations[learner] = message.generation
         self.num_steps[learner] += "step" in told
         if "num_done" in told:

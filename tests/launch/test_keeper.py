@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from starling.errors import ProtocolError
+from starling.errors import ConfigError, ProtocolError
 from starling.launch import keeper
-from starling.launch.door import knock, letting_in
 from starling.launch.keeper import Errand, Keeper
+from starling.launch.link import knock, letting_in
 from starling.launch.messages import Greeted, encode
 from starling.launch.process import Program
 from starling.timeouts import NODE_SILENT, UNREACHABLE
@@ -129,18 +129,17 @@ def test_the_token_of_a_run_is_not_in_what_is_sent() -> None:
 
 def test_a_node_that_does_not_see_the_experiment_says_so(tmp_path: Path) -> None:
     """One error with the node, the file, and what to do."""
-    code, why = Keeper().keep(errand(tmp_path, 1))
-    assert code == 2
-    assert why.startswith(f"node node-7 cannot read {tmp_path / 'run-token'}, which learner 0 needs")
-    assert "storage that all nodes share" in why
+    with pytest.raises(ConfigError, match=r"^node node-7 cannot read .*/run-token, which learner 0 needs") as raised:
+        Keeper().keep(errand(tmp_path, 1))
+    assert str(tmp_path / "run-token") in str(raised.value)
+    assert "storage that all nodes share" in str(raised.value)
 
 
 def test_a_node_that_cannot_reach_the_launcher_says_so(tmp_path: Path) -> None:
     """Such as behind a firewall."""
     (tmp_path / "run-token").write_text(TOKEN)
-    code, why = Keeper().keep(errand(tmp_path, 1))
-    assert code == 7
-    assert why.startswith(f"node node-7 cannot reach the launcher at {LOOPBACK}:1")
+    with pytest.raises(ConfigError, match=f"^node node-7 cannot reach the launcher at {LOOPBACK}:1"):
+        Keeper().keep(errand(tmp_path, 1))
 
 
 @pytest.mark.wide
@@ -150,7 +149,7 @@ def test_a_learner_on_a_node_ends_when_its_launcher_is_gone(is_stopped: bool, tm
     """Within seconds, also if a signal has stopped it; its temporary files are removed."""
     (tmp_path / "run-token").write_text(TOKEN)
     with door() as (port, admitted):
-        ended: list[tuple[int | None, str]] = []
+        ended: list[int | None] = []
         kept = Keeper()
         thread = threading.Thread(target=lambda: ended.append(kept.keep(errand(tmp_path, port))))
         thread.start()
@@ -164,8 +163,7 @@ def test_a_learner_on_a_node_ends_when_its_launcher_is_gone(is_stopped: bool, tm
             os.kill(learner.pid, signal.SIGSTOP)
         admitted[0][2].shutdown(socket.SHUT_RDWR)
         thread.join(10.0)
-    ((code, why),) = ended
-    assert code is None and not why  # it is lost, as it would be if the launcher had noticed first
+    assert ended == [None]  # it is lost, as it would be if the launcher had noticed first
     assert not learner.is_running() or learner.status() == psutil.STATUS_ZOMBIE
     assert not scratch.exists()
 

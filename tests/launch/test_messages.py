@@ -15,10 +15,8 @@ from starling.errors import DataError, ProtocolError
 from starling.launch.launcher import launch
 from starling.launch.messages import (
     Activity,
-    Arrived,
     CanStop,
     Ended,
-    Entered,
     Failed,
     Heartbeat,
     JoinAnswer,
@@ -28,7 +26,7 @@ from starling.launch.messages import (
     ModelSaved,
     NewMembership,
     Progress,
-    Ready,
+    Reached,
     Said,
     Saved,
     Signalled,
@@ -41,14 +39,15 @@ from starling.launch.messages import (
     encode_file,
     values_of,
 )
+from starling.training.membership import Membership
 
 STRETCH = Stretch(3, 90.0, 9.5, 15, 5, 40, 200, 300.0, 12.5, 8.0, 1.0, 0.5)
 FROM_LEARNER: list[LearnerMessage] = [
     Heartbeat(),
     Heartbeat(7, Stall("a mean", (0, 2), True, False, 3.5, 0.2, 11)),
-    Ready(),
-    Arrived(1),
-    Entered(1),
+    Reached("ready", -1),
+    Reached("arrived", 1),
+    Reached("entered", 1),
     CanStop(),
     Signalled(15),
     Failed("DataError", "utterance u21: 0.0 s of audio\nand more"),
@@ -60,7 +59,7 @@ FROM_LEARNER: list[LearnerMessage] = [
     Said("läuft"),
     Activity("step 3", {"step": 3, "weights": [1.0, 2.5], "more": {"nothing": None}}),
 ]
-FROM_LAUNCHER: list[LauncherMessage] = [NewMembership(2, (0, 3, 1), "learner 2 was killed"), Stop(2)]
+FROM_LAUNCHER: list[LauncherMessage] = [NewMembership(Membership(2, (0, 3, 1), "learner 2 was killed")), Stop(2)]
 
 
 @pytest.mark.parametrize("message", FROM_LEARNER, ids=lambda message: type(message).__name__)
@@ -99,9 +98,12 @@ def test_requests_and_answers_are_read_as_they_were_written() -> None:
         (b"[]", "object"),
         (b"{}", "kind"),
         (b'{"kind": "greeting"}', "'greeting'"),
-        (b'{"kind": "entered"}', "entered.generation"),
-        (b'{"kind": "entered", "generation": "1"}', "entered.generation: Input should be a valid integer"),
-        (b'{"kind": "entered", "generation": 1, "speed": 3}', "entered.speed"),
+        (b'{"kind": "reached", "stage": "entered"}', "reached.generation"),
+        (
+            b'{"kind": "reached", "stage": "entered", "generation": "1"}',
+            "reached.generation: Input should be a valid integer",
+        ),
+        (b'{"kind": "reached", "stage": "entered", "generation": 1, "speed": 3}', "reached.speed"),
         (b'{"kind": "heartbeat", "num_steps": 1, "stall": {"what": "a mean"}}', "heartbeat.stall.whom"),
         (b'{"kind": "saved", "folder": "a", "moment": "now"}', "saved.moment"),
         (b'{"kind": "saved", "folder": "a", "moment": "end", "consensus_distance": "far"}', "saved.consensus_distance"),
@@ -121,13 +123,13 @@ def test_a_message_of_another_version_is_one_clear_error(line: bytes, problem: s
 def test_only_what_a_program_sends_of_its_own_has_values() -> None:
     """Nothing is read out of Starling's own messages by name."""
     assert values_of(Activity("", {"step": 3})) == {"step": 3}
-    assert values_of(Entered(3)) == {}
+    assert values_of(Reached("entered", 3)) == {}
 
 
 @pytest.mark.parametrize(
     ("sent", "error", "text"),
     [
-        ('b"{\\"kind\\": \\"entered\\"}\\n"', ProtocolError, "learner 0 sent a message .* entered.generation"),
+        ('b"{\\"kind\\": \\"reached\\"}\\n"', ProtocolError, "learner 0 sent a message .* reached.stage"),
         ('encode(Failed("DataError", "no audio"))', DataError, "no audio"),
     ],
 )

@@ -5,17 +5,15 @@ import pytest
 from starling.errors import DataError, StarlingError
 from starling.launch.messages import (
     Activity,
-    Arrived,
     Ended,
-    Entered,
     Failed,
     Heartbeat,
     LearnerMessage,
-    NewMembership,
-    Ready,
+    Reached,
     Saved,
 )
 from starling.launch.roster import LearnerState, Roster
+from starling.training.membership import Membership
 from tests.report.steps import ended
 
 
@@ -36,8 +34,8 @@ def test_a_learner_starts_trains_and_ends() -> None:
     """A heartbeat before its first membership says only that it runs."""
     run = Clocked(1)
     assert run.hear(0, Heartbeat()) is LearnerState.STARTING
-    assert run.hear(0, Arrived(0)) is LearnerState.STARTING
-    assert run.hear(0, Entered(0)) is LearnerState.TRAINING
+    assert run.hear(0, Reached("arrived", 0)) is LearnerState.STARTING
+    assert run.hear(0, Reached("entered", 0)) is LearnerState.TRAINING
     assert run.hear(0, Activity("step 3")) is LearnerState.TRAINING
     assert run.hear(0, Ended(4)) is LearnerState.ENDED
     record = run.roster.learners[0]
@@ -55,11 +53,11 @@ def test_a_joiner_is_ready_and_gets_a_rank_when_it_is_a_member() -> None:
     """Its id is for life, its rank is its place in the membership."""
     run = Clocked(2)
     run.roster.start(7, is_joiner=True)
-    assert run.hear(7, Ready()) is LearnerState.READY
+    assert run.hear(7, Reached("ready", -1)) is LearnerState.READY
     assert run.roster.learners[7].rank is None
-    run.roster.announce(NewMembership(1, (1, 7, 0)))
+    run.roster.announce(Membership(1, (1, 7, 0)))
     assert {each.learner_id: each.rank for each in run.roster.learners.values()} == {0: 2, 1: 0, 7: 1}
-    assert run.hear(7, Entered(1)) is LearnerState.TRAINING
+    assert run.hear(7, Reached("entered", 1)) is LearnerState.TRAINING
     assert run.roster.learners[7].num_joins == 1
     assert run.roster.generation == 1
 
@@ -68,12 +66,12 @@ def test_a_member_that_a_membership_does_not_name_leaves_and_says_nothing_that_c
     """Its sync group lost another; what it still sends does not bring it back."""
     run = Clocked(4)
     for learner_id in range(4):
-        run.hear(learner_id, Entered(0))
+        run.hear(learner_id, Reached("entered", 0))
     run.roster.lose(1, "learner 1 was killed")
-    run.roster.announce(NewMembership(1, (2, 3)))
+    run.roster.announce(Membership(1, (2, 3)))
     assert [each.state for each in run.roster.learners.values()][:2] == [LearnerState.LEFT, LearnerState.LOST]
-    assert run.hear(0, Entered(0), Ended(3)) is LearnerState.LEFT
-    assert run.hear(1, Entered(0)) is LearnerState.LOST
+    assert run.hear(0, Reached("entered", 0), Ended(3)) is LearnerState.LEFT
+    assert run.hear(1, Reached("entered", 0)) is LearnerState.LOST
     assert [each.learner_id for each in run.roster.present()] == [2, 3]
     assert [each.reason for each in run.roster.lost] == ["learner 1 was killed"]
 
@@ -81,8 +79,8 @@ def test_a_member_that_a_membership_does_not_name_leaves_and_says_nothing_that_c
 def test_silence_counts_only_where_heartbeats_are_due() -> None:
     """Not while libraries load, nor after the end; six missed ones are silence, and the next one ends it."""
     run = Clocked(3)
-    run.hear(1, Entered(0))
-    run.hear(2, Entered(0), Ended(0))
+    run.hear(1, Reached("entered", 0))
+    run.hear(2, Reached("entered", 0), Ended(0))
     run.now += 3.5
     silent = [run.roster.silence(record) for record in run.roster.learners.values()]
     assert silent == [None, pytest.approx(3.5), None]
@@ -93,11 +91,12 @@ def test_silence_counts_only_where_heartbeats_are_due() -> None:
 def test_a_learner_that_is_started_again_keeps_its_record() -> None:
     """What it has computed and how long it took; not how its first process ended."""
     run = Clocked(2)
-    run.hear(1, Entered(0), Heartbeat(30), ended(1, 0, 30, 10.0, 9.0, 0.5, 0.5), Failed("DataError", "no audio"))
+    run.hear(1, Reached("entered", 0), Heartbeat(30), ended(1, 0, 30, 10.0, 9.0, 0.5, 0.5))
+    run.hear(1, Failed("DataError", "no audio"))
     record = run.roster.learners[1]
     assert isinstance(record.process.error, DataError)
     run.roster.lose(1, "killed")
-    run.roster.announce(NewMembership(1, (0,)))
+    run.roster.announce(Membership(1, (0,)))
     assert run.roster.start(1, is_joiner=True) is record
     assert (record.state, record.rank, record.attempt.generation, record.process.error) == (
         LearnerState.STARTING,

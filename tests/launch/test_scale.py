@@ -1,12 +1,14 @@
 """What store and launcher do for many learners grows as their number, and no learner delays the others."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.place import Place
 from starling.engines.processes.tickets import noted
 from starling.errors import ProtocolError
-from starling.launch import launcher
+from starling.launch import switchboard
 from starling.launch.joiners import Changes
 from starling.launch.launcher import Supervisor
 from starling.launch.link import Line
@@ -37,6 +39,7 @@ from starling.launch.roster import Roster
 from starling.strategies import find_strategy
 from starling.timeouts import READ
 from starling.training.job import Job
+from starling.training.membership import Membership
 from starling.training.succession import MembershipStart, Past, plan_after
 from starling.workload import Position
 from tests.contract.cases import sgd
@@ -144,6 +147,9 @@ class Stub(LearnerProcess):
         self.num_polls += 1
         return self.code
 
+    def kill(self) -> None:
+        self.code = -signal.SIGKILL
+
 
 def start_none(learner_id: int, joins: bool) -> LearnerProcess:
     pytest.fail("no learner joins")
@@ -221,12 +227,18 @@ def test_a_restarted_learner_is_read_whose_line_has_the_number_of_a_closed_one()
 
 def test_an_endless_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fill the launcher's memory."""
-    monkeypatch.setattr(launcher, "LONGEST_MESSAGE", 1 << 20)
+    monkeypatch.setattr(switchboard, "LONGEST_MESSAGE", 1 << 20)
     watched = Watched(2, lambda learner_id, message: None)
-    talking = threading.Thread(target=watched.say, args=[1, b"x" * (1 << 22)], daemon=True)
+
+    def talk() -> None:
+        with suppress(BrokenPipeError):
+            watched.say(1, b"x" * (1 << 22))
+
+    talking = threading.Thread(target=talk, daemon=True)
     talking.start()
     with pytest.raises(ProtocolError, match=r"learner 1 sent a message of more than 1 MiB; see its log: learner-1.log"):
         watched.supervisor.until_all_ended()
+    talking.join()
     watched.end()
 
 
@@ -235,14 +247,14 @@ def test_a_learner_that_does_not_read_does_not_stop_its_launcher_and_misses_noth
     ours, theirs = socket.socketpair()
     line = Line(ours)
     for generation in range(100):
-        line.tell(NewMembership(generation, tuple(range(1024))))
+        line.tell(NewMembership(Membership(generation, tuple(range(1024)))))
     assert line.untold
     received = b""
     while line.untold or received.count(b"\n") < 100:
         received += theirs.recv(1 << 16)
         line.tell_rest()
     heard = [decode_from_launcher(line) for line in received.splitlines()]
-    assert [each.generation for each in heard if isinstance(each, NewMembership)] == list(range(100))
+    assert [each.membership.number for each in heard if isinstance(each, NewMembership)] == list(range(100))
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ import pytest
 from starling.errors import PeerLost
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
-from starling.launch.messages import Entered, LearnerMessage, values_of
+from starling.launch.messages import LearnerMessage, Reached, values_of
 from starling.launch.roster import Loss
 from tests.warm_start import own_learner, own_learners
 
@@ -37,7 +37,7 @@ class Harm:
 
     def __call__(self, rank: int, message: LearnerMessage) -> None:
         told: dict[str, Any] = dict(values_of(message))
-        if isinstance(message, Entered):
+        if isinstance(message, Reached) and message.stage == "entered":
             self.generations[rank] = message.generation
         if "num_done" in told or "left" in told:
             self.said[rank] = told

@@ -21,19 +21,12 @@ import starling
 from starling import extras
 from starling.engines.processes.stalls import Stall
 from starling.errors import ConfigError, MissingExtraError
-from starling.launch.messages import (
-    Entered,
-    Heartbeat,
-    LearnerMessage,
-    NewMembership,
-    Progress,
-    Ready,
-    Stretch,
-)
+from starling.launch.messages import Heartbeat, LearnerMessage, Progress, Reached, Stretch
 from starling.launch.roster import Roster
 from starling.reporting.epochs import merged
 from starling.reporting.metrics import Metrics, serving
 from starling.training.faults import Kill
+from starling.training.membership import Membership
 from tests.launch.ray_job import make_job
 from tests.test_documents import ROOT
 
@@ -167,7 +160,7 @@ def test_counters_never_fall_where_a_learner_is_restarted_in_the_middle_of_an_ep
     """Prometheus would take that for a restart of the run."""
     served.hear(0, Heartbeat(num_steps=5), PROGRESS)
     served.roster.start(0, is_joiner=True)
-    served.hear(0, Ready(), Heartbeat(num_steps=2), following(1.0, 0.5))
+    served.hear(0, Reached("ready", -1), Heartbeat(num_steps=2), following(1.0, 0.5))
     found = served.scrape()
     assert found["starling_steps_total"]["0"] == 7.0
     assert found["starling_computing_seconds_total"]["0"] == 7.0
@@ -178,9 +171,9 @@ def test_deaths_and_joins_are_counted(served: Served) -> None:
     """A learner that was lost is not alive, and keeps its figures."""
     served.hear(1, Heartbeat(num_steps=3))
     served.roster.lose(1, "learner 1 was killed")
-    served.roster.announce(NewMembership(1, (0, 2)))
+    served.roster.announce(Membership(1, (0, 2)))
     served.roster.start(2, is_joiner=True)
-    served.hear(2, Ready(), Entered(1))
+    served.hear(2, Reached("ready", -1), Reached("entered", 1))
     served.roster.lose(2)
     found = served.scrape()
     assert found["starling_deaths_total"] == found["starling_joins_total"] == {"": 1.0}

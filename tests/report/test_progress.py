@@ -13,11 +13,12 @@ import pytest
 from rich.console import Console
 
 from starling.errors import PeerLost
-from starling.launch.messages import LearnerMessage, NewMembership, Progress, Saved
+from starling.launch.messages import LearnerMessage, Progress, Saved
 from starling.launch.roster import Roster
 from starling.reporting.epochs import Score
 from starling.reporting.events import Events
 from starling.reporting.progress import Bars, Display
+from starling.training.membership import Membership
 from tests.report.steps import ended, progress_of, step
 
 
@@ -47,7 +48,7 @@ class Screen:
 
     def train_with(self, *members: int) -> None:
         """Announce a membership."""
-        self.roster.announce(NewMembership(1, members))
+        self.roster.announce(Membership(1, members))
         self.display.tell_epochs()
 
     @property

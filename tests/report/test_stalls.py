@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from starling.engines.processes.stalls import Stall
-from starling.launch.messages import Activity, Entered, Heartbeat
+from starling.launch.messages import Activity, Heartbeat, Reached
 from starling.launch.roster import Roster
 from starling.reporting.stalls import Stalls
 
@@ -24,7 +24,7 @@ class Run:
         self.lines: list[str] = []
         self.number = 0
         for name in range(world):
-            self.roster.hear(name, Entered(0))
+            self.roster.hear(name, Reached("entered", 0))
             self.roster.hear(name, Activity("computing batch 3 of epoch 2"))
 
     def wait(self, name: int, what: str, whom: Sequence[int], is_group: bool = False, usual: float = 0.2) -> None:

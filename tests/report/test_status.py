@@ -12,7 +12,7 @@ from rich.console import Console
 from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
 from starling.experiment.running import describe, is_alive, learners_of
-from starling.launch.messages import Activity, Ended, Entered, Heartbeat, Status, decode_file, encode_file
+from starling.launch.messages import Activity, Ended, Heartbeat, Reached, Status, decode_file, encode_file
 from starling.launch.roster import Roster
 from tests.report.steps import progress_of, step
 
@@ -29,7 +29,7 @@ class Told:
 
 
 def entered(roster: Roster, learner_id: int, generation: int, num_steps: int) -> None:
-    roster.hear(learner_id, Entered(generation))
+    roster.hear(learner_id, Reached("entered", generation))
     roster.hear(learner_id, Heartbeat(num_steps))
 
 
@@ -64,17 +64,17 @@ def test_a_learner_that_begins_when_others_train_already_has_joined() -> None:
     """Also one that was lost and is started again: its record continues with the work of its first process."""
     told = Told(2)
     for name in (0, 1):
-        told.roster.hear(name, Entered(0))
+        told.roster.hear(name, Reached("entered", 0))
     told.roster.hear(1, Heartbeat(30))
     told.roster.lose(1, "killed")
-    told.roster.hear(0, Entered(1))
+    told.roster.hear(0, Reached("entered", 1))
     told.roster.start(1, is_joiner=True)
     told.roster.hear(1, Heartbeat(0))
     assert told.states() == ["computing", "starting"]
-    told.roster.hear(1, Entered(2))
+    told.roster.hear(1, Reached("entered", 2))
     told.roster.hear(1, Heartbeat(12))
-    told.roster.hear(2, Entered(2))
-    told.roster.hear(0, Entered(2))
+    told.roster.hear(2, Reached("entered", 2))
+    told.roster.hear(0, Reached("entered", 2))
     assert {name: each.num_joins for name, each in told.roster.learners.items()} == {0: 0, 1: 1, 2: 1}
     assert told.roster.learners[1].num_steps == 42
     assert [(each.learner, each.reason) for each in told.roster.lost] == [(1, "killed")]

@@ -123,21 +123,18 @@ def publish(partial: Path, final: Path) -> None:
     sync(final.parent)
 
 
-def remove(folder: Path) -> None:
+def remove(folder: Path, ignore_errors: bool = False) -> None:
     """Remove a folder; other processes see it complete or not at all."""
-    doomed = partial_folder(folder)
-    shutil.rmtree(doomed, ignore_errors=True)
+    doomed = folder.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(doomed, ignore_errors)
 
 
 def remove_partial(folder: Path) -> None:
     """Remove the partial folders that crashes have left in `folder`. A learner that still writes to one fails."""
     for leftover in list(folder.glob(f".*{PARTIAL}")):
-        doomed = folder / f".{secrets.token_hex(8)}{PARTIAL}"
         with suppress(FileNotFoundError):  # another process has removed it
-            leftover.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove(leftover, ignore_errors=True)
 
 
 def remove_part(partial: Path, rank: int) -> None:

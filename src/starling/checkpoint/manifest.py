@@ -79,13 +79,13 @@ def checkpoint_name(position: Position) -> str:
     return f"step-{position.num_done:08d}{beyond}"
 
 
-def sort_key(name: str) -> tuple[int, int] | None:
-    """Orders checkpoints by name, oldest first; None for a name that no checkpoint has.
+def sort_key(name: str) -> tuple[int, ...]:
+    """Orders checkpoints by name, oldest first; empty for a name that no checkpoint has.
 
     The key is the two numbers in the name, because names with more than eight digits do not sort correctly as text.
     """
     match = _NAME.fullmatch(name)
-    return (int(match[1]), int(match[2] or 0)) if match else None
+    return (int(match[1]), int(match[2] or 0)) if match else ()
 
 
 def listing(folder: Path) -> dict[str, FileEntry]:

@@ -153,8 +153,8 @@ def _other_strategy(before: str, now: str) -> str:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first; other folders are ignored."""
-    found = [(sort_key(path.name), path) for path in folder.glob("step-*") if (path / MANIFEST).is_file()]
-    return [path for _, path in sorted((order, path) for order, path in found if order is not None)]
+    found = [path for path in folder.glob("step-*") if sort_key(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: (sort_key(path.name), path))
 
 
 def load(folder: Path) -> Checkpoint:
@@ -166,9 +166,7 @@ def load(folder: Path) -> Checkpoint:
     try:
         return _load(folder)
     except CheckpointError as error:
-        own = sort_key(folder.name)
-        others = checkpoints_in(folder.parent)
-        older = [path for path in others if own is not None and (sort_key(path.name) or own) < own]
+        older = [path for path in checkpoints_in(folder.parent) if sort_key(path.name) < sort_key(folder.name)]
         if not older:
             raise
         intact = next((path for path in reversed(older) if is_intact(path)), None)

@@ -13,8 +13,8 @@ once, each in its own partial folder. They are completed in order, because the s
 
 import math
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -147,15 +147,15 @@ class CheckpointWriter:
 class BackgroundWriter:
     """Runs `CheckpointWriter.save` in a thread.
 
-    One thread runs at a time: checkpoints are completed in order, and there is at most one copy of the state. An error
-    in the thread is raised unchanged by the next call of `check`, `save` or `close`. The process does not exit before
-    the thread has. The writer's `arrive` must not use a connection on which the learner itself may wait.
+    There is one thread: checkpoints are completed in order, and there is at most one copy of the state. An error in the
+    thread is raised unchanged by the next call of `check`, `save` or `close`. The process does not exit before the last
+    checkpoint is written. The writer's `arrive` must not use a connection on which the learner itself may wait.
     """
 
     def __init__(self, writer: CheckpointWriter) -> None:
         self._writer = writer
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "starling-checkpoint")
+        self._last: Future[None] | None = None
 
     def save(
         self,
@@ -172,28 +172,22 @@ class BackgroundWriter:
         chosen, copy = writer or self._writer, [state.copy()]
 
         def write() -> None:
-            try:
-                checkpoint = chosen.save(copy.pop())
-                if checkpoint is not None:
-                    completed(checkpoint)
-            except BaseException as error:
-                self._error = error
+            checkpoint = chosen.save(copy.pop())
+            if checkpoint is not None:
+                completed(checkpoint)
 
-        self._thread = threading.Thread(target=write, name="starling-checkpoint", daemon=False)
-        self._thread.start()
+        self._last = self._thread.submit(write)
 
     def check(self) -> None:
         """Raise the error of the last save if it has failed; do not wait."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._last is not None and self._last.done():
             self.close()
 
     def close(self) -> None:
         """Wait for the last save, and raise its error if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-        error, self._thread, self._error = self._error, None, None
-        if error is not None:
-            raise error
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
 
 class _Saved:

@@ -111,12 +111,13 @@ def train(
     }
     run: RunConfig = checked(JobConfig, given, "starling.train")
     console = console or Console(stderr=True)
+    task = GivenJob(job)
     if is_learner():  # torchrun or Slurm has started this process
         run = run.model_copy(update={"learners": number_of_learners()})
-        run = train_as_learner(GivenJob(job), run, None, lambda line: None, console)
+        run = train_as_learner(task, run, None, lambda line: None, console)
     else:
-        run = run_training(GivenJob(job), run, lambda line: None, console)
-    return Trained(with_settings(job, run), run.folder, latest(run.folder))
+        run = run_training(task, run, lambda line: None, console)
+    return Trained(task.make_job(run), run.folder, latest(run.folder))
 
 
 def train_quietly(job: Job, learners: int, **given: Any) -> Trained:
@@ -125,19 +126,18 @@ def train_quietly(job: Job, learners: int, **given: Any) -> Trained:
     return train(job, learners, overwrite=True, on_loss="stop", checkpoints=rarely, console=quiet, **given)
 
 
-def with_settings(job: Job, run: RunConfig) -> Job:
-    """The job with the strategy and the other settings of a run."""
-    return replace(job, autocast=job.autocast or run.engine.autocast == "bf16", **settings_of(run))
-
-
 @dataclass(frozen=True)
 class GivenJob(Task[RunConfig]):
     """The task of `starling.train`: a job that is given as an object, which learners get as a pickled copy."""
 
     job: Job
 
-    def make_job(self, recipe: RunConfig, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
-        return with_settings(self.job, recipe)
+    def make_job(
+        self, recipe: RunConfig, folder: ExperimentFolder | None = None, learners_here: int | None = None
+    ) -> Job:
+        """The job with the strategy and the other settings of a run."""
+        autocast = self.job.autocast or recipe.engine.autocast == "bf16"
+        return replace(self.job, autocast=autocast, **settings_of(recipe))
 
     def set_up(self, recipe: RunConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
         """Raises ConfigError for a job that cannot be sent to learners."""
@@ -145,7 +145,7 @@ class GivenJob(Task[RunConfig]):
             pack(self.job, recipe)
 
     def learner_command(self, recipe: RunConfig, folder: ExperimentFolder) -> AbstractContextManager[list[str]]:
-        return packed_command(with_settings(self.job, recipe), recipe, folder)
+        return packed_command(self.job, recipe, folder)
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
         return f"starling.train(job, ..., resume={str(folder.path)!r})"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from starling.checkpoint.files import PARTIAL, remove_partial
 from starling.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, read_manifest, sort_key
-from starling.checkpoint.reader import Checkpoint, checkpoints_in, is_finite, latest, load, newest_good
+from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load, newest_good
 from starling.errors import CheckpointError, ConfigError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import begin_segment
@@ -76,7 +76,7 @@ def resolve_resume(task: Task[RunT], run: RunT) -> RunT:
             f"{task.changes(run, folder, sections)}; resume with the settings in {config}, or train again without "
             "resume"
         )
-    if not is_finite(folder):
+    if not checkpoint.manifest.is_finite:
         good = newest_good(folder.parent)
         advice = f"no older checkpoint in {folder.parent} is both intact and finite"
         if good is not None:
@@ -107,9 +107,8 @@ def check_claim(run: RunConfig) -> None:
     written."""
     if run.resume is None or _is_new(run):
         return
-    own = sort_key(checkpoint_name(read_manifest(run.resume).position))
-    found = checkpoints_in(run.folder / "checkpoints")
-    later = [path for path in found if own is not None and (sort_key(path.name) or own) > own]
+    own, found = checkpoint_name(read_manifest(run.resume).position), checkpoints_in(run.folder / "checkpoints")
+    later = [path for path in found if sort_key(path.name) > sort_key(own)]
     if later:
         raise ConfigError(
             f"{run.folder} has checkpoints later than {run.resume}, such as {later[-1].name}; "

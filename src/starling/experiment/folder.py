@@ -71,4 +71,4 @@ def existing(experiment: Path) -> ExperimentFolder:
 def best_model(folder: ExperimentFolder) -> Path | None:
     """The folder of the model that scored best on the validation set; None if none was scored."""
     found = [path for path in folder.best.glob("step-*") if (path / SCORE).is_file()]
-    return max(found, key=lambda path: sort_key(path.name) or (0, 0), default=None)
+    return max(found, key=lambda path: sort_key(path.name), default=None)

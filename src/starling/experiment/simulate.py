@@ -23,7 +23,7 @@ from starling.experiment.observers import Seen, Timeline, Together
 from starling.experiment.regrouping import Regrouping
 from starling.experiment.seen import segments
 from starling.experiment.task import RecipeT, Task
-from starling.launch.messages import NewMembership, Progress
+from starling.launch.messages import Progress
 from starling.launch.process import on_stop_signal, signal_name
 from starling.launch.roster import Roster
 from starling.reporting.events import Events
@@ -137,7 +137,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
         def regrouped(membership: Membership, line: str) -> None:
             for joined in {*membership.members} - {*roster.members}:
                 roster.start(joined)
-            roster.announce(NewMembership(membership.number, tuple(membership.members), membership.reason))
+            roster.announce(membership)
             display.tell_epochs()
             display.say(f"{membership.reason}; {line}")
 

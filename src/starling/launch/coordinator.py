@@ -12,16 +12,18 @@ import socket
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
-from subprocess import DEVNULL, Popen, TimeoutExpired
+from contextlib import closing, contextmanager
+from subprocess import DEVNULL, Popen
 from typing import TYPE_CHECKING
 
 from starling.engines.processes.run_token import own_token
 from starling.errors import ProtocolError
-from starling.launch.door import letting_in
-from starling.launch.link import Line
-from starling.launch.messages import Ended, Failed, Greeted, NewMembership, Ready, decode_from_learner
-from starling.timeouts import COORDINATOR_LOOKS
+from starling.launch.link import Line, letting_in
+from starling.launch.messages import Ended, Greeted, LearnerMessage
+from starling.launch.process import LearnerProcess
+from starling.launch.roster import LearnerRecord, LearnerState, Roster
+from starling.launch.switchboard import Switchboard
+from starling.timeouts import READ
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -32,13 +34,12 @@ LINK = "coordinator/link"
 OVER = "the run is ending"
 PATIENCE: Seconds = 9.0
 """The machine of a learner, or the coordinator's, is lost after so long without an answer."""
-_LONGEST_LINE = 1 << 16
 _TOGETHER: Seconds = 0.01
 """Changes so close to each other make one membership."""
 
 
 class Coordinator:
-    """Hears learners on `listener`, and announces memberships until the last learner has gone.
+    """Lets learners in at `listener`, and announces memberships until the last learner has gone.
 
     The first membership needs as many learners as they say the run has. The other end of `parent` is held by the
     process that started this one until it has connected.
@@ -46,96 +47,90 @@ class Coordinator:
 
     def __init__(self, listener: socket.socket, parent: socket.socket) -> None:
         self._listener, self._parent = listener, parent
-        self._changed = threading.Condition()
-        """Guards what follows; notified when learners have become ready or were lost."""
-        self._lines: dict[int, Line] = {}
-        """The connections of learners."""
-        self._ready: set[int] = set()
+        self._roster = Roster(0)
+        """Its lock guards what follows, too."""
+        self._switchboard = Switchboard(self._roster, self._hear)
+        self._patience: dict[int, Seconds] = {}
+        """The silence after which each learner is lost."""
         self._lost: dict[int, str] = {}
         """Members that were lost since the last announcement, and how."""
         self._world = 0
-        self._membership = NewMembership(-1, ())
         self._is_over = False
 
     def serve(self) -> None:
         """Serve until no learner is left."""
-        with letting_in(self._listener, own_token(), PATIENCE, self._admit), self._changed:
-            while self._lines or not select.select([self._parent], [], [], 0.0)[0]:
-                if self._changed.wait(COORDINATOR_LOOKS):
-                    self._changed.wait(_TOGETHER)
-                self._announce()
+        with closing(self._switchboard), letting_in(self._listener, own_token(), PATIENCE, self._admit):
+            while self._is_needed():
+                self._switchboard.read_for(READ)
+                self._switchboard.read_for(_TOGETHER)
+                with self._roster.lock:
+                    self._note_losses()
+                    self._announce()
+
+    def _is_needed(self) -> bool:
+        """Whether learners are here, or the process that started this one has not connected yet."""
+        with self._roster.lock:
+            is_anyone_here = any(record.process.is_running for record in self._roster.learners.values())
+        return is_anyone_here or not select.select([self._parent], [], [], 0.0)[0]
 
     def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
-        """Hear a learner until it leaves. `who` is its id, the number of learners with which its run starts, and the
-        silence after which it is lost."""
+        """Let a learner in. `who` is its id, the number of learners with which its run starts, and the silence after
+        which it is lost."""
         learner_id, world, silence = int(who[0]), int(who[1]), float(who[2])
-        line, why = Line(connection), "was lost: its connection closed"
-        with self._changed:
+        process = LearnerProcess(line=Line(connection))
+        with self._roster.lock:
+            self._note_losses()  # perhaps of the same learner, whose process was restarted
             self._world = self._world or world
             if self._is_over:
                 raise ProtocolError(OVER)
             if world != self._world:
                 raise ProtocolError(f"WORLD_SIZE is {world}, but {self._world} in the run")
-            if learner_id in self._lines:
+            if learner_id in self._roster.learners and self._roster.learners[learner_id].process.is_running:
                 raise ProtocolError(f"RANK {learner_id} is already in the run; give it the RANK of a lost learner")
-            self._lines[learner_id] = line
-            line.tell(welcome)
-        try:
-            with connection.dup() as reading, reading.makefile("rb") as lines:
-                reading.settimeout(silence)
-                while content := lines.readline(_LONGEST_LINE):
-                    with self._changed:
-                        line.tell_rest()
-                        match decode_from_learner(content, learner_id):
-                            case Ready():
-                                self._ready.add(learner_id)
-                                self._changed.notify()
-                            case Failed(error, text):
-                                why = f"failed: {error}: {text}"
-                                break
-                            case Ended():
-                                self._end()
-                            case _:
-                                pass
-        except TimeoutError:
-            why = f"was silent for {silence:g} s"
-        except OSError:  # it was reset, or its machine does not answer any more
-            pass
-        finally:
-            with self._changed:
-                del self._lines[learner_id]
-                self._ready.discard(learner_id)
-                if learner_id in self._membership.members and not self._is_over:
-                    self._lost[learner_id] = why
-                self._changed.notify()
-        line.close()
+            self._patience[learner_id] = silence
+            self._roster.start(learner_id, process)
+            process.line.tell(welcome)
+
+    def _hear(self, record: LearnerRecord, message: LearnerMessage, is_newest: bool) -> None:
+        self._roster.hear(record.learner_id, message)
+        if isinstance(message, Ended):
+            self._end()
 
     def _end(self) -> None:
         """Refuse joiners: no learner would wait for them."""
-        self._is_over = True
-        for learner_id, line in self._lines.items():
-            if learner_id not in self._membership.members and line.connection is not None:
-                line.tell(Greeted(OVER))
-                with suppress(OSError):  # it has left itself
-                    line.connection.shutdown(socket.SHUT_RDWR)
+        with self._roster.lock:
+            self._is_over = True
+            for record in self._roster.present():
+                if record.learner_id not in self._roster.members:
+                    record.process.line.tell(Greeted(OVER))
+                    record.process.line.hang_up()
+
+    def _note_losses(self) -> None:
+        """Note which learners were lost: their connection has closed, or they were silent for too long."""
+        for record in self._roster.learners.values():
+            learner_id, process = record.learner_id, record.process
+            self._roster.kill_if_silent(record, self._patience[learner_id])
+            if record.is_present and not process.is_running:
+                self._roster.lose(learner_id)
+                if learner_id in self._roster.members and not self._is_over:
+                    how = f"failed: {process.error}" if process.error else "was lost: its connection closed"
+                    self._lost[learner_id] = process.killed_because or how
 
     def _announce(self) -> None:
         """Announce the next membership if learners were lost or are ready to join."""
-        before = self._membership
-        is_first = before.generation < 0
-        if is_first and not self._ready.issuperset(range(self._world)):
+        before = self._roster.membership
+        is_first = before.number < 0
+        ready = {record.learner_id for record in self._roster.present() if record.state is LearnerState.READY}
+        if self._is_over or (is_first and not ready.issuperset(range(self._world))):
             return
         living = [each for each in (range(self._world) if is_first else before.members) if each not in self._lost]
-        joined = [] if is_first else sorted(self._ready.difference(living))
+        joined = [] if is_first else sorted(ready.difference(living))
         members = (*living, *joined)
-        if self._is_over or members == before.members or not members:
-            return
-        reasons = [f"learner {each} {how}" for each, how in self._lost.items()]
-        reasons += [f"learner {each} joined" for each in joined]
-        self._membership = NewMembership(before.generation + 1, members, "; ".join(reasons))
-        self._lost.clear()
-        for each in members:
-            self._lines[each].tell(self._membership)
+        if members and members != before.members:
+            reasons = [f"learner {each} {how}" for each, how in self._lost.items()]
+            reasons += [f"learner {each} joined" for each in joined]
+            self._switchboard.announce(members, "; ".join(reasons))
+            self._lost.clear()
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -152,10 +147,6 @@ def store_at(listener: socket.socket, address: str) -> "TCPStore":
 
     port, copy = int(listener.getsockname()[1]), os.dup(listener.fileno())
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=copy)
-
-
-_running: list["Popen[bytes]"] = []
-"""Coordinators that this process has started."""
 
 
 @contextmanager
@@ -179,15 +170,8 @@ def started_coordinator(address: str, port: int) -> Generator[int, None, None]:
                 port = int(store.getsockname()[1])
         except OSError as error:
             raise ProtocolError(f"no store can be started on port {port}: {error}; is the port free?") from error
-        _running[:] = [each for each in _running if each.poll() is None] + [process]
+        threading.Thread(target=process.wait, name="starling-coordinator", daemon=True).start()  # leaves no zombie
         yield port
-
-
-def await_coordinator(seconds: Seconds) -> None:
-    """Wait a moment for coordinators of this process that are about to end, so that no zombie is left."""
-    for process in _running:
-        with suppress(TimeoutExpired):
-            process.wait(seconds)
 
 
 def main(store: int, link: int, parent: int) -> None:

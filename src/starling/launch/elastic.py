@@ -20,22 +20,16 @@ from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.engines.processes.run_token import own_token
 from starling.errors import PeerLost, ProtocolError
-from starling.launch.coordinator import LINK, OVER, PATIENCE, await_coordinator, started_coordinator
-from starling.launch.door import knock
-from starling.launch.link import Link
-from starling.launch.messages import Ended, Failed, Greeted, LauncherMessage, NewMembership, Ready
-from starling.launch.rendezvous import AGENT, LOOPBACK, USUAL_SECONDS, check_store, find_place, place_of_environment
+from starling.launch import rendezvous
+from starling.launch.coordinator import LINK, OVER, PATIENCE, started_coordinator
+from starling.launch.link import Link, knock
+from starling.launch.messages import Ended, Failed, Greeted, NewMembership, Reached
 from starling.timeouts import DOOR
 from starling.training.membership import Membership, MembershipFeed
 
 _LOG = logging.getLogger("starling")
 _PUBLISHED = "coordinator/port"
 _RETRY_SECONDS = 0.05
-_REAP_SECONDS = 0.2
-
-
-class _NotThere(Exception):  # noqa: N818 - not an error
-    """No coordinator answers yet, or one whose run is ending."""
 
 
 class CoordinatorFeed(MembershipFeed):
@@ -46,12 +40,14 @@ class CoordinatorFeed(MembershipFeed):
         self.place, self._store_connections, self._seconds = place, store_connections, seconds
         self._refused = ""
         store_connections.note()
-        self._link = Link(line, self._lose, self._hear)
+        self._link = Link(line, self._lose)
+        self._link.listen(Greeted, self._refuse)
+        self._link.listen(NewMembership, lambda message: self.announce(message.membership))
 
     def first(self) -> Membership:
         store = self.place.store
         store.set(f"came/{self.name}", "")
-        self._link.send(Ready())
+        self._link.send(Reached("ready", self.latest.number))
         if (first := self.beyond(Membership(-1, ()), self._seconds)) is None:
             absent = [rank for rank in range(self.place.world) if not store.check([f"came/{rank}"])]
             missing = " and ".join(f"learner {rank}" for rank in absent) or "the others"
@@ -63,13 +59,9 @@ class CoordinatorFeed(MembershipFeed):
 
     def leave(self, error: BaseException | None) -> None:
         self._link.close(Ended(0) if error is None else Failed(type(error).__name__, str(error).partition("\n")[0]))
-        await_coordinator(_REAP_SECONDS)
 
-    def _hear(self, message: LauncherMessage) -> None:
-        if isinstance(message, NewMembership):
-            self.announce(Membership(message.generation, message.members, message.reason))
-        elif isinstance(message, Greeted):
-            self._refused = message.refused
+    def _refuse(self, message: Greeted) -> None:
+        self._refused = message.refused
 
     def _lose(self, error: Exception) -> None:
         why = f"lost the coordinator of its run ({error}): its process or machine has ended, or the network to it; "
@@ -87,9 +79,9 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorFeed:
 
     Raises `ConfigError` for an invalid environment variable, `ProtocolError` if no coordinator answers or takes it.
     """
-    own = place_of_environment(may_join=True)
+    own = rendezvous.place_of_environment(may_join=True)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent_store = find_place(seconds).store if os.environ.get(AGENT) == "True" else host_store
+    agent_store = rendezvous.find_place(seconds).store if os.environ.get(rendezvous.AGENT) == "True" else host_store
     begin, has_said = time.monotonic(), False
     with ExitStack() as stack:  # a coordinator that this process starts stays until it has connected
         has_started = False
@@ -97,36 +89,38 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorFeed:
             connections = Connections()
             try:
                 if agent_store is not None and not agent_store.check([_PUBLISHED]):
-                    raise _NotThere("learner 0 has not started it")
+                    raise ConnectionError("learner 0 has not started it")
                 where = port if agent_store is None else int(agent_store.get(_PUBLISHED))
                 store, line = _connect(own.rank, own.world, address, where, seconds)
+            except OSError as error:
+                reason = error.strerror or str(error)
+            else:
                 return CoordinatorFeed(replace(own, store=store), line, connections, seconds)
-            except _NotThere as reason:
-                if own.rank == 0 and not has_started and str(reason) != OVER:
-                    has_started = True
-                    listening = "127.0.0.1" if address in LOOPBACK else ""
-                    started = started_coordinator(listening, port if agent_store is None else 0)
-                    started_port = stack.enter_context(started)
-                    if agent_store is not None:
-                        agent_store.set(_PUBLISHED, str(started_port))
-                elif time.monotonic() - begin > seconds:
-                    raise ProtocolError(
-                        f"learner {own.rank} cannot reach the coordinator at {address}:{port}: {reason}; is learner 0 "
-                        "alive, and is the port free?"
-                    ) from reason
-                elif time.monotonic() - begin > USUAL_SECONDS and not has_said:
-                    has_said = True
-                    what = "learner %d waits for the coordinator at %s:%d, which learner 0 starts (%s); %g s at most"
-                    _LOG.warning(what, own.rank, address, port, reason, seconds)
-                time.sleep(_RETRY_SECONDS)
+            if own.rank == 0 and not has_started and reason != OVER:
+                has_started = True
+                listening = "127.0.0.1" if address in rendezvous.LOOPBACK else ""
+                started = started_coordinator(listening, port if agent_store is None else 0)
+                started_port = stack.enter_context(started)
+                if agent_store is not None:
+                    agent_store.set(_PUBLISHED, str(started_port))
+            elif time.monotonic() - begin > seconds:
+                raise ProtocolError(
+                    f"learner {own.rank} cannot reach the coordinator at {address}:{port}: {reason}; is learner 0 "
+                    "alive, and is the port free?"
+                )
+            elif time.monotonic() - begin > rendezvous.USUAL_SECONDS and not has_said:
+                has_said = True
+                what = "learner %d waits for the coordinator at %s:%d, which learner 0 starts (%s); %g s at most"
+                _LOG.warning(what, own.rank, address, port, reason, seconds)
+            time.sleep(_RETRY_SECONDS)
 
 
 def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> tuple[Store, socket.socket]:
-    """The coordinator's store, and a connection over which it has taken this learner."""
-    try:
-        check_store(rank, address, port, seconds)
-    except OSError as error:
-        raise _NotThere(error.strerror or str(error)) from error
+    """The coordinator's store, and a connection over which it has taken this learner.
+
+    Raises `OSError` if no coordinator answers yet, or one whose run is ending.
+    """
+    rendezvous.check_store(rank, address, port, seconds)
     try:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
         store.set_timeout(timedelta(seconds=DOOR))
@@ -139,10 +133,10 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
         ) from error
     try:
         return store, knock(address, link, own_token(), PATIENCE, str(rank), str(world), str(seconds))
-    except OSError as error:
+    except OSError:
         check_files(rank)
-        raise _NotThere(error.strerror or str(error)) from error
+        raise
     except ProtocolError as error:
         if str(error) == OVER:
-            raise _NotThere(OVER) from None
+            raise ConnectionError(OVER) from None
         raise ProtocolError(f"learner {rank} cannot join the run at {address}:{port}: {error}") from error

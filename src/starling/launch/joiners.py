@@ -197,9 +197,9 @@ class Joiners:
     def settle(self, exited: Collection[int]) -> list[int]:
         """Note the joiners that have `exited`; return the ids of members among them."""
         gone = [each for each in self._roster.learners.values() if each.is_joining and each.learner_id in exited]
+        failed = [record.learner_id for record in gone if record.rank is not None]
         for record in gone:
             self._leave_out(record, record.describe_exit())
-        failed = [record.learner_id for record in gone if record.rank is not None]
         if gone and not failed:
             self.drop_unusable()
         return failed

@@ -13,16 +13,15 @@ import signal
 import socket
 import struct
 import sys
-import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from starling.engines.processes.place import NODE_CPUS
-from starling.errors import ProtocolError
-from starling.launch.door import knock
-from starling.launch.link import ORPHANED, OWN_DEVICE
+from starling.errors import ConfigError, ProtocolError
+from starling.launch.link import ORPHANED, OWN_DEVICE, knock
 from starling.launch.process import LocalProcess, Program, end_loaders, loopback_interface, scratch_folder, start
 from starling.timeouts import READ, TERMINATION, UNREACHABLE
 
@@ -58,31 +57,29 @@ class Keeper:
     """The actor. `keep` runs for as long as the learner does; other threads call the other methods meanwhile."""
 
     def __init__(self) -> None:
-        self._process: LocalProcess | None = None
+        self._process: Future[LocalProcess] = Future()
         self._scratch: Path | None = None
-        self._signals: list[int] = []
-        self._lock = threading.Lock()
 
-    def keep(self, errand: Errand) -> tuple[int | None, str]:
-        """Run a learner to its end; return its exit code, and why it could not be started (empty if it was). The code
-        is None if this ended the learner, because the launcher could not be reached any more."""
+    def keep(self, errand: Errand) -> int | None:
+        """Run a learner to its end; return its exit code, or None if this ended the learner, because the launcher could
+        not be reached any more. Raises ConfigError if the learner cannot be started on this node."""
         node, address, num_cpus = _this_node()
         try:
             token = errand.token_file.read_text(encoding="utf-8").strip()
             errand.folder.stat()
         except OSError as error:
-            return 2, (
+            raise ConfigError(
                 f"node {node} cannot read {error.filename}, which learner {errand.learner_id} needs "
                 f"({error.strerror}): the experiment's folder and the current one must be on storage that all nodes "
                 "share, under the same paths; set exp to such a folder, and start there"
-            )
+            ) from None
         try:
             line = knock(errand.address, errand.door, token, UNREACHABLE, errand.name, node)
         except (OSError, ProtocolError) as error:
-            return 7, (
+            raise ConfigError(
                 f"node {node} cannot reach the launcher at {errand.address}:{errand.door} ({error}): the nodes of the "
                 "cluster must be able to connect to the driver's machine"
-            )
+            ) from None
         has_device = errand.resources.get("GPU", 0.0) >= 1.0
         here = max(1, min(errand.program.world, int(num_cpus // (errand.resources.get("CPU") or 1))))
         place: dict[str, object] = {
@@ -97,11 +94,8 @@ class Keeper:
         program = replace(errand.program, token=token, command=(sys.executable, *errand.program.command[1:]))
         with line:
             self._scratch = scratch_folder()
-            with self._lock:
-                process = start(program, errand.learner_id, errand.joins, self._scratch, place, line, errand.folder)
-                self._process = process
-                for number in self._signals:
-                    process.signal(number)
+            process = start(program, errand.learner_id, errand.joins, self._scratch, place, line, errand.folder)
+            self._process.set_result(process)
             hung_up = select.poll()
             hung_up.register(line, select.POLLRDHUP)
             while process.is_running and not hung_up.poll(1000.0 * READ):
@@ -111,21 +105,17 @@ class Keeper:
                 if not process.wait(TERMINATION):  # a learner notices, too, unless it is stuck
                     process.kill()
                 self.clear()
-                return None, ""
-        return process.exit_code or 0, ""
+                return None
+        return process.exit_code or 0
 
     def signal(self, number: int) -> None:
         """Send the learner a signal: at once, or as soon as it has been started."""
-        with self._lock:
-            if self._process is None:
-                self._signals.append(number)
-            else:
-                self._process.signal(number)
+        self._process.result().signal(number)
 
     def clear(self) -> None:
         """End the loading processes that the learner left, and remove its temporary files."""
-        if self._process is not None:
-            end_loaders([self._process])
+        if self._process.done():
+            end_loaders([self._process.result()])
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 

@@ -4,21 +4,20 @@ When a learner dies, or is killed because it sent no heartbeat for too long, the
 announces the next membership to them.
 """
 
-import selectors
 import shutil
 import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 from starling.engines.processes import run_token
 from starling.engines.processes.forks import own_connections, owned
-from starling.errors import ConfigError, PeerLost, ProtocolError, StarlingError, Stopped
+from starling.errors import ConfigError, PeerLost, StarlingError, Stopped
 from starling.launch.coordinator import listen, store_at
 from starling.launch.joiners import Changes, Joiners
-from starling.launch.messages import LearnerMessage, NewMembership, Signalled, Stop, decode_from_learner
+from starling.launch.messages import LearnerMessage, Signalled, Stop
 from starling.launch.process import (
     LearnerProcess,
     Machines,
@@ -34,11 +33,10 @@ from starling.launch.process import (
     start,
 )
 from starling.launch.roster import LearnerRecord, Loss, Roster
+from starling.launch.switchboard import Switchboard
 from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, NODE_LOSS, READ, STOP
 
 NO_CHANGES = Changes()
-LONGEST_MESSAGE = 1 << 26
-"""Bytes. A learner that sends more without the end of a line would fill the launcher's memory."""
 Seconds = float
 OnMessage = Callable[[int, LearnerMessage], None]
 
@@ -130,15 +128,11 @@ class Supervisor:
         self.received: list[int] = []
         """The stop signals to this process, or to one of its learners."""
         self._site, self._roster, self._changes, self._on_message = site, roster, changes, on_message
+        self._switchboard = Switchboard(roster, self._hear)
         self._joiners = Joiners(changes, roster, self.start)
-        self._all_here: float | None = None
-        """Since when all members of the newest membership, except joiners, have been waiting for the others."""
         self._asked_to_stop: Seconds | None = None
-        self._selector = selectors.DefaultSelector()
-        self._has_one_closed = False
-        """Whether a learner has closed its line since the launcher looked after its processes."""
         self._exited: set[int] = set()
-        """The learners that had exited then, and not been lost before."""
+        """The learners that had exited when exits were last handled, and had not been lost before."""
         self._node_lost_at: Seconds | None = None
         """When the first learner of a lost node was noticed, while others on that node still seem to run."""
 
@@ -158,9 +152,9 @@ class Supervisor:
 
     def until_all_ended(self) -> None:
         """Handle messages until all processes have exited. Raises the first error that the run did not survive."""
-        with self._selector:
+        with closing(self._switchboard):
             while any(record.process.is_running for record in self._counted()):
-                self._read_for(READ)
+                self._switchboard.read_for(READ)
                 if self.received:
                     self._stop(self.received[0])
                 elif self._asked_to_stop is not None or self._changes.is_enough():
@@ -170,9 +164,8 @@ class Supervisor:
                     break
                 self._admit_joiners()
             deadline = self._roster.clock() + EXPLANATION  # learners that still run may send messages without end
-            while (self._read(0.0) or _is_unexplained(self._counted())) and self._roster.clock() < deadline:
-                self._register()
-                self._read(READ)
+            while (self._switchboard.read(0.0) or _is_unexplained(self._counted())) and self._roster.clock() < deadline:
+                self._switchboard.read_for(READ)
         failed = [record for record in self._counted() if record.has_failed]
         if failed:
             raise _cause(failed)
@@ -207,10 +200,10 @@ class Supervisor:
         ]
         self._exited = {record.learner_id for record in exited}
         deadline = self._roster.clock() + READ  # learners that still run may send messages without end
-        while exited and self._read(0.0) and self._roster.clock() < deadline:
+        while exited and self._switchboard.read(0.0) and self._roster.clock() < deadline:
             pass
         for record in exited:
-            self._read_rest(record)
+            self._switchboard.read_rest(record)
         failed = [record for record in exited if record.has_failed and not record.is_joining]
         if self._others_may_follow(failed):
             return True
@@ -235,8 +228,8 @@ class Supervisor:
 
     def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
         """Announce a membership without these learners; return False if no other has a state to continue from."""
-        before, reasons = self._roster.members, [record.describe_exit() for record in failed]
-        out = [record.learner_id for record in failed]
+        before, out = self._roster.members, [record.learner_id for record in failed]
+        reasons = [record.describe_exit() for record in failed]
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
         if not any(
             each.attempt.generation >= 0 and each.learner_id not in out for each in self._roster.records(before)
@@ -249,7 +242,7 @@ class Supervisor:
         num_lost = len(self._roster.lost)
         for learner_id, why in zip(out, reasons, strict=True):
             self._roster.lose(learner_id, why)
-        self._announce(members, reason)
+        self._switchboard.announce(members, reason)
         end_loaders([record.process for record in failed])
         for loss in self._roster.lost[num_lost:]:
             self._changes.on_lost(loss)
@@ -281,113 +274,37 @@ class Supervisor:
         here = self._roster.records(self._roster.members)
         is_ending = any(record.learner_id in self._exited for record in here)
         self._joiners.tend(is_ending)
-        if is_ending or any(record.attempt.generation < self._roster.membership.generation for record in here):
+        if is_ending or any(record.attempt.generation < self._roster.membership.number for record in here):
             return
         joining, members = self._joiners.ready()
         if joining:
-            self._announce(members, f"learner {', '.join(map(str, joining))} joined")
-
-    def _announce(self, members: tuple[int, ...], reason: str) -> None:
-        """Announce a new membership to its members, and to those of the previous one, which may have to leave."""
-        told = self._roster.records({*self._roster.members, *members})
-        membership = NewMembership(self._roster.membership.generation + 1, members, reason)
-        self._all_here = None
-        self._roster.announce(membership)
-        for record in told:
-            record.process.line.tell(membership)
+            self._switchboard.announce(members, f"learner {', '.join(map(str, joining))} joined")
 
     def _kill_silent(self) -> None:
         """Kill learners that have sent nothing for too long, and joiners that take too long to meet the others."""
-        roster, generation = self._roster, self._roster.membership.generation
+        roster, generation = self._roster, self._roster.membership.number
         # a learner that has not entered a membership yet loads libraries, which may delay its heartbeats
         met = [record for record in self._counted() if record.attempt.generation >= 0]
         for record in (*met, *roster.joining(is_member=False)):
-            self._kill_if_silent(record, self._changes.silence_seconds)
-        others = [record for record in roster.records(self._roster.members) if not record.is_joining]
-        if not all(max(record.attempt.arrived, record.attempt.generation) >= generation for record in others):
-            self._all_here = None
-        elif self._all_here is None:
-            self._all_here = roster.clock()
+            roster.kill_if_silent(record, self._changes.silence_seconds)
+        others = [record.attempt for record in roster.records(roster.members) if not record.is_joining]
+        waits = (roster.clock() - each.arrived_at if each.arrived >= generation else 0.0 for each in others)
+        waiting = min(waits, default=0.0)
         for record in roster.joining(is_member=True):
-            self._kill_if_silent(record, min(JOINER_SILENT, self._changes.silence_seconds))
+            roster.kill_if_silent(record, min(JOINER_SILENT, self._changes.silence_seconds))
             patience = ENTRY if record.attempt.arrived < generation else max(ENTRY, self._changes.silence_seconds)
-            if self._all_here is not None and roster.clock() - self._all_here > patience and record.process.is_running:
+            if waiting > patience and record.process.is_running:
                 record.kill(f"did not meet the others within {patience:g} s")
 
-    def _kill_if_silent(self, record: LearnerRecord, limit: Seconds) -> None:
-        if (silence := self._roster.since_heard(record)) > limit and record.process.is_running:
-            record.kill(f"sent no heartbeat for {silence:.1f} s")
-
-    def _read_for(self, seconds: Seconds) -> None:
-        """Handle messages for so long, or until a learner closes its line, which may mean that it was lost.
-
-        All else that the launcher does takes time in proportion to the number of learners: it must not do so for each
-        message.
-        """
-        self._register()
-        for record in self._roster.learners.values():
-            if record.process.line.untold:
-                record.process.line.tell_rest()
-        self._has_one_closed = False
-        begin = now = self._roster.clock()
-        while not self._has_one_closed and now - begin < seconds:
-            self._read(seconds - (now - begin))
-            now = self._roster.clock()
-
-    def _register(self) -> None:
-        """Read the messages of each learner's newest process, once it is connected."""
-        for record in self._roster.learners.values():
-            line = record.process.line
-            if (number := line.fileno()) < 0:
-                continue
-            if (known := self._selector.get_map().get(number)) is not None:
-                if known.fileobj is line:
-                    continue
-                self._selector.unregister(number)  # a line that was closed before its end was read
-            self._selector.register(line, selectors.EVENT_READ, (record, record.process))
-
-    def _read(self, timeout: Seconds) -> bool:
-        """Handle new messages from learners; return whether any data came."""
-        ready = self._selector.select(timeout)
-        for key, _ in ready:
-            self._read_from(*key.data)
-        return bool(ready)
-
-    def _read_rest(self, record: LearnerRecord) -> None:
-        """Handle the last messages of a learner that has exited."""
-        self._register()
-        while record.process.line.fileno() >= 0 and self._read_from(record, record.process):
-            pass
-
-    def _read_from(self, record: LearnerRecord, process: LearnerProcess) -> bool:
-        """Handle what has come from one learner; return whether anything has. At end-of-file, close the socket."""
-        try:
-            messages = process.line.hear()
-        except BlockingIOError:
-            return False
-        except EOFError:
-            self._has_one_closed = True
-            self._selector.unregister(process.line)
-            process.line.close()
-            return True
-        is_newest = process is record.process  # and not the previous one of a learner that was restarted
+    def _hear(self, record: LearnerRecord, message: LearnerMessage, is_newest: bool) -> None:
+        was_joining = record.is_joining
         if is_newest:
-            record.attempt.heard_at = self._roster.clock()
-        if len(process.line.unread) > LONGEST_MESSAGE:
-            raise ProtocolError(
-                f"learner {record.learner_id} sent a message of more than {LONGEST_MESSAGE >> 20} MiB; see its "
-                f"log: {process.log}"
-            )
-        for each in messages:
-            message, was_joining = decode_from_learner(each, record.learner_id), record.is_joining
-            if is_newest:
-                self._roster.hear(record.learner_id, message)
-            if isinstance(message, Signalled):
-                self.received.append(message.signal_number)
-            self._on_message(record.learner_id, message)
-            if was_joining and not record.is_joining:
-                self._joiners.joined(record.learner_id)
-        return True
+            self._roster.hear(record.learner_id, message)
+        if isinstance(message, Signalled):
+            self.received.append(message.signal_number)
+        self._on_message(record.learner_id, message)
+        if was_joining and not record.is_joining:
+            self._joiners.joined(record.learner_id)
 
 
 def _is_unexplained(records: list[LearnerRecord]) -> bool:

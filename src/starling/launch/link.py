@@ -1,7 +1,12 @@
-"""The connection between a launcher and each of its learners: messages in both directions, and the learner's heartbeat.
+"""The connection between a launcher or a coordinator and each of its learners: messages in both directions, and the
+learner's heartbeat.
 
 If the launcher dies, the learner reads end-of-file and exits, so that no process is left behind. If no heartbeat comes
 for a long time, the launcher knows that the learner is stalled.
+
+A learner that was started on the launcher's machine inherits its connection. Nodes of a cluster, and joined loops,
+connect over TCP, and only if both sides know the run's token, which each proves over challenges of both; see
+`run_token`.
 """
 
 import os
@@ -14,13 +19,24 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
+from starling.engines.processes import run_token
 from starling.engines.processes.forks import owned
 from starling.errors import ProtocolError, StarlingError
-from starling.launch.messages import Failed, Heartbeat, LauncherMessage, LearnerMessage, decode_from_launcher, encode
-from starling.timeouts import HEARTBEAT_EVERY
+from starling.launch.messages import (
+    Failed,
+    Greeted,
+    Heartbeat,
+    Hello,
+    LauncherMessage,
+    LearnerMessage,
+    decode_from_launcher,
+    decode_from_learner,
+    encode,
+)
+from starling.timeouts import DOOR, FULL_PAUSE, HEARTBEAT_EVERY, TERMINATION
 
 VARIABLE = "STARLING_LINK_FD"
 SCRATCH = "STARLING_SCRATCH"
@@ -33,6 +49,11 @@ OWN_DEVICE = "STARLING_OWN_DEVICE"
 """Environment variable: 1 if the learner sees one CUDA device, which no other learner uses."""
 ORPHANED = 3
 """The exit code of a learner whose launcher died."""
+Seconds = float
+MessageT = TypeVar("MessageT", bound=LauncherMessage)
+Admit = Callable[[tuple[str, ...], socket.socket, Greeted], None]
+_LONGEST_LINE = 1024
+_LOOK_EVERY = 0.5
 
 
 class Line:
@@ -57,7 +78,7 @@ class Line:
     def tell(self, message: LauncherMessage) -> None:
         """Send a message, or later, with `tell_rest`, what there is no room for. It is dropped if the connection is
         lost."""
-        self.untold += _encoded(message)
+        self.untold += encode(message)
         self.tell_rest()
 
     def tell_rest(self) -> None:
@@ -86,36 +107,30 @@ class Line:
         *messages, self.unread = self.unread.split(b"\n")
         return [bytes(each) for each in messages]
 
+    def hang_up(self) -> None:
+        """End the connection: both ends still read what was sent, and then its end."""
+        if self.connection is not None:
+            with suppress(OSError):  # the other end has done so
+                self.connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """Hang up."""
+        """Close this end."""
         if self.connection is not None:
             self.connection.close()
         self.closed_at = self.closed_at or time.monotonic()
 
 
-@lru_cache(maxsize=4)
-def _encoded(message: LauncherMessage) -> bytes:
-    """A message that is sent to many learners, one after the other."""
-    return encode(message)
-
-
 class Link:
     """A learner's connection to its launcher or its coordinator: messages in both directions, and heartbeats.
 
-    `hear` is called with each message, and `on_end` once the connection has ended or carries something else; without
-    `on_end`, this process exits then. A thread calls both.
+    A thread calls `on_end` once the connection has ended or carries something else; without it, this process exits.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        on_end: Callable[[Exception], None] | None = None,
-        hear: Callable[[LauncherMessage], None] | None = None,
-    ) -> None:
+    def __init__(self, connection: socket.socket, on_end: Callable[[Exception], None] | None = None) -> None:
         self._connection = owned(connection)
         self._sending, self._listening = threading.Lock(), threading.Lock()
         self._heard: list[LauncherMessage] = []
-        self._listeners = [] if hear is None else [hear]
+        self._listeners: list[tuple[type[LauncherMessage], Callable[[Any], None]]] = []
         self._on_end = on_end or self._exit
         self._is_closed = False
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
@@ -137,12 +152,14 @@ class Link:
         with self._sending:
             self._connection.sendall(line)
 
-    def listen(self, listener: Callable[[LauncherMessage], None]) -> None:
-        """Call `listener` with each message, too: at once with earlier ones, in the link's thread with later ones."""
+    def listen(self, kind: type[MessageT], listener: Callable[[MessageT], None]) -> None:
+        """Call `listener` with each message of a kind, too: at once with earlier ones, in the link's thread with later
+        ones."""
         with self._listening:
-            self._listeners.append(listener)
+            self._listeners.append((kind, listener))
             for message in self._heard:
-                listener(message)
+                if isinstance(message, kind):
+                    listener(message)
 
     def close(self, last: LearnerMessage) -> None:
         """Send a last message, and hang up."""
@@ -165,8 +182,9 @@ class Link:
                     message = decode_from_launcher(line)
                     with self._listening:
                         self._heard.append(message)
-                        for listener in self._listeners:
-                            listener(message)
+                        for kind, listener in self._listeners:
+                            if isinstance(message, kind):
+                                listener(message)
         except (OSError, ProtocolError) as own:
             error = own
         if not self._is_closed:
@@ -199,3 +217,112 @@ def reported_errors(link: Link | None) -> Generator[None, None, None]:
         traceback.print_exc()
         link.send(Failed(type(error).__name__, str(error)))
         raise SystemExit(error.exit_code if isinstance(error, StarlingError) else 1) from error
+
+
+@contextmanager
+def letting_in(
+    listener: socket.socket,
+    token: str,
+    unreachable: Seconds,
+    admit: Admit,
+    look_after: Callable[[], None] = lambda: None,
+) -> Generator[None, None, None]:
+    """Within this context, let those in that know the run's token, each in a thread of its own, so that a stranger
+    delays none of them.
+
+    `admit` is called in that thread with who comes, the connection, and the welcome that it sends first. It raises
+    `ProtocolError` to refuse, `KeyError` or `ValueError` for what no honest process says. `look_after` is called twice
+    a second. If the machine of one that was let in does not answer for `unreachable` seconds, its connection fails.
+    """
+    is_closed = threading.Event()
+
+    def accept() -> None:
+        listener.settimeout(_LOOK_EVERY)
+        while not is_closed.is_set():
+            look_after()
+            try:
+                line, _ = listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # mostly: no more files can be opened. The connection stays in the queue
+                is_closed.wait(FULL_PAUSE)
+                continue
+            threading.Thread(target=_answer, args=[line, token, unreachable, admit], daemon=True).start()
+
+    thread = threading.Thread(target=accept, name="starling-door", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_closed.set()
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # ends the wait in `accept`
+        thread.join(TERMINATION)
+
+
+def _answer(line: socket.socket, token: str, unreachable: Seconds, admit: Admit) -> None:
+    try:
+        line.settimeout(DOOR)
+        challenge = run_token.new_challenge()
+        line.sendall(challenge.encode() + b"\n")
+        hello = decode_from_learner(read_line(line), -1)
+        if not isinstance(hello, Hello) or not run_token.is_proof(
+            hello.proof, token, "guest", challenge, hello.challenge, *hello.who
+        ):
+            raise ProtocolError(
+                f"it does not belong to this run: its run token is another one; set {run_token.VARIABLE} to the same "
+                "value for all learners of a run, or for none of them"
+            )
+        _settle(line, unreachable)
+        admit(hello.who, line, Greeted(proof=run_token.proof(token, "host", hello.challenge, *hello.who)))
+    except ProtocolError as error:
+        with suppress(OSError):
+            line.sendall(encode(Greeted(str(error))))
+        line.close()
+    except (OSError, KeyError, ValueError):
+        line.close()
+
+
+def knock(address: str, port: int, token: str, unreachable: Seconds, *who: str) -> socket.socket:
+    """Connect to a door as `who`. `unreachable` is as for the door.
+
+    Raises `OSError` if there is none, `ProtocolError` if it refuses, or does not know the token.
+    """
+    line = socket.create_connection((address, port), timeout=DOOR)
+    try:
+        challenge, own = read_line(line).decode(errors="replace"), run_token.new_challenge()
+        line.sendall(encode(Hello(who, own, run_token.proof(token, "guest", challenge, own, *who))))
+        answer = decode_from_launcher(read_line(line))
+        if not isinstance(answer, Greeted):
+            raise ProtocolError("it did not answer")
+        if answer.refused or not run_token.is_proof(answer.proof, token, "host", own, *who):
+            raise ProtocolError(answer.refused or "what listens there does not know the run token")
+        return _settle(line, unreachable)
+    except BaseException:
+        line.close()
+        raise
+
+
+def _settle(line: socket.socket, unreachable: Seconds) -> socket.socket:
+    """Let a connection last, until the other machine has not answered for `unreachable` seconds. The kernel of a
+    machine answers even while its processes are stopped or busy."""
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": unreachable - 1}
+    for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * unreachable}).items():
+        if hasattr(socket, name):  # not on every system
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
+    return owned(line)
+
+
+def read_line(line: socket.socket) -> bytes:
+    """A short line, read byte by byte, so that nothing after it is taken."""
+    content = b""
+    while not content.endswith(b"\n"):
+        content += (byte := line.recv(1))
+        if not byte:
+            raise ConnectionRefusedError("the other side closed the connection")
+        if len(content) > _LONGEST_LINE:
+            raise ConnectionRefusedError("the other side does not speak this protocol")
+    return content[:-1]

@@ -6,9 +6,9 @@ one of the frozen classes below. Only the `encode…` and `decode_…` functions
 JSON. An unknown or missing field or a wrong type is a `ProtocolError`.
 
 The liveness protocol: a learner sends a `Heartbeat` every `HEARTBEAT_EVERY` seconds as long as it runs. It sends
-`Ready` (a joiner only), `Arrived` and `Entered` as it moves into a membership, `Ended` when its training is done, and
-`Failed` if an error ends it. `launch/roster.py` derives the state of a learner from these messages, from their absence,
-and from the end of its process.
+`Reached` as it moves into a membership, `Ended` when its training is done, and `Failed` if an error ends it.
+`launch/roster.py` derives the state of a learner from these messages, from their absence, and from the end of its
+process.
 """
 
 import math
@@ -23,6 +23,7 @@ from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
+from starling.training.membership import Membership, Stage
 
 Seconds = float
 _STRICT = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
@@ -63,11 +64,6 @@ class Heartbeat(LearnerMessage, kind="heartbeat"):
 
 
 @dataclass(frozen=True)
-class Ready(LearnerMessage, kind="ready"):
-    """A joiner is ready to train, and waits for a membership that includes it."""
-
-
-@dataclass(frozen=True)
 class Hello(LearnerMessage, kind="hello"):
     """The first message over a connection of its own, to the launcher or the coordinator."""
 
@@ -80,17 +76,14 @@ class Hello(LearnerMessage, kind="hello"):
 
 
 @dataclass(frozen=True)
-class Arrived(LearnerMessage, kind="arrived"):
-    """The learner waits for the other members of a membership."""
+class Reached(LearnerMessage, kind="reached"):
+    """The learner has reached a stage on its way into a membership."""
 
+    stage: Stage
+    """ready: it waits for a membership that includes it; arrived: it waits for the other members; entered: all have
+    met, and it trains."""
     generation: int
-
-
-@dataclass(frozen=True)
-class Entered(LearnerMessage, kind="entered"):
-    """All members of the membership have met, and the learner trains."""
-
-    generation: int
+    """The membership's generation; -1 if it waits for its first one."""
 
 
 @dataclass(frozen=True)
@@ -250,11 +243,7 @@ class Activity(LearnerMessage, kind="activity"):
 class NewMembership(LauncherMessage, kind="membership"):
     """A new membership replaces the present one."""
 
-    generation: int
-    members: tuple[int, ...]
-    """Learner ids in rank order."""
-    reason: str = ""
-    """What changed, as text."""
+    membership: Membership
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from typing import Any
 
 from starling.errors import ConfigError, StarlingError
 from starling.extras import require
-from starling.launch.door import letting_in
 from starling.launch.keeper import Errand, Keeper
 from starling.launch.launcher import loopback_store
+from starling.launch.link import letting_in
 from starling.launch.messages import Greeted, encode
 from starling.launch.process import STOP_SIGNALS, LearnerProcess, Program, Site
 from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM, UNREACHABLE
@@ -155,13 +155,14 @@ class _Process(LearnerProcess):
             self._is_removed = True
             ray.kill(self._actor)
 
-    def _on_end(self, ended: "Future[tuple[int | None, str]]") -> None:
+    def _on_end(self, ended: "Future[int | None]") -> None:
         """Note how the actor's work ended. Called by a thread of Ray."""
         from ray.exceptions import RayTaskError
 
         error = ended.exception()
         if isinstance(error, RayTaskError):
-            self.error = StarlingError(f"the learner could not be started: {error.cause or error}")
+            other = StarlingError(f"the learner could not be started: {error.cause or error}")
+            self.error = error.cause if isinstance(error.cause, StarlingError) else other
             self._end(1)
         elif error is not None and not self.has_begun and not self._is_killed:
             self.why_again = (str(error).splitlines() or [type(error).__name__])[0]
@@ -172,21 +173,15 @@ class _Process(LearnerProcess):
                 self._end(1)
         elif error is not None:
             self._lose()
+        elif (code := ended.result()) is None:  # a cable was cut, and the node noticed it first
+            self._lose(f"was ended by node {self.node}, which could not reach the launcher")
         else:
-            code, problem = ended.result()
-            if problem:
-                self.error = ConfigError(problem)
-            if code is None:  # a cable was cut, and the node noticed it first
-                self._lose(f"was ended by node {self.node}, which could not reach the launcher")
-            else:
-                self._end(code)
+            self._end(code)
 
     def _lose(self, how: str = "") -> None:
         where = f"was lost with its actor on node {self.node}" if self.node else "was removed before it had a node"
         self.lost = self.lost or how or where
-        if self.line.connection is not None:
-            with suppress(OSError):
-                self.line.connection.shutdown(socket.SHUT_RDWR)  # a learner that has lost its keeper ends
+        self.line.hang_up()  # a learner that has lost its keeper ends
         self._end(-signal.SIGKILL)
 
     def _end(self, code: int) -> None:
@@ -324,12 +319,8 @@ def _keep_loopback(address: str) -> None:
     if not address:
         with suppress(OSError):
             address = Path("/tmp/ray/ray_current_cluster").read_text(encoding="utf-8").strip()
-    if _host(address).startswith("127."):
+    if address.startswith(("127.", "localhost:")):
         os.environ.setdefault(_LOOPBACK_SWITCH, "0")
-
-
-def _host(address: str) -> str:
-    return "127.0.0.1" if address.startswith("localhost:") else address.rpartition(":")[0]
 
 
 def _check_answers(address: str, what: str, advice: str) -> None:

@@ -47,7 +47,10 @@ class Program:
 
 @dataclass
 class LearnerProcess:
-    """A learner's process as its launcher sees it, on whichever machine it runs; this class: one that has not begun."""
+    """A learner's process as a launcher or a coordinator sees it, on whichever machine it runs.
+
+    Of this class is one that nobody here has started: it runs until its line is closed.
+    """
 
     log: Path = Path()
     line: Line = field(default_factory=Line)
@@ -66,7 +69,7 @@ class LearnerProcess:
     @property
     def exit_code(self) -> int | None:
         """None while it runs; negative if a signal killed it, or its machine was lost."""
-        return None
+        return 0 if self.line.closed_at else None
 
     @property
     def is_running(self) -> bool:
@@ -81,7 +84,8 @@ class LearnerProcess:
         return True
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for the process to exit."""
+        """Send SIGKILL, and wait for the process to exit; hang up on one that was not started here."""
+        self.line.hang_up()
 
     def signal_group(self, number: int) -> bool:
         """Signal it and its loading processes; return whether one exists. Number 0 only looks."""
@@ -236,11 +240,8 @@ def loopback_interface() -> str:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, such as SIGTERM."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
+    """The name of a signal, such as SIGTERM; the number of a real-time signal, which has none."""
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -268,14 +269,11 @@ def on_stop_signal(
     theirs.setblocking(False)
 
     def listen() -> None:
-        num_heard = 0
+        handlers = iter([on_signal])
         while received := ours.recv(64):
             for number in received:  # the numbers of all signals with a Python handler, not only of these two
-                num_heard += number in STOP_SIGNALS
-                if number in STOP_SIGNALS and num_heard == 1:
-                    on_signal(number)
-                elif number in STOP_SIGNALS:
-                    on_second(number)
+                if number in STOP_SIGNALS:
+                    next(handlers, on_second)(number)
 
     thread = threading.Thread(target=listen, name="starling-signals", daemon=True)
     thread.start()

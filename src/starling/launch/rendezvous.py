@@ -20,7 +20,7 @@ from starling.engines.processes.forks import own_connections
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError, ProtocolError
 from starling.launch.link import JOINS, OWN_DEVICE, WATCHED, Link
-from starling.launch.messages import Arrived, CanStop, Entered, LauncherMessage, NewMembership, Ready, Signalled, Stop
+from starling.launch.messages import CanStop, NewMembership, Reached, Signalled, Stop
 from starling.launch.process import end_now, loopback_interface, on_stop_signal
 from starling.timeouts import CONNECT
 from starling.training.membership import Membership, MembershipFeed, Stage
@@ -75,16 +75,11 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
         return MembershipFeed(place.rank, first)
 
     def report(stage: Stage, number: int) -> None:
-        link.send(Ready() if stage == "ready" else Arrived(number) if stage == "arrived" else Entered(number))
+        link.send(Reached(stage, number))
 
-    membership = MembershipFeed(place.rank, first, is_watched=True, report=report)
-
-    def hear(message: LauncherMessage) -> None:
-        if isinstance(message, NewMembership):
-            membership.announce(Membership(message.generation, message.members, message.reason))
-
-    link.listen(hear)
-    return membership
+    feed = MembershipFeed(place.rank, first, is_watched=True, report=report)
+    link.listen(NewMembership, lambda message: feed.announce(message.membership))
+    return feed
 
 
 @contextmanager
@@ -96,14 +91,9 @@ def save_requests_of(link: Link | None, minutes: float | None) -> Generator[Save
     signal all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the others.
     """
     save_requests = SaveRequests(minutes)
-
-    def hear(message: LauncherMessage) -> None:
-        if isinstance(message, Stop):
-            save_requests.stop(message.signal_number)
-
     if link is not None:
         save_requests.on_ready = lambda: link.send(CanStop())
-        link.listen(hear)
+        link.listen(Stop, lambda message: save_requests.stop(message.signal_number))
 
     def stop(number: int) -> None:
         if not save_requests.is_ready:  # there is nothing to save

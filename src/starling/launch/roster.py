@@ -24,23 +24,22 @@ from starling.engines.processes.stalls import Stall
 from starling.errors import StarlingError, Stopped
 from starling.launch.messages import (
     Activity,
-    Arrived,
     CanStop,
     Ended,
-    Entered,
     Failed,
     Heartbeat,
     LearnerMessage,
-    NewMembership,
     Progress,
-    Ready,
+    Reached,
     Saved,
     Stretch,
 )
 from starling.launch.process import LearnerProcess, signal_name
 from starling.timeouts import SILENT_AFTER
+from starling.training.membership import Membership
 
 Seconds = float
+_NONE = Membership(-1, ())
 
 
 class LearnerState(Enum):
@@ -65,12 +64,11 @@ class Attempt:
     doing_since: float
     is_joiner: bool = False
     """Whether it was started as a joiner."""
-    num_before: int = 0
-    """Mini-batches that earlier processes of the learner have computed."""
     generation: int = -1
     """The last membership that it has entered; -1 before the first."""
     arrived: int = -1
     """The last membership in which it began to wait for the other members; -1 before the first."""
+    arrived_at: float = 0.0
     heard_at: float | None = None
     """When its last message came; None before the first."""
     doing: str = "starting"
@@ -94,12 +92,14 @@ class LearnerRecord:
     learner_id: int
     attempt: Attempt
     process: LearnerProcess = field(default_factory=LearnerProcess)
-    """Its newest process; one that has not begun before the first start, and in a roster that only follows messages."""
+    """Its newest process; in a roster that only follows messages, one without a connection."""
     state: LearnerState = LearnerState.STARTING
     rank: int | None = None
     """Its rank in the present membership; None if it is not a member."""
     num_steps: int = 0
     """Mini-batches that all its processes have computed."""
+    num_before: int = 0
+    """Mini-batches that its earlier processes have computed."""
     num_joins: int = 0
     """How many of its processes have joined the run after the start."""
     newest: Progress | None = None
@@ -185,10 +185,10 @@ class Roster:
     """
 
     world: int
-    """The number of learners at the start."""
+    """The number of learners at the start; 0: none is known before it comes."""
     clock: Callable[[], float] = time.monotonic
     learners: dict[int, LearnerRecord] = field(default_factory=dict)
-    membership: NewMembership = field(init=False)
+    membership: Membership = _NONE
     """The newest membership that was announced."""
     lost: list[Loss] = field(default_factory=list)
     """Every loss of a learner that trained, in order."""
@@ -202,8 +202,9 @@ class Roster:
     def __post_init__(self) -> None:
         self.began_at = self.clock()
         for learner_id in range(self.world):
-            self.learners[learner_id] = self._record(learner_id)
-        self.announce(NewMembership(0, tuple(range(self.world))))
+            self.start(learner_id)
+        if self.world:
+            self.announce(Membership(0, tuple(range(self.world))))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -218,13 +219,14 @@ class Roster:
     def start(self, learner_id: int, process: LearnerProcess | None = None, is_joiner: bool = False) -> LearnerRecord:
         """Record that a process was started for a learner: its first one or a restart."""
         with self.lock:
-            record = self.learners.setdefault(learner_id, self._record(learner_id))
             now = self.clock()
-            record.process, record.state = process or LearnerProcess(), LearnerState.STARTING
-            record.attempt = Attempt(now, now, is_joiner, record.num_steps)
+            attempt = Attempt(now, now, is_joiner)
+            record = self.learners.setdefault(learner_id, LearnerRecord(learner_id, attempt))
+            record.process, record.attempt = process or LearnerProcess(), attempt
+            record.state, record.num_before = LearnerState.STARTING, record.num_steps
             return record
 
-    def announce(self, membership: NewMembership) -> None:
+    def announce(self, membership: Membership) -> None:
         """Replace the present membership; its members that are not in the new one leave."""
         ranks = {learner_id: rank for rank, learner_id in enumerate(membership.members)}
         with self.lock:
@@ -238,12 +240,12 @@ class Roster:
     def hear(self, learner_id: int, message: LearnerMessage) -> None:
         """Record a message from a learner."""
         with self.lock:
-            record = self.learners.setdefault(learner_id, self._record(learner_id))
+            record = self.learners.get(learner_id) or self.start(learner_id)
             attempt, now = record.attempt, self.clock()
             attempt.heard_at = now
             match message:
                 case Heartbeat() if message.num_steps is not None:
-                    record.num_steps = attempt.num_before + message.num_steps
+                    record.num_steps = record.num_before + message.num_steps
                     if message.num_steps and record.state is LearnerState.STARTING:
                         record.state = LearnerState.TRAINING  # an unwatched learner reports no membership
                     attempt.wait = message.stall
@@ -256,17 +258,17 @@ class Roster:
                     record.report(message)
                 case Activity() if message.doing:
                     attempt.does(message.doing, now)
-                case Ready():
+                case Reached("ready"):
                     _advance(record, LearnerState.READY)
-                case Arrived():
-                    attempt.arrived = message.generation
-                case Entered():
-                    record.num_joins += attempt.generation < 0 < message.generation
-                    attempt.generation = message.generation
+                case Reached("arrived", generation):
+                    attempt.arrived, attempt.arrived_at = generation, now
+                case Reached("entered", generation):
+                    record.num_joins += attempt.generation < 0 < generation
+                    attempt.generation = generation
                     _advance(record, LearnerState.TRAINING)
                 case Ended():
                     attempt.doing, attempt.doing_since = "ending", now
-                    record.num_steps, attempt.wait = attempt.num_before + message.num_steps, None
+                    record.num_steps, attempt.wait = record.num_before + message.num_steps, None
                     _advance(record, LearnerState.ENDED)
                 case Failed():
                     record.process.error = _error_from(message)
@@ -281,11 +283,10 @@ class Roster:
         """Record that a learner was lost, and the others train without it. A joiner that never trained has no `reason`,
         and does not count among `lost`."""
         with self.lock:
-            if learner_id in self.learners:
-                record = self.learners[learner_id]
-                record.state, record.attempt.wait = LearnerState.LOST, None
-                if reason:
-                    self.lost.append(Loss(learner_id, reason, self.clock()))
+            record = self.learners[learner_id]
+            record.state, record.rank, record.attempt.wait = LearnerState.LOST, None, None
+            if reason:
+                self.lost.append(Loss(learner_id, reason, self.clock()))
 
     def records(self, learner_ids: Collection[int]) -> list[LearnerRecord]:
         """The records of these learners, without those that were lost or left."""
@@ -318,9 +319,10 @@ class Roster:
         attempt = record.attempt
         return self.clock() - (attempt.started_at if attempt.heard_at is None else attempt.heard_at)
 
-    def _record(self, learner_id: int) -> LearnerRecord:
-        now = self.clock()
-        return LearnerRecord(learner_id, Attempt(now, now))
+    def kill_if_silent(self, record: LearnerRecord, limit: Seconds) -> None:
+        """Kill a learner that has sent nothing for longer than `limit`."""
+        if (silence := self.since_heard(record)) > limit and record.process.is_running:
+            record.kill(f"sent no heartbeat for {silence:.1f} s")
 
 
 def _advance(record: LearnerRecord, state: LearnerState) -> None:

@@ -56,7 +56,7 @@ def _of_run(roster: Roster, records: Sequence[LearnerRecord]) -> Iterator[_Sampl
     spent = max((record.newest.fraction for record in records if record.newest is not None), default=0.0)
     num_joins = sum(record.num_joins for record in records)
     yield False, "learners_alive", "Learners that are starting, ready or training.", {}, len(roster.present())
-    yield False, "membership", "The number of the newest membership.", {}, roster.membership.generation
+    yield False, "membership", "The number of the newest membership.", {}, roster.membership.number
     yield False, "progress_ratio", "The spent fraction of the budget.", {}, spent
     yield True, "deaths", "Learners that were lost.", {}, len(roster.lost)
     yield True, "joins", "Learners that joined after the start, restarted ones included.", {}, num_joins

@@ -2,7 +2,7 @@
 
 There is one protocol: each side says a fresh random number, its challenge, and the other answers with a code over it
 (HMAC-SHA-256). So an answer that was recorded earlier proves nothing. Nodes and the launcher do so over a connection
-(`launch.door`), joined loops and their coordinator as well (`launch.coordinator`), and learners through the store
+(`launch.link`), joined loops and their coordinator as well (`launch.coordinator`), and learners through the store
 (`handshake`).
 
 `starling train` creates a new token for each run. Other launchers may set `STARLING_RUN_TOKEN` for all learners.
