@@ -33,7 +33,7 @@ from benchmarks.measuring import Bar
 from benchmarks.runs import Run
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.member import PLAN, agree_on_plan
-from starling.engines.processes.rounds import StoreBoard
+from starling.engines.processes.rounds import ENDED, StoreBoard
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.tickets import DoneNotes, Draws
 from starling.launch.joiners import Changes
@@ -421,7 +421,7 @@ class Dummy:
             elif time.monotonic() < begin + CLAIMING + ROUNDS:
                 is_open = board.open(num_rounds, is_behind=True)
             else:
-                board.leave(num_rounds)
+                store.add(f"rounds/{num_rounds}", ENDED)  # ends the others' wait, as `finish` of the last learner does
                 is_open = False
             if not is_open:
                 break

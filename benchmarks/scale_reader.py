@@ -8,12 +8,14 @@ import json
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from benchmarks.large_set import RATE
 from starling.speech.features import LogMel
 from starling.speech.recipe import Recipe, check_recipe
+from starling.speech.recogniser import Recogniser
 from starling.speech.store import Member, SpeechSets
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.training.plan import UtterancePlan
@@ -67,8 +69,9 @@ def open_workload(recipe: Recipe, features: LogMel, folder: Path) -> SpeechWorkl
     """The training set as a learner opens it, with everything in it kept."""
     train = SpeechSets([Member("", folder)])
     tokenizer = CharacterTokenizer("ABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    plan = UtterancePlan(recipe, train)
-    return SpeechWorkload(plan, features, tokenizer, folder)
+    with TemporaryDirectory() as initial:
+        Recogniser.create(recipe.model, features, tokenizer, seed=0).save(Path(initial))
+        return SpeechWorkload(UtterancePlan(recipe, train), Path(initial))
 
 
 def memory() -> dict[str, float]:

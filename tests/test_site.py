@@ -121,11 +121,12 @@ def test_every_command_argument_and_option_is_in_the_reference(name: str) -> Non
     page = commands.page()
     (part,) = re.findall(rf"^## starling {name}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
     assert f"[`starling {name}`](#{links.slug(f'starling {name}')})" in page
-    for hint in get_type_hints(functions()[name], include_extras=True, localns=vars(cli)).values():
+    hints = get_type_hints(functions()[name], include_extras=True, localns=vars(cli))
+    for parameter, hint in hints.items():
         for info in getattr(hint, "__metadata__", ()):
             if isinstance(info, OptionInfo):
                 names = [each for each in (info.default, *(info.param_decls or ())) if str(each).startswith("--")]
-                assert names
+                names = names or [f"--{parameter.replace('_', '-')}"]  # as Typer derives it
                 assert all(f"| `{each}" in part for each in names)
             elif isinstance(info, ParameterInfo):
                 assert re.search(rf"^\| `\[?{re.escape((info.metavar or '').rstrip('.'))}", part, re.MULTILINE)

@@ -144,7 +144,7 @@ def test_a_recipe_chooses_words_model_and_weights(songs_tree: Tree, tmp_path: Pa
 def test_keys_of_another_loss_and_contradictions_are_refused(tree: Tree) -> None:
     """All at once, with their names."""
     wrong = tree | {"decoding": {"words": "one", "vocabulary": "open", "lm": "x.arpa"}}
-    with pytest.raises(ConfigError, match=r"decoding\.words: only for loss: frames.*decoding\.lm: known words"):
+    with pytest.raises(ConfigError, match=r"(?s)decoding\.words: only for loss: frames.*decoding\.lm: known words"):
         check_recipe(wrong, "r")
     frames = tree | {"loss": "frames", "model": {"name": "blstm-hybrid", "preset": "tiny"}, "decoding": {"beam": 3}}
     with pytest.raises(ConfigError, match=r"decoding\.beam: only for loss: ctc"):

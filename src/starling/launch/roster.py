@@ -283,10 +283,10 @@ class Roster:
         """Record that a learner was lost, and the others train without it. A joiner that never trained has no `reason`,
         and does not count among `lost`."""
         with self.lock:
-            record = self.learners[learner_id]
-            record.state, record.rank, record.attempt.wait = LearnerState.LOST, None, None
-            if reason:
-                self.lost.append(Loss(learner_id, reason, self.clock()))
+            if (record := self.learners.get(learner_id)) is not None:  # it has started
+                record.state, record.rank, record.attempt.wait = LearnerState.LOST, None, None
+                if reason:
+                    self.lost.append(Loss(learner_id, reason, self.clock()))
 
     def records(self, learner_ids: Collection[int]) -> list[LearnerRecord]:
         """The records of these learners, without those that were lost or left."""

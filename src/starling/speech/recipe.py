@@ -320,7 +320,7 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
     if recipe.features.kind == "log-mel":
         del fixed["features"]["kind"]
     set_keys = {key: value for key, value in fixed["model"].items() if value is not None}
-    fixed["model"] = dict.fromkeys(_FIRST_SIZES) | set_keys
+    fixed["model"] = set_keys | {key: None for key in _FIRST_SIZES if key not in set_keys}
     if never := [each.parameters for each in recipe.freeze if each.until is None]:
         fixed["model"] = fixed["model"] | {"freeze": [list(each) for each in never]}
     if recipe.loss == "frames":

@@ -151,7 +151,12 @@ class ProcessHandle(Handle[T]):
         self._wait_long = wait_long or wait
         self._results: list[T] = []
         self._is_finishing = False
-        self.of = of
+        self._of = of
+
+    @property
+    def of(self) -> "GradientHandle | None":
+        """The gradient that this work needs."""
+        return self._of
 
     def __await__(self) -> Generator[Handle[Any], None, T]:
         """Wait here, because the thread that runs the strategy has nothing else to do; but let a user's loop compute
@@ -176,6 +181,7 @@ class ProcessHandle(Handle[T]):
     def result(self) -> T:
         if not self._results:
             self._results.append(self._wait())
+            self._wait = self._wait_long  # a worker's future would keep this handle, and what it holds, in a cycle
         return self._results[0]
 
 
@@ -185,11 +191,15 @@ class GradientHandle(ProcessHandle[Tensor]):
     def __init__(self, rank: int, compute: Callable[[Mean | None], Tensor], is_supplied: bool = True) -> None:
         """`compute` returns the gradient or, given a `Mean`, the mean over the sync group: by that, which may overwrite
         the gradient, or computed while backward runs."""
-        super().__init__(lambda: compute(None), of=self)
+        super().__init__(lambda: compute(None))
         self._rank, self._compute = rank, compute
         self.is_supplied = is_supplied
         """False until a user's loop has computed the gradient: to await it, or a mean of it, waits for the loop."""
         self._is_given_away = False
+
+    @property
+    def of(self) -> "GradientHandle":
+        return self  # kept as an attribute, it would be a cycle, which holds a snapshot until the next collection
 
     def averaged(self, mean: Mean) -> Handle[Tensor]:
         """The mean over the sync group in place of the gradient, which must not be awaited any more."""
