@@ -265,7 +265,9 @@ def test_a_gradient_that_is_not_finite_leaves_the_residual_as_it_was(compression
         assert bool(state.strategy[OWN_PREFIX + "residual"].isfinite().all())
 
 
-ORDERS = ("at-once", "adapt-first")
+ORDERS = {"at-once": 0.1, "adapt-first": 0.07}
+"""Each order of CHOCO with a learning rate at which no number lies so near to the middle between two of int8, within a
+few 1e-7, that processors round it differently."""
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -277,11 +279,12 @@ def test_weights_that_neighbours_average_follow_the_equation(
     pattern: str, compression: Any, gamma: float, order: str
 ) -> None:
     """CHOCO in matrix form, with public copies and a consensus rate."""
-    mine = job("choco", pattern=pattern, compression=compression, consensus_rate=gamma, order=order)
+    rate = ORDERS[order]
+    mine = job("choco", sgd(rate), pattern=pattern, compression=compression, consensus_rate=gamma, order=order)
     start = flat(TinyRegression().make_model()).double().numpy()
     chosen: Compression = mine.options.compression  # type: ignore[attr-defined]
     oracle = choco(pattern, chosen, gamma, adapts_first=order == "adapt-first")
-    expected = oracle(start, gradient_of_regression(), 0.1, LEARNERS, STEPS // LEARNERS)
+    expected = oracle(start, gradient_of_regression(), rate, LEARNERS, STEPS // LEARNERS)
     for rank, state in enumerate(VirtualEngine(mine, LEARNERS).run().states):
         np.testing.assert_allclose(state.weights.numpy(), expected[:, rank], rtol=0.0, atol=2e-6)
 
