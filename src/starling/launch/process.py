@@ -49,7 +49,7 @@ class Program:
 class LearnerProcess:
     """A learner's process as a launcher or a coordinator sees it, on whichever machine it runs.
 
-    Of this class is one that nobody here has started: it runs until its line is closed.
+    This class itself stands for a process that was started elsewhere: it counts as running until its line is closed.
     """
 
     log: Path = Path()

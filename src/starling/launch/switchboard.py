@@ -28,7 +28,7 @@ class Switchboard:
         """Whether a learner has closed its line since `read_for` was called."""
 
     def close(self) -> None:
-        """Hear nobody any more; the lines stay open."""
+        """Stop listening. The lines stay open."""
         self._selector.close()
 
     def announce(self, members: Sequence[int], reason: str) -> Membership:

@@ -36,8 +36,7 @@ from starling.training.shards import MakeOptimizer
 
 GATHERING = "gathering its island's model"
 SMALLEST_UNIT = 1 << 20
-"""The least number of weights of a block that is gathered and freed by itself; smaller blocks join what surrounds
-them."""
+"""Weights. A block with fewer is not gathered and freed separately, but together with the block around it."""
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 """Optimizers of `torch.optim` that treat each weight alone, so that a shard's step is that of the whole model."""
 

@@ -51,7 +51,7 @@ class RecipePlan(MiniBatches):
         self.num_parts = 1 if recipe.partition == "identical" else recipe.num_workers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_planner"}  # each process plans anew
+        return {name: value for name, value in vars(self).items() if name != "_planner"}  # each process makes its own
 
     @property
     def num_examples(self) -> int:
