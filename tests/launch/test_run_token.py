@@ -205,7 +205,7 @@ def test_a_learner_without_an_address_does_not_train_alone_in_silence(
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in missing:
         monkeypatch.delenv(name)
-    with pytest.raises(ConfigError, match=f"RANK is set, but {' and '.join(missing)} not"):
+    with pytest.raises(ConfigError, match=f"RANK is set without {' and '.join(missing)}"):
         is_learner()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not is_learner(), "a container's RANK=0 and WORLD_SIZE=1"

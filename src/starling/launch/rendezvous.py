@@ -47,7 +47,7 @@ def is_learner() -> bool:
         _newest_world[:] = [os.environ["WORLD_SIZE"]]
     elif os.environ.get("WORLD_SIZE") != "1":
         raise ConfigError(
-            f"environment: RANK is set, but {' and '.join(missing)} not; set all of {', '.join(REQUIRED)}, as torchrun "
+            f"environment: RANK is set without {' and '.join(missing)}; set all of {', '.join(REQUIRED)}, as torchrun "
             "does, or none of them to train alone"
         )
     return not missing
