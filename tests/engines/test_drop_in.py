@@ -16,7 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import starling
+from starling.engines.loop.replica import LoopReplica
+from starling.engines.loop.run import LoopRun
 from starling.errors import ConfigError, NonFiniteError, ProtocolError
+from starling.strategies import STRATEGIES, NoOptions
 from tests.contract.cases import PERIODIC
 from tests.contract.oracle import SYNCHRONOUS, Vector, allreduce_of_encoded
 from tests.contract.problems import TinyRegression
@@ -600,3 +603,25 @@ def test_an_unknown_frozen_parameter_is_named_when_it_is_unfrozen() -> None:
         ProtocolError, match=r"parameter 0.weight, 0.bias is trained but was unknown when the model join"
     ):
         learner.step()
+
+
+@pytest.mark.parametrize("moment", ["between steps", "before the update", "after the update", "a whole step"])
+def test_what_is_read_while_a_step_is_under_way_is_not_compared_by_its_number(moment: str) -> None:
+    """Otherwise, two learners with different weights may say that they have made as many steps."""
+    model = nn.Linear(1, 1)
+    replica = LoopReplica(model, torch.optim.SGD(model.parameters(), lr=1.0), is_shared=True)
+    run = LoopRun(STRATEGIES["allreduce"], NoOptions(), replica, 0, 1)
+    run.num_steps = 7
+
+    def read() -> str:
+        if moment == "before the update":
+            run.gradient = "given"
+        if moment == "a whole step":
+            run.num_steps += 1
+        return moment
+
+    if moment == "after the update":  # the step began before, and ends after
+        run.gradient = "used"
+    found, num_steps = run.with_steps(read)
+    assert found == moment
+    assert (num_steps == 7) if moment == "between steps" else math.isnan(num_steps)

@@ -133,17 +133,20 @@ class AnnouncementListener(threading.Thread):
 
     def _take_part(self, future: "Future[Any]") -> None:
         with self._lock:
-            (mine, own), num_steps = self._contribution(), self._run.num_steps
+            num_steps = self._run.num_steps
+            (mine, own), num_included = self._run.with_steps(self._contribution)
             self._under_way = num_steps, future
         try:
-            future.set_result(self._agree(num_steps, mine, own))
+            future.set_result(self._agree(num_included, mine, own))
         except BaseException as error:  # the thread continues, to answer the others
             self._on_error(error)
             future.set_exception(error)
         with self._lock:
             self._under_way = None
 
-    def _agree(self, num_steps: int, mine: Tensor, own: Tensor) -> Consensus:
+    def _agree(self, num_steps: float, mine: Tensor, own: Tensor) -> Consensus:
+        """The mean of all learners' contributions `mine`. `num_steps` are those in their weights `own`, or not a
+        number."""
         self._size = self._size or len(mine)
         if len(mine) != self._size:
             raise ProtocolError(

@@ -172,8 +172,8 @@ class LoopLearner(ConnectedLearner):
             self._proceed()
         elif run.gradient == "alone":
             self.replica.step(self.replica.next_gradient(), 1.0)
-        run.gradient = "none"
         run.num_steps += 1
+        run.gradient = "none"  # last, because other threads take it for the end of the step
         if listener is not None and (listener.finished or listener.ended):  # who wait for this heartbeat
             with self.naming_the_lost("step()"):
                 self.peers.store.set(f"steps/{self.rank}", str(run.num_steps))

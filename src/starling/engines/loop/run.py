@@ -1,14 +1,17 @@
 """What a loop's learner keeps from one membership to the next, and how the learners of a membership begin."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from starling.checkpoint.state import counted
 from starling.configuration import Config
 from starling.engines.loop.replica import Consensus, LoopReplica
 from starling.strategies import Strategy
 from starling.training.job import Statistics
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,14 @@ class LoopRun:
     def steps_begun(self) -> int:
         """Steps of the run, with the one under way."""
         return self.num_steps + (self.gradient != "none")
+
+    def with_steps(self, read: Callable[[], Result]) -> tuple[Result, float]:
+        """What another thread reads of the replica, and the number of steps in it; not a number while a step is under
+        way, which may or may not be in it."""
+        num_steps = self.num_steps
+        found = read()
+        is_between = self.steps_begun == num_steps == self.num_steps
+        return found, num_steps if is_between else math.nan
 
     @property
     def past(self) -> Past:
