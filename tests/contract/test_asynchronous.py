@@ -151,7 +151,7 @@ def noise(dimensions: int, seed: int) -> Callable[[int], Tensor]:
 @pytest.mark.parametrize(
     ("pattern", "factor", "learners"),
     [
-        ("random", random_ring_contraction, 64),
+        pytest.param("random", random_ring_contraction, 64, marks=pytest.mark.wide),
         ("pairs", pairs_contraction, 8),
         *(
             pytest.param(*case, marks=pytest.mark.soak)

@@ -141,7 +141,7 @@ def test_numbers_of_the_largest_magnitude_do_not_overflow(name: str) -> None:
 def test_what_encoding_takes_away_comes_back_later(name: str) -> None:
     """Error feedback: the sum of many means is that of the exact means, to the residuals that are left, whoever owes
     them."""
-    vectors, num_rounds = [normal(90, rank) for rank in range(LEARNERS)], 400
+    vectors, num_rounds = [normal(90, rank) for rank in range(LEARNERS)], 100
     found, left = averaged(ENCODINGS[name][1], [vectors] * num_rounds)
     total = torch.stack(found[0]).double().sum(dim=0)
     exact = torch.stack(vectors).double().mean(dim=0)

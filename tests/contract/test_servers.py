@@ -109,8 +109,16 @@ def test_summed_over_one_gradient_is_asynchronous(cluster: Cluster) -> None:
     assert one.event_hash == asynchronous.event_hash
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("staleness", ["none", "gap-aware"])
+@pytest.mark.parametrize(
+    ("staleness", "overlap"),
+    [
+        ("gap-aware", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.wide)
+            for each in [("none", False), ("none", True), ("gap-aware", False)]
+        ),
+    ],
+)
 def test_gradients_that_wait_for_a_sum_outlive_a_join(staleness: Any, overlap: bool) -> None:
     """Where messages take no time, each counts once, whenever a learner joins; a rule for staleness leaves those of the
     earlier membership as they are."""

@@ -127,6 +127,7 @@ def test_messages_of_a_node_share_one_link_s_bandwidth_unless_another_cluster_is
     assert last({"uplink": 4 * BANDWIDTH}) == pytest.approx(LATENCY + (1 + 3 / 4) * NUM_BYTES / BANDWIDTH)
 
 
+@pytest.mark.wide
 def test_64_workers_cannot_be_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's link carries one gradient per send time s: with its own learner, 1 / s + 1 of 64 learners' gradients.
 

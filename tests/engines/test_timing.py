@@ -166,6 +166,7 @@ def test_the_seed_decides_over_a_timing_only_run() -> None:
     assert simulate_timing(strategy, None, 4, CLUSTER, NUM_BYTES, 40, seed=2).event_hash != first.event_hash
 
 
+@pytest.mark.wide
 def test_messages_take_the_time_of_their_real_size_and_weights_no_memory() -> None:
     """Time per round of `allreduce` has a closed form; the weights of these learners would take 256 GB."""
     world, num_bytes, rounds = 64, 4 * 10**9, 3

@@ -254,7 +254,7 @@ def test_a_network_that_splits_and_heals_loses_nobody(at: float) -> None:
     assert record.distances[whole] > 3.0 * max(record.distances[-5:])
 
 
-@pytest.mark.parametrize("name", ["allreduce", "adpsgd-ring", "dpsgd-ring"])
+@pytest.mark.parametrize("name", ["allreduce", "adpsgd-ring", pytest.param("dpsgd-ring", marks=pytest.mark.wide)])
 def test_of_two_halves_that_stay_apart_one_continues(name: str) -> None:
     """That with the store and with who watches; the other half never claims to have finished, whenever it happens."""
     num_events = run(name)[0].num_events
@@ -276,7 +276,16 @@ def test_a_split_beneath_the_limit_only_takes_time() -> None:
     assert 2.5 < split.seconds - whole.seconds <= 3.1
 
 
-@pytest.mark.parametrize("name", ["dpsgd-ring", "dpsgd-random", "adpsgd-ring", "adpsgd-in-pieces", "adpsgd-bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adpsgd-ring",
+        pytest.param("dpsgd-ring", marks=pytest.mark.wide),
+        pytest.param("dpsgd-random", marks=pytest.mark.wide),
+        pytest.param("adpsgd-in-pieces", marks=pytest.mark.wide),
+        pytest.param("adpsgd-bfloat16", marks=pytest.mark.wide),
+    ],
+)
 def test_messages_that_overtake_each_other_never_move_the_mean(name: str) -> None:
     """With a learning rate of 0, for 200 seeds in all; and the same seed gives the same events."""
     link = LinkModel(latency=0.03, bandwidth=1e5, jitter=2.0)

@@ -179,6 +179,7 @@ def test_measured_pairs_meet_once(world: int) -> None:
         assert all(list(pairs.sources(k, rank)) == list(pairs.targets(k, rank)) for rank in range(world))
 
 
+@pytest.mark.wide
 def test_nodes_are_tried_as_super_learners() -> None:
     """Two nodes of two; `hadpsgd` is not tried where there are none, nor where learners cannot be divided."""
     names = {each.arm.name for each in compared(figures(link=SLOW_LINK, per_node=2), per_node=2)}
@@ -236,14 +237,14 @@ def test_a_mini_batch_is_worth_less_where_gradients_are_stale_or_models_differ(
 @pytest.mark.parametrize(
     ("world", "slowest", "send_time", "expected"),
     [
-        (4, 1.0, 0.02, "allreduce"),
         (4, 1.0, 0.2, "allreduce"),
         (4, 1.08, 0.02, "allreduce"),
         (2, 10.0, 0.4, "adpsgd"),
-        (4, 3.0, 0.4, "adpsgd"),
-        (4, 10.0, 0.02, "adpsgd"),
-        (4, 1.0, 3.0, "adpsgd"),
-        (8, 2.0, 2.0, "adpsgd"),
+        pytest.param(4, 1.0, 0.02, "allreduce", marks=pytest.mark.wide),
+        pytest.param(4, 3.0, 0.4, "adpsgd", marks=pytest.mark.wide),
+        pytest.param(4, 10.0, 0.02, "adpsgd", marks=pytest.mark.wide),
+        pytest.param(4, 1.0, 3.0, "adpsgd", marks=pytest.mark.wide),
+        pytest.param(8, 2.0, 2.0, "adpsgd", marks=pytest.mark.wide),
     ],
 )
 def test_plan_and_auto_choose_the_same_strategy_for_the_same_cluster(
@@ -262,6 +263,7 @@ def test_plan_and_auto_choose_the_same_strategy_for_the_same_cluster(
     assert {row.strategy for row in planned.rows} == {each.arm.name for each in found.predictions}
 
 
+@pytest.mark.wide
 @settings(max_examples=10, deadline=None)
 @given(
     st.integers(2, 4),
@@ -297,6 +299,7 @@ def test_plan_and_auto_choose_the_same_strategy_with_the_same_options_for_any_cl
     assert (planned.strategy, planned.options) == (found.name, Arm.of(found).words)
 
 
+@pytest.mark.wide
 @settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4),
