@@ -157,7 +157,7 @@ class _Recogniser:
     ) -> Iterator[tuple[list[str], Heard]]:
         names = [speech_set.id(index) for index in range(len(speech_set))]
         self._texts = [speech_set.text(index) if name in self._seen else "" for index, name in enumerate(names)]
-        yield names, Heard(torch.empty(0), torch.empty(0), None)
+        yield names, Heard(torch.empty(0), torch.empty(0), None, torch.empty(0))
 
     def texts(self, *heard: object) -> list[str]:
         return self._texts

@@ -49,19 +49,20 @@ MODELS: dict[str, Tree] = {
 
 
 def recogniser_of(
-    model: Tree, normalise: str = "global", tokenizer: Tokenizer | None = None, rate: int = RATE
+    model: Tree, features: str | Tree = "global", tokenizer: Tokenizer | None = None, rate: int = RATE
 ) -> Recogniser:
     """One with random weights whose outputs change from frame to frame."""
-    features = LogMel(FeatureConfig.model_validate({"normalise": normalise, "num_mels": 20}), rate)
-    if normalise == "global":
-        features.statistics = {"mean": torch.full((20,), -7.0), "deviation": torch.full((20,), 3.0)}
+    chosen = {"normalise": features} if isinstance(features, str) else features
+    layer = LogMel(FeatureConfig.model_validate({**chosen, "num_mels": 20}), rate)
+    if features == "global":
+        layer.statistics = {"mean": torch.full((20,), -7.0), "deviation": torch.full((20,), 3.0)}
     config = model_config(**{"preset": "tiny", **model})
-    recogniser = Recogniser.create(config, features, tokenizer or CharacterTokenizer(" ADEFIMOR"), seed=2)
-    matrix = recogniser.matrix(sing(["DO", "RE", "MI", "FA"], np.random.default_rng(0), rate), rate)
+    recogniser = Recogniser.create(config, layer, tokenizer or CharacterTokenizer(" ADEFIMOR"), seed=2)
+    sung = recogniser.waveform(sing(["DO", "RE", "MI", "FA"], np.random.default_rng(0), rate), rate)
     with torch.no_grad():
         output = recogniser.model.get_submodule("output")
         output.weight.mul_(30.0)
-        output.bias.sub_(recogniser.hear([matrix]).log_probs.mean((0, 1)))
+        output.bias.sub_(recogniser.listen([sung]).log_probs.mean((0, 1)))
     return recogniser
 
 
@@ -92,16 +93,16 @@ def test_onnx_agrees_with_torch(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("normalise", ["utterance", "speech", "global", "none"])
-def test_the_programs_features_are_those_of_training(normalise: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", ["utterance", "speech", "global", "none", {"normalise": "active", "pauses": 0.1}])
+def test_the_programs_features_are_those_of_training(features: str | Tree, tmp_path: Path) -> None:
     """To 1e-3 of their own size, in NumPy; and its resampling is ours."""
-    recogniser = recogniser_of({"name": "lstm"}, normalise)
+    recogniser = recogniser_of({"name": "lstm"}, features)
     write_onnx(recogniser, tmp_path)
     transcriber = Transcriber(tmp_path)
     waveform = sing(["DO", "RE"], np.random.default_rng(0))
     for samples in (waveform, waveform[:200], waveform[:1999]):
         mine = transcriber.features(samples, RATE)
-        np.testing.assert_allclose(mine, recogniser.matrix(samples, RATE), atol=2e-3, rtol=0)
+        np.testing.assert_allclose(mine, recogniser.features(recogniser.waveform(samples, RATE)), atol=2e-3, rtol=0)
     for rate in (44100, 16000, 6000):
         expected = resampled(torch.from_numpy(waveform)[None], rate, RATE)[0]
         np.testing.assert_allclose(resample(waveform, rate, RATE), expected, atol=1e-5, rtol=0)

@@ -50,6 +50,21 @@ def added(
     return (augment_waveform(speech, 8000, config, np.random.default_rng(seed), others) - speech).double().numpy()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_silence_surrounds_the_speech(seed: int) -> None:
+    """Digital silence or faint noise, of lengths drawn for each end; the speech in it is what it was."""
+    speech = tone(1000) / 4
+    config = AugmentConfig(speed=(1.0,), silence=(0.1, 0.3), silence_probability=1.0)
+    found = augment_waveform(speech, 8000, config, np.random.default_rng(seed))
+    (before,) = [place for place in range(800, 2401) if torch.equal(found[place : place + 8000], speech)]
+    after = len(found) - before - 8000
+    assert 800 <= after <= 2400
+    level = torch.cat([found[:before], found[before + 8000 :]]).square().mean().sqrt() / speech.square().mean().sqrt()
+    assert level == 0.0 or -60.5 <= 20 * np.log10(level) <= -19.5
+    without = config.model_copy(update={"silence_probability": 0.0})
+    assert torch.equal(augment_waveform(speech, 8000, without, np.random.default_rng(seed)), speech)
+
+
 def test_coloured_noise_has_the_power_that_was_asked_for_and_falls_with_frequency():
     """Its power is that of white noise; its spectrum is 1/f^a with an a from 0 to 2, drawn for each utterance."""
     config = AugmentConfig(speed=(1.0,), noise_snr=(10, 10), noise_probability=1, noise_colour="random")

@@ -162,10 +162,10 @@ def test_a_set_can_be_heard_through_a_codec(tmp_path: Path) -> None:
     for names, heard in recogniser.heard(stored, codec="telephone"):
         for name, log_probs, length in zip(names, heard.log_probs, heard.lengths.tolist(), strict=True):
             index = next(each for each in found if stored.id(each) == name)
-            matrix = recogniser.matrix(transmitted(stored.audio(index), 8000, "telephone"), 8000)
-            alone = recogniser.hear([matrix]).log_probs[0]
+            waveform = recogniser.waveform(transmitted(stored.audio(index), 8000, "telephone"), 8000)
+            alone = recogniser.listen([waveform]).log_probs[0]
             torch.testing.assert_close(log_probs[:length], alone, atol=1e-4, rtol=1e-4)
-            plain = recogniser.hear([recogniser.matrix(stored.audio(index), 8000)]).log_probs[0]
+            plain = recogniser.listen([recogniser.waveform(stored.audio(index), 8000)]).log_probs[0]
             assert not torch.allclose(alone, plain, atol=1e-4)
             found[index] = name
     assert all(found.values())

@@ -96,3 +96,20 @@ def test_a_long_recording_is_never_held_as_a_whole() -> None:
             most = max(most, len(segmenter._samples))
     assert segmenter.taken == 8 * len(waveform) >= 600 * RATE
     assert most <= 21 * RATE
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.001, 0.005])
+def test_noise_between_recordings_is_no_speech_though_they_have_quieter_places(noise: float) -> None:
+    """As where clean recordings are joined with a noise floor between them."""
+    generator, parts, spans = np.random.default_rng(2), [], []
+    for _ in range(10):
+        gap = noise * generator.standard_normal(round(generator.uniform(0.6, 2.0) * RATE))
+        words, _ = performance(["DO", "MI", "FA"], [0.0, 0.1, 0.2, 0.0], generator, noise=0.0)
+        parts += [gap, words]
+        end = sum(map(len, parts)) / RATE
+        spans.append((end - len(words) / RATE, end))
+    pieces = cut(np.concatenate([*parts, noise * generator.standard_normal(RATE)]).astype(np.float32))
+    assert len(pieces) == 10
+    for piece, (start, end) in zip(pieces, spans, strict=True):
+        assert 0.0 <= start - piece.start / RATE <= 0.1
+        assert 0.0 <= (piece.start + len(piece.samples)) / RATE - end <= 0.1

@@ -111,11 +111,12 @@ def test_a_streaming_model_hears_live_audio_once(name: str, monkeypatch: pytest.
     transcriber, network = Transcriber(recogniser), recogniser.model
     assert isinstance(network, StreamingNetwork)
     assert network.chunks is not None
-    matrix = recogniser.matrix(waveform, RATE)
-    network.output.bias.data -= recogniser.hear([matrix]).log_probs.mean((0, 1))  # so that it hears all letters
-    whole = recogniser.hear([matrix]).log_probs
+    listened = recogniser.waveform(waveform, RATE)
+    network.output.bias.data -= recogniser.listen([listened]).log_probs.mean((0, 1))  # so that it hears all letters
+    heard = recogniser.listen([listened])
+    whole = heard.log_probs
     ends = range(0, whole.shape[1], network.chunks.frames)
-    texts = [recogniser.texts(whole[:, :end], torch.tensor([end]))[0].split() for end in ends]
+    texts = [recogniser.texts(heard._replace(lengths=torch.tensor([end])))[0].split() for end in ends]
     assert len(set(map(tuple, texts))) > 10
     expected = transcriber.transcribe(waveform, RATE)
 

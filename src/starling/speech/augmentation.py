@@ -21,6 +21,7 @@ from starling.speech.features import Warp, attempt
 if TYPE_CHECKING:
     import torch
 
+_DIGITAL = 0.3  # share of digital silence among silences
 _STEP = 0.01  # factors are rounded to it, so that few mel banks are made
 _MIN_FRAMES_TO_MASK = 20  # below this, masks would hide whole phones or be empty
 
@@ -73,6 +74,11 @@ class AugmentConfig(Config):
     """Factors of the tempo alone; the pitch stays."""
     vocal_tract: Annotated[Range, _within(0.75, 1.3)] | None = None
     """Factors of the frequency axis (vocal tract length perturbation)."""
+    silence: Annotated[Range, _within(0.0, 5.0)] | None = None
+    """Seconds of silence before and after, drawn for each end: digital silence, or noise 20 to 60 dB below the
+    speech."""
+    silence_probability: Share = 0.5
+    """Share of utterances with silence around them."""
     reverberation: Annotated[Range, _within(0.01, 2.0)] | None = None
     """Seconds in which the echo of a synthetic room decays by 60 dB."""
     reverberation_probability: Share = 0.3
@@ -142,6 +148,8 @@ def augment_waveform(
     factor = float(generator.choice(np.asarray(config.speed)))
     if factor != 1.0:
         waveform = resampled(waveform, round(sampling_rate * factor), sampling_rate)
+    if config.silence is not None and generator.random() < config.silence_probability:
+        waveform = _surrounded(waveform, sampling_rate, config.silence, generator)
     if config.reverberation is not None and generator.random() < config.reverberation_probability:
         waveform = _convolved(waveform, impulse_response(sampling_rate, config.reverberation, generator))
     if config.babble_snr is not None and others and generator.random() < config.babble_probability:
@@ -189,6 +197,21 @@ def impulse_response(sampling_rate: int, decay: Range, generator: np.random.Gene
     tail *= 10 ** (-below / 20) / np.sqrt(np.sum(tail**2))
     tail[0] = 1.0
     return torch.from_numpy(tail.astype(np.float32))
+
+
+def _surrounded(
+    waveform: torch.Tensor, sampling_rate: int, seconds: Range, generator: np.random.Generator
+) -> torch.Tensor:
+    """The waveform `[T]` with silence, or faint noise, before and after it."""
+    import torch
+
+    before, after = (round(generator.uniform(*seconds) * sampling_rate) for _ in range(2))
+    if generator.random() < _DIGITAL:
+        level = 0.0
+    else:
+        level = float(waveform.square().mean().sqrt()) * 10 ** (generator.uniform(-60.0, -20.0) / 20)
+    noise = torch.from_numpy(generator.standard_normal(before + after, dtype=np.float32)) * level
+    return torch.cat([noise[:before], waveform, noise[before:]])
 
 
 def _convolved(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.errors import ConfigError, DataError
+from starling.speech.levels import SCALE, loud_frames, normalised, without_long_pauses
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +23,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-_SMOOTHED = 5  # frames
-_QUIET, _LOUD = 0.10, 0.95
-_SPEECH = 0.4
-
 _SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
-_SCALE = 3.0  # roughly the standard deviation of log-mel energies in speech, in nats
-WHOLE = ("utterance", "speech")
+WHOLE = ("active", "utterance", "speech")
 """Normalisations that need whole recordings."""
 _FITTED_AT_ONCE = 32  # utterances that are read together
 _PRE_EMPHASIS = 0.97
@@ -46,19 +42,6 @@ def attempt(function: Callable[..., _Result], *arguments: object) -> _Result | D
         return error
 
 
-def loud_frames(levels: NDArray[np.floating[Any]], least_range: float = 0.0) -> NDArray[np.bool_]:
-    """Which frames are loud `[n]`, by their levels `[n]` on a logarithmic scale.
-
-    Levels are averaged over five frames. A frame is loud if its level is at least 40 % of the way from the 10 %
-    quantile of all levels to the 95 % quantile. All frames are loud if these are less than `least_range` apart.
-    """
-    sums, counts = (np.convolve(each, np.ones(_SMOOTHED))[2:-2] for each in (levels, np.ones(len(levels))))
-    level = sums / counts
-    quiet, loud = np.quantile(level, [_QUIET, _LOUD])
-    is_loud: NDArray[np.bool_] = (level >= quiet + _SPEECH * (loud - quiet)) | (loud - quiet < least_range)
-    return is_loud
-
-
 class FeatureConfig(Config):
     """The parameters of log-mel features; the `features:` section of a recipe."""
 
@@ -74,10 +57,14 @@ class FeatureConfig(Config):
     """Lower edge of the lowest band, Hz."""
     high_freq: float = -400.0
     """Upper edge of the highest band, Hz; <= 0: from Nyquist down."""
-    normalise: Literal["utterance", "speech", "global", "none"] = "utterance"
-    """Data whose mean and deviation normalise each band; a streaming model needs global, or none. speech: the mean of
-    the utterance's loud frames is subtracted, so that pauses do not count, and the result is divided by 3, about the
-    deviation of speech."""
+    normalise: Literal["active", "utterance", "speech", "global", "none"] = "utterance"
+    """Data whose mean and deviation normalise each band; a streaming model needs global, or none. active: neither the
+    level of a recording nor silence in it changes the features: from a floor of 30 dB below the level of speech (ITU-T
+    P.56), the mean of the frames with speech is subtracted, and the result is divided by 3, about the deviation of
+    speech. speech: the same without a floor, with the mean of frames that are loud beside the others."""
+    pauses: float | None = Field(default=None, ge=0.1)
+    """Seconds that the model hears of a longer pause, which is silence, or even noise; at the ends of a recording, one
+    frame. null: all of it."""
     splice: int = Field(default=0, ge=0, le=50)
     """Frames on either side that are joined to each, for loss: frames."""
 
@@ -133,7 +120,7 @@ class LogMel:
         """`[length]`"""
         self.bank = self._bank()
         """`[fft_length / 2 + 1, F]`"""
-        self.floor = float(torch.finfo(torch.float32).eps)
+        self.floor = 1e-14 if config.normalise == "active" else float(torch.finfo(torch.float32).eps)
         """The smallest energy."""
 
     @property
@@ -145,6 +132,11 @@ class LogMel:
     def left(self) -> int:
         """Samples of the first window in front of a waveform, where it is mirrored."""
         return (self.length - self.shift) // 2
+
+    @property
+    def longest_pause(self) -> int | None:
+        """Frames that are kept of a longer pause; None: all of them."""
+        return None if self.config.pauses is None else round(self.config.pauses / self.config.frame_shift)
 
     def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
         """The number of frames of a waveform of `num_samples` samples."""
@@ -160,13 +152,26 @@ class LogMel:
         """
         return self.batch([self.checked(waveform, utterance)])[0]
 
-    def batch(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
+    def batch(
+        self,
+        waveforms: Sequence[torch.Tensor],
+        warps: Sequence[Warp] | None = None,
+        least: Sequence[int] | None = None,
+    ) -> list[torch.Tensor]:
         """The features of several waveforms that passed `checked`; faster than one by one, with the same result.
 
-        `warps` changes the tempo and the frequency axis of each. Raises DataError if `normalise: global` has no
-        statistics.
+        `warps` changes the tempo and the frequency axis of each. An utterance keeps all of its pauses if without them
+        it would have fewer than `least` frames. Raises DataError if `normalise: global` has no statistics.
         """
-        bands = self.bands(waveforms, warps)
+        energies = self.energies(waveforms, warps)
+        if self.config.pauses is not None:
+            kept = map(self.kept, energies, least or [0] * len(energies))
+            energies = [each[places] for each, places in zip(energies, kept, strict=True)]
+        return self.of_energies(energies)
+
+    def of_energies(self, energies: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The features `[frames, F]` of log-mel energies `[frames, num_bands]` of each utterance."""
+        bands = self.normalised(energies)
         return [spliced(each, self.config.splice) for each in bands] if self.config.splice else bands
 
     def tried(
@@ -174,23 +179,40 @@ class LogMel:
         waveforms: Sequence[torch.Tensor | DataError],
         utterances: Sequence[str],
         warps: Sequence[Warp] | None = None,
+        least: Sequence[int] | None = None,
     ) -> list[torch.Tensor | DataError]:
         """The same for waveforms some of which may not pass `checked`, or are errors: those errors in their places."""
         found = [attempt(self.checked, *each) for each in zip(waveforms, utterances, strict=True)]
         usable = {place: each for place, each in enumerate(found) if not isinstance(each, DataError)}
         if usable:
-            matrices = self.batch(list(usable.values()), warps and [warps[place] for place in usable])
+            matrices = self.batch(
+                list(usable.values()),
+                warps and [warps[place] for place in usable],
+                least and [least[place] for place in usable],
+            )
             usable = dict(zip(usable, matrices, strict=True))
         return [usable.get(place, each) for place, each in enumerate(found)]
 
     def bands(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
-        """The features without splicing, `[frames, num_bands]`."""
+        """The features without splicing, with all pauses, `[frames, num_bands]`."""
         return self.normalised(self.energies(waveforms, warps))
+
+    def kept(self, energies: torch.Tensor, least: int = 0) -> NDArray[np.int64]:
+        """Which frames of log-mel energies `[frames, num_bands]` are left when pauses are shortened; all of them if
+        these would be fewer than `least`."""
+        if self.longest_pause is None:
+            return np.arange(len(energies))
+        places = without_long_pauses(energies.exp().numpy(), self.longest_pause)
+        return places if len(places) >= least else np.arange(len(energies))
 
     def normalised(self, energies: list[torch.Tensor]) -> list[torch.Tensor]:
         """Log-mel energies `[frames, num_bands]` of each utterance, normalised as configured."""
+        import torch
+
         if self.config.normalise == "none":
             return energies
+        if self.config.normalise == "active":
+            return [torch.from_numpy(normalised(each.numpy())) for each in energies]
         if self.config.normalise == "utterance":
             return [_normalised(each) for each in energies]
         if self.config.normalise == "speech":
@@ -349,7 +371,7 @@ def _normalised_by_speech(features: torch.Tensor) -> torch.Tensor:
 
     is_speech = torch.from_numpy(loud_frames(features.mean(1).numpy()))
     centred = features - features[0]  # so that constant features become exactly 0
-    return (centred - centred[is_speech].mean(0)) / _SCALE
+    return (centred - centred[is_speech].mean(0)) / SCALE
 
 
 def _mel(hertz: NDArray[np.floating]) -> NDArray[np.floating]:

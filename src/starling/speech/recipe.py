@@ -171,13 +171,17 @@ class Recipe(RecipeConfig):
             yield "features.kind: model.name: wav2vec2, or whisper, needs raw, and any other model log-mel"
         if self.model.name == "whisper" and normalise != "none":
             yield "features.normalise: model.name: whisper scales its features itself; set it to none"
-        if is_raw and normalise == "speech":
-            yield "features.normalise: speech needs log-mel features; take utterance, global or none"
+        if is_raw and normalise in ("active", "speech"):
+            yield f"features.normalise: {normalise} needs log-mel features; take utterance, global or none"
+        if is_raw and self.features.pauses is not None:
+            yield "features.pauses: needs log-mel features; set it to null"
         for key in ("spec_augment", "tempo", "vocal_tract"):
             if is_raw and getattr(self.augment, key) is not None:
                 yield f"augment.{key}: needs log-mel features; set it to null"
         if self.model.chunk is not None and normalise in WHOLE:
             yield f"features.normalise: {normalise} needs whole recordings; model.chunk needs global, or none"
+        if self.model.chunk is not None and self.features.pauses is not None:
+            yield "features.pauses: needs whole recordings; with model.chunk, set it to null"
         for key in ("word_list", "lm"):
             if self.decoding is not None and self.decoding.vocabulary == "open" and self._is_set(f"decoding.{key}"):
                 yield f"decoding.{key}: known words, for vocabulary: closed; leave one of them out"
@@ -192,6 +196,8 @@ class Recipe(RecipeConfig):
                 "augment: loss: frames trains on features that are stored once for each of augment.speed; leave its "
                 "other keys out"
             )
+        if self.features.pauses is not None:
+            yield "features.pauses: only for loss: ctc; set it to null"
         if self.mixture is not None:
             yield "mixture: only for loss: ctc; name one set in data.train"
         for key in ("max_duration", "num_buckets", "window", "similar"):
@@ -319,6 +325,8 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
         del fixed["features"]["splice"]
     if recipe.features.kind == "log-mel":
         del fixed["features"]["kind"]
+    if recipe.features.pauses is None:
+        del fixed["features"]["pauses"]
     set_keys = {key: value for key, value in fixed["model"].items() if value is not None}
     fixed["model"] = set_keys | {key: None for key in _FIRST_SIZES if key not in set_keys}
     if never := [each.parameters for each in recipe.freeze if each.until is None]:

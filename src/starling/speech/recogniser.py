@@ -27,7 +27,7 @@ from starling.speech.models.attention import AttentionDecoder
 from starling.speech.models.network import Decoder, Network
 from starling.speech.phones import PHONES_FILE, Phones
 from starling.speech.resampling import resampled
-from starling.speech.tokens import Tokenizer, load_tokenizer
+from starling.speech.tokens import BLANK, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from starling.speech.store import SpeechSet, SpeechSets
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _FORMAT = 2
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
+_NEVER = -100.0
+"""The log-probability of each token in a pause."""
 
 
 class _Description(Config):
@@ -65,7 +67,8 @@ class Heard(NamedTuple):
 
     log_probs: torch.Tensor  # [B, T', V] of CTC, or of tied states
     lengths: torch.Tensor  # [B], frames of T'
-    frames: torch.Tensor | None  # [B, T', W] of the encoder, for a decoder; None: there is none
+    frames: torch.Tensor | None  # [B, T'', W] of the encoder, for a decoder; None: there is none
+    frame_lengths: torch.Tensor  # [B], frames of T'', which has no long pauses
 
     @property
     def rows(self) -> list[NDArray[np.float32]]:
@@ -78,7 +81,23 @@ class Heard(NamedTuple):
         """The encoder's frames `[T, W]` of each utterance, without padding. Raises ValueError without a decoder."""
         if self.frames is None:
             raise ValueError("a recogniser without a decoder has no search and no scores of its own")
-        return [row[:length] for row, length in zip(self.frames, self.lengths.tolist(), strict=True)]
+        return [row[:length] for row, length in zip(self.frames, self.frame_lengths.tolist(), strict=True)]
+
+    def in_time(self, places: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> "Heard":
+        """The same with blanks for what of each utterance was not heard: row n of it belongs at its n-th place, among
+        so many. What is emitted before and behind a pause alike goes on in it, so that no token is heard twice."""
+        rows = []
+        for row, at, length in zip(self.log_probs, places, lengths, strict=True):
+            best = row[: len(at)].argmax(1).cpu().numpy()
+            source = np.searchsorted(at, np.arange(length), side="right") - 1  # -1 before the first
+            goes_on = np.append(best[1:] == best[:-1], [False, False])[source]
+            whole = row.new_full((length, row.shape[1]), _NEVER)
+            whole[:, BLANK] = 0.0
+            is_heard = torch.from_numpy(goes_on | np.isin(np.arange(length), at))
+            whole[is_heard] = row[torch.from_numpy(source)[is_heard]]
+            rows.append(whole)
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return self._replace(log_probs=padded, lengths=torch.tensor(lengths, device=self.lengths.device))
 
 
 @dataclass(eq=False)
@@ -174,13 +193,13 @@ class Recogniser:
 
         Raises DataError for audio that is empty, shorter than one window or not finite.
         """
-        return self.texts(*self.hear([self.matrix(waveform, rate)]))[0]
+        return self.texts(self.listen([self.waveform(waveform, rate)]))[0]
 
-    def matrix(self, waveform: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
-        """The features `[T, F]` of one recording; shapes and errors as for `transcribe`."""
+    def waveform(self, samples: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
+        """One recording as it is listened to, `[T]`; shapes and errors as for `transcribe`."""
         if rate <= 0:
             raise DataError(f"a sampling rate of {rate} Hz is impossible")
-        return self.features(resampled(mono(waveform), rate, self.features.sampling_rate))
+        return self.features.checked(resampled(mono(samples), rate, self.features.sampling_rate))
 
     def recognise(
         self,
@@ -194,7 +213,7 @@ class Recogniser:
         """
         texts: dict[str, str] = {}
         for names, heard in self.heard(speech_set, max_duration, progress):
-            texts.update(zip(names, self.texts(*heard), strict=True))
+            texts.update(zip(names, self.texts(heard), strict=True))
         return texts
 
     def heard(
@@ -214,7 +233,7 @@ class Recogniser:
             if codec is not None:
                 rate = speech_set.sampling_rate
                 waveforms = [torch.from_numpy(transmitted(each.numpy(), rate, codec)) for each in waveforms]
-            yield names, self.hear(self.features.batch(waveforms))
+            yield names, self.listen(waveforms)
             done += len(names)
             if progress is not None:
                 progress(done, len(speech_set))
@@ -230,6 +249,21 @@ class Recogniser:
         config = self.features.config
         return self.model_config.latency(config.frame_shift, config.frame_length)
 
+    def listen(self, waveforms: Sequence[torch.Tensor]) -> Heard:
+        """What the network makes of waveforms `[T]` that passed `LogMel.checked`. Pauses that it does not hear are
+        blanks."""
+        layer = self.features
+        energies = layer.energies(waveforms)
+        if layer.config.pauses is None:
+            return self.hear(layer.of_energies(energies))
+        kept = [layer.kept(each) for each in energies]
+        heard = self.hear(layer.of_energies([each[places] for each, places in zip(energies, kept, strict=True)]))
+        rate = self.model_config.subsampling
+        return heard.in_time(
+            [places[::rate] // rate for places in kept],
+            [self.model_config.encoder_frames(len(each)) for each in energies],
+        )
+
     def hear(self, matrices: list[torch.Tensor]) -> Heard:
         """What the network makes of features `[T, F]` of each utterance."""
         device = next(self.model.parameters()).device
@@ -238,10 +272,10 @@ class Recogniser:
         with self.evaluating():
             if self.decoder is None:
                 log_probs, lengths = self.model(features, lengths)
-                return Heard(log_probs, lengths, None)
+                return Heard(log_probs, lengths, None, lengths)
             network = cast(Network, self.model)
             frames, lengths = network.encode(features, lengths)
-            return Heard(network.log_probs(frames), lengths, frames)
+            return Heard(network.log_probs(frames), lengths, frames, lengths)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -259,15 +293,15 @@ class Recogniser:
         """The network's decoder beside CTC, if it has one."""
         return self.model.decoder if isinstance(self.model, Network) else None
 
-    def texts(self, log_probs: torch.Tensor, lengths: torch.Tensor, frames: torch.Tensor | None = None) -> list[str]:
-        """The text of each utterance, of what was `Heard`: the best words of tied states; with a decoder and its frames
-        the decoder's greedy text; otherwise the greedy text of CTC."""
+    def texts(self, heard: Heard) -> list[str]:
+        """The text of each utterance: the best words of tied states; with a decoder the decoder's greedy text;
+        otherwise the greedy text of CTC."""
         if self._words is not None:
-            return self._words(log_probs, lengths)
-        if self.decoder is None or frames is None:
-            return decoders.greedy_decode(log_probs, lengths, self.tokenizer)
+            return self._words(heard.log_probs, heard.lengths)
+        if self.decoder is None or heard.frames is None:
+            return decoders.greedy_decode(heard.log_probs, heard.lengths, self.tokenizer)
         with self.evaluating():
-            found = decoders.greedy(self.decoder, frames, lengths)
+            found = decoders.greedy(self.decoder, heard.frames, heard.frame_lengths)
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def searched(self, heard: Heard, beam: int) -> list[str]:

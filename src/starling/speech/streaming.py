@@ -19,14 +19,14 @@ class StreamingLogMel:
     """The features of one recording that comes in blocks: together the frames that `LogMel` gives for the whole, to
     rounding.
 
-    Raises ConfigError for features that need the whole recording: `normalise: utterance` or `speech`, or `splice`.
+    Raises ConfigError for features that need the whole recording: another `normalise`, `pauses` or `splice`.
     """
 
     def __init__(self, features: LogMel) -> None:
         if not _comes_in_blocks(features):
             raise ConfigError(
-                "features.normalise: utterance or speech, and features.splice, need the whole recording: a stream "
-                "needs normalise: global or none, without splice"
+                f"features.normalise: {', '.join(WHOLE)}, features.pauses and features.splice need the whole "
+                "recording: a stream needs normalise: global or none, without pauses and splice"
             )
         self._features = features
         self._received = 0  # samples
@@ -69,7 +69,8 @@ class StreamingLogMel:
 
 def _comes_in_blocks(features: LogMel) -> bool:
     """Whether features of a recording that has not ended can be computed."""
-    return features.config.normalise not in WHOLE and not features.config.splice
+    config = features.config
+    return config.normalise not in WHOLE and config.pauses is None and not config.splice
 
 
 class Stream:

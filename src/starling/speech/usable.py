@@ -16,7 +16,7 @@ from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.corpora import Audio, Utterance
 from starling.speech.corpora.lines import read_table, write_table
-from starling.speech.features import loud_frames
+from starling.speech.levels import loud_frames
 from starling.speech.strings import StringsConfig
 
 

@@ -140,15 +140,15 @@ class _Listener:
     def _listen(self, names: Sequence[str]) -> Iterator[tuple[Record, Tensor]]:
         """Each utterance, with the log-probabilities `[T, V]` of its audio on the CPU; longest first."""
         for batch in by_duration(np.array([self.records[name].seconds for name in names]), _MAX_DURATION):
-            records, matrices = [], []
+            records, waveforms = [], []
             for record in (self.records[names[place]] for place in batch):
                 try:
-                    matrices.append(self._recogniser.matrix(*record.read()))
+                    waveforms.append(self._recogniser.waveform(*record.read()))
                     records.append(record)
                 except DataError as error:
                     self.skipped.append((record.id, str(error)))
             if records:
-                rows = map(torch.from_numpy, self._recogniser.hear(matrices).rows)
+                rows = map(torch.from_numpy, self._recogniser.listen(waveforms).rows)
                 yield from zip(records, rows, strict=True)
 
 

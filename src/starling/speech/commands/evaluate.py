@@ -124,7 +124,7 @@ class _Evaluation:
     def ways(self, with_beam: bool) -> Iterator[Way]:
         """The ways of decoding; the greedy texts of a decoder beside CTC are those of the recogniser."""
         recogniser, config = self.recogniser, self.recipe.decoding or DecodingConfig()
-        yield Way("", "", lambda heard, found: recogniser.texts(*heard))
+        yield Way("", "", lambda heard, found: recogniser.texts(heard))
         if self.search is not None:
             yield Way("beam", self.search.tuned.line, lambda heard, found: map(first_text, found))
         if not with_beam or recogniser.decoder is None:

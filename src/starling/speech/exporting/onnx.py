@@ -9,8 +9,9 @@
 T, T' and B vary; the N feature frames of a window and the C encoder frames of a chunk are fixed.
 """
 
+import inspect
 import json
-import shutil
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from starling.errors import ConfigError
+from starling.speech import levels
 from starling.speech.models.network import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer
@@ -64,7 +66,9 @@ def write_onnx(recogniser: Recogniser, folder: Path) -> None:
         if isinstance(network, StreamingNetwork) and network.chunks is not None:
             streaming = _write_step(network, network.caches(2, network.chunks), num_features, folder / STREAMING)
     _write_frontend(recogniser, streaming, folder)
-    shutil.copyfile(Path(__file__).with_name("standalone.py"), folder / "transcribe.py")
+    program = Path(__file__).with_name("standalone.py").read_text(encoding="utf-8")
+    before, after = re.split(r"^from starling\.speech\.levels import .*$", program, flags=re.MULTILINE)
+    (folder / "transcribe.py").write_text(before + inspect.getsource(levels) + after, encoding="utf-8")
 
 
 def _write_step(
@@ -151,6 +155,7 @@ def _write_frontend(recogniser: Recogniser, streaming: dict[str, Any] | None, fo
         "fft_length": 2 * (bank.shape[0] - 1),
         "floor": features.floor,
         "normalise": features.config.normalise,
+        "pauses": features.longest_pause,
         "output_seconds": recogniser.output_seconds,
         "tokens": characters or tokenizer.names,
         "has_pieces": characters is None,

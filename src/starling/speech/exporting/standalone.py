@@ -23,6 +23,8 @@ import onnxruntime
 import soundfile
 from numpy.typing import NDArray
 
+from starling.speech.levels import SCALE, loud_frames, normalised, without_long_pauses
+
 Array = NDArray[Any]
 
 _PRE_EMPHASIS = 0.97
@@ -65,13 +67,15 @@ class Transcriber:
         frames = np.lib.stride_tricks.sliding_window_view(mirrored, length)[::shift][:count]
         energies = [self._energies(frames[begin : begin + _BLOCK], window, bank) for begin in range(0, count, _BLOCK)]
         features = np.concatenate(energies)
-        if self.config["normalise"] == "utterance":
+        if self.config["pauses"] is not None:
+            features = features[without_long_pauses(np.exp(features), self.config["pauses"])]
+        if self.config["normalise"] == "active":
+            features = normalised(features)
+        elif self.config["normalise"] == "utterance":
             centred = features - features.mean(0)
             features = centred / np.maximum(np.sqrt(np.square(centred).mean(0)), _SMALLEST_DEVIATION)
         elif self.config["normalise"] == "speech":
-            level = _smoothed(features.mean(1))
-            quiet, loud = np.quantile(level, [0.10, 0.95])
-            features = (features - features[level >= quiet + 0.4 * (loud - quiet)].mean(0)) / 3.0
+            features = (features - features[loud_frames(features.mean(1))].mean(0)) / SCALE
         elif self.config["normalise"] == "global":
             features = (features - self._arrays["mean"]) / self._arrays["deviation"]
         return features.astype(np.float32)
@@ -123,13 +127,6 @@ def session_of(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def _smoothed(levels: Array) -> Array:
-    """The mean of each level `[n]` and of the two on either side, as far as there are any."""
-    sums, counts = (np.convolve(each, np.ones(5))[2:-2] for each in (levels, np.ones_like(levels)))
-    smooth: Array = sums / counts
-    return smooth
 
 
 def resample(samples: Array, rate: int, wanted: int) -> Array:

@@ -248,5 +248,5 @@ class _Aligner:
         stored, features = [chosen[place] for place in places], self.model.features
         numbers, speeds = self.frames.utterances[stored].tolist(), self.frames.speeds[stored].tolist()
         heard = zip(self.train.read(numbers), speeds, strict=True)
-        log_probs = self.model.hear(features.batch([_at_speed(*each, features) for each in heard])).log_probs
+        log_probs = self.model.listen([_at_speed(*each, features) for each in heard]).log_probs
         return log_probs if self.model.states is None else self.model.states.scaled(log_probs)

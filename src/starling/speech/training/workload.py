@@ -20,6 +20,7 @@ from starling.speech.phones import Phones
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet, SpeechSets
 from starling.speech.tokens import BLANK, Tokenizer
+from starling.speech.too_short import frames_needed
 from starling.speech.training.plan import FramePlan, UtterancePlan
 from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
@@ -81,10 +82,13 @@ def load_batch(
     seed: int,
     on_bad: Literal["fail", "skip"] = "fail",
     phones: Phones | None = None,
+    subsampling: int = 1,
 ) -> Batch:
     """Load the utterances `indices` of a set. The same arguments give the same bits in every process.
 
-    With `augment` None the audio is not changed. With `phones` the batch has the phones of its transcripts. Global
+    With `augment` None the audio is not changed. With `phones` the batch has the phones of its transcripts. An
+    utterance that without its pauses would have too few frames for CTC, at `subsampling` feature frames for each of the
+    encoder, keeps them. Global
     random generators keep their states. The randomness of an utterance depends only on `seed` and its place in the
     batch, so a skipped utterance does not affect others, unless speech of the batch is mixed into them
     (`augment.babble_snr`).
@@ -99,7 +103,8 @@ def load_batch(
         waveforms = [attempt(features.checked, each.samples, each.id) for each in stored]
         waveforms = augmented(waveforms, speech_set.sampling_rate, augment, seed)
         warps = draw_warps(augment, seed, len(stored)) if augment.tempo or augment.vocal_tract else None
-        matrices = features.tried(waveforms, names, warps)
+        least = [0 if isinstance(each, DataError) else subsampling * frames_needed(each) for each in encoded]
+        matrices = features.tried(waveforms, names, warps, least)
         if augment.spec_augment is not None:
             matrices = spec_augment(matrices, augment.spec_augment, seed)
     places: list[int] = []
@@ -178,6 +183,7 @@ class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
                 derive_seed(recipe.seed, "augment", ticket.epoch, ticket.index, place),
                 recipe.data.filter.on_bad,
                 self.phones,
+                recipe.model.subsampling,
             )
             for place, indices in enumerate(self.plan.of(ticket))
         ]

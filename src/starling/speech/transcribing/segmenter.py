@@ -1,5 +1,6 @@
 """Cuts audio at pauses, by its energy; it may come in pieces, of which only the last segment is kept in memory."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,10 @@ _SHORTEST = 3
 """Frames of the shortest sound that counts as speech: a click has fewer."""
 _FLOOR = 1000
 """Frames, 10 s, within which the noise floor is the lowest level."""
+_EVEN = 45
+"""Frames in which the level stays within `_ABOVE` dB, also at high frequencies: noise, whatever was quieter before."""
+_FAINT = 12.0
+"""Noise is at least so many dB below the loudest sound."""
 _PATIENCE = 200
 """Frames, 2 s, after which an even level counts as noise. No speech is so long without a change of 10 dB."""
 
@@ -52,10 +57,11 @@ class Piece:
     """The number of the recording that it is of, among several."""
 
 
-def powers(samples: NDArray[np.float32], hop: int) -> NDArray[np.float64]:
-    """The variance of each whole frame of `hop` samples."""
+def powers(samples: NDArray[np.float32], hop: int, high: bool = False) -> NDArray[np.float64]:
+    """The variance of each whole frame of `hop` samples; `high`: of their differences, where high frequencies count."""
     count = len(samples) // hop
-    return np.asarray(samples[: count * hop].reshape(count, hop).var(axis=1, dtype=np.float64))
+    frames = samples[: count * hop].reshape(count, hop)
+    return np.asarray((np.diff(frames, axis=1) if high else frames).var(axis=1, dtype=np.float64))
 
 
 def levels(power: NDArray[np.float64], width: int = _SMOOTHED) -> NDArray[np.float64]:
@@ -99,8 +105,9 @@ def gathered(pieces: Iterable[Piece], num_samples: float) -> Iterator[list[Piece
 class Segmenter:
     """Finds the segments of audio that comes in pieces.
 
-    A detector of the energy with hysteresis: speech rises 10 dB above the lowest level of the last ten seconds, and
-    ends where it stays within 6 dB of it for the length of a pause.
+    A detector of the energy with hysteresis: speech rises 10 dB above the noise floor, and ends where it stays within
+    6 dB of it for the length of a pause. The floor is the level of the last 0.45 s of even noise, or without any in the
+    last ten seconds, their lowest level.
 
     Args:
         rate: The sampling rate of the segments.
@@ -118,6 +125,9 @@ class Segmenter:
         self._start = 0  # of the pending samples
         self._samples = np.zeros(0, np.float32)
         self._power = np.zeros(0)
+        self._high = np.zeros(0)  # of the differences of the samples, as many frames
+        self._noise: tuple[float, int] | None = None  # the level of the last even noise, dB, and frames since then
+        self._loudest = -math.inf  # dB, of all frames that have been looked at
         self._before = np.zeros(0)  # levels of the frames before the pending ones
         self._seen = 0  # pending frames that have been looked at
         self._found = 0
@@ -131,6 +141,7 @@ class Segmenter:
         pieces = self._cut(self._resampler.end())
         if len(self._power) * self._hop < len(self._samples):
             self._power = np.append(self._power, self._samples[-self._hop :].var(dtype=np.float64))
+            self._high = np.append(self._high, self._power[-1])
         self._seen = len(self._power)
         pieces += iter(partial(self._look, is_end=True), None)
         is_silent = not len(self._power) or float(levels(self._power).max()) < _LOWEST + _LOUD
@@ -142,9 +153,12 @@ class Segmenter:
         self._samples = np.concatenate([self._samples, samples])
         known = len(self._power) * self._hop
         self._power = np.concatenate([self._power, powers(self._samples[known:], self._hop)])
+        high = powers(self._samples[known:], self._hop, high=True)
+        self._high = np.concatenate([self._high, high])
         pieces: list[Piece] = []
         while self._seen + _LOOK_EVERY <= len(self._power):
             self._seen += _LOOK_EVERY
+            self._listen_for_noise()
             pieces += iter(self._look, None)
         return pieces
 
@@ -164,12 +178,25 @@ class Segmenter:
 
     def _speech(self, level: NDArray[np.float64]) -> NDArray[np.int64]:
         """The stretches with speech `[N, 2]` of pending levels, in frames."""
-        floor = max(_LOWEST, min(floor_of(level), floor_of(self._before)))
+        quietest = min(floor_of(level), floor_of(self._before))
+        floor = max(_LOWEST, quietest if self._noise is None else self._noise[0])
         found = runs(level > floor + _ABOVE)
         if not len(found):
             return found
         is_loud = np.maximum.reduceat(level, found[:, 0]) > floor + _LOUD
         return found[is_loud & (found[:, 1] - found[:, 0] >= _SHORTEST)]
+
+    def _listen_for_noise(self) -> None:
+        """Whether the newest frames that are looked at are noise."""
+        newest = slice(max(0, self._seen - _EVEN), self._seen)
+        level, high = levels(self._power[newest]), levels(self._high[newest])
+        self._loudest = max(self._loudest, float(level[-_LOOK_EVERY:].max()))
+        is_even = len(level) == _EVEN and max(np.ptp(level), np.ptp(high)) < _ABOVE
+        if is_even and level.max() < max(self._loudest - _FAINT, _LOWEST):
+            self._noise = float(level.min()), 0
+        elif self._noise is not None:
+            age = self._noise[1] + _LOOK_EVERY
+            self._noise = (self._noise[0], age) if age < _FLOOR else None
 
     def _look(self, is_end: bool = False) -> Piece | None:
         """The first segment that has ended, if there is one, which is taken away."""
@@ -207,6 +234,6 @@ class Segmenter:
         cut = end * self._hop
         piece = Piece(self._start, self._samples[:cut])
         self._start += len(piece.samples)
-        self._samples, self._power = self._samples[cut:], self._power[end:]
+        self._samples, self._power, self._high = self._samples[cut:], self._power[end:], self._high[end:]
         self._seen -= end
         return piece

@@ -111,10 +111,10 @@ class Transcriber:
 
     def _decode_batch(self, pieces: Sequence[Piece]) -> list[Segment]:
         recogniser = self.recogniser
-        heard = recogniser.hear(recogniser.features.batch([self._tensor(piece) for piece in pieces]))
+        heard = recogniser.listen([self._tensor(piece) for piece in pieces])
         rows = heard.rows
         is_greedy = self.has_times and self._search is None and recogniser.decoder is None
-        texts = recogniser.texts(*heard) if self._search is None else [self._search(row) for row in rows]
+        texts = recogniser.texts(heard) if self._search is None else [self._search(row) for row in rows]
         return [
             self._segment(piece, text, row, emissions_of(row.argmax(1)) if is_greedy else self._aligned(row, text))
             for piece, text, row in zip(pieces, texts, rows, strict=True)

@@ -1,0 +1,107 @@
+"""How loud the frames of a recording are: the level of its speech, its pauses, and features that depend on neither.
+
+Loads NumPy alone, because exported models have it, too.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Levels = NDArray[np.floating[Any]]
+
+_QUIET, _LOUD, _SPEECH = 0.10, 0.95, 0.4
+SCALE = 3.0
+"""Roughly the standard deviation of log-mel energies in speech, in nats."""
+_MARGIN = 10 ** (15.9 / 10)
+"""What is 15.9 dB below the level of speech is not active, by ITU-T P.56."""
+_SMOOTHED = 5
+"""Frames over whose mean power pauses are looked for."""
+_GROUPS = 4
+"""Groups of bands in which sound is looked for."""
+_RANGE = 10 ** (30 / 10)
+"""What is 30 dB below the level of speech is silence."""
+_FLOOR = -math.log(_RANGE)
+_EVEN, _RISE = 35, 10 ** (6 / 10)
+"""Frames in which no group of bands rises by 6 dB are noise: neither a vowel nor a fricative is so long and so even."""
+_BELOW = 10 ** (8 / 10)
+"""Noise is 8 dB below the level of speech, or it is not told apart."""
+_AT_ENDS = 1
+"""Frames of a pause that are kept at the ends of a recording."""
+
+
+def loud_frames(levels: Levels, least_range: float = 0.0) -> NDArray[np.bool_]:
+    """Which frames are loud `[n]`, by their levels `[n]` on a logarithmic scale.
+
+    Levels are averaged over five frames. A frame is loud if its level is at least 40 % of the way from the 10 %
+    quantile of all levels to the 95 % quantile. All frames are loud if these are less than `least_range` apart.
+    """
+    level = _smoothed(levels)
+    quiet, loud = np.quantile(level, [_QUIET, _LOUD])
+    is_loud: NDArray[np.bool_] = (level >= quiet + _SPEECH * (loud - quiet)) | (loud - quiet < least_range)
+    return is_loud
+
+
+def active(power: Levels) -> NDArray[np.bool_]:
+    """Which frames `[n]` are active, by their powers `[n]`: those at most 15.9 dB below their own mean power.
+
+    The method of ITU-T P.56 (2011), "Objective measurement of active speech level", for the powers of frames in place
+    of an envelope. Silence is never active, however long it is, unless there is nothing else.
+    """
+    ordered = np.sort(power)[::-1]
+    means = np.cumsum(ordered, dtype=np.float64) / np.arange(1, len(power) + 1)
+    last = int(np.flatnonzero(ordered * _MARGIN >= means)[-1])
+    found: NDArray[np.bool_] = power >= ordered[last]
+    return found
+
+
+def normalised(energies: Levels) -> Levels:
+    """Log-mel energies `[n, bands]`, whatever the level of the recording and however much of it is silence.
+
+        x = log(exp(e - l) + 0.001) - m,  divided by 3
+
+    where l is the level of speech, and m the mean of each band over the active frames.
+    """
+    power = np.exp(energies).mean(1)
+    is_active = active(power)
+    floored = np.logaddexp(energies - np.log(power[is_active].mean()), energies.dtype.type(_FLOOR))
+    scaled: Levels = (floored - floored[is_active].mean(0)) / energies.dtype.type(SCALE)
+    return scaled
+
+
+def without_long_pauses(powers: Levels, longest: int) -> NDArray[np.int64]:
+    """The frames `[m]` that are left of `[n, bands]` when the middle of each pause of more than `longest` frames is
+    left out, and all but a frame of each pause at an end.
+
+    In a pause, each group of bands is 30 dB below the level of speech, or within 6 dB of noise that the recording has
+    somewhere for 0.35 s. Levels are averaged over five frames.
+    """
+    total, count = powers.mean(1), len(powers)
+    speech = float(total[active(total)].mean())
+    groups = np.array_split(powers, min(_GROUPS, powers.shape[1]), axis=1)
+    level = np.stack([_smoothed(each.mean(1)) for each in groups], axis=1)
+    highest = np.full(level.shape[1], speech / _RANGE)
+    is_noise = np.zeros(count, bool)
+    if count >= _EVEN:
+        windows = np.lib.stride_tricks.sliding_window_view(level, _EVEN, axis=0)
+        is_even = (windows.max(2) < windows.min(2) * _RISE).all(1) & (windows.mean((1, 2)) < speech / _BELOW)
+        is_noise = np.convolve(is_even, np.ones(_EVEN)) > 0.5
+        if is_noise.any():
+            highest = np.maximum(highest, level[is_noise].min(0) * _RISE)
+    is_quiet = is_noise | (level < highest).all(1)
+    kept = np.ones(count, bool)
+    for first, end in np.flatnonzero(np.diff(is_quiet, prepend=False, append=False)).reshape(-1, 2).tolist():
+        is_first, is_last = first == 0, end == count
+        before = longest if is_first and is_last else 0 if is_first else _AT_ENDS if is_last else longest // 2
+        after = 0 if is_last else _AT_ENDS if is_first else longest // 2
+        if first + before < end - after:
+            kept[first + before : end - after] = False
+    return np.flatnonzero(kept)
+
+
+def _smoothed(power: Levels) -> Levels:
+    """The mean of each power `[n]` and of the two on either side, as far as there are any."""
+    sums, counts = (np.convolve(each, np.ones(_SMOOTHED))[2:-2] for each in (power, np.ones(len(power))))
+    smooth: Levels = sums / counts
+    return smooth
