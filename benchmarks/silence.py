@@ -1,0 +1,123 @@
+"""What silence, faint noise and another level do to the word errors of a trained recogniser.
+
+    python -m benchmarks.silence EXPERIMENT PREPARED_SET
+
+Each utterance of the set alone, with digital silence or noise around it, and louder or softer; then all of them as one
+recording with gaps, as a file and as a stream of short blocks. The last line is a table's row, and the exit code is 1
+where a bar is missed.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.measuring import Bar, Seconds
+from starling.speech.recogniser import Recogniser, by_duration
+from starling.speech.scoring.error_rates import count_errors
+from starling.speech.store import SpeechSet
+from starling.speech.trained import load_recogniser
+from starling.speech.transcribing.transcriber import Transcriber
+
+Samples = NDArray[np.float32]
+PADS: tuple[Seconds, ...] = (0.1, 0.4, 1.0, 2.0)
+"""Before, and after."""
+NOISES = (0.0, 0.001)
+"""Standard deviations; 0 is digital silence."""
+GAINS = (-30, -20, -10, 6)
+"""dB."""
+GAPS: tuple[Seconds, ...] = (0.6, 2.0)
+"""Between utterances."""
+BLOCK: Seconds = 0.2
+TOGETHER: Seconds = 60.0
+WORST, MEAN, JOINED = 1.5, 0.5, 1.5
+"""Points of word error rate more than alone: the worst cell, the mean of all, and as one recording."""
+
+
+def of_recogniser(recogniser: Recogniser, speech_set: SpeechSet) -> Iterator[Bar]:
+    """Points of word error rate beside those of the utterances alone."""
+    stored = speech_set.read(range(len(speech_set)))
+    references = {each.id: each.text for each in stored}
+    rate = speech_set.sampling_rate
+
+    def errors(change: Callable[[Samples], Samples]) -> float:
+        waveforms = [torch.from_numpy(change(np.asarray(each.samples, np.float32))) for each in stored]
+        texts = {}
+        for places in by_duration(np.array([len(each) for each in waveforms]) / rate, TOGETHER):
+            found = recogniser.texts(recogniser.listen([waveforms[place] for place in places]))
+            texts.update(zip([stored[place].id for place in places], found, strict=True))
+        return count_errors(references, texts)[0].rate
+
+    alone = errors(lambda samples: samples)
+    cells = {f"{gain:+d} dB": errors(lambda samples, gain=gain: louder(samples, gain)) - alone for gain in GAINS}
+    for noise in NOISES:
+        for seconds in PADS:
+            generator = np.random.default_rng(1)
+            cells[f"{seconds} s of {said(noise)}"] = (
+                errors(lambda samples, n=noise, s=seconds, g=generator: between(samples, n, round(s * rate), g)) - alone
+            )
+    shown = f"alone {alone:.2f} %; " + ", ".join(f"{name} {points:+.2f}" for name, points in cells.items())
+    yield Bar.at_most("silence, noise and levels: points of WER more, worst cell", max(cells.values()), WORST, shown)
+    yield Bar.at_most("the same, mean of the cells", fmean(cells.values()), MEAN)
+    whole = " ".join(references.values())
+    worst = {}
+    for noise in NOISES:
+        for gap in GAPS:
+            generator = np.random.default_rng(1)
+            recording = np.concatenate(
+                [between(each.samples, noise, round(gap * rate / 2), generator) for each in stored]
+            )
+            for way, transcribe in {"file": as_file, "stream": as_stream}.items():
+                text = transcribe(Transcriber(recogniser), recording, rate)
+                rate_of_all = count_errors({"all": whole}, {"all": text})[0].rate
+                worst[f"{way} with {gap} s of {said(noise)}"] = rate_of_all - alone
+    shown = ", ".join(f"{name} {points:+.2f}" for name, points in worst.items())
+    yield Bar.at_most("as one recording: points of WER more, worst", max(worst.values()), JOINED, shown)
+
+
+def said(noise: float) -> str:
+    return f"noise of {noise}" if noise else "digital silence"
+
+
+def louder(samples: Samples, decibels: float) -> Samples:
+    return np.asarray(samples * 10 ** (decibels / 20), np.float32)
+
+
+def between(samples: Samples, noise: float, length: int, generator: np.random.Generator) -> Samples:
+    """Samples with noise of a standard deviation, `length` samples before them and as many after."""
+    before, after = (noise * generator.standard_normal(length) for _ in range(2))
+    return np.concatenate([before, samples, after]).astype(np.float32)
+
+
+def as_file(transcriber: Transcriber, recording: Samples, rate: int) -> str:
+    return " ".join(segment.text for segment in transcriber.transcribe(recording, rate).segments)
+
+
+def as_stream(transcriber: Transcriber, recording: Samples, rate: int) -> str:
+    """As the WebSocket of `starling serve` transcribes it."""
+    live, hop = transcriber.live(rate), round(BLOCK * rate)
+    updates = [live.feed(recording[place : place + hop], False) for place in range(0, len(recording), hop)]
+    return " ".join(segment.text for update in [*updates, live.end()] for segment in update.final)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("experiment", type=Path)
+    parser.add_argument("speech_set", type=Path, metavar="PREPARED_SET")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    bars = list(of_recogniser(load_recogniser(given.experiment), SpeechSet.open(given.speech_set)))
+    for bar in bars:
+        sys.stdout.write(
+            f"{bar.name}: {bar.ratio:+.2f} of {bar.bar}{'' if bar.holds else ', MISSED'}\n  {bar.detail}\n"
+        )
+    return 0 if all(bar.holds for bar in bars) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
