@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -22,6 +21,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait as any_readable  # `select.select` refuses files above 1,023
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, ClassVar, Self
@@ -98,13 +98,13 @@ class WarmPopen:
     returncode: int | None
 
     def poll(self) -> int | None:
-        if self.returncode is None and (self._unread or select.select([self._report], [], [], 0.0)[0]):
+        if self.returncode is None and (self._unread or any_readable([self._report], 0.0)):
             self.returncode = int(self._word())
             self._report.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not self._unread and not select.select([self._report], [], [], timeout)[0]:
+        if self.returncode is None and not self._unread and not any_readable([self._report], timeout):
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         code = self.poll()
         assert code is not None
@@ -302,7 +302,7 @@ def serve(line: socket.socket, listener: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     others: list[socket.socket] = [listener]
     while True:
-        for source in select.select([line, *others], [], [])[0]:
+        for source in any_readable([line, *others]):
             if source is listener:
                 others.append(listener.accept()[0])
                 continue

@@ -124,7 +124,7 @@ def test_normalised_features_have_a_floor() -> None:
     """30 dB below the level of speech, digital silence and faint noise are nearly the same, and loud frames nearly as
     they were."""
     energies = np.log(np.array([[1.0, 1.0]] * 10 + [[1e-12, 1e-12]] * 90, np.float32))
-    found = normalised(energies)
+    (found,) = normalised([energies])
     np.testing.assert_allclose(found[:10], 0.0, atol=1e-6)
     np.testing.assert_allclose(found[10:], (np.log(1e-3) - np.log(1.001)) / 3, atol=1e-4)
 

@@ -201,6 +201,11 @@ class Progress(LearnerMessage, kind="progress"):
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the epoch's end; None if unknown."""
 
+    @classmethod
+    def between(cls, told: Stretch, began: Stretch, now: Stretch) -> "Progress":
+        """That of a learner whose counts are `now`, were `told` before, and `began` when the epoch did."""
+        return cls(now.learner, now.since(told), now.since(began))
+
 
 @dataclass(frozen=True)
 class Saved(LearnerMessage, kind="saved"):

@@ -71,7 +71,7 @@ class Tally:
 
     def progress(self, before: Stretch) -> Progress:
         """What has been done since `all` was `before`, and in the epoch."""
-        progress = Progress(self.all.learner, self.all.since(before), self.all.since(self._epoch_began))
+        progress = Progress.between(before, self._epoch_began, self.all)
         if (last := self._last) is not None:
             progress = replace(
                 progress,

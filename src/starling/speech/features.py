@@ -212,7 +212,7 @@ class LogMel:
         if self.config.normalise == "none":
             return energies
         if self.config.normalise == "active":
-            return [torch.from_numpy(normalised(each.numpy())) for each in energies]
+            return [torch.from_numpy(each) for each in normalised([each.numpy() for each in energies])]
         if self.config.normalise == "utterance":
             return [_normalised(each) for each in energies]
         if self.config.normalise == "speech":

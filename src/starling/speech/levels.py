@@ -4,6 +4,7 @@ Loads NumPy alone, because exported models have it, too.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -56,17 +57,19 @@ def active(power: Levels) -> NDArray[np.bool_]:
     return found
 
 
-def normalised(energies: Levels) -> Levels:
-    """Log-mel energies `[n, bands]`, whatever the level of the recording and however much of it is silence.
+def normalised(energies: Iterable[Levels]) -> list[Levels]:
+    """Log-mel energies `[n, bands]` of each utterance, whatever its level and however much of it is silence.
 
         x = log(exp(e - l) + 0.001) - m,  divided by 3
 
     where l is the level of speech, and m the mean of each band over the active frames.
     """
-    power = np.exp(energies).mean(1)
-    is_active = active(power)
-    floored = np.logaddexp(energies - np.log(power[is_active].mean()), energies.dtype.type(_FLOOR))
-    scaled: Levels = (floored - floored[is_active].mean(0)) / energies.dtype.type(SCALE)
+    scaled = []
+    for each in energies:
+        power = np.exp(each).mean(1)
+        is_active = active(power)
+        floored = np.logaddexp(each - np.log(power[is_active].mean()), each.dtype.type(_FLOOR))
+        scaled.append((floored - floored[is_active].mean(0)) / each.dtype.type(SCALE))
     return scaled
 
 

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import wait as any_readable  # `select.select` refuses files above 1,023
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,7 +256,7 @@ class MemoryLinks:
         connections: list[socket.socket] = []
 
         def wait(connection: socket.socket) -> None:
-            while not select.select([connection], [], [], LOOK_AROUND_SECONDS)[0]:
+            while not any_readable([connection], LOOK_AROUND_SECONDS):
                 peers.look_around()
                 if time.monotonic() > end:
                     raise ConnectionFailed("Timed out while the learners of this machine were linked")

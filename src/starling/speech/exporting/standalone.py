@@ -70,7 +70,7 @@ class Transcriber:
         if self.config["pauses"] is not None:
             features = features[without_long_pauses(np.exp(features), self.config["pauses"])]
         if self.config["normalise"] == "active":
-            features = normalised(features)
+            (features,) = normalised([features])
         elif self.config["normalise"] == "utterance":
             centred = features - features.mean(0)
             features = centred / np.maximum(np.sqrt(np.square(centred).mean(0)), _SMALLEST_DEVIATION)

@@ -20,7 +20,7 @@ from starling.speech.phones import Phones
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet, SpeechSets
 from starling.speech.tokens import BLANK, Tokenizer
-from starling.speech.too_short import frames_needed
+from starling.speech.too_short import frames_of_all
 from starling.speech.training.plan import FramePlan, UtterancePlan
 from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
@@ -103,7 +103,7 @@ def load_batch(
         waveforms = [attempt(features.checked, each.samples, each.id) for each in stored]
         waveforms = augmented(waveforms, speech_set.sampling_rate, augment, seed)
         warps = draw_warps(augment, seed, len(stored)) if augment.tempo or augment.vocal_tract else None
-        least = [0 if isinstance(each, DataError) else subsampling * frames_needed(each) for each in encoded]
+        least = frames_of_all(encoded, subsampling) if features.longest_pause else None
         matrices = features.tried(waveforms, names, warps, least)
         if augment.spec_augment is not None:
             matrices = spec_augment(matrices, augment.spec_augment, seed)
