@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.measuring import Bar, Seconds
 from starling.speech.recogniser import Recogniser, by_duration
-from starling.speech.scoring.error_rates import count_errors
+from starling.speech.scoring import count_errors
 from starling.speech.store import SpeechSet
 from starling.speech.trained import load_recogniser
 from starling.speech.transcribing.transcriber import Transcriber

@@ -10,7 +10,7 @@ import torch
 from starling.experiment.folder import ExperimentFolder
 from starling.speech.models.config import Chunks
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.error_rates import error_rates
+from starling.speech.scoring import error_rates
 from starling.speech.store import SpeechSet
 from starling.speech.streaming import Stream, streaming_network
 from starling.speech.training.validate import best_model

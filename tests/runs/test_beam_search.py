@@ -16,7 +16,7 @@ from starling.errors import ConfigError, DataError
 from starling.experiment.simulate import simulate_recipe
 from starling.speech.commands.evaluate import evaluate
 from starling.speech.recipe import check_recipe
-from starling.speech.scoring.error_rates import read_texts
+from starling.speech.scoring import read_texts
 from starling.speech.task import SPEECH
 from starling.speech.transcribing.files import transcribe_files
 from tests.runs.conftest import Tree

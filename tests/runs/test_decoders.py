@@ -23,7 +23,7 @@ from starling.speech.commands.evaluate import evaluate
 from starling.speech.models import Architecture, build_model, count_parameters, model_config
 from starling.speech.recipe import check_recipe, fixed_settings
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.error_rates import read_texts
+from starling.speech.scoring import read_texts
 from starling.speech.task import SPEECH
 from starling.speech.trained import load_recogniser
 from starling.speech.training.workload import Batch, speech_loss

@@ -10,7 +10,7 @@ from starling.errors import ConfigError
 from starling.speech.corpora.synthetic import LANGUAGES
 from starling.speech.data import set_digest, set_settings
 from starling.speech.recipe import load_recipe
-from starling.speech.scoring.error_rates import read_texts, without_tags
+from starling.speech.scoring import read_texts, without_tags
 from starling.speech.store import SpeechSet
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "languages.yaml"

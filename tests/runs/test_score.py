@@ -11,7 +11,7 @@ from starling.cli import app
 from starling.experiment.simulate import simulate_recipe
 from starling.recipe.run import dump_recipe
 from starling.speech.recipe import check_recipe
-from starling.speech.scoring.error_rates import write_score_files
+from starling.speech.scoring import write_score_files
 from starling.speech.task import SPEECH
 from tests.runs.conftest import Tree
 

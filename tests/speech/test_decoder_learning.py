@@ -13,7 +13,7 @@ from starling.speech.batch_plan import BatchConfig
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import model_config
 from starling.speech.recogniser import Recogniser
-from starling.speech.scoring.error_rates import error_rates
+from starling.speech.scoring import error_rates
 from starling.speech.tokens import TokenConfig, make_tokenizer
 from starling.speech.training.workload import load_batch, speech_loss
 

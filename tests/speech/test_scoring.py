@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.errors import DataError
-from starling.speech.scoring.error_rates import error_rates, write_score_files
+from starling.speech.scoring import error_rates, write_score_files
 
 WORD = st.sampled_from(["ONE", "TWO", "THREE", "TEN", "ÉTÉ"])
 REFERENCE = st.lists(WORD, min_size=1, max_size=6).map(" ".join)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from starling.speech.scoring.error_rates import (
+from starling.speech.scoring import (
     NOTHING,
     Alignment,
     align_words,

@@ -81,7 +81,7 @@ class Speech(Task[Recipe]):
         evaluate(folder.path, None, tell, console, is_best)
 
     def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
-        from starling.speech.scoring.evidence import scored_set
+        from starling.speech.evidence import scored_set
 
         return scored_set(folder, file)
 

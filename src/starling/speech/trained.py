@@ -16,7 +16,7 @@ from starling.speech.store import SpeechSet
 
 if TYPE_CHECKING:
     from starling.speech.recipe import Recipe
-    from starling.speech.scoring.error_rates import ErrorRates
+    from starling.speech.scoring import ErrorRates
 
 
 def open_experiment(experiment: Path) -> tuple[ExperimentFolder, "Recipe"]:
@@ -95,6 +95,6 @@ def _mean(experiment: Path, number: int) -> Recogniser:
 def recognised(recogniser: Recogniser, folder: Path) -> "ErrorRates":
     """The error rates of a recogniser on the prepared set in a folder."""
     speech_set = SpeechSet.open(folder)
-    from starling.speech.scoring.error_rates import error_rates, references_of
+    from starling.speech.scoring import error_rates, references_of
 
     return error_rates(references_of(speech_set), recogniser.recognise(speech_set))

@@ -32,7 +32,7 @@ from starling.speech.decoding.ngram import NgramModel, estimate
 from starling.speech.hybrid.lexicon import read_words, words_of
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Heard, Recogniser
-from starling.speech.scoring.error_rates import count_errors, references_of
+from starling.speech.scoring import count_errors, references_of
 from starling.speech.store import Member, SpeechSets
 from starling.speech.tokens import Tokenizer
 from starling.speech.training.plan import open_training_set

@@ -31,7 +31,7 @@ from starling.speech.models.attention import AttentionDecoder
 from starling.speech.prepare import prepare
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Heard, Recogniser
-from starling.speech.scoring.error_rates import (
+from starling.speech.scoring import (
     count_errors,
     lines_of_unseen,
     matched_pairs,

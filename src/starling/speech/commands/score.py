@@ -16,7 +16,7 @@ from starling.speech.codecs import set_of
 from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.manifests import TsvCorpus
-from starling.speech.scoring.error_rates import error_rates, matched_pairs, paired_bootstrap, read_texts, scored_in
+from starling.speech.scoring import error_rates, matched_pairs, paired_bootstrap, read_texts, scored_in
 from starling.speech.store import SpeechSet
 from starling.speech.trained import recipe_around
 

@@ -17,7 +17,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.reporting.evidence import ScoredSet, Utterance
 from starling.speech.codecs import set_of
 from starling.speech.recipe import load_resolved
-from starling.speech.scoring.error_rates import NOTHING, Alignment, align_words, error_rates, num_errors, read_texts
+from starling.speech.scoring import NOTHING, Alignment, align_words, error_rates, num_errors, read_texts
 from starling.speech.store import SpeechSet
 
 SHOWN = 3
