@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, StarlingError
 from starling.training.faults import NotFinite
 from starling.training.job import Job
+from starling.workload import Ticket
 from tests.contract.cases import CHOICES, Choice
 from tests.contract.conftest import widely
 from tests.contract.problems import Normalised, Points, SkippingLayers, TinyRegression
@@ -92,6 +93,29 @@ def test_buffers_and_unused_parameters_are_those_of_each_learner(workload: objec
     for one, other in zip(first.states, second.states, strict=True):
         assert torch.equal(one.weights, other.weights)
         assert all(torch.equal(one.buffers[each], other.buffers[each]) for each in one.buffers)
+
+
+class Remembering(Normalised):
+    """Holds each mini-batch that it has loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[Points] = []
+
+    def load(self, ticket: Ticket) -> Sequence[Points]:
+        self.loaded += (batches := super().load(ticket))
+        return batches
+
+
+def test_what_a_simulation_keeps_is_no_open_file() -> None:
+    """Mini-batches that a workload keeps, and buffers of the learners, stay out of shared memory: a process may have
+    1,024 open files."""
+    job = job_of(workload := Remembering(), CHOICES["adpsgd-random"])
+    states = VirtualEngine(job, 3, CLUSTER, computation=HostProcesses(job, CPU, 1)).run().states
+    assert len(workload.loaded) == 24
+    kept = [tensor for points in workload.loaded for tensor in (points.inputs, points.targets)]
+    kept += [buffer for state in states for buffer in state.buffers.values()]
+    assert not any(tensor.is_shared() for tensor in kept)
 
 
 def test_the_cluster_says_how_many_processes_compute() -> None:

@@ -189,9 +189,9 @@ class HostProcesses(RealGradients):
                 begun.slot = self._free.pop(0)
                 self._memory[begun.slot, 0].copy_(begun.at)
                 self._computing[begun.slot] = begun
-                buffers = [None if buffer is None else buffer.clone() for buffer in begun.learner.buffers]
+                batches = copy.deepcopy(begun.batches)  # a tensor that is sent moves to shared memory: an open file
                 with suppress(OSError):  # the process has died, which `answer_of` reports
-                    self._lines[begun.slot].send((begun.slot, begun.task, begun.batches, buffers))
+                    self._lines[begun.slot].send((begun.slot, begun.task, batches, _copied(begun.learner.buffers)))
 
     def _wait_for(self, begun: _Begun) -> None:
         """Receive gradients until one is there."""
@@ -210,9 +210,13 @@ class HostProcesses(RealGradients):
             self._free.append(slot)
             learner = begun.learner
             learner.replica.gradients.copy_(self._memory[slot, 1])
-            learner.buffers, begun.loss = buffers, computed.loss
+            learner.buffers, begun.loss = _copied(buffers), computed.loss
             learner.computed(computed)
             del self._begun[id(learner)]
+
+
+def _copied(buffers: Buffers) -> Buffers:
+    return [None if buffer is None else buffer.clone() for buffer in buffers]
 
 
 class _Worker:
