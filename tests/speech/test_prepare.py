@@ -227,14 +227,25 @@ def test_skipped_utterances_are_counted_and_listed(tmp_path: Path, how: str) -> 
 
 
 def test_more_than_one_percent_skipped_fails(tmp_path: Path) -> None:
-    """1 of 8 is too much by default; the message has the numbers and the first of them."""
+    """2 of 8 are too much by default; the message has the numbers and the first of them."""
     table = write_table(tmp_path / "corpus")
     _spoil(table, "u4", "silent")
+    _spoil(table, "u6", "silent")
     with pytest.raises(
-        DataError, match=r"1 of 8 utterances are unusable, more than .*1\.00%.*'u4': the audio is silent"
+        DataError, match=r"2 of 8 utterances are unusable, more than .*1\.00%.*'u4': the audio is silent"
     ):
         prepare(_config(tmp_path / "data", table))
     assert _leftovers(tmp_path / "data") == []
+
+
+def test_one_unusable_utterance_does_not_block_a_small_set(tmp_path: Path) -> None:
+    """1 of 8 is left out, and listed with its reason; with a limit of 0, it is an error."""
+    table = write_table(tmp_path / "corpus")
+    _spoil(table, "u4", "silent")
+    with pytest.raises(DataError, match=r"1 of 8 utterances are unusable, more than .*0\.00%"):
+        prepare(_config(tmp_path / "none", table, filter={"max_skipped": 0}))
+    assert prepare(_config(tmp_path / "data", table)).sets[0].dropped == 1
+    assert "the audio is silent" in (tmp_path / "data" / "train" / "dropped.tsv").read_text()
 
 
 def test_one_percent_is_left_out_by_default(tmp_path: Path) -> None:

@@ -245,12 +245,13 @@ def test_after_an_error_finished_shards_are_kept_and_the_wrong_one_is_written_an
 ) -> None:
     """Nothing looks finished, and a corrected corpus costs no more than what was wrong."""
     table = write_table(tmp_path / "corpus", count=15)
-    _silence(table, "u12")
+    _silence(table, "u12", "u13")
     config = _config(tmp_path / "data", table)
     _problem(config, pool)
     with pytest.raises(DataError, match="no prepared data"):
         SpeechSet.open(tmp_path / "data" / "train")
-    write_wav(table.parent / "audio" / "u12.wav", 0.4)
+    for each in ("u12", "u13"):
+        write_wav(table.parent / "audio" / f"{each}.wav", 0.4)
     prepare(config)
     assert stages_run == [2]
     assert len(_ids(tmp_path / "data" / "train")) == 15

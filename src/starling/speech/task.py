@@ -60,7 +60,7 @@ class Speech(Task[Recipe]):
 
     def max_skipped(self, recipe: Recipe, job: Job) -> int:
         plan: RecipePlan = cast(Any, job.workload).plan
-        return int(recipe.data.filter.max_skipped * len(plan.utterances))
+        return recipe.data.filter.skippable(len(plan.utterances))
 
     def validate_every(self, recipe: Recipe) -> int | None:
         return recipe.validate_every if recipe.data.valid is not None else None

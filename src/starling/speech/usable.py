@@ -120,7 +120,7 @@ class FilterConfig(Config):
     """Whether unusable utterances are left out, counted, named and listed, or the first one ends the command: in
     preparation, when training is set up (too short for CTC), and during training."""
     max_skipped: float = Field(default=0.01, ge=0, le=1)
-    """The maximum fraction of a set that may be left out as unusable."""
+    """The maximum fraction of a set that may be left out as unusable; unless it is 0, one utterance always may."""
     leave_out: Path | None = None
     """A list of utterances to leave out, as `starling check --drop` writes it."""
 
@@ -129,6 +129,10 @@ class FilterConfig(Config):
         if self.max_seconds <= self.min_seconds:
             raise ValueError(f"max_seconds ({self.max_seconds}) must be greater than min_seconds ({self.min_seconds})")
         return self
+
+    def skippable(self, total: int) -> int:
+        """How many of `total` utterances may be left out as unusable."""
+        return max(1, math.floor(self.max_skipped * total)) if self.max_skipped else 0
 
 
 @dataclass(frozen=True)
@@ -248,7 +252,7 @@ class Checker:
         """
         bad = [each for each in self.dropped if each.bad]
         examples = "; ".join(f"{each.id!r}: {each.reason}" for each in (bad or self.dropped)[:5])
-        if len(bad) > self._limits.max_skipped * self._total:
+        if len(bad) > self._limits.skippable(self._total):
             raise DataError(
                 f"set {self._name}: {len(bad)} of {self._total} utterances are unusable, more than "
                 f"data.filter.max_skipped = {self._limits.max_skipped:.2%}; the first: {examples}; correct them, or "

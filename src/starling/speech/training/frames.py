@@ -123,7 +123,7 @@ def _store(recipe: Recipe, train: SpeechSets, features: LogMel, folder: Path, sa
             for (number, speed), matrix in zip(usable, matrices, strict=True):
                 writer.write(number, matrix.numpy(), speed)
             num_written += len(usable)
-    if len(bad) > recipe.data.filter.max_skipped * len(train):
+    if len(bad) > recipe.data.filter.skippable(len(train)):
         raise DataError(
             f"{train.name}: {len(bad)} of {len(train)} utterances cannot be used, such as: {bad[0]}; "
             f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"

@@ -235,7 +235,7 @@ def _leave_out_too_short(
         raise DataError(
             f"{problem}: {remedy}, raise data.filter.min_seconds, or leave them out with data.filter.on_bad=skip"
         )
-    if len(found) > recipe.data.filter.max_skipped * len(train):
+    if len(found) > recipe.data.filter.skippable(len(train)):
         allowed = f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
         raise DataError(f"{problem}; {allowed}: {remedy}, or raise that limit")
     write_table(path, TooShort._fields, found)
