@@ -6,13 +6,13 @@ learners that reach this process can continue or finish, so two halves of a spli
 """
 
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Generator
 from contextlib import closing, contextmanager
-from multiprocessing.connection import wait as any_readable  # `select.select` refuses files above 1,023
 from subprocess import DEVNULL, Popen
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,9 @@ class Coordinator:
         """Whether learners are here, or the process that started this one has not connected yet."""
         with self._roster.lock:
             is_anyone_here = any(record.process.is_running for record in self._roster.learners.values())
-        return is_anyone_here or not any_readable([self._parent], 0.0)
+        poll = select.poll()  # `select.select` refuses files above 1,023
+        poll.register(self._parent, select.POLLIN)
+        return is_anyone_here or not poll.poll(0)
 
     def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
         """Let a learner in. `who` is its id, the number of learners with which its run starts, and the silence after

@@ -20,7 +20,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing.connection import wait as any_readable  # `select.select` refuses files above 1,023
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -256,7 +255,9 @@ class MemoryLinks:
         connections: list[socket.socket] = []
 
         def wait(connection: socket.socket) -> None:
-            while not any_readable([connection], LOOK_AROUND_SECONDS):
+            poll = select.poll()  # `select.select` refuses files above 1,023
+            poll.register(connection, select.POLLIN)
+            while not poll.poll(1e3 * LOOK_AROUND_SECONDS):
                 peers.look_around()
                 if time.monotonic() > end:
                     raise ConnectionFailed("Timed out while the learners of this machine were linked")
