@@ -203,7 +203,8 @@ class Progress(LearnerMessage, kind="progress"):
 
     @classmethod
     def between(cls, told: Stretch, began: Stretch, now: Stretch) -> "Progress":
-        """That of a learner whose counts are `now`, were `told` before, and `began` when the epoch did."""
+        """The progress of a learner whose counts are `now`, were `told` in the last message, and were `began` when the
+        epoch began."""
         return cls(now.learner, now.since(told), now.since(began))
 
 

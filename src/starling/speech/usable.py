@@ -120,7 +120,7 @@ class FilterConfig(Config):
     """Whether unusable utterances are left out, counted, named and listed, or the first one ends the command: in
     preparation, when training is set up (too short for CTC), and during training."""
     max_skipped: float = Field(default=0.01, ge=0, le=1)
-    """The maximum fraction of a set that may be left out as unusable; unless it is 0, one utterance always may."""
+    """The maximum fraction of a set that may be left out as unusable. One utterance always may, unless this is 0."""
     leave_out: Path | None = None
     """A list of utterances to leave out, as `starling check --drop` writes it."""
 
