@@ -30,7 +30,7 @@ def test_names_that_look_a_little_like_numbers_stay_names(text: str) -> None:
         ("", "must be a YAML mapping"),
         ("a: !!python/name:os.system\n", "not valid YAML"),
         ("a: 2024-13-45\n", "not valid YAML"),
-        ("base: 3\n", "base must be the path of another recipe, got 3"),
+        ("base: 3\n", "base must be the path or the name of another recipe, got 3"),
     ],
 )
 def test_what_is_no_recipe_is_refused_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
@@ -58,6 +58,14 @@ def test_a_recipe_builds_on_its_base(tmp_path: Path) -> None:
     (tmp_path / "parts" / "middle.yaml").write_text("base: root.yaml\nb: {z: 3}\n")
     (tmp_path / "top.yaml").write_text("base: parts/middle.yaml\na: {y: 5}\nlist: [3]\n")
     assert read_recipe(tmp_path / "top.yaml") == {"a": {"x": 1, "y": 5}, "list": [3], "b": {"z": 3}}
+
+
+def test_a_base_may_be_named_as_in_a_command(tmp_path: Path) -> None:
+    """The recipe of the package, wherever the own one lies; a file of that name comes first."""
+    (tmp_path / "own.yaml").write_text("base: small\nseed: 7\n")
+    assert read_recipe(tmp_path / "own.yaml") == {**read_recipe(Path("small")), "seed": 7}
+    (tmp_path / "small").write_text("learners: 3\n")
+    assert read_recipe(tmp_path / "own.yaml") == {"learners": 3, "seed": 7}
 
 
 def test_bases_in_a_circle_are_refused(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def _check_size(root: yaml.Node, where: str) -> None:
 def read_recipe(path: Path) -> Tree:
     """The tree in a recipe file, merged over that of its `base:` (a path relative to the recipe), if it has one.
 
-    `path` may also be the name of a recipe in the package. Raises ConfigError for a file that is missing or not a YAML
+    Both may also be the names of recipes in the package. Raises ConfigError for a file that is missing or not a YAML
     mapping, and for circular bases.
     """
     tree: Tree = {}
@@ -111,8 +111,7 @@ def read_recipe(path: Path) -> Tree:
 def _with_bases(path: Path) -> Iterator[tuple[Path, Tree]]:
     """The file of a recipe, that of its base and so on, each with its own keys."""
     seen: list[Path] = []
-    shipped = _shipped().get(str(path))
-    path = path if shipped is None or path.exists() else shipped
+    path = _located(path, str(path))
     while True:
         if path.resolve() in seen:
             raise ConfigError(f"recipe {seen[0]}: its `base` is circular: it leads back to {path}; remove one `base`")
@@ -123,8 +122,14 @@ def _with_bases(path: Path) -> Iterator[tuple[Path, Tree]]:
         if base is None:
             return
         if not isinstance(base, str) or any(each == "\0" or "\ud800" <= each <= "\udfff" for each in base):
-            raise ConfigError(f"recipe {path}: base must be the path of another recipe, got {base!r}")
-        path = path.parent / base
+            raise ConfigError(f"recipe {path}: base must be the path or the name of another recipe, got {base!r}")
+        path = _located(path.parent / base, base)
+
+
+def _located(path: Path, name: str) -> Path:
+    """The recipe of the package with this name, unless there is such a file or no such recipe: then `path`."""
+    shipped = _shipped().get(name)
+    return path if shipped is None or path.exists() else shipped
 
 
 def merge(below: Tree, above: Tree) -> Tree:
