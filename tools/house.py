@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median_high
 from typing import TypeVar
 
 from rich.console import Console
@@ -163,7 +164,8 @@ def runs() -> Iterator[Figure]:
 
 
 def _traced(key: str, title: str, programs: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[Figure]:
-    """The most among several mini-batches of all learners, so that what is done now and then counts."""
+    """What is usual among several mini-batches of all learners, and beside it the most: what is done now and then, as
+    sending progress is, depends on time."""
     with tempfile.TemporaryDirectory() as name:
         folder, records = Path(name) / "work", Path(name) / "records"
         folder.mkdir()
@@ -173,12 +175,17 @@ def _traced(key: str, title: str, programs: Sequence[tuple[list[str], dict[str, 
         found = [each for path in records.iterdir() for each in json.loads(path.read_text(encoding="utf-8"))]
     if not any(each["files"] for each in found):
         raise SystemExit(f"{title}: no learner has made enough optimizer steps")
-    most = max(each["files of all threads"] for each in found)
+    files, changes = [each["files"] for each in found], [len(each["changes"]) for each in found]
+    everywhere = max(each["files of all threads"] for each in found)
     yield Figure(
-        f"{key}_files", f"files that {title} passes", max(each["files"] for each in found), f"all threads: {most}"
+        f"{key}_files",
+        f"files that {title} passes",
+        median_high(files),
+        f"at most {max(files)}; all threads: {everywhere}",
     )
-    changes = max(len(each["changes"]) for each in found)
-    yield Figure(f"{key}_changes", f"calls from file to file in {title}", changes)
+    yield Figure(
+        f"{key}_changes", f"calls from file to file in {title}", median_high(changes), f"at most {max(changes)}"
+    )
 
 
 def _said_by(programs: Sequence[tuple[list[str], dict[str, str]]], folder: Path) -> list[str]:

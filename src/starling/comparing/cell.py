@@ -112,9 +112,8 @@ def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResul
 
 def _simulated(subject: Subject, job: Job, cell: Cell) -> tuple[nn.Module | None, dict[str, Any]]:
     """The consensus model, None if it diverged, and what was measured."""
-    torch.set_num_threads(
-        subject.engine(cell).get("threads") or 1
-    )  # results must not depend on how many cores there are
+    # results must not depend on how many cores there are
+    torch.set_num_threads(subject.engine(cell).get("threads") or 1)
     watcher, model = Watcher(), None
     with suppress(NonFiniteError):
         outcome = VirtualEngine(job, cell.learners, subject.cluster(cell), watcher).run()

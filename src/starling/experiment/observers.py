@@ -3,12 +3,11 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self, TextIO
+from typing import Literal, TextIO
 
 from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
@@ -237,7 +236,7 @@ Keep = Literal["checkpoint", "model", ""]
 Moment = Literal["epoch", "barrier", "end"]
 
 
-class Saver(Observer):
+class Saver(Observer, AbstractContextManager["Saver"]):
     """An observer that saves in a background thread.
 
     It saves a checkpoint at every checkpoint barrier. At the end of an epoch, `choose` selects what is saved, the same
@@ -265,12 +264,7 @@ class Saver(Observer):
         self._chosen = defaultdict[Position, list[tuple[Keep, Moment]]](list)
         """What is saved at the ends of epochs whose states are not complete yet."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception as own:

@@ -16,7 +16,7 @@ from starling.chance import borrowed_generators, derive_seeds
 from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.codecs import Codec, transmitted
-from starling.speech.features import Warp, attempt
+from starling.speech.features import Warp
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,10 @@ def augmented(
         others = [] if config.babble_snr is None else [*waveforms[:place], *waveforms[place + 1 :]]
         usable = [other for other in others if not isinstance(other, DataError)]
         generator = np.random.default_rng(each)
-        found[place] = attempt(augment_waveform, waveform, sampling_rate, config, generator, usable)
+        try:
+            found[place] = augment_waveform(waveform, sampling_rate, config, generator, usable)
+        except DataError as error:
+            found[place] = error
     return found
 
 

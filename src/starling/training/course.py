@@ -210,9 +210,8 @@ class CourseLearner(ReplicaLearner):
         self._portion = self.tickets.number_of(loaded[0][0])
         self._pass_barriers(self._portion)
         self.statistics.num_steps += self._is_reporting
-        progress = self.tickets.progress(self._portion, minutes)
+        progress, following = self.tickets.around(self._portion, minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
-        following = self.tickets.progress(self._portion + 1, minutes)
         self._rate = self.job.schedule.at(progress, self.job.budget, following)
         for ticket, batch in loaded if self._is_reporting else ():
             self._observer.on_claim(ClaimReport.of(self.life.name, ticket, batch))

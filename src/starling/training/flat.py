@@ -138,8 +138,9 @@ class Model(ABC):
         return frozenset()
 
     def begin(self, num_parts: int) -> int:
-        """A gradient of so many micro-batches begins. Returns how many passes it makes: the last one is repeated with a
-        weight of 0 if need be."""
+        """A gradient of so many micro-batches begins, so none is `reached` yet. Returns how many passes it makes: the
+        last one is repeated with a weight of 0 if need be."""
+        self._reached.clear()
         return num_parts
 
 

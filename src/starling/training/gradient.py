@@ -74,7 +74,6 @@ def compute_gradient(
     total, whole = 0.0, math.nan if task.is_spoilt else sum(shares)
     num_more = flat.begin(len(parts)) - len(parts)
     parts, shares = parts + parts[-1:] * num_more, shares + [0.0] * num_more
-    flat.reached()
     used: set[int] = set()
     unused: frozenset[int] = frozenset()
     for number, (place, share) in enumerate(zip(parts, shares, strict=True), start=1):

@@ -186,6 +186,10 @@ class SyncGroupTickets:
         """The number of done mini-batches when exactly the portions below `number` are done."""
         return self._num_done_before + number * self.portion_size
 
+    def around(self, number: int, minutes: float) -> tuple[Progress, Progress]:
+        """The progress of the run before and after portion `number`, when exactly those below it have been claimed."""
+        return self.progress(number, minutes), self.progress(number + 1, minutes)
+
     def progress(self, number: int, minutes: float) -> Progress:
         """The progress of the run when exactly the portions below `number` have been claimed."""
         num_done = self.num_before(number)

@@ -8,10 +8,9 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,7 +58,7 @@ class LoopStats:
     """(1/L) sum_l |w_l - mean|^2 of all learners' weights at the last `consensus`; None before the first."""
 
 
-class JoinedLearner:
+class JoinedLearner(AbstractContextManager["JoinedLearner"]):
     """The model and the optimizer of your own loop as one of several learners; `starling.join` returns it.
 
     Call `step()` in place of `optimizer.step()`. Evaluate and save within `with consensus():` during the loop and
@@ -251,12 +250,7 @@ class JoinedLearner:
         self._hooks.remove()
         atexit.unregister(self._at_exit)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and not self._is_in_child:
             self.close()
         else:
@@ -292,10 +286,8 @@ class JoinedLearner:
         would abort when one of their threads wakes up. One that has finished closes, as does an attached one."""
         if self._is_in_child:
             return
-        error = getattr(sys, "last_value", None)
-        is_attached = self._hooks.is_attached and (
-            self._life.learner.survives or self._life.learner.release.error is None
-        )
+        error, learner = getattr(sys, "last_value", None), self._life.learner
+        is_attached = self._hooks.is_attached and (learner.survives or learner.release.error is None)
         if error is None and not self._is_closed and (is_attached or self._run.final is not None):
             try:
                 self.close()
@@ -310,7 +302,7 @@ class JoinedLearner:
                 "joined learner at the end, or use it in a with statement\n"
             )
         self._abandon(error)
-        if self.world > 1 or self._life.learner.survives:
+        if self.world > 1 or learner.survives:
             end_now(_exit_code(error), self._at_exit)
 
 

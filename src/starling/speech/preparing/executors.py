@@ -13,7 +13,7 @@ from importlib.metadata import version
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -35,16 +35,13 @@ _num_done: "Synchronized[int]"
 """In a worker process: the number of utterances that all workers have done."""
 
 
-class Executor:
+class Executor(AbstractContextManager["Executor"]):
     """Runs stages, one after another in this process; others run them elsewhere. As a context manager it ends the
     processes it has started."""
 
     def __init__(self) -> None:
         self._running: dict[Future[int], Any] = {}
         """The stages that run elsewhere, with what Ray calls them."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.stop(at_once=kind is not None)

@@ -12,10 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ _REST = 19.0
 """The pause after each scoring, as a multiple of its duration: scoring takes at most a twentieth of the time."""
 
 
-class Validation(Scoring):
+class Validation(Scoring, AbstractContextManager["Validation"]):
     """Scores models in a background thread, one at a time, and keeps the best. A context manager.
 
     Training never waits for validation, and an error in validation does not end it. A model that arrives while another
@@ -65,12 +64,7 @@ class Validation(Scoring):
         self._newest_epochs = 0.0
         self._has_told = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._is_over.set()
         self._thread.shutdown(wait=error is None, cancel_futures=error is not None)
         shutil.rmtree(self._folder.validation, ignore_errors=True)

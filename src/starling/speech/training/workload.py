@@ -19,7 +19,7 @@ from starling.speech.models import Architecture
 from starling.speech.phones import Phones
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet, SpeechSets
-from starling.speech.tokens import BLANK, Tokenizer
+from starling.speech.tokens import BLANK, Tokenizer, encoded_each
 from starling.speech.too_short import frames_of_all
 from starling.speech.training.plan import FramePlan, UtterancePlan
 from starling.training.freezing import freeze
@@ -99,12 +99,11 @@ def load_batch(
     stored = speech_set.read(indices.tolist())
     names, texts = [each.id for each in stored], [each.text for each in stored]
     with one_thread():
-        encoded = [attempt(tokenizer.encode, *each) for each in zip(texts, names, strict=True)]
+        encoded = encoded_each(tokenizer, texts, names)
         waveforms = [attempt(features.checked, each.samples, each.id) for each in stored]
         waveforms = augmented(waveforms, speech_set.sampling_rate, augment, seed)
         warps = draw_warps(augment, seed, len(stored)) if augment.tempo or augment.vocal_tract else None
-        least = frames_of_all(encoded, subsampling) if features.longest_pause else None
-        matrices = features.tried(waveforms, names, warps, least)
+        matrices = features.tried(waveforms, names, warps, frames_of_all(encoded, subsampling))
         if augment.spec_augment is not None:
             matrices = spec_augment(matrices, augment.spec_augment, seed)
     places: list[int] = []
