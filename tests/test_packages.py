@@ -49,6 +49,7 @@ def test_the_same_sources_give_the_same_wheel(copy: Path, tmp_path: Path, monkey
     assert wheel(copy, tmp_path / "later") != one
 
 
+@pytest.mark.wide
 def test_the_wheel_from_the_sdist_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What package indexes offer for other systems is the same."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")

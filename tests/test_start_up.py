@@ -179,6 +179,7 @@ NO_TORCH = {"torch", "simpy", "safetensors.torch", *SPEECH} - {"urllib3"}
 """What no command loads that only reads. `urllib3` may come with an editable install."""
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

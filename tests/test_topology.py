@@ -253,6 +253,7 @@ def test_pairs_contract_by_their_closed_form(world: int) -> None:
     assert pairs_contraction(world) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("world", [1, 2, 3, 6, 9, 16])
 def test_drawn_rounds_contract_as_expected(world: int) -> None:
     """The rounds that are really drawn average to the closed forms: permutations are uniform."""

@@ -175,6 +175,7 @@ def of_sample() -> list[Cell]:
     return cells
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cell", [named(cell.name, cell) for cell in of_sample()])
 def test_each_mini_batch_counts_once_whatever_happens_once(cell: Cell, tmp_path: Path) -> None:
     """With the share that its method gives to it among so many learners."""

@@ -60,6 +60,7 @@ STREAMING: dict[str, Any] = {"every": 6, "fragments": 3, "overlap": 2, "compress
 ELASTIC: dict[str, Any] = {"every": 2, "compression": "int8"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "learners", "options"),
     [
@@ -78,6 +79,7 @@ def test_a_loss_moves_no_fragment_at_rate_zero(name: str, learners: int, options
     assert max(by_moment) <= 1e-6
 
 
+@pytest.mark.wide
 def test_a_joiner_moves_no_fragment_at_rate_zero() -> None:
     """It has not sent anything yet, so that nothing of it is under way."""
     by_moment = []

@@ -112,6 +112,7 @@ def of_sample() -> list[Cell]:
     return cells
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cell", [named(cell.name, cell) for cell in of_sample()])
 def test_whatever_happens_once_nothing_moves_at_rate_zero(cell: Cell, tmp_path: Path) -> None:
     """Learners that were equal stay equal to the bit, and each weight moves by rounding at most."""

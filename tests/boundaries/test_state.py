@@ -114,6 +114,7 @@ def in_step(method: Method) -> bool:
     return method.strategy.sync_group_size(method.options(WORLD), WORLD) == WORLD
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", [named(each.name, each) for each in representatives()])
 def test_what_a_strategy_keeps_is_in_the_checkpoint(method: Method) -> None:
     """Whatever changes from one barrier to another, in any object that its coroutines hold, is saved or declared."""
@@ -127,6 +128,7 @@ def test_what_any_method_keeps_is_in_the_checkpoint(method: Method) -> None:
     assert kept_beside_the_checkpoint(method) == set()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", [named(f"{each.name} once", each) for each in representatives() if in_step(each)])
 def test_a_run_resumed_once_ends_in_the_same_bits(method: Method, tmp_path: Path) -> None:
     """From a checkpoint's files, where all learners step together."""

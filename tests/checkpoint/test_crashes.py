@@ -79,6 +79,7 @@ def test_a_run_after_a_crash_at_any_step_saves_as_if_nothing_had_happened(crashe
         assert len(list((again / "checkpoints").iterdir())) == 1
 
 
+@pytest.mark.wide
 def test_ten_runs_killed_in_a_row_do_not_stop_the_eleventh(crashed: list[Path], tmp_path: Path) -> None:
     """What killed saves left, ten times over, is removed at the start and is in nobody's way."""
     experiment = tmp_path / "experiment"

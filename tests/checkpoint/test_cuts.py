@@ -93,6 +93,7 @@ def moved_later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return moved
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_checkpoint_has_each_mini_batch_before_the_barrier_once(
     case: tuple[str, dict[str, Any], int], moved_later: list[float]
@@ -164,6 +165,7 @@ def delivered_and_pending(states: list[LearnerState]) -> Tensor:
     return total
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("servers", [{"shards": 1}, {"shards": 2}, {"servers": "own"}], ids=str)
 def test_a_checkpoint_of_servers_and_workers_has_each_mini_batch_once(servers: dict[str, Any]) -> None:
     """In theta, or in what a worker pushes when it resumes; of other workers' later pushes it has nothing."""

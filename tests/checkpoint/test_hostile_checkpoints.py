@@ -53,6 +53,7 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("resigned", [False, True], ids=["damaged", "forged"])
 def test_mutations_are_the_same_checkpoint_or_checkpoint_errors(whole: Path, tmp_path: Path, resigned: bool) -> None:
     """500 of every file, also deleted and swapped: nothing but CheckpointError, or what was saved, to the bit.
@@ -180,6 +181,7 @@ def test_headers_of_safetensors_are_not_believed(whole: Path, content: bytes) ->
         load(whole).start(0, 1, DILOCO)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "content",
     [

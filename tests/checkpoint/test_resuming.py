@@ -79,6 +79,7 @@ def distance(states: Sequence[LearnerState]) -> float:
     return max(float((state.weights - states[0].weights).abs().max()) for state in states)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "before",
     [
@@ -123,6 +124,7 @@ def test_outer_state_of_an_earlier_run_moves_no_weights(tmp_path: Path) -> None:
     assert max(again) > 1e-3  # the same strategy continues with its momentum
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("after", [("parameter-server", {}), ("aeasgd", {}), ("hogwild", {}), ("allreduce", {})])
 def test_what_a_server_keeps_is_not_read_by_another_strategy(after: Choice, tmp_path: Path) -> None:
     """Its optimizer has another state, and perhaps other pieces: all begin with the consensus."""
@@ -167,6 +169,7 @@ class AllBarriers(Observer):
             self.on_barrier(state)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("delay", [0, 1, 4])
 @pytest.mark.parametrize("world", [1, 2])
 def test_delayed_gradients_survive_a_stop_at_any_barrier(delay: int, world: int, tmp_path: Path) -> None:
@@ -187,6 +190,7 @@ def steps_in(weights: Tensor, rate: float) -> float:
     return float(-weights.double().mean() / rate)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("resumes", [False, True])
 def test_delayed_gradients_are_each_applied_once_when_a_learner_is_lost(resumes: bool, tmp_path: Path) -> None:
     """At any event: the mini-batches whose gradients waited are computed again, unless a checkpoint brought these."""
@@ -245,6 +249,7 @@ def test_what_a_rule_for_stale_gradients_remembers_is_in_a_checkpoint(
         assert more[0] > 1.5 * kept[0]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "by", "is_refused"), [("allreduce", 0.1, True), ("allreduce", 1e-6, False), ("adpsgd", 0.1, False)]
 )

@@ -267,6 +267,7 @@ def loss_at(weights: Tensor) -> float:
     return sum(float(workload.loss(model, workload.load(Ticket(0, index, index))[0])) for index in range(12))
 
 
+@pytest.mark.wide
 def test_on_a_ring_of_sixteen_learners_stay_closer_together_under_noise() -> None:
     """After as many rounds, and by as much as the recursion without curvature says: a quarter."""
 

@@ -307,6 +307,7 @@ def steps_in(weights: Tensor) -> float:
     return float(-weights.double().mean() / BY_ONE)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("shards", "servers"), [(1, "beside"), (2, "beside"), (2, "own")])
 def test_a_loss_costs_no_step_of_those_that_remain(shards: int, servers: str) -> None:
     """A worker is killed at any event, also while pushes are under way to several servers, or have arrived at some.
@@ -381,6 +382,7 @@ def elastic_sum(*faults: Fault) -> tuple[Tensor, int]:
     return total / -BY_ONE, outcome.num_memberships
 
 
+@pytest.mark.wide
 def test_what_learners_and_centre_give_each_other_adds_up_to_nothing_when_one_joins() -> None:
     """At any time, also while a difference is under way that a learner has applied and a server has not, or one of two
     servers has; and a worker beside a server keeps its own weights."""

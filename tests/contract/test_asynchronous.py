@@ -255,6 +255,7 @@ def test_a_learner_that_pauses_is_not_waited_for() -> None:
     assert max(seconds for rank, seconds in steps if rank != 1) < 50.0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("period", [0.5, 1.0, 4.0])
 def test_the_period_bounds_rounds_per_gradient(period: float) -> None:
     """Learners of varying speed go through about 1 / period rounds for each of their gradients, not through many."""

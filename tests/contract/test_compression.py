@@ -235,6 +235,7 @@ def test_a_simulated_mean_takes_the_time_of_its_encoded_bytes() -> None:
     assert seconds("none") / seconds("int4") == pytest.approx(32 / (4 + 32 / BLOCK), rel=1e-3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -289,6 +290,7 @@ def test_weights_that_neighbours_average_follow_the_equation(
         np.testing.assert_allclose(state.weights.numpy(), expected[:, rank], rtol=0.0, atol=2e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("compression", "gamma"), [("int8", 1.0), ("int4", 1.0), ({"top_k": 0.1}, 0.1)])
 def test_gossip_of_changes_agrees_on_the_mean_to_rounding(compression: Any, gamma: float) -> None:
     """Without gradients, on a ring of eight, from weights far apart: no error of the encoding remains."""

@@ -217,6 +217,7 @@ RESUMED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "options"), RESUMED, ids=str)
 def test_a_resumed_run_ends_in_the_same_bits(name: str, options: dict[str, Any]) -> None:
     """Wherever it was stopped: rounds, public copies, corrections and what was under way are saved."""

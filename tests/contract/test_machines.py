@@ -55,6 +55,7 @@ def test_what_travels_between_machines_has_the_same_bits(
     assert torch.equal(between(machines, f"{name}/sgd"), expected)
 
 
+@pytest.mark.wide
 @every_pair
 @pytest.mark.parametrize("name", COUNTED)
 def test_no_update_is_lost_between_machines(name: str, machines: str, between: Between) -> None:

@@ -217,6 +217,7 @@ def test_asynchronous_updates_follow_their_events(strategy: str, options: Config
     assert notes.staleness == Counter({staleness: count * pieces for staleness, count in seen.items()})
 
 
+@pytest.mark.wide
 @settings(max_examples=60, deadline=None)
 @given(
     workers=st.integers(2, 5),

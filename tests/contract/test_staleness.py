@@ -96,6 +96,7 @@ def test_corrected_updates_follow_their_events(rule: str) -> None:
     assert np.abs(found - trained()).max() > 1e-3
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"update": "summed", "sum": 3}, {"shards": 3}], ids=str)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_asynchronous_server_has_the_weights_of_each_gradient(rule: str, options: dict[str, Any]) -> None:
@@ -182,6 +183,7 @@ def test_corrected_learners_that_average_follow_their_equation(rule: str, per_gr
     assert np.abs(found - trained()).max() > 5e-4 or (rule == "scaled" and per_gradient == 1)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("options", [{}, {"piece_megabytes": 1e-4, "optimizer_state": "averaged"}], ids=str)
 def test_one_learner_that_averages_with_none_is_not_corrected(rule: str, options: dict[str, Any]) -> None:

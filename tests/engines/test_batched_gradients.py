@@ -61,6 +61,7 @@ def both(job: Job, world: int) -> tuple[Outcome, Outcome, BatchedGradients, list
     return first, second, computation, single.reports, batched.reports
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", widely(CHOICES))
 def test_batched_gradients_change_no_event_and_no_weight_beyond_rounding(name: str) -> None:
     """The same tickets on the same learners at the same simulated times, with the same losses; the same weights."""

@@ -289,6 +289,7 @@ def mean_loop(case: dict[str, Any]) -> Tensor:
     return flat(model, every=True)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name in TROUBLED if name.startswith("allreduce")])
 def test_a_parameter_without_gradient_and_a_bad_gradient_do_what_they_do_in_one_loop(
     name: str, troubled: dict[str, list[dict[str, Tensor]]]

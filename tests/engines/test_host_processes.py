@@ -71,6 +71,7 @@ def job_of(workload: object, choice: Choice, **fields: object) -> Job:
     return replace(job, **fields)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", widely(CHOICES))
 def test_results_do_not_depend_on_the_number_of_processes(name: str, kept: Kept) -> None:
     """One event hash, which holds the bits of every loss, and the same weights."""
@@ -118,6 +119,7 @@ def test_what_a_simulation_keeps_is_no_open_file() -> None:
     assert not any(tensor.is_shared() for tensor in kept)
 
 
+@pytest.mark.wide
 def test_the_cluster_says_how_many_processes_compute() -> None:
     """With one, nothing is started."""
     job = job_of(TinyRegression(), CHOICES["allreduce"])

@@ -107,6 +107,7 @@ def test_replicas_that_must_be_equal_and_are_not_are_an_error(tmp_path: Path) ->
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("coroutine", ["allreduce", "adpsgd", "local-sgd", "diloco", "parameter-server"])
 def test_a_clamp_after_each_step_holds_or_is_refused(coroutine: str, tmp_path: Path) -> None:
     """Also through `data`, which no version counter sees. What is averaged in the background after a learner's last
@@ -146,6 +147,7 @@ def test_an_optimizer_that_was_not_given_to_join_is_refused_at_its_first_step(co
     run(case("foreign_optimizer", coroutine), tmp_path, message)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("trouble", ["gan", "muon", "compiled", "activation_checkpoints", "rewind", "ema_swap"])
 def test_in_step_the_loop_is_the_plain_loop_with_the_mean_gradient(trouble: str, tmp_path: Path) -> None:
     """Two optimizers in turn or together, and what else loops do."""

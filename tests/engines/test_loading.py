@@ -58,6 +58,7 @@ def until_processes_load(loaded: Iterator[Loaded]) -> Loaded:
     return next(each for each in loaded if each[1] != [os.getpid()])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_without_processes_and_before_they_are_up_who_asks_loads(num_workers: int) -> None:
     """Nobody waits for a process to start."""
@@ -211,6 +212,7 @@ def test_a_slow_learner_that_looks_ahead_ends_at_most_about_one_of_its_gradients
     assert ends[-1] - max(ends[:-1]) <= 1.5 * slow
 
 
+@pytest.mark.wide
 @settings(deadline=None)
 @given(st.floats(0.001, 1.0), st.integers(2, 6), st.floats(0.1, 4.0))
 def test_learners_draw_ahead_what_takes_as_long_to_compute_as_to_load(

@@ -104,6 +104,7 @@ def timed(strategy: Strategy, options: Config | None, world: int, steps: int, ve
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("world", [3, 6])
 @pytest.mark.parametrize("name", widely(name for name in CHOICES if "low-rank" not in name))  # refused
 def test_a_timing_only_run_has_the_events_of_a_run_with_real_gradients(

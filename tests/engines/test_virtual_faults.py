@@ -115,7 +115,9 @@ def kill_at(name: str, event: int, victim: int) -> None:
     check(outcome, record)
 
 
-@pytest.mark.parametrize("every", [27, pytest.param(9, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "every", [80, pytest.param(27, marks=pytest.mark.wide), pytest.param(9, marks=pytest.mark.wide)]
+)
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_learner_killed_at_any_event_ends_in_success_or_a_named_error(name: str, every: int) -> None:
     """Under every strategy; never in a deadlock, and each mini-batch counts once. Victims by turns; `make soak` has all
@@ -126,6 +128,7 @@ def test_a_learner_killed_at_any_event_ends_in_success_or_a_named_error(name: st
     kill_at(name, num_events, victim=0)
 
 
+@pytest.mark.wide
 def test_what_a_lost_learner_gave_to_a_mean_is_recorded() -> None:
     """Others may complete the mean in which it is lost, and step with it: all events of a step, all victims."""
     for event in range(50, 62):
@@ -142,6 +145,7 @@ def test_any_learner_killed_at_every_event_ends_in_success_or_a_named_error(name
             kill_at(name, event, victim)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["allreduce", "adpsgd-ring", "delayed", "hogwild"])
 def test_two_learners_killed_at_any_events_leave_two(name: str) -> None:
     """Also when the second dies while the others leave, or meet anew."""
@@ -200,6 +204,7 @@ def test_a_loss_costs_the_others_one_short_pause() -> None:
     assert sum(count - 1 for count in again.values()) <= 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["allreduce", "delay-by-one", "dpsgd-ring", "adpsgd-ring", "server-hybrid", "hogwild"])
 def test_a_learner_that_stands_still_is_waited_for_or_taken_for_dead(name: str) -> None:
     """At any event: below the limit nobody is lost; beyond it, it is as if it had been killed, and whoever wakes up
@@ -216,6 +221,7 @@ def test_a_learner_that_stands_still_is_waited_for_or_taken_for_dead(name: str) 
             assert outcome.seconds < 60.0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name", ["allreduce", "adpsgd-ring", "hadpsgd", "dpsgd-random", "server-asynchronous", "hogwild"]
 )
@@ -240,6 +246,7 @@ def test_a_learner_that_is_new_begins_with_a_neighbours_weights(name: str) -> No
     assert all(torch.equal(state.weights, outcome.states[0].weights) for state in outcome.states)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("at", [0.35, 0.6, 0.9, 1.4])
 def test_a_network_that_splits_and_heals_loses_nobody(at: float) -> None:
     """While it is split the halves move apart, and what is between them arrives late; then they agree again.

@@ -69,6 +69,7 @@ def assert_seen_once(runs: list[Run], world: int) -> None:
         assert sorted(seen) + each["outstanding"] == list(range(len(seen)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "world", "number", "options", "workers"),
     [

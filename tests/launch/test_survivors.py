@@ -65,6 +65,7 @@ def survive(
     return harm, losses
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("strategy", "world", "victim"),
     [

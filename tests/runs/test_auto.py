@@ -95,6 +95,7 @@ def reasons(measured: list[Figures], **options: Any) -> tuple[str, ...]:
     return chosen(measured, **options).lines
 
 
+@pytest.mark.wide
 def test_equal_learners_on_a_fast_link_choose_allreduce() -> None:
     """No strategy can be much faster than learners that compute all the time."""
     found = compared(figures())[0]
@@ -102,6 +103,7 @@ def test_equal_learners_on_a_fast_link_choose_allreduce() -> None:
     assert rate(found) == pytest.approx(4 / (GRADIENT + 0.0005 + FAST), rel=0.01)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("link", [FAST, SLOW_LINK])
 def test_a_slow_learner_makes_the_choice_asynchronous(link: float) -> None:
     """Nearly as many mini-batches as the learners compute alone, 3.1 times those of a fast one; `allreduce` takes turns
@@ -113,6 +115,7 @@ def test_a_slow_learner_makes_the_choice_asynchronous(link: float) -> None:
     assert rate(synchronous) == pytest.approx(4 / (10 * GRADIENT + link), rel=0.02)
 
 
+@pytest.mark.wide
 def test_a_slow_link_makes_learners_average_in_the_background_and_rarely() -> None:
     """A round of averaging takes six gradients, so that averaging each of them would make learners wait."""
     found = compared(figures(link=SLOW_LINK))[0]
@@ -122,6 +125,7 @@ def test_a_slow_link_makes_learners_average_in_the_background_and_rarely() -> No
     assert rate(found) > 5 * 4 / (GRADIENT + SLOW_LINK)
 
 
+@pytest.mark.wide
 def test_a_period_that_is_just_long_enough_is_too_short() -> None:
     """Rounds of 3.6 gradients fit in the 4 that a period of 2 allows a learner to be ahead; rounds that take 1.5 times
     as long do not, and make it wait."""

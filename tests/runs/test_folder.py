@@ -207,6 +207,7 @@ def test_a_folder_is_tried_by_writing_into_it(tmp_path: Path) -> None:
         check_writable(Path("/proc/checkpoints"))
 
 
+@pytest.mark.wide
 def test_a_resume_on_a_disk_that_is_read_only_is_an_error_at_the_start(tree: Tree) -> None:
     """Before anything is prepared: the checkpoints can be read, but none can be added."""
     recipe = check_recipe(tree, "r.yaml")

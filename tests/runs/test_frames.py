@@ -110,6 +110,7 @@ def test_the_whole_chain_recognises_songs_that_it_never_heard(trained: Path, tmp
     assert lines[-1] == f"{tmp_path / 'a.wav'}\tDO FA MI"
 
 
+@pytest.mark.wide
 def test_the_audit_counts_sub_sequences(trained: Path) -> None:
     """Each was seen exactly once in each epoch."""
     said: list[str] = []
@@ -140,6 +141,7 @@ def test_a_flat_start_and_a_model_of_ours_find_words_and_gaps(tree: Tree, traine
     assert min(share_right(flat), share_right(own)) > 0.9
 
 
+@pytest.mark.wide
 def test_rounds_repair_the_alignment_of_a_ctc_model_that_has_learned_little(tree: Tree) -> None:
     """It emits tokens in the right order, and at this age not yet in the right places."""
     of_frames = ("sequences", "states", "alignment", "features", "loss")

@@ -84,6 +84,7 @@ def _mutated(content: bytes, random: np.random.Generator) -> bytes:
     return bytes(spoilt or b"\0")
 
 
+@pytest.mark.wide
 def test_500_mutated_recipes_are_recipes_or_config_errors(tmp_path: Path) -> None:
     """Nothing but ConfigError, each within a second of computing; some of them are still recipes."""
     random = np.random.default_rng(17)

@@ -101,6 +101,7 @@ def test_a_learner_whose_gradient_outlasts_a_simulation_slows_only_itself() -> N
     assert rate == pytest.approx(3.01 / GRADIENT, rel=0.03)
 
 
+@pytest.mark.wide
 def test_a_plan_without_contention_has_to_be_asked_for() -> None:
     """The link of 16 learners' server carries a gradient in each send time, and its own learner needs no link."""
     served = arm("parameter-server", update="asynchronous")
@@ -189,6 +190,7 @@ def test_an_interval_contains_the_prediction_and_grows_with_the_validation_s_err
     assert "10% off" in checked.reason[2]
 
 
+@pytest.mark.wide
 def test_the_bandwidth_at_which_another_strategy_is_faster_solves_its_equation() -> None:
     """`adpsgd` makes more progress where the ring takes so long that `allreduce` makes fewer than WORTH times as many
     mini-batches, less 5 %."""
@@ -321,6 +323,7 @@ def test_what_does_not_fit_a_number_of_learners_is_left_out_with_a_note() -> Non
     assert any(note.startswith("hadpsgd with 3 learners is left out") for note in found.notes)
 
 
+@pytest.mark.wide
 def test_periodic_strategies_are_planned_over_whole_periods_and_only_if_named() -> None:
     """Bytes are those of one mean, or of one push, in H steps, however long H is; a warm-up does not count."""
     found = plan(profile=measured_profile(), learners=[4], crossings=False)
@@ -446,6 +449,7 @@ def test_the_published_network_has_the_published_size() -> None:
     assert published.network_weights() == pytest.approx(43.15e6, rel=2e-4)
 
 
+@pytest.mark.wide
 def test_published_hours_are_fitted_on_one_row_and_predicted_on_all_others() -> None:
     """None is left out; the presets hold the fitted number; comparable rows are those without a reason."""
     found = published.ROWS
@@ -473,6 +477,7 @@ def test_the_page_of_published_hours_is_what_the_command_prints() -> None:
     assert result.stdout == PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.wide
 def test_the_memory_of_a_process_is_its_own_and_not_that_of_the_one_which_started_it() -> None:
     """On Linux a process inherits the peak that `getrusage` tells, also that of a large notebook."""
     code = "from starling.predict.measure import peak_memory\nprint(peak_memory())"

@@ -63,6 +63,7 @@ def test_an_audit_of_a_mixture_tells_the_passes_over_each_domain(tree: Tree) -> 
     assert "many 1.25 passes (each utterance 1 to 2 times), few 5.00 passes (each utterance 5 to 5 times)" in verdict
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -126,6 +126,7 @@ def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:
         transcribe_files(tmp_path, [], print)
 
 
+@pytest.mark.wide
 def test_a_simulation_survives_a_dead_learner_and_the_audit_agrees(tree: Tree, tmp_path: Path) -> None:
     """What it had begun is seen by another; one that comes back takes part; the events are the same each time."""
     tree |= {

@@ -62,6 +62,7 @@ def test_each_mini_batch_is_a_stretch_at_first(segment: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.wide
 def test_the_file_grows_with_the_logarithm_of_the_time(segment: Path) -> None:
     """Of 100,000 mini-batches, equally long, at most 1000 (1 + ln 100) lines are written, and nothing is lost."""
     timeline = Recorded(segment, clock=None)

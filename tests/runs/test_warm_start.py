@@ -90,6 +90,7 @@ def _outputs(folder: Path) -> torch.Tensor:
     return log_probs
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("model", "wider"),
     [

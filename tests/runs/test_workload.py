@@ -57,6 +57,7 @@ def test_models_are_the_same_at_every_call(tree: Tree) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("learners", [1, 3, 6])
 def test_an_epoch_holds_every_utterance_once_for_any_learners(tree: Tree, learners: int) -> None:
     """The mini-batches are the same for any number of learners and any strategy."""

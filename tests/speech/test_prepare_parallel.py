@@ -257,6 +257,7 @@ def test_after_an_error_finished_shards_are_kept_and_the_wrong_one_is_written_an
     assert len(_ids(tmp_path / "data" / "train")) == 15
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("away", [False, True])
 def test_the_limit_of_skipped_utterances_is_that_of_the_whole_set(tmp_path: Path, pool: Processes, away: bool) -> None:
     """Two of 40 in different shards are 5 %; who mends their audio need not remove anything by hand."""
@@ -274,6 +275,7 @@ def test_the_limit_of_skipped_utterances_is_that_of_the_whole_set(tmp_path: Path
     assert prepare(tight, None, executor).sets[0].utterances == 40
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("away", [False, True])
 def test_an_id_that_comes_twice_is_told_whichever_shards_have_it(tmp_path: Path, pool: Processes, away: bool) -> None:
     """By its second place, as in one shard; skipped, the same utterances are left as where all are in one shard."""
@@ -361,6 +363,7 @@ def test_progress_counts_the_utterances_of_all_processes(tmp_path: Path, pool: P
     assert calls[-1] == 60
 
 
+@pytest.mark.wide
 def test_a_process_that_dies_is_told_with_its_shard(tmp_path: Path) -> None:
     """As one that the system ends for want of memory."""
     deadly = [Utterance("u0", "s", "TEXT", "nowhere", partial(os._exit, 9))]

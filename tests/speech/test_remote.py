@@ -228,6 +228,7 @@ def test_damaged_and_missing_bytes_are_named(store: Store, songs: SpeechSet, tmp
     assert "only 100 of" in str(found[8]) and "only 0 of" in str(found[9])
 
 
+@pytest.mark.wide
 def test_refused_access_says_where_credentials_belong(
     store: Store, songs: SpeechSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

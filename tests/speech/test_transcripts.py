@@ -142,6 +142,7 @@ def test_swapped_and_wrong_transcripts_are_found_and_nothing_else(planted: list[
     assert {each.id for each in whole.heard[:7]} == {*_partners(), "song-50"}
 
 
+@pytest.mark.wide
 def test_a_poor_recogniser_finds_the_swapped_ones_too(planted: list[Record], poor: Recogniser) -> None:
     """It hears more than a fifth of the characters wrong."""
     whole, findings = _hear(planted, poor)
@@ -161,6 +162,7 @@ def test_right_transcripts_raise_hardly_an_alarm(
     assert all(each.kind == "misfit" for each in findings)
 
 
+@pytest.mark.wide
 def test_what_the_model_cannot_spell_is_counted_and_what_has_no_path_does_not_fit(
     clean: list[Record], good: Recogniser
 ) -> None:
