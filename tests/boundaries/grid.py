@@ -382,6 +382,17 @@ def named(name: str, *values: Any) -> Any:
     return pytest.param(*values, id=name.replace(" ", "-"))
 
 
+FEW = ("allreduce", "adpsgd", "diloco", "parameter-server")
+"""What `make test` has of all strategies: one in step, one that gossips, one that agrees now and then, one served."""
+
+
+def tiered(method: Method, name: str, *values: Any) -> Any:
+    """A parameter set with a name, which only `make test-all` has unless its strategy is one of a few."""
+    return pytest.param(
+        *values, id=name.replace(" ", "-"), marks=() if method.strategy.name in FEW else pytest.mark.wide
+    )
+
+
 def representatives() -> Iterator[Method]:
     """One method of each registered strategy, where there are several the first."""
     seen = set()

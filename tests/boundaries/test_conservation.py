@@ -21,7 +21,18 @@ from torch import Tensor, nn
 from starling.strategies.parts.background import BackgroundOptions
 from starling.strategies.parts.means import TopK
 from starling.workload import Ticket, Workload
-from tests.boundaries.grid import KINDS, SPEEDS, Cell, Method, NothingHappened, methods, named, run_cell, undisturbed
+from tests.boundaries.grid import (
+    KINDS,
+    SPEEDS,
+    Cell,
+    Method,
+    NothingHappened,
+    methods,
+    named,
+    run_cell,
+    tiered,
+    undisturbed,
+)
 from tests.contract.problems import Points
 
 STEPS = 40
@@ -175,8 +186,7 @@ def of_sample() -> list[Cell]:
     return cells
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("cell", [named(cell.name, cell) for cell in of_sample()])
+@pytest.mark.parametrize("cell", [tiered(cell.method, cell.name, cell) for cell in of_sample()])
 def test_each_mini_batch_counts_once_whatever_happens_once(cell: Cell, tmp_path: Path) -> None:
     """With the share that its method gives to it among so many learners."""
     assert problems([cell], tmp_path) == []

@@ -20,6 +20,7 @@ from tests.boundaries.grid import (
     named,
     run_cell,
     same_bits,
+    tiered,
     undisturbed,
 )
 from tests.contract.cases import MakeOptimizer
@@ -112,8 +113,7 @@ def of_sample() -> list[Cell]:
     return cells
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("cell", [named(cell.name, cell) for cell in of_sample()])
+@pytest.mark.parametrize("cell", [tiered(cell.method, cell.name, cell) for cell in of_sample()])
 def test_whatever_happens_once_nothing_moves_at_rate_zero(cell: Cell, tmp_path: Path) -> None:
     """Learners that were equal stay equal to the bit, and each weight moves by rounding at most."""
     assert problems([cell], tmp_path) == []

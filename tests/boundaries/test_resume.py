@@ -21,6 +21,7 @@ from tests.boundaries.grid import (
     representatives,
     resumed,
     same_bits,
+    tiered,
     undisturbed,
 )
 from tests.contract.cases import adamw
@@ -105,8 +106,7 @@ def encoded_otherwise(before: Method) -> list[Method]:
     return [each for name, each in methods().items() if name.startswith(f"{base}/") and each is not before]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("before", [named(f"{each.name} once", each) for each in representatives()])
+@pytest.mark.parametrize("before", [tiered(each, f"{each.name} once", each) for each in representatives()])
 def test_learners_are_equal_after_a_resume_with_another_strategy(before: Method, tmp_path: Path) -> None:
     """Of each strategy with one other."""
     number, found = [each.name for each in representatives()].index(before.name), others(before)

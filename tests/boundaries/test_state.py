@@ -20,7 +20,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import VirtualEngine
 from starling.learner import Learner
 from starling.strategies import NoOptions, Strategy
-from tests.boundaries.grid import CLUSTERS, Method, Watch, methods, named, representatives, resumed
+from tests.boundaries.grid import CLUSTERS, Method, Watch, methods, named, representatives, resumed, tiered
 from tests.boundaries.walking import found_in
 from tests.contract.cases import adamw
 from tests.contract.problems import TinyRegression
@@ -114,8 +114,7 @@ def in_step(method: Method) -> bool:
     return method.strategy.sync_group_size(method.options(WORLD), WORLD) == WORLD
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("method", [named(each.name, each) for each in representatives()])
+@pytest.mark.parametrize("method", [tiered(each, each.name, each) for each in representatives()])
 def test_what_a_strategy_keeps_is_in_the_checkpoint(method: Method) -> None:
     """Whatever changes from one barrier to another, in any object that its coroutines hold, is saved or declared."""
     assert kept_beside_the_checkpoint(method) == set()
@@ -128,8 +127,9 @@ def test_what_any_method_keeps_is_in_the_checkpoint(method: Method) -> None:
     assert kept_beside_the_checkpoint(method) == set()
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("method", [named(f"{each.name} once", each) for each in representatives() if in_step(each)])
+@pytest.mark.parametrize(
+    "method", [tiered(each, f"{each.name} once", each) for each in representatives() if in_step(each)]
+)
 def test_a_run_resumed_once_ends_in_the_same_bits(method: Method, tmp_path: Path) -> None:
     """From a checkpoint's files, where all learners step together."""
     assert stays_the_same(method, tmp_path, 1) == []

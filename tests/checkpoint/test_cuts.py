@@ -93,8 +93,13 @@ def moved_later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return moved
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.wide if number else (), id=name)
+        for number, (name, case) in enumerate(CASES.items())
+    ],
+)
 def test_a_checkpoint_has_each_mini_batch_before_the_barrier_once(
     case: tuple[str, dict[str, Any], int], moved_later: list[float]
 ) -> None:

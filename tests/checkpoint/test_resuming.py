@@ -79,15 +79,14 @@ def distance(states: Sequence[LearnerState]) -> float:
     return max(float((state.weights - states[0].weights).abs().max()) for state in states)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     "before",
     [
         ("adpsgd", {}),
-        ("adpsgd", {"compression": "int8", "pattern": "ring"}),
-        ("noloco", {"every": 2}),
-        ("aeasgd", {"every": 2}),
-        ("local-sgd", {"every": 50}),
+        pytest.param(("adpsgd", {"compression": "int8", "pattern": "ring"}), marks=pytest.mark.wide),
+        pytest.param(("noloco", {"every": 2}), marks=pytest.mark.wide),
+        pytest.param(("aeasgd", {"every": 2}), marks=pytest.mark.wide),
+        pytest.param(("local-sgd", {"every": 50}), marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -169,7 +168,6 @@ class AllBarriers(Observer):
             self.on_barrier(state)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("delay", [0, 1, 4])
 @pytest.mark.parametrize("world", [1, 2])
 def test_delayed_gradients_survive_a_stop_at_any_barrier(delay: int, world: int, tmp_path: Path) -> None:

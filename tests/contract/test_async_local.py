@@ -307,8 +307,14 @@ def steps_in(weights: Tensor) -> float:
     return float(-weights.double().mean() / BY_ONE)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize(("shards", "servers"), [(1, "beside"), (2, "beside"), (2, "own")])
+@pytest.mark.parametrize(
+    ("shards", "servers"),
+    [
+        (1, "beside"),
+        pytest.param(2, "beside", marks=pytest.mark.wide),
+        pytest.param(2, "own", marks=pytest.mark.wide),
+    ],
+)
 def test_a_loss_costs_no_step_of_those_that_remain(shards: int, servers: str) -> None:
     """A worker is killed at any event, also while pushes are under way to several servers, or have arrived at some.
 

@@ -107,8 +107,16 @@ def test_replicas_that_must_be_equal_and_are_not_are_an_error(tmp_path: Path) ->
     )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("coroutine", ["allreduce", "adpsgd", "local-sgd", "diloco", "parameter-server"])
+@pytest.mark.parametrize(
+    "coroutine",
+    [
+        "adpsgd",
+        *(
+            pytest.param(name, marks=pytest.mark.wide)
+            for name in ("allreduce", "local-sgd", "diloco", "parameter-server")
+        ),
+    ],
+)
 def test_a_clamp_after_each_step_holds_or_is_refused(coroutine: str, tmp_path: Path) -> None:
     """Also through `data`, which no version counter sees. What is averaged in the background after a learner's last
     clamp may hold a step that the other has not clamped yet, and half of one that moved the other before."""
