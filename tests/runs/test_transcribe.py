@@ -89,6 +89,19 @@ def test_a_bad_file_is_named_and_the_others_are_done(talks: Path) -> None:
     assert (code, "none: this folder has no audio files" in err) == (5, True)
 
 
+def test_a_file_with_less_audio_than_declared_and_one_without_speech_are_told(talks: Path, tmp_path: Path) -> None:
+    """On standard error: what is there of a file is transcribed, and silence has no words."""
+    whole = (talks / "a.wav").read_bytes()
+    (tmp_path / "cut.wav").write_bytes(whole[: round(0.95 * len(whole))])
+    soundfile.write(tmp_path / "silent.wav", np.zeros(2 * RATE), RATE)
+    code, out, err = transcribed(tmp_path / "cut.wav", tmp_path / "silent.wav")
+    assert code == 0
+    first, second = out.splitlines()
+    assert first.startswith(f"{tmp_path}/cut.wav\tDO") and second == f"{tmp_path}/silent.wav\t"
+    assert f"{tmp_path}/cut.wav: 5.0% of the audio that its header declares is missing; the rest is used\n" in err
+    assert f"{tmp_path}/silent.wav: no speech was found in 2.0 s of audio\n" in err
+
+
 def test_standard_input_is_transcribed(talks: Path) -> None:
     """A file of any kind that libsndfile reads, or raw PCM; without a name, and a line for each segment."""
     assert transcribed("-", stdin=(talks / "a.wav").read_bytes()) == (0, "DO\nRE MI\n", "")

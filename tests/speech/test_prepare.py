@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from starling.errors import ConfigError, DataError
 from starling.recipe.file import read_recipe
 from starling.speech.corpora.synthetic import LANGUAGES
+from starling.speech.corpora.utterance import read_audio
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import Summary, describe, prepare
 from starling.speech.store import SpeechSet
@@ -224,6 +225,28 @@ def test_skipped_utterances_are_counted_and_listed(tmp_path: Path, how: str) -> 
     assert row.startswith({"duplicate": "u1", "id": "../u4"}.get(how, "u4") + "\t")
     assert re.search(rf"dropped 1 \(0\.00 h\), listed in .*dropped\.tsv: \S+ \(.*{_FAULTS[how]}.*\)", describe(summary))
     assert describe(prepare(config)).splitlines()[0].endswith("dropped.tsv")  # told by name when it is written
+
+
+def test_files_that_are_a_little_shorter_than_their_headers_say_are_used_and_named(tmp_path: Path) -> None:
+    """Up to a tenth, as they are, with whatever executor; a segment may end where the header says that the file does.
+    More is unusable."""
+    table = write_table(tmp_path / "corpus")
+    for name, share in (("u1", 0.91), ("u3", 0.999), ("u4", 0.89)):
+        path = table.parent / "audio" / f"{name}.wav"
+        path.write_bytes(path.read_bytes()[: 44 + 2 * round(share * soundfile.info(path).frames)])
+    config = _config(tmp_path / "data", table, shard_size=3, filter={"max_skipped": 0.2})
+    summary = prepare(config)
+    assert (summary.sets[0].utterances, summary.sets[0].dropped) == (7, 1)
+    listed = tmp_path / "data" / "train" / "short.tsv"
+    assert listed.read_text() == "id\nu1\nu3\n"
+    said = "train: the files of 2 utterances have up to a tenth less audio than their headers declare, and are used as "
+    assert f"{said}they are: u1, u3; listed in {listed}" in describe(summary)
+    assert "less audio" not in describe(prepare(config))  # told when it is written
+    path = table.parent / "audio" / "u1.wav"
+    whole = 0.4 + 0.01
+    assert len(read_audio(path, 0.1, whole - 0.1)[0]) == soundfile.info(path).frames - round(0.1 * RATE)
+    with pytest.raises(DataError, match=r"does not fit"):
+        read_audio(path, 0.1, whole)
 
 
 def test_more_than_one_percent_skipped_fails(tmp_path: Path) -> None:

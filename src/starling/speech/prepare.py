@@ -33,6 +33,8 @@ from starling.speech.usable import NO_SPEAKER, Checker, Source
 
 SETTINGS = "settings.json"
 """The file with the settings from which a set was made."""
+SHORT = "short.tsv"
+"""The file with the utterances whose files have a little less audio than their headers declare."""
 _MAX_SHOWN = 5  # changed settings
 _MAX_NAMED = 3  # dropped utterances
 _LISTED = ("dropped.tsv",)  # fetched from an object store if it exists
@@ -116,6 +118,13 @@ def describe(summary: Summary) -> str:
             if each.name in summary.written:
                 line += f": {_first_dropped(listed)}"
         lines.append(line)
+        if each.name in summary.written and (listed := summary.folder / each.name / SHORT).is_file():
+            _, *names = listed.read_text(encoding="utf-8").splitlines()
+            shown = ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
+            lines.append(
+                f"{each.name}: the files of {_number(len(names), 'utterance')} have up to a tenth less audio than "
+                f"their headers declare, and are used as they are: {shown}; listed in {listed}"
+            )
     if unnamed := [name for name in summary.written if _has_no_speakers(summary.folder / name)]:
         lines.append(
             f"warning: {', '.join(unnamed)}: the corpus names no speakers, so all utterances count as "
@@ -264,6 +273,8 @@ class _Making:
                 path.unlink(missing_ok=True)
         rows = "".join(f"{each.id}\t{each.seconds:.3f}\t{each.reason}\n" for each in dropped)
         (made / "dropped.tsv").write_text(f"id\tseconds\treason\n{rows}", encoding="utf-8", errors="backslashreplace")
+        if short := self._whole.short:
+            (made / SHORT).write_text("".join(f"{name}\n" for name in ("id", *short)), encoding="utf-8")
         (made / SETTINGS).write_text(json.dumps(source.settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         rate, seconds = self._checking.sampling_rate, sum(each.seconds for each in dropped)
         write_index(made, source.name, rate, _shards(files), source.digest, len(dropped), seconds)
@@ -283,7 +294,8 @@ class _Making:
                 stage.file.unlink()
                 ((stage, result),) = self._executor.run([replace(stage, taken=frozenset(taken))], meter.add)
             seen.update(result.shard.ids)
-            self._whole.count(result.total, result.dropped)
+            short = () if writes and self._source.strings else result.short  # strings are made of what was checked
+            self._whole.count(result.total, result.dropped, short)
             yield stage, result
         meter.end()
 

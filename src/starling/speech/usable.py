@@ -16,6 +16,7 @@ from starling.configuration import Config
 from starling.errors import DataError
 from starling.speech.corpora import Audio, Utterance
 from starling.speech.corpora.lines import read_table, write_table
+from starling.speech.corpora.utterance import noting_short
 from starling.speech.levels import loud_frames
 from starling.speech.strings import StringsConfig
 
@@ -211,6 +212,8 @@ class Checker:
         self._name, self._rate, self._limits = checking.set_name, checking.sampling_rate, checking.limits
         self._checking, self._total = checking, 0
         self.dropped: list[Dropped] = []
+        self.short: list[str] = []
+        """The usable utterances whose files have a little less audio than their headers declare."""
         self.seen = set(seen)
 
     def usable(self, utterances: Iterable[Utterance]) -> Iterator[Checked]:
@@ -223,7 +226,8 @@ class Checker:
             self._total += 1
             try:
                 clean = self._checked_words(utterance)
-                decoded, samples = self._checked_audio(utterance)
+                with noting_short() as short:
+                    decoded, samples = self._checked_audio(utterance)
             except _Unusable as problem:
                 if problem.bad and self._limits.on_bad == "fail":
                     raise DataError(
@@ -233,16 +237,18 @@ class Checker:
                 self.dropped.append(Dropped(utterance.id, problem.seconds, problem.reason, problem.bad, problem.kind))
                 continue
             self.seen.add(utterance.id)
+            self.short += [utterance.id] if short else []
             yield Checked(place, clean, samples, decoded)
 
     def reread(self, utterance: Utterance) -> Utterance:
         """A copy of the utterance whose audio is read at the set's sampling rate, and trimmed."""
         return replace(utterance, read=partial(_read_at, self._rate, self._limits.trim, utterance))
 
-    def count(self, total: int, dropped: Iterable[Dropped]) -> None:
+    def count(self, total: int, dropped: Iterable[Dropped], short: Iterable[str]) -> None:
         """Add the counts of another checker, which checked `total` other utterances of the set."""
         self._total += total
         self.dropped += dropped
+        self.short += short
 
     def finish(self) -> list[Dropped]:
         """The dropped utterances.

@@ -6,6 +6,8 @@ Audio is read with bounded memory; every error is a `DataError`.
 import re
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,11 @@ _BLOCK = 1 << 18
 """Numbers that are read at once; all channels together."""
 _STREAMED = 0x7FFFF000
 """Declared sizes of at least this value are placeholders: the length was unknown when the header was written."""
+
+LEAST_SHARE = 0.9
+"""The least share of the audio that a header declares: recorders that are switched off, or whose disk is full, leave
+headers that declare a little more than there is. It is used as it is, as by sox and FFmpeg."""
+_short: ContextVar[list[str] | None] = ContextVar("short", default=None)
 
 Audio = tuple[NDArray[np.float32], int]
 """Samples [T], mono, and their rate in Hz."""
@@ -173,6 +180,17 @@ def read_audio(
         raise DataError(f"{path}: cannot be read as audio: {error}") from error
 
 
+@contextmanager
+def noting_short() -> Iterator[list[str]]:
+    """The files that are read within this context and have a little less audio than their headers declare."""
+    found = list[str]()
+    token = _short.set(found)
+    try:
+        yield found
+    finally:
+        _short.reset(token)
+
+
 def read_blocks(file: "soundfile.SoundFile", name: object, count: int | None = None) -> Iterator[NDArray[np.float32]]:
     """The next `count` samples (None: all) in blocks `[n, channels]`. Memory use depends on the samples present, not on
     the header. Raises DataError that begins with `name` if there are fewer, or none."""
@@ -211,10 +229,12 @@ def _segment(path: Path, file: "soundfile.SoundFile", start: float, duration: fl
     rate, total = int(file.samplerate), int(file.frames)
     if rate < 1:
         raise DataError(f"{path}: sampling rate {rate} Hz")
-    check_whole(path, file)
+    if (share := share_there(path, file)) < 1.0 and (noted := _short.get()) is not None:
+        noted.append(str(path))
+    slack = max(rate // 100, round(total / share) - total)
     first = round(start * rate)
     count = total - first if duration is None else round(duration * rate)
-    if not (start >= 0 and count >= 0 and first + count <= total + rate // 100):
+    if not (start >= 0 and count >= 0 and first <= total and first + count <= total + slack):
         raise DataError(
             f"{path}: the segment of {f'{duration} s' if duration is not None else 'the rest'} from {start} s does not "
             f"fit: the file has {total / rate:.3f} s"
@@ -229,11 +249,15 @@ def _segment(path: Path, file: "soundfile.SoundFile", start: float, duration: fl
     return first, count
 
 
-def check_whole(name: object, file: "soundfile.SoundFile") -> None:
-    """Raise DataError that begins with `name` for a file that has less audio than its header declares."""
+def share_there(name: object, file: "soundfile.SoundFile") -> float:
+    """The share of the audio that the header declares which the file has: 1, or a little less. Raises DataError that
+    begins with `name` if it is less than `LEAST_SHARE`."""
     short = _SHORT_CHUNK.search(str(file.extra_info))
-    if short and int(short[1]) < _STREAMED and int(short[2]) < int(short[1]):
+    if not short or int(short[1]) >= _STREAMED or int(short[2]) >= int(short[1]):
+        return 1.0
+    if (share := int(short[2]) / int(short[1])) < LEAST_SHARE:
         raise DataError(f"{name}: truncated: {short[2]} bytes of audio, but the header declares {short[1]}")
+    return share
 
 
 def _channel(path: Path, channels: int, channel: int | None) -> int:

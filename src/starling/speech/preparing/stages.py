@@ -39,6 +39,8 @@ class Result:
     places: tuple[int, ...]
     dropped: tuple[Dropped, ...]
     shard: ShardIndex
+    short: tuple[str, ...] = ()
+    """The used utterances whose files have a little less audio than their headers declare."""
 
 
 _RESULT = TypeAdapter(Result)
@@ -95,7 +97,9 @@ class Stage:
             else:
                 shard = ShardIndex(self.number, 0, 0, *zip(*[each[:3] for each in used()], strict=True))
             taken, dropped = tuple(sorted(self.taken)), tuple(checker.dropped)
-            result = Result(self.listing, taken, len(self.utterances), tuple(places), dropped, shard)
+            result = Result(
+                self.listing, taken, len(self.utterances), tuple(places), dropped, shard, tuple(checker.short)
+            )
             self.file.unlink(missing_ok=True)
             if self.writes:
                 self._publish(aside, shard)

@@ -109,13 +109,19 @@ def transcribe_files(
         )
     total = len(sources) + len(problems)
     is_told = form == "txt" and output is None
+
+    def say(line: str) -> None:
+        screen.print(line, markup=False, highlight=False, soft_wrap=True)
+
     with Bars(screen) as bars:
         for is_at_once, some in groupby(sources, lambda each: is_told and each.path == STANDARD_INPUT):
             if is_at_once:
-                _tell_segments(transcriber, raw_rate, problems, tell)
+                _tell_segments(transcriber, raw_rate, problems, tell, say)
             else:
-                for source, transcript in _transcribed(transcriber, list(some), raw_rate, problems, bars):
+                for source, transcript in _transcribed(transcriber, list(some), raw_rate, problems, bars, say):
                     _write(source, transcript, form, tell)
+                    if not transcript.segments:
+                        say(f"{source.path}: no speech was found in {transcript.seconds:.1f} s of audio")
     if problems:
         several = f"{len(problems)} of {total} files cannot be transcribed: " if total > 1 else ""
         raise DataError(several + "; ".join(problems))
@@ -173,16 +179,21 @@ def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> Non
         replace_file(source.output, text)
 
 
-def _tell_segments(transcriber: Transcriber, raw_rate: int | None, problems: list[str], tell: Say) -> None:
+def _tell_segments(transcriber: Transcriber, raw_rate: int | None, problems: list[str], tell: Say, say: Say) -> None:
     """Pass on the text of each segment of standard input; of raw PCM, as soon as the segment has ended."""
-    with noted(problems, DataError), _opened(STANDARD_INPUT, raw_rate) as sound:
+    with noted(problems, DataError), _opened(STANDARD_INPUT, raw_rate, say) as sound:
         for some in transcriber.stream(sound, sound.rate, TOGETHER if raw_rate is None else 0.0):
             for text in filter(None, (segment.text for segment in some)):
                 tell(text)
 
 
 def _transcribed(
-    transcriber: Transcriber, sources: Sequence[_Source], raw_rate: int | None, problems: list[str], bars: Bars
+    transcriber: Transcriber,
+    sources: Sequence[_Source],
+    raw_rate: int | None,
+    problems: list[str],
+    bars: Bars,
+    say: Say,
 ) -> Iterator[tuple[_Source, Transcript]]:
     """The transcript of each file, in order; segments of several files are decoded together."""
     segments: defaultdict[int, list[Segment]] = defaultdict(list)
@@ -190,7 +201,7 @@ def _transcribed(
 
     def pieces() -> Iterator[Piece]:
         for number, source in enumerate(sources):
-            with noted(problems, DataError), _opened(source.path, raw_rate) as sound:
+            with noted(problems, DataError), _opened(source.path, raw_rate, say) as sound:
                 for piece in transcriber.pieces(sound, sound.rate):
                     yield replace(piece, recording=number)
                     if len(sources) == 1:
@@ -211,8 +222,9 @@ def _transcribed(
 
 
 @contextmanager
-def _opened(path: Path, raw_rate: int | None) -> Iterator[Sound]:
-    """A file or standard input. That is copied to a temporary file first, unless it is raw PCM."""
+def _opened(path: Path, raw_rate: int | None, say: Say) -> Iterator[Sound]:
+    """A file or standard input; `say` is told what its user should know. Standard input is copied to a temporary file
+    first, unless it is raw PCM."""
     with ExitStack() as stack:
         audio: Path | IO[bytes] = path
         if path == STANDARD_INPUT:
@@ -221,4 +233,8 @@ def _opened(path: Path, raw_rate: int | None) -> Iterator[Sound]:
                 audio = stack.enter_context(tempfile.TemporaryFile())
                 shutil.copyfileobj(sys.stdin.buffer, audio)
                 audio.seek(0)
-        yield stack.enter_context(opened(audio, "standard input" if path == STANDARD_INPUT else str(path), raw_rate))
+        name = "standard input" if path == STANDARD_INPUT else str(path)
+        sound = stack.enter_context(opened(audio, name, raw_rate))
+        if sound.note:
+            say(sound.note)
+        yield sound

@@ -12,7 +12,7 @@ import soundfile
 from numpy.typing import NDArray
 
 from starling.errors import DataError
-from starling.speech.corpora.utterance import check_regular, check_whole, read_blocks
+from starling.speech.corpora.utterance import check_regular, read_blocks, share_there
 
 Seconds = float
 _BLOCK = 1 << 18
@@ -31,6 +31,8 @@ class Sound:
     blocks: Iterator[NDArray[np.float32]]
     """The mean of the channels, `[T]` each. Raises DataError for a truncated file and for samples that are not
     finite."""
+    note: str = ""
+    """What its user should know."""
     heard: Seconds = 0.0
     """Length of the blocks so far."""
 
@@ -58,10 +60,13 @@ def opened(audio: Path | IO[bytes], name: str, raw_rate: int | None = None) -> I
         raise DataError(f"{name}: cannot be read as audio: {reason}") from error
     with file:
         check_rate(int(file.samplerate), name)
-        check_whole(name, file)
+        share = share_there(name, file)
         means = (block.mean(axis=1) if file.channels > 1 else block[:, 0] for block in read_blocks(file, name))
         blocks = (checked(block, name) for block in means)
-        yield Sound(int(file.samplerate), file.frames / file.samplerate, blocks)
+        sound = Sound(int(file.samplerate), file.frames / file.samplerate, blocks)
+        if share < 1.0:
+            sound.note = f"{name}: {1 - share:.1%} of the audio that its header declares is missing; the rest is used"
+        yield sound
 
 
 def check_rate(rate: int, name: str) -> None:
