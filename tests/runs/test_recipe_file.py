@@ -60,6 +60,16 @@ def test_a_recipe_builds_on_its_base(tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "top.yaml") == {"a": {"x": 1, "y": 5}, "list": [3], "b": {"z": 3}}
 
 
+def test_a_section_of_another_kind_replaces_that_of_the_base(tmp_path: Path) -> None:
+    """Its keys mean nothing to another kind. One of the same kind, or without a kind, is merged."""
+    (tmp_path / "base.yaml").write_text("data: {corpus: {kind: several, corpora: {a: {kind: tsv, id: x}}}, train: a}")
+    path = tmp_path / "own.yaml"
+    path.write_text("base: base.yaml\ndata: {corpus: {kind: kaldi, path: k}}")
+    assert read_recipe(path) == {"data": {"corpus": {"kind": "kaldi", "path": "k"}, "train": "a"}}
+    path.write_text("base: base.yaml\ndata: {corpus: {corpora: {a: {kind: tsv, path: y}}}}")
+    assert read_recipe(path)["data"]["corpus"]["corpora"]["a"] == {"kind": "tsv", "id": "x", "path": "y"}
+
+
 def test_a_base_may_be_named_as_in_a_command(tmp_path: Path) -> None:
     """The recipe of the package, wherever the own one lies; a file of that name comes first."""
     (tmp_path / "own.yaml").write_text("base: small\nseed: 7\n")

@@ -133,11 +133,13 @@ def _located(path: Path, name: str) -> Path:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Merge `above` over `below`: mappings are merged, other values are replaced."""
+    """Merge `above` over `below`: mappings are merged, but for those of another `kind`; other values are replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+            value = merge(old, value)
+        merged[key] = value
     return merged
 
 
