@@ -65,15 +65,18 @@ class Guard:
         return f"the upload is larger than {self._limits.upload_bytes / 1e6:g} MB (--max-megabytes)"
 
     def _counted(self, receive: Receive) -> Receive:
-        """At most so many bytes, each message within the time limit."""
+        """At most so many bytes, each message within the time limit. After the last one, only a disconnection can come,
+        and the wait for it has no limit."""
         total = 0
+        limit: Seconds | None = self._limits.stall
 
         async def checked() -> Message:
-            nonlocal total
+            nonlocal total, limit
             try:
-                message = await asyncio.wait_for(receive(), self._limits.stall)
+                message = await asyncio.wait_for(receive(), limit)
             except TimeoutError:
                 raise HTTPException(408, f"no data for {self._limits.stall:g} s", _CLOSE) from None
+            limit = self._limits.stall if message.get("more_body") else None
             total += len(message.get("body", b""))
             if total > self._limits.upload_bytes:
                 raise HTTPException(413, self._too_large, _CLOSE)
