@@ -1,5 +1,6 @@
 """The server answers files and live audio, refuses what is wrong in one message, and serves all clients in turn."""
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -14,12 +15,13 @@ import httpx
 import numpy as np
 import pysubs2
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from starling.errors import ConfigError
 from starling.speech.serving.app import serve
-from starling.speech.serving.guard import Limits
+from starling.speech.serving.guard import Guard, Limits
 from tests.serve.conftest import STALL, TONES, file_of, sung, words_of
 from tests.speech.tones import RATE
 
@@ -111,6 +113,33 @@ def test_a_client_that_stalls_is_cut_off_and_keeps_no_other_waiting(server: str,
         assert monotonic() - begin >= STALL
     assert answer.startswith("HTTP/1.1 408 ")
     assert answer.endswith('{"error":"no data for 1 s"}')
+
+
+def test_a_client_that_waits_for_its_answer_does_not_stall() -> None:
+    """After its upload: a response that is streamed for longer than the limit listens all the time whether the client
+    has gone."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(receive(), 0.2)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ask() -> list[Message]:
+        sent: list[Message] = []
+        messages: asyncio.Queue[Message] = asyncio.Queue()
+        for is_last in (False, True):
+            messages.put_nowait({"type": "http.request", "body": b"x", "more_body": not is_last})
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        guard = Guard(answer, Limits(1_000_000, 60.0, 0.05), False)
+        await guard({"type": "http", "path": "/transcribe", "headers": []}, messages.get, send)
+        return sent
+
+    assert [message["status"] for message in asyncio.run(ask())] == [200]
 
 
 @pytest.mark.wide

@@ -164,7 +164,10 @@ def serve(
     best: Best = False,
     beam: Beam = False,
 ) -> None:
-    """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket."""
+    """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket.
+
+    Clients of OpenAI's API find its transcriptions under /v1.
+    """
     from starling.speech.serving.app import serve as serve_model
     from starling.speech.serving.guard import Limits
 

@@ -4,28 +4,34 @@ GET  /               a page to drop files on and to speak to
 GET  /health         whether the server answers, and how many clients wait
 POST /transcribe     a file as `multipart/form-data`, or as the body; ?format=json, txt, srt, vtt, ctm or jsonl
 WS   /live?rate=R    raw PCM in binary messages; JSON with final segments and the partial text comes back
+POST /v1/audio/transcriptions, GET /v1/models, GET /v1/models/{model}     as in OpenAI's API
 """
 
 import asyncio
 import errno
 import json
 import logging
+import math
 import signal
 import socket
 import tempfile
+import zlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 from importlib.resources import files
 from pathlib import Path, PurePath
+from time import time
 from types import FrameType
-from typing import IO, TypeVar
+from typing import IO, Literal, Self, TypeVar
 
 import numpy as np
 import uvicorn
 from numpy.typing import NDArray
+from pydantic import ValidationError, field_validator, model_validator
 from starlette.applications import Starlette
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -33,9 +39,12 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from starling.configuration import Config
 from starling.errors import ConfigError, DataError, StarlingError
+from starling.problems import ProblemsError, describe
 from starling.reporting.progress import Say
-from starling.speech.serving.guard import LOOPBACK, Guard, Limits
+from starling.speech.serving.guard import LOOPBACK, OPENAI, Guard, Limits, problem
+from starling.speech.tokens import Tokenizer, encoded_each
 from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm
 from starling.speech.transcribing.transcriber import Transcriber
@@ -51,12 +60,62 @@ _TOGETHER: Seconds = 30.0
 """Audio of one client that is decoded before it is the next client's turn."""
 _BUSY = 8
 """Waiting clients above which live ones get no partial results."""
+_WHISPER = "whisper-1"
+"""Many clients of OpenAI's API always ask for the model of this name."""
 _PAGE_FILES = {"page.html": "text/html", "page.js": "text/javascript", "microphone.js": "text/javascript"}
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+class _Options(Config):
+    """What a client of OpenAI's API asks for, by the form's fields."""
+
+    model: str = ""
+    language: str = ""
+    prompt: str = ""
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    temperature: float = 0.0
+    timestamp_granularities: tuple[Literal["word", "segment"], ...] = ()
+    stream: bool = False
+    chunking_strategy: Literal["auto"] = "auto"
+
+    @field_validator("prompt", "temperature")
+    @classmethod
+    def _is_not_used(cls, value: str | float) -> str | float:
+        if value:
+            raise ValueError(f"this server does not support it; leave it out, got {str(value)[:60]!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_its_format(self) -> Self:
+        form = self.response_format
+        if self.stream and form != "json":
+            raise ProblemsError(f"stream: needs response_format json, got {form}")
+        if self.timestamp_granularities and form != "verbose_json":
+            raise ProblemsError(f"timestamp_granularities: needs response_format verbose_json, got {form}")
+        return self
+
+    @classmethod
+    def of(cls, form: FormData) -> Self:
+        """The options in a form, whose lists have names that end in `[]`. Raises _FieldError naming all problems."""
+        lists = {name: form.getlist(name) for name in form if isinstance(form[name], str)}
+        fields = {name.removesuffix("[]"): each if name.endswith("[]") else each[-1] for name, each in lists.items()}
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            problems = describe(error, cls, fields)
+        raise _FieldError(problems[0].split(":")[0].split(".")[0], "; ".join(problems))
+
+
+class _FieldError(DataError):
+    """A field of a form has a value that cannot be honoured."""
+
+    def __init__(self, name: str, message: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.name, self.status, self.code = name, status, code
 
 
 def serve(experiment: Path, tell: Say, host: str, port: int, is_best: bool, with_beam: bool, limits: Limits) -> None:
@@ -122,6 +181,12 @@ class Service:
     def __init__(self, transcriber: Transcriber, name: str, limits: Limits, decoding: Executor) -> None:
         self._transcriber = transcriber
         self._name = name
+        self._model = {
+            "id": Path(name).resolve().name,
+            "object": "model",
+            "created": int(time()),
+            "owned_by": "starling",
+        }
         self._limits = limits
         self._decoding = decoding
         self._waiting = 0
@@ -135,6 +200,9 @@ class Service:
                 Route("/health", self._health),
                 Route("/transcribe", self._transcribe, methods=["POST"]),
                 WebSocketRoute("/live", self._live),
+                Route(f"{OPENAI}models", self._models),
+                Route(f"{OPENAI}models/{{model}}", self._models),
+                Route(f"{OPENAI}audio/transcriptions", self._transcribe_form, methods=["POST"]),
             ],
             exception_handlers=dict.fromkeys((HTTPException, DataError, ClientDisconnect), _refused),
         )
@@ -169,19 +237,63 @@ class Service:
         if (given := request.query_params.get("raw_pcm")) is not None:
             rate = _rate(given, "raw_pcm", f"raw_pcm {given[:100]!r} is not a sampling rate in Hz")
         async with AsyncExitStack() as stack:
-            audio, name = await _upload(request, stack)
-            growing = self._growing(audio, name, rate)
-            stack.push_async_callback(self._decoded, growing.close)
-            first = await self._decoded(partial(next, growing))  # its error is answered with its own status
+            audio, name, _ = await _upload(request, stack)
+            first, growing = await self._begun(audio, name, rate, stack)
             if form == "jsonl":
                 lines = self._lines(name, first, growing, stack.pop_all())
                 return StreamingResponse(lines, media_type="application/x-ndjson")
-            async for stage in self._all(first, growing):
-                if await request.is_disconnected():
-                    return Response(status_code=499)
-                whole = stage
+            whole = await self._whole(request, first, growing)
             text = formatted(whole, form, name if form == "json" else PurePath(name).stem or name)
         return Response(text, media_type=FORMATS[form])
+
+    async def _models(self, request: Request) -> Response:
+        """The model, or the list of it alone."""
+        if (asked := request.path_params.get("model")) is None:
+            return JSONResponse({"object": "list", "data": [self._model]})
+        self._check_model(asked)
+        return JSONResponse(self._model)
+
+    def _check_model(self, asked: str) -> None:
+        known = self._model["id"]
+        if asked not in (known, _WHISPER):
+            message = f"model {asked[:100]!r} is unknown; this server has {known!r}, also by the name {_WHISPER!r}"
+            raise _FieldError("model", message, 404, "model_not_found")
+
+    async def _transcribe_form(self, request: Request) -> Response:
+        """What OpenAI's API answers for an audio file in a form."""
+        async with AsyncExitStack() as stack:
+            audio, name, form = await _upload(request, stack)
+            options = _Options.of(form)
+            self._check_model(options.model or _WHISPER)
+            if "word" in options.timestamp_granularities and not self._transcriber.has_times:
+                raise _FieldError("timestamp_granularities", "this model gives no word times; ask for segments only")
+            first, growing = await self._begun(audio, name, None, stack)
+            if options.stream:
+                return StreamingResponse(self._events(first, growing, stack.pop_all()), media_type="text/event-stream")
+            whole = await self._whole(request, first, growing)
+        if options.response_format == "json":
+            return JSONResponse({"text": whole.text})
+        if options.response_format == "verbose_json":
+            return JSONResponse(_verbose(whole, options, self._transcriber.recogniser.tokenizer))
+        if options.response_format == "text":
+            return Response(f"{whole.text}\n", media_type=FORMATS["txt"])
+        return Response(formatted(whole, options.response_format, name), media_type=FORMATS[options.response_format])
+
+    async def _begun(
+        self, audio: IO[bytes], name: str, rate: int | None, stack: AsyncExitStack
+    ) -> tuple[Transcript, Iterator[Transcript]]:
+        """The first stage of an upload's transcript, and the others. An error in the first has a status of its own."""
+        growing = self._growing(audio, name, rate)
+        stack.push_async_callback(self._decoded, growing.close)
+        return await self._decoded(partial(next, growing)), growing
+
+    async def _whole(self, request: Request, first: Transcript, rest: Iterator[Transcript]) -> Transcript:
+        """The last stage of a transcript. Raises ClientDisconnect as soon as the client has gone."""
+        async for stage in self._all(first, rest):
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            whole = stage
+        return whole
 
     def _growing(self, audio: IO[bytes], name: str, raw_rate: int | None) -> Generator[Transcript, None, None]:
         """The transcript of an upload as it grows part by part, and as a whole at the end. Raises DataError for what is
@@ -223,6 +335,20 @@ class Service:
                 return
             yield _line({key: value for key, value in whole.as_json(name).items() if key != "segments"})
 
+    async def _events(self, first: Transcript, rest: Iterator[Transcript], stack: AsyncExitStack) -> AsyncIterator[str]:
+        """Events of OpenAI's API: new text as soon as it is known, and the whole text at the end."""
+        async with stack:
+            told = ""
+            try:
+                async for whole in self._all(first, rest):
+                    if whole.text != told:
+                        yield _event({"type": "transcript.text.delta", "delta": whole.text.removeprefix(told)})
+                    told = whole.text
+            except StarlingError as error:
+                yield _event(problem(OPENAI, str(error)))
+                return
+            yield _event({"type": "transcript.text.done", "text": told})
+
     async def _live(self, socket: WebSocket) -> None:
         await socket.accept()
         try:
@@ -260,13 +386,13 @@ class Service:
                 raise DataError('send binary messages with PCM of 16 bits, and the text "end" after the last')
 
 
-async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str]:
-    """The audio of a request, in memory or in a temporary file, and its name."""
+async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str, FormData]:
+    """The audio of a request, in memory or in a temporary file, its name, and the form that it is in."""
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
         form = await stack.enter_async_context(request.form(max_files=1, max_fields=10))
         for value in form.values():
             if not isinstance(value, str):
-                return value.file, PurePath(value.filename or "upload").name
+                return value.file, PurePath(value.filename or "upload").name, form
         raise DataError("the form has no file")
     copy = stack.enter_context(tempfile.SpooledTemporaryFile(1 << 20))  # noqa: SIM115 - the stack closes it
     async for chunk in request.stream():
@@ -274,7 +400,7 @@ async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], s
     if not copy.tell():
         raise DataError("the request has no audio: send a file as the body, or as multipart/form-data")
     copy.seek(0)
-    return copy, "upload"
+    return copy, "upload", FormData()
 
 
 def _rate(text: str, name: str, otherwise: str) -> int:
@@ -289,8 +415,50 @@ def _line(content: dict[str, object]) -> str:
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 
+def _event(content: dict[str, object]) -> str:
+    return f"data: {_line(content)}\n"
+
+
+def _verbose(whole: Transcript, options: _Options, tokenizer: Tokenizer) -> dict[str, object]:
+    """OpenAI's `verbose_json`. Its clients need all fields of a segment; `no_speech_prob` is 0, because only stretches
+    with speech are decoded."""
+    language = options.language or "und"  # the code of ISO 639 for an undetermined language
+    said = {"task": "transcribe", "language": language, "duration": round(whole.seconds, 3), "text": whole.text}
+    if "word" in options.timestamp_granularities:
+        said["words"] = [{"word": word.text, "start": word.start, "end": word.end} for word in whole.words]
+    if set(options.timestamp_granularities) == {"word"}:
+        return said
+    segments = [segment for segment in whole.segments if segment.text]
+    tokens = encoded_each(tokenizer, [segment.text for segment in segments], [""] * len(segments))
+    said["segments"] = [
+        {
+            "id": number,
+            "seek": round(100 * segment.start),  # in frames of 10 ms: each segment is decoded from its beginning
+            "start": segment.start,
+            "end": segment.end,
+            "text": segment.text,
+            "tokens": [] if isinstance(spelled, DataError) else spelled,
+            "temperature": 0.0,
+            "avg_logprob": _log_confidence(segment),
+            "compression_ratio": len(segment.text.encode()) / len(zlib.compress(segment.text.encode())),
+            "no_speech_prob": 0.0,
+        }
+        for number, (segment, spelled) in enumerate(zip(segments, tokens, strict=True))
+    ]
+    return said
+
+
+def _log_confidence(segment: Segment) -> float:
+    """The mean over words of the logarithm of their confidence; 0 without words."""
+    logs = [math.log(max(word.confidence, 1e-4)) for word in segment.words or ()]  # rounded to four decimals, also to 0
+    return sum(logs) / max(1, len(logs))
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     """Why there is no other answer; a client that has gone does not read it."""
+    path = request.scope["path"]
     if isinstance(error, HTTPException):
-        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-    return JSONResponse({"error": str(error)}, 400)
+        return JSONResponse(problem(path, error.detail), error.status_code, error.headers)
+    if isinstance(error, _FieldError):
+        return JSONResponse(problem(path, str(error), error.name, error.code), error.status)
+    return JSONResponse(problem(path, str(error)), 400)

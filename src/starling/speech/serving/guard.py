@@ -15,6 +15,8 @@ from starling.timeouts import Seconds
 _CLOSE = {"Connection": "close"}
 """The header of answers to uploads that have not been read to their end."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+OPENAI = "/v1/"
+"""Paths below this one are answered as OpenAI's API answers."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,13 @@ class Limits:
     upload_bytes: int
     audio_seconds: Seconds
     stall: Seconds
+
+
+def problem(path: str, message: str, parameter: str | None = None, code: str | None = None) -> dict[str, object]:
+    """The JSON of an error; OpenAI's clients read theirs, with the parameter that is wrong."""
+    if not path.startswith(OPENAI):
+        return {"error": message}
+    return {"error": {"message": message, "type": "invalid_request_error", "param": parameter, "code": code}}
 
 
 class Guard:
@@ -44,9 +53,9 @@ class Guard:
             headers = Headers(scope=scope)
             declared = headers.get("content-length", "0")
             if (refusal := self._refusal(headers)) is not None:
-                app = JSONResponse({"error": refusal}, 403) if is_http else WebSocketClose(1008, refusal)
+                app = JSONResponse(problem(scope["path"], refusal), 403) if is_http else WebSocketClose(1008, refusal)
             elif is_http and declared.isdecimal() and int(declared) > self._limits.upload_bytes:
-                app = JSONResponse({"error": self._too_large}, 413, _CLOSE)
+                app = JSONResponse(problem(scope["path"], self._too_large), 413, _CLOSE)
             else:
                 send = self._hurried(send)
                 receive = self._counted(receive) if is_http else receive
@@ -65,15 +74,18 @@ class Guard:
         return f"the upload is larger than {self._limits.upload_bytes / 1e6:g} MB (--max-megabytes)"
 
     def _counted(self, receive: Receive) -> Receive:
-        """At most so many bytes, each message within the time limit."""
+        """At most so many bytes, each message within the time limit. After the last one, only a disconnection can come,
+        and the wait for it has no limit."""
         total = 0
+        limit: Seconds | None = self._limits.stall
 
         async def checked() -> Message:
-            nonlocal total
+            nonlocal total, limit
             try:
-                message = await asyncio.wait_for(receive(), self._limits.stall)
+                message = await asyncio.wait_for(receive(), limit)
             except TimeoutError:
                 raise HTTPException(408, f"no data for {self._limits.stall:g} s", _CLOSE) from None
+            limit = self._limits.stall if message.get("more_body") else None
             total += len(message.get("body", b""))
             if total > self._limits.upload_bytes:
                 raise HTTPException(413, self._too_large, _CLOSE)
