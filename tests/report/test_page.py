@@ -162,3 +162,17 @@ def test_experiments_are_drawn_over_each_other() -> None:
     first, second = spec(figures.staleness(both))["data"]
     assert (values(first["x"]).tolist(), values(first["y"]).tolist()) == ([0.0, 2.0], [75.0, 25.0])
     assert values(second["y"]).tolist() == [100.0]
+
+
+def test_the_page_begins_with_why_a_model_does_not_work() -> None:
+    """As the newest run said last; in place of how it ended, the table points there."""
+    failed = [*events(), {"time": 14.0, "kind": "verdict", "text": "too early"}]
+    failed += [{"time": 15.0, "kind": "verdict", "text": f"too quiet {NASTY}"}]
+    page = render([evidence(events=failed, outcome=f"too quiet {NASTY}")], "2026-01-01")
+    assert page.index('<p class="verdict"><b>demo:</b> too quiet &lt;/script&gt;') < page.index('<table id="overview">')
+    assert '<td class="text">does not work: see above</td>' in page
+    assert NASTY not in page
+    for works in ({"kind": "verdict", "text": ""}, {"kind": "start", "command": "starling train demo resume=exp/demo"}):
+        page = render([evidence(events=[*failed, {"time": 16.0, **works}])], "2026-01-01")
+        assert '<p class="verdict">' not in page
+        assert '<td class="text">ended well</td>' in page

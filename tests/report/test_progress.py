@@ -16,7 +16,7 @@ from starling.errors import PeerLost
 from starling.launch.messages import LearnerMessage, Progress, Saved
 from starling.launch.roster import Roster
 from starling.reporting.epochs import Score
-from starling.reporting.events import Events
+from starling.reporting.events import Events, read_events
 from starling.reporting.progress import Bars, Display
 from starling.training.membership import Membership
 from tests.report.steps import ended, progress_of, step
@@ -156,6 +156,21 @@ def test_a_score_is_part_of_the_next_epoch_line_or_a_line_of_its_own() -> None:
         assert screen.lines[2] == "after epoch 1, dev: %WER 12.50 [ 1 / 8 ]"
         display.scored(Score("dev", 11.0, None, 15, "%WER 11.00"))
     assert screen.lines[3:] == ["after 15 steps, dev: %WER 11.00"]
+
+
+def test_why_a_model_does_not_work_is_printed_once_and_each_change_is_an_event(tmp_path: Path) -> None:
+    """Until it works; if it stops working, it is printed again."""
+    events = Events(tmp_path / "events.jsonl", lambda path, error: None)
+    screen = Screen(1, events=events)
+    verdicts = ["", "it is empty", "it is empty", "it is wrong", "", "it is lost"]
+    with screen.display as display:
+        for number, verdict in enumerate(verdicts):
+            display.scored(Score("dev", 100.0, number, number, "%WER 100.00", verdict))
+    events.close()
+    assert screen.lines[:-1] == ["it is empty", "it is lost"]
+    told = [each["text"] for each in read_events(tmp_path / "events.jsonl") if each["kind"] == "verdict"]
+    assert told == ["it is empty", "it is wrong", "", "it is lost"]
+    assert events.verdict == "it is lost"
 
 
 def test_without_a_terminal_there_is_a_line_a_minute_in_a_long_epoch() -> None:

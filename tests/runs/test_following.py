@@ -18,7 +18,7 @@ from starling.errors import ConfigError, DataError, NonFiniteError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following, read_record, recorded
 from starling.experiment.learning import HeartbeatSource, beating
-from starling.experiment.running import is_alive, read_status
+from starling.experiment.running import describe, is_alive, read_status
 from starling.experiment.seen import begin_segment
 from starling.launch.messages import Activity, Ended, Heartbeat
 from starling.speech.recipe import Recipe, check_recipe
@@ -124,6 +124,38 @@ def test_a_run_ends_when_its_test_sets_are_scored(recipe: Recipe, folder: Experi
         raise DataError("no test set")
     status = read_status(folder.path)
     assert (status.stage, status.exit_code, status.message) == ("ended", 5, "no test set")
+
+
+def test_a_model_that_does_not_work_is_named_first_and_does_not_end_well(
+    recipe: Recipe, folder: ExperimentFolder
+) -> None:
+    """In the status while it trains, and at the end; in the summary, where it is one line however long it is."""
+    screen, verdict = console(), "it does not work, " + "for this and that reason, " * 20
+    with followed(recipe, folder, screen) as following:
+        following.events.judge(verdict, lambda line: None)
+        following._write()
+        shown = Console(file=io.StringIO(), width=2000)
+        shown.print(describe(read_status(folder.path), 0.0, True))
+        assert verdict in said(shown)
+        following.end_training()
+        assert said(screen) == ""
+    summary = (folder.log / "summary.txt").read_text().splitlines()
+    assert summary[0] == verdict
+    assert summary[1].startswith("songs, allreduce: ended, after ")
+    assert "ended well" not in said(screen)
+    status = read_status(folder.path)
+    assert (status.exit_code, status.message) == (0, verdict)
+
+
+def test_an_error_is_how_a_run_ended_whose_model_does_not_work(recipe: Recipe, folder: ExperimentFolder) -> None:
+    """The verdict stands before it in the summary."""
+    with pytest.raises(DataError), followed(recipe, folder, console()) as following:
+        following.events.judge("it does not work", lambda line: None)
+        raise DataError("no test set")
+    first, second, *_ = (folder.log / "summary.txt").read_text().splitlines()
+    assert first == "it does not work"
+    assert second.startswith("songs, allreduce: no test set, after ")
+    assert read_status(folder.path).message == "no test set"
 
 
 def test_a_status_that_cannot_be_written_is_one_warning(recipe: Recipe, folder: ExperimentFolder) -> None:

@@ -53,7 +53,7 @@ def recorded(run: RunConfig, folder: ExperimentFolder, say: Say) -> Generator[Ev
         error = own
         raise
     finally:
-        code, message = _ending(error)
+        code, message = _ending(error, events.verdict)
         events.write("end", exit_code=code, message=message)
         events.close()
 
@@ -62,8 +62,8 @@ class Following:
     """Reports on a run of real learners; a context manager inside the one that records its `events`.
 
     The launcher keeps `roster` up to date, and calls `end_training` if training ends well, before the model is scored.
-    Then, or when an error ends the context, a summary is printed and written to `log/summary.txt`. `on_look` is called
-    about once a second.
+    At the end of the context, a summary is printed and written to `log/summary.txt`. `on_look` is called about once a
+    second.
     """
 
     def __init__(self, run: RunConfig, folder: ExperimentFolder, console: Console, events: Events) -> None:
@@ -78,6 +78,7 @@ class Following:
         self._began = time.time()
         self._first_segment = segments(folder.seen)[-1].name
         self._stage: Literal["training", "scoring", "ended"] = "training"
+        self._seconds: float | None = None  # of training, once it has ended
         self._exit_code: int | None = None
         self._message = ""
         self._is_over = threading.Event()
@@ -93,17 +94,15 @@ class Following:
     ) -> None:
         self._is_over.set()
         self._thread.join()
-        has_trained, self._stage = self._stage == "scoring", "ended"
-        self._exit_code, self._message = _ending(error)
-        if not has_trained:
-            self._sum_up(self._message)
+        self._stage = "ended"
+        self._exit_code, self._message = _ending(error, self.events.verdict)
+        self._sum_up("ended" if error is None and self.events.verdict else self._message)
         self._write()
 
     def end_training(self) -> None:
-        """Sum up training, which has ended well."""
-        self._stage = "scoring"
+        """Training has ended well; its model is scored next."""
+        self._stage, self._seconds = "scoring", self.roster.clock() - self.roster.began_at
         self._report_stalls()  # those that ended less than a second ago
-        self._sum_up("ended well")
         self._write()
 
     def _keep_looking(self) -> None:
@@ -135,7 +134,7 @@ class Following:
                 saved=roster.saved,
                 saved_age=roster.clock() - roster.saved_at if roster.saved else 0.0,
                 exit_code=self._exit_code,
-                message=self._message,
+                message=self._message or self.events.verdict,
                 machine=os.uname().nodename,
             )
         aside = self._folder.status.with_name(f".{self._folder.status.name}.partial")
@@ -153,19 +152,23 @@ class Following:
         except (OSError, DataError) as error:
             self.events.warn(self._folder.seen, error)
         with roster.lock:
-            title = (
-                f"{self._run.name}, {self._run.strategy.name}: {how}, after {roster.clock() - roster.began_at:.0f} s"
-            )
+            seconds = roster.clock() - roster.began_at if self._seconds is None else self._seconds
+            title = f"{self._run.name}, {self._run.strategy.name}: {how}, after {seconds:.0f} s"
             lines = _lines(roster, counts, self._stalls.ended, self._folder.path)
             summary = Group(Text(title), _table(roster, counts), *lines)
-        self._console.print(summary, markup=False, highlight=False)
+        self._print(self._console, summary)
         path = self._folder.log / "summary.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w", encoding="utf-8") as file:
-                Console(file=file, width=_WIDTH).print(summary, markup=False, highlight=False)
+                self._print(Console(file=file, width=_WIDTH), summary)
         except OSError as error:
             self.events.warn(path, error)
+
+    def _print(self, console: Console, summary: Group) -> None:
+        if self.events.verdict:
+            say_on(console)(self.events.verdict)
+        console.print(summary, markup=False, highlight=False)
 
 
 def _command(arguments: Sequence[str]) -> str:
@@ -180,10 +183,11 @@ def unusable(path: Path, error: Exception) -> str:
     return f"warning: {path} cannot be used ({error}); the run continues without it"
 
 
-def _ending(error: BaseException | None) -> tuple[int, str]:
-    """The exit code of a run, and how it ended in words."""
+def _ending(error: BaseException | None, verdict: str) -> tuple[int, str]:
+    """The exit code of a run, and how it ended in words: without an error by the verdict on its model, if there is
+    one."""
     if error is None:
-        return 0, "ended well"
+        return 0, verdict or "ended well"
     others = 130 if isinstance(error, KeyboardInterrupt) else 1
     code = error.exit_code if isinstance(error, StarlingError) else others
     return code, (str(error).splitlines() or [type(error).__name__])[0]

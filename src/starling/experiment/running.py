@@ -121,6 +121,8 @@ def describe(status: Status, now: float, is_alive: bool) -> Group:
         lines.append(f"newest checkpoint: {status.saved}, saved {duration(status.saved_age + since)} ago")
     else:
         lines.append("no checkpoint of this run yet")
+    if status.stage != "ended" and status.message:
+        lines.insert(0, status.message)
     return Group(Text(_title(status, now, is_alive)), table, *(Text(line) for line in lines))
 
 

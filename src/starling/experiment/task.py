@@ -167,8 +167,11 @@ class Task(ABC, Generic[RunT]):
 
     def score(
         self, recipe: RunT, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
-    ) -> None:
-        """Score the trained model; the best one of those that were scored during training if it `may_be_best`."""
+    ) -> str | None:
+        """Score the trained model; the best one of those that were scored during training if it `may_be_best`. Returns
+        why the model does not work and what to do, in a line, where the scores say that and none during training did.
+        """
+        return None
 
     def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
         """What a report shows of a file `recogs-SET.txt`, and why something is missing. Raises DataError."""

@@ -55,7 +55,8 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
     with recorded(recipe, folder, say) as events, Following(recipe, folder, console, events) as following:
         run_learners(task, recipe, folder, console, following)
         following.end_training()
-        task.score(recipe, folder, tell, console, may_be_best=True)
+        if verdict := task.score(recipe, folder, tell, console, may_be_best=True):
+            events.judge(verdict, lambda line: None)  # the summary begins with it
     return recipe
 
 
@@ -83,8 +84,8 @@ def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Sa
     if link is None and stopped_by is not None:
         stopped = Stopped(f"stopped by {signal_name(stopped_by)}", stopped_by, has_saved=True)
         raise resumable(stopped, folder, task.how_to_resume(folder))
-    if link is None and place.rank == 0:
-        task.score(recipe, folder, tell, console)
+    if link is None and place.rank == 0 and (verdict := task.score(recipe, folder, tell, console)):
+        say_on(console)(verdict)
     return recipe
 
 

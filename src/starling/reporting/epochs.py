@@ -119,6 +119,8 @@ class Score:
     """Mini-batches on which it was trained."""
     line: str
     """The summary in Kaldi's format."""
+    verdict: str = ""
+    """Why the model does not work, and what to do; empty: it does, or it is too early to say."""
 
     @property
     def trained(self) -> str:

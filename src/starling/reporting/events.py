@@ -39,6 +39,8 @@ class Events:
         self._descriptor: int | None = None
         self._is_torn = False
         """Whether the file ends with an incomplete line."""
+        self.verdict = ""
+        """Why the model does not work, and what to do; empty as far as is known that it does."""
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append an event with the present time; in place of what is not finite, null."""
@@ -49,6 +51,14 @@ class Events:
                 self._append(line.encode() + b"\n")
             except OSError as error:
                 self.warn(self._path, error)
+
+    def judge(self, verdict: str, say: Callable[[str], None]) -> None:
+        """Note why the model does not work; empty: it does. Of one that did not work before, nothing is said."""
+        before, self.verdict = self.verdict, verdict
+        if verdict != before:
+            self.write("verdict", text=verdict)
+        if verdict and not before:
+            say(verdict)
 
     def close(self) -> None:
         """Close the file."""

@@ -124,6 +124,12 @@ class Evidence:
         """The commands that started the run, as far as it recorded them."""
         return list(dict.fromkeys(str(each["command"]) for each in self.events if each.get("command")))
 
+    @property
+    def verdict(self) -> str:
+        """Why the model does not work, and what to do, as the newest run said last; empty: it said nothing."""
+        told = [each for each in self.events if each["kind"] in ("start", "verdict")]
+        return str(told[-1].get("text", "")) if told else ""
+
     @cached_property
     def whole(self) -> Stretch:
         """The run of all learners as one stretch, which lasts from the first beginning to the last end."""
@@ -217,7 +223,7 @@ def _told(event: Event) -> str:
             return f"{event.get('folder')} ({event.get('moment')})"
         case "end":
             return f"{event.get('message', '')} (exit code {event.get('exit_code')})"
-        case "loss" | "left-out" | "stall" | "stall-over" | "advice" | "message":
+        case "loss" | "left-out" | "stall" | "stall-over" | "advice" | "message" | "verdict":
             return str(event.get("reason", event.get("text", "")))
         case _:
             return ""

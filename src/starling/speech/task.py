@@ -74,11 +74,13 @@ class Speech(Task[Recipe]):
 
     def score(
         self, recipe: Recipe, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
-    ) -> None:
+    ) -> str | None:
         from starling.speech.commands.evaluate import evaluate
+        from starling.speech.training.validate import verdict_on_test
 
         is_best = may_be_best and recipe.patience is not None and best_model(folder) is not None
-        evaluate(folder.path, None, tell, console, is_best)
+        rates = evaluate(folder.path, None, tell, console, is_best)
+        return verdict_on_test(recipe, folder, rates) if best_model(folder) is None else None
 
     def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
         from starling.speech.evidence import scored_set

@@ -69,8 +69,9 @@ def evaluate(
     jobs: int = 1,
     conditions: Sequence[str] = (),
     average: int | None = None,
-) -> None:
+) -> dict[str, float]:
     """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
+    Returns the lowest word error rate of each set, in per cent.
 
     With `conditions`, which are codecs, the audio goes through each of them, and a set is scored as `test@telephone`.
 
@@ -106,8 +107,8 @@ def evaluate(
                 tell(f"only greedy decoding: {error}" if recogniser.decoder is None else f"no language model: {error}")
         evaluation = _Evaluation(recipe, folder, recogniser, search, tell, console)
         ways = list(evaluation.ways(with_beam))
-        for name, condition in product(names, conditions or (None,)):
-            evaluation.score(name, condition, ways)
+        scored = product(names, conditions or (None,))
+        return {label_of(*each): evaluation.score(*each, ways) for each in scored}
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,9 @@ class _Evaluation:
 
         return min(ATTENTION_WEIGHTS, key=errors), f"tuned on {len(sample)} utterances of {sample.name}"
 
-    def score(self, name: str, codec: str | None, ways: Sequence[Way]) -> None:
-        """Score one set, through a codec if that is given, in all ways."""
-        label, data = label_of(name, codec), self.recipe.data
+    def score(self, name: str, codec: str | None, ways: Sequence[Way]) -> float:
+        """Score one set, through a codec if that is given, in all ways; the lowest word error rate."""
+        label, data, rates = label_of(name, codec), self.recipe.data, list[float]()
         texts: dict[str, dict[str, str]] = {way.folder: {} for way in ways}
         best: dict[str, Sequence[Hypothesis]] = {}
         with Bars(self.console) as bars:
@@ -198,6 +199,8 @@ class _Evaluation:
             score = write_score_files(home, label, references, hypotheses, data.text, written)
             for line in (", ".join([label, *written[: bool(way.title)]]), *score.lines(), *remarks):
                 self.tell(line)
+            rates.append(score.wer)
+        return min(rates)
 
 
 def _dropped(speech_set: SpeechSet) -> list[str]:

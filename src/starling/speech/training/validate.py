@@ -1,4 +1,4 @@
-"""Scores the validation set during training, and keeps the best model.
+"""Scores the validation set during training, keeps the best model, and says why a model does not work.
 
     exp/<name>/validation/step-00001234/    a consensus model from the end of an epoch, to be scored
     exp/<name>/best/step-00001234/          the model that scored best so far, and score.json
@@ -7,33 +7,69 @@ Learners write a model only if `validation/` is empty. The launcher empties it w
 """
 
 import json
+import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from starling.budget import Progress as Spent
 from starling.checkpoint.files import partial_folder, publish, remove, write_json
-from starling.checkpoint.manifest import read_manifest
-from starling.checkpoint.reader import Checkpoint
-from starling.errors import StarlingError
+from starling.checkpoint.manifest import Manifest, read_manifest
+from starling.checkpoint.reader import Checkpoint, latest, load
+from starling.errors import DataError, StarlingError
 from starling.experiment.folder import SCORE, ExperimentFolder, best_model
 from starling.experiment.task import Scoring
 from starling.launch.messages import LearnerMessage, ModelSaved, Saved
 from starling.reporting.curves import Curves
 from starling.reporting.epochs import Score
+from starling.reporting.events import read_events
+from starling.reporting.lines import duration
 from starling.reporting.progress import Say
+from starling.speech.features import attempt
 from starling.speech.recipe import Recipe
-from starling.speech.recogniser import Recogniser
+from starling.speech.recogniser import Recogniser, by_duration
+from starling.speech.scoring import count_errors
+from starling.speech.store import Member, SpeechSets
+from starling.speech.tokens import BLANK
+from starling.speech.too_short import frames_needed, kept_utterances, transcripts
 from starling.speech.trained import recognised
+from starling.speech.training.plan import open_training_set
 
 _REST = 19.0
 """The pause after each scoring, as a multiple of its duration: scoring takes at most a twentieth of the time."""
+USELESS = 90.0
+"""A recogniser with a higher word error rate, in per cent, does not work."""
+_TOO_EARLY = 0.1
+"""Before this share of the budget is spent, nothing is said about that."""
+_LOOKED_AT, _COUNTED = 32, 2000
+"""Utterances of a set that are recognised, and whose tokens are counted, to find the cause."""
+_MANY, _MUCH = 0.25, 0.05
+"""The shares of utterances that are too much alike to be chance, and of gradients."""
+_TIGHT = 0.9
+"""Nearly all of an utterance's frames: hardly any is left for blanks."""
+_SILENT = 1e-3
+"""Full scale is 1: a recording with a smaller standard deviation, -60 dB, is almost silent."""
+_LEARNT, _STUCK = 50.0, 0.9
+"""The word error rate below which the training data have been learnt, and the loss, relative to that of a model that
+hears nothing, above which nothing has."""
+_CARRIED = 0.3
+"""Of what the loss has fallen by, the share that must be found on other recordings, or something is wrong."""
+_WORSE = 1.2
+"""A loss so much above that of a model that hears nothing is the fault of the learning rate."""
+_LONG = 3000
+"""Mini-batches in which training leaves the plateau of blanks, if it ever does."""
 
 
 class Validation(Scoring, AbstractContextManager["Validation"]):
@@ -116,8 +152,10 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
         epochs, steps = checkpoint.manifest.epochs_ended, checkpoint.manifest.position.num_done
         if epochs is not None and epochs % every != 0:  # None: the budget was spent inside an epoch
             return
-        result = recognised(Recogniser.load(checkpoint.model_folder), self._recipe.data.set_folder(name))
-        self._on_score(Score(name, result.wer, epochs, steps, result.lines()[0]))
+        recogniser = Recogniser.load(checkpoint.model_folder)
+        result = recognised(recogniser, self._recipe.data.set_folder(name))
+        verdict = verdict_on(self._recipe, self._folder, checkpoint.manifest, recogniser, name, result.wer)
+        self._on_score(Score(name, result.wer, epochs, steps, result.lines()[0], verdict))
         curves = Curves(self._folder.tensorboard)
         curves.add("valid", {"valid/wer": result.wer}, steps)
         curves.close()
@@ -154,3 +192,196 @@ def _score_of(model: Path | None, key: str) -> float | None:
         return None if model is None else float(json.loads((model / SCORE).read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a sample of a set is like, and what a recogniser makes of it."""
+
+    size: int
+    silent: Sequence[str]
+    """The ids of the utterances that are almost silent."""
+    wer: float
+    """Word error rate in per cent."""
+    is_empty: bool
+    """Whether all texts are empty."""
+    ratio: float | None
+    """The CTC loss relative to that of a model that hears nothing: the median over utterances; None: not with CTC."""
+
+
+def verdict_on_test(recipe: Recipe, folder: ExperimentFolder, rates: Mapping[str, float]) -> str:
+    """The verdict by the test set with the lowest word error rate, of a run whose models were not scored before."""
+    if not rates or min(rates.values()) <= USELESS:
+        return ""
+    name, newest = min(rates, key=lambda each: rates[each]), load(latest(folder.path))
+    return verdict_on(recipe, folder, newest.manifest, Recogniser.load(newest.model_folder), name, rates[name])
+
+
+def verdict_on(
+    recipe: Recipe, folder: ExperimentFolder, manifest: Manifest, recogniser: Recogniser, name: str, wer: float
+) -> str:
+    """Why the recogniser of a checkpoint does not work, if its word error rate on the set `name` says so, and what to
+    do; empty if it works, or before a tenth of the budget is spent."""
+    steps, epochs = manifest.position.num_done, manifest.epochs_ended or manifest.next_ticket.epoch
+    spent = recipe.budget.fraction(Spent(steps, epochs, manifest.minutes))
+    if wer <= USELESS or spent < _TOO_EARLY:
+        return ""
+    train = open_training_set(recipe)
+    if recipe.loss == "ctc":
+        train = kept_utterances(train, folder.too_short)
+    own, held_out = (
+        look(recogniser, each) for each in (train, SpeechSets([Member(name, recipe.data.set_folder(name))]))
+    )
+    cause, remedy = (
+        _not_finite(recipe, folder)
+        or _too_few_frames(recipe, recogniser)
+        or _silent(own, train.name)
+        or _silent(held_out, name)
+        or _learning_rate(recipe, folder, train, own)
+        or likeliest_cause(recipe, own, held_out, name, steps)
+    )
+    what = "its output is empty" if held_out.is_empty else f"WER {wer:.1f} %"
+    so_far = f"{epochs} epoch{'s' * (epochs != 1)} ({steps} mini-batches, {duration(60.0 * manifest.minutes)})"
+    limits = ", ".join(f"{key} {value:g}" for key, value in recipe.budget.model_dump(exclude_none=True).items())
+    return (
+        f"the recogniser does not work: {what} on {name} after {so_far}, {spent:.0%} of the budget ({limits}); "
+        f"likeliest cause: {cause}; remedy: {remedy.format(check=f'starling check {folder.config}')}"
+    )
+
+
+def look(recogniser: Recogniser, utterances: SpeechSets) -> Looked:
+    """Look at utterances that are evenly spread over a set, and at what a recogniser makes of them."""
+    sample = utterances.only(np.unique(np.linspace(0, len(utterances) - 1, _LOOKED_AT).astype(np.int64)))
+    texts, references, silent = dict[str, str](), dict[str, str](), list[str]()
+    tokens, heard_rows = list[Tensor](), list[Tensor]()
+    for places in by_duration(sample.durations, 60.0):
+        tried = [(each, attempt(recogniser.features.checked, each.samples, each.id)) for each in sample.read(places)]
+        good = [(each, waveform) for each, waveform in tried if not isinstance(waveform, DataError)]
+        if not good:
+            continue
+        heard = recogniser.listen([waveform for _, waveform in good])
+        for (each, waveform), text, row in zip(good, recogniser.texts(heard), heard.rows, strict=True):
+            references[each.id], texts[each.id] = each.text, text
+            if float(waveform.std()) < _SILENT:
+                silent.append(each.id)
+            encoded = attempt(recogniser.tokenizer.encode, each.text, each.id)
+            if recogniser.states is None and not isinstance(encoded, DataError) and encoded:
+                tokens.append(torch.tensor(encoded))
+                heard_rows.append(torch.from_numpy(row))
+    return Looked(
+        size=len(texts),
+        silent=silent,
+        wer=count_errors(references, texts)[0].rate,
+        is_empty=not any(texts.values()),
+        ratio=_ratio(heard_rows, tokens),
+    )
+
+
+def _ratio(rows: Sequence[Tensor], tokens: Sequence[Tensor]) -> float | None:
+    """The median over utterances of their CTC loss relative to that of outputs `[V]` that are the same in all frames:
+    the frequencies of tokens and blanks."""
+    if not rows:
+        return None
+    counts = torch.bincount(torch.cat(list(tokens)), minlength=rows[0].shape[1]).double()
+    counts[BLANK] = max(1.0, sum(map(len, rows)) - float(counts.sum()))
+    constant = (counts / counts.sum()).clamp_min(1e-9).log()
+    ratios = []
+    for row, spoken in zip(rows, tokens, strict=True):
+        if len(row) < frames_needed(spoken.tolist()):
+            continue
+        both = torch.stack([row.double(), constant.expand_as(row)], 1)
+        lengths = torch.tensor([len(row)] * 2), torch.tensor([len(spoken)] * 2)
+        loss, chance = F.ctc_loss(both, spoken.expand(2, -1), *lengths, blank=BLANK, reduction="none").tolist()
+        ratios.append(loss / chance)
+    return median(ratios) if ratios else None
+
+
+def _not_finite(recipe: Recipe, folder: ExperimentFolder) -> tuple[str, str] | None:
+    """That much of what the newest run computed was not finite."""
+    events = read_events(folder.log / "events.jsonl")
+    starts = [place for place, each in enumerate(events) if each["kind"] == "start"]
+    epochs = [each for each in events[max(starts, default=0) :] if each["kind"] == "epoch"]
+    own = [learner for each in epochs for learner in each["learners"].values()]
+    bad, total = (sum(each[key] for each in own) for key in ("not_finite", "steps"))
+    if bad <= _MUCH * total:
+        return None
+    return (
+        f"{bad} of {total} gradients were not finite (NaN or infinity) and were left out",
+        f"lower optimizer.lr (now {recipe.optimizer.lr:g})"
+        + (", set engine.autocast=none" if recipe.engine.autocast != "none" else "")
+        + ", and look for broken recordings with `{check}`",
+    )
+
+
+def _too_few_frames(recipe: Recipe, recogniser: Recogniser) -> tuple[str, str] | None:
+    """That many transcripts have nearly as many tokens as the encoder has frames, or more."""
+    train = open_training_set(recipe)
+    chosen = train.only(np.unique(np.linspace(0, len(train) - 1, _COUNTED).astype(np.int64)))
+    tight, features = 0, recogniser.features
+    for name, text, seconds in transcripts(chosen):
+        frames = recipe.model.encoder_frames(features.num_frames(round(seconds * features.sampling_rate)))
+        tokens = attempt(recogniser.tokenizer.encode, text, name)
+        tight += not isinstance(tokens, DataError) and frames_needed(tokens) > _TIGHT * frames
+    if recipe.loss != "ctc" or tight < _MANY * len(chosen):
+        return None
+    return (
+        f"the encoder has too few frames for the tokens: {tight} of {len(chosen)} utterances of {train.name} need more "
+        f"than {_TIGHT:.0%} of their frames, one every {1000 * recogniser.output_seconds:.0f} ms",
+        f"lower model.subsampling (now {recipe.model.subsampling}), or use longer tokens (tokens.kind=sentencepiece)",
+    )
+
+
+def _silent(looked: Looked, name: str) -> tuple[str, str] | None:
+    """That many recordings of a set are almost silent."""
+    if not looked.silent or len(looked.silent) < _MANY * looked.size:
+        return None
+    return (
+        f"{len(looked.silent)} of {looked.size} recordings of {name} are almost silent (below "
+        f"{20 * math.log10(_SILENT):.0f} dB), such as {looked.silent[0]}",
+        "listen to them, and record or export them again; `{check}` lists all",
+    )
+
+
+def _learning_rate(recipe: Recipe, folder: ExperimentFolder, train: SpeechSets, own: Looked) -> tuple[str, str] | None:
+    """That training has made the model worse, or has hardly changed it: its loss is still above that of a model that
+    hears nothing."""
+    before = look(Recogniser.load(folder.initial), train).ratio if (own.ratio or 0.0) > _WORSE else None
+    if own.ratio is None or before is None:
+        return None
+    losses = (
+        f"the loss, relative to that of a model that hears nothing, was {before:.0%} at first and is {own.ratio:.0%}"
+    )
+    if own.ratio > before:
+        return f"the learning rate is too high: {losses}", f"lower optimizer.lr (now {recipe.optimizer.lr:g})"
+    return (
+        f"too little time, or too low a learning rate: {losses}",
+        f"a larger budget, or a higher optimizer.lr (now {recipe.optimizer.lr:g})",
+    )
+
+
+def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, steps: int) -> tuple[str, str]:
+    """The cause that what was learnt of the training set, `own`, and of the set `name` points at, and the remedy."""
+    rate, ratio = f"optimizer.lr (now {recipe.optimizer.lr:g})", own.ratio
+    carries_over = ratio is None or held_out.ratio is None or 1.0 - held_out.ratio > _CARRIED * (1.0 - ratio)
+    told = "" if ratio is None else f" (its loss is {ratio:.0%} of that of a model that hears nothing)"
+    check = "look for wrong transcripts with `{check}`"
+    if own.wer < _LEARNT or (ratio is not None and ratio < _STUCK and not carries_over):
+        return (
+            f"what was learnt of the training data, WER {own.wer:.0f} % there{told}, does not hold on {name}: "
+            "transcripts do not belong to their recordings, or speakers and recordings of the sets differ much",
+            f"{check}; if they are right, train on more, or more similar, recordings",
+        )
+    if ratio is not None and ratio >= _STUCK and steps >= _LONG:
+        return (
+            f"nothing was learnt of the training data in {steps} mini-batches{told}: transcripts do not belong to "
+            "their recordings, or the learning rate does not fit",
+            f"{check}; if they are right, change {rate}",
+        )
+    longer = "a larger budget"
+    if ratio is not None and ratio >= _STUCK:
+        where = "is still on the plateau of blanks with which CTC begins" if own.is_empty else "has hardly begun"
+        return f"too little time: training {where}{told}", f"{longer}, or a higher or lower {rate}"
+    return (
+        f"too little time: the training data are learnt, but slowly, WER {own.wer:.0f} % there{told}",
+        f"{longer}; if more time does not help, {check}",
+    )
