@@ -183,3 +183,23 @@ def test_learners_agree_on_what_is_kept_of_an_epoch(tree: Tree) -> None:
     assert kept == ["model", "", "checkpoint", "", "checkpoint"]
     assert [late(end) for end in ends] == kept
     assert [save_choice(None, None, folder, said.setdefault)(end) for end in ends] == ["", "", "", "", "checkpoint"]
+
+
+def test_a_cause_that_cannot_be_looked_for_costs_no_score(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run and its scores are worth more than the reason why a model does not work."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("nothing there")
+
+    monkeypatch.setattr(validate, "look", fail)
+    recipe, folder = ready(tree)
+    scores: list[Score] = []
+    with Validation(recipe, folder, print, scores.append) as validation:
+        validation.saved(write(folder, epoch=1))
+    (score,) = scores
+    assert score.wer == 100.0
+    assert "does not work: WER 100.0 % on test after 1 epoch " in score.verdict
+    assert (
+        "cause: unknown, as looking for it failed (ZeroDivisionError: nothing there); remedy: `starling check "
+        in score.verdict
+    )

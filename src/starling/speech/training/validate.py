@@ -226,21 +226,23 @@ def verdict_on(
     spent = recipe.budget.fraction(Spent(steps, epochs, manifest.minutes))
     if wer <= USELESS or spent < _TOO_EARLY:
         return ""
-    train = open_training_set(recipe)
-    if recipe.loss == "ctc":
-        train = kept_utterances(train, folder.too_short)
-    own, held_out = (
-        look(recogniser, each) for each in (train, SpeechSets([Member(name, recipe.data.set_folder(name))]))
-    )
-    cause, remedy = (
-        _not_finite(recipe, folder)
-        or _too_few_frames(recipe, recogniser)
-        or _silent(own, train.name)
-        or _silent(held_out, name)
-        or _learning_rate(recipe, folder, train, own)
-        or likeliest_cause(recipe, own, held_out, name, steps)
-    )
-    what = "its output is empty" if held_out.is_empty else f"WER {wer:.1f} %"
+    what = f"WER {wer:.1f} %"
+    try:
+        train = open_training_set(recipe)
+        if recipe.loss == "ctc":
+            train = kept_utterances(train, folder.too_short)
+        held_out = look(recogniser, SpeechSets([Member(name, recipe.data.set_folder(name))]))
+        what, own = "its output is empty" if held_out.is_empty else what, look(recogniser, train)
+        cause, remedy = (
+            _not_finite(recipe, folder)
+            or _too_few_frames(recipe, recogniser)
+            or _silent(own, train.name)
+            or _silent(held_out, name)
+            or _learning_rate(recipe, folder, train, own)
+            or likeliest_cause(recipe, own, held_out, name, steps)
+        )
+    except Exception as error:  # whatever it is, the run and its scores are worth more
+        cause, remedy = f"unknown, as looking for it failed ({type(error).__name__}: {error})", "`{check}`"
     so_far = f"{epochs} epoch{'s' * (epochs != 1)} ({steps} mini-batches, {duration(60.0 * manifest.minutes)})"
     limits = ", ".join(f"{key} {value:g}" for key, value in recipe.budget.model_dump(exclude_none=True).items())
     return (
