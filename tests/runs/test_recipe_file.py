@@ -68,6 +68,9 @@ def test_a_section_of_another_kind_replaces_that_of_the_base(tmp_path: Path) -> 
     assert read_recipe(path) == {"data": {"corpus": {"kind": "kaldi", "path": "k"}, "train": "a"}}
     path.write_text("base: base.yaml\ndata: {corpus: {corpora: {a: {kind: tsv, path: y}}}}")
     assert read_recipe(path)["data"]["corpus"]["corpora"]["a"] == {"kind": "tsv", "id": "x", "path": "y"}
+    (tmp_path / "base.yaml").write_text("features: {pauses: 0.3}")  # of a kind that is not stated
+    path.write_text("base: base.yaml\nfeatures: {kind: log-mel, num_mels: 40}")
+    assert read_recipe(path)["features"] == {"pauses": 0.3, "kind": "log-mel", "num_mels": 40}
 
 
 def test_a_base_may_be_named_as_in_a_command(tmp_path: Path) -> None:

@@ -245,8 +245,9 @@ def test_files_that_are_a_little_shorter_than_their_headers_say_are_used_and_nam
     path = table.parent / "audio" / "u1.wav"
     whole = 0.4 + 0.01
     assert len(read_audio(path, 0.1, whole - 0.1)[0]) == soundfile.info(path).frames - round(0.1 * RATE)
-    with pytest.raises(DataError, match=r"does not fit"):
-        read_audio(path, 0.1, whole)
+    for start, duration in ((0.1, whole), (whole - 0.06, 0.06)):  # the second would lose more than half of itself
+        with pytest.raises(DataError, match=r"does not fit"):
+            read_audio(path, start, duration)
 
 
 def test_more_than_one_percent_skipped_fails(tmp_path: Path) -> None:

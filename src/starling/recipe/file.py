@@ -133,12 +133,14 @@ def _located(path: Path, name: str) -> Path:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Merge `above` over `below`: mappings are merged, but for those of another `kind`; other values are replaced."""
+    """Merge `above` over `below`: mappings are merged unless both state a `kind` and these differ; other values are
+    replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
-            value = merge(old, value)
+        if isinstance(old, dict) and isinstance(value, dict):
+            kinds = {str(each["kind"]) for each in (old, value) if "kind" in each}
+            value = merge(old, value) if len(kinds) < 2 else value
         merged[key] = value
     return merged
 

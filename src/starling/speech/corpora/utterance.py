@@ -231,9 +231,10 @@ def _segment(path: Path, file: "soundfile.SoundFile", start: float, duration: fl
         raise DataError(f"{path}: sampling rate {rate} Hz")
     if (share := share_there(path, file)) < 1.0 and (noted := _short.get()) is not None:
         noted.append(str(path))
-    slack = max(rate // 100, round(total / share) - total)
     first = round(start * rate)
     count = total - first if duration is None else round(duration * rate)
+    missing = round(total / share) - total  # of the file; a segment may lack at most a tenth of itself, too
+    slack = rate // 100 + min(missing, round((1.0 - LEAST_SHARE) * count))
     if not (start >= 0 and count >= 0 and first <= total and first + count <= total + slack):
         raise DataError(
             f"{path}: the segment of {f'{duration} s' if duration is not None else 'the rest'} from {start} s does not "
