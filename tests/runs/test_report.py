@@ -119,7 +119,7 @@ def test_a_report_is_an_object_too(flock: Path, tmp_path: Path) -> None:
     assert result.path == tmp_path / "deep" / "page.html"
     (only,) = result.experiments
     assert (only.label, only.learners, only.is_virtual, only.strategy) == ("flock-virtual", 4, True, "allreduce")
-    assert only.outcome == "ended well"
+    assert only.outcome.startswith("the recogniser does not work: ")  # after two epochs
 
 
 def test_more_learners_are_faster_where_nothing_costs_time(tree: Tree, tmp_path: Path) -> None:

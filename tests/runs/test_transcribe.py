@@ -99,7 +99,7 @@ def test_a_file_with_less_audio_than_declared_and_one_without_speech_are_told(ta
     first, second = out.splitlines()
     assert first.startswith(f"{tmp_path}/cut.wav\tDO") and second == f"{tmp_path}/silent.wav\t"
     assert f"{tmp_path}/cut.wav: 5.0% of the audio that its header declares is missing; the rest is used\n" in err
-    assert f"{tmp_path}/silent.wav: no speech was found in 2.0 s of audio\n" in err
+    assert f"{tmp_path}/silent.wav: no speech was recognised in 2.0 s of audio\n" in err
 
 
 def test_standard_input_is_transcribed(talks: Path) -> None:

@@ -55,6 +55,18 @@ def test_a_score_says_after_how_much_training(
     assert [line[: len(beginning or "")] for line in said] == ([beginning] if beginning else [])
 
 
+def test_the_final_model_has_its_turn_and_the_test_sets_the_last_word(tree: Tree) -> None:
+    """A verdict on an older model must not stand for it."""
+    tree["data"]["valid"] = "test"
+    recipe = check_recipe({**tree, "validate_every": 5}, "r.yaml")
+    folder, scores = set_up_and_claim(SPEECH, recipe, lambda line: None), list[Score]()
+    with Validation(recipe, folder, print, scores.append) as validation:
+        validation.saved(write(folder, epoch=1), is_last=True)
+    assert [score.epochs for score in scores] == [1]
+    assert validate.verdict_on_test(recipe, folder, {}) is None
+    assert validate.verdict_on_test(recipe, folder, {"test": 100.0, "other": 20.0}) == ""
+
+
 def write(folder: ExperimentFolder, epoch: int) -> Path:
     """A model to be scored, of the end of an epoch of four mini-batches."""
     weights = torch.zeros(count_parameters(Recogniser.load(folder.initial).model))
@@ -198,7 +210,7 @@ def test_a_cause_that_cannot_be_looked_for_costs_no_score(tree: Tree, monkeypatc
         validation.saved(write(folder, epoch=1))
     (score,) = scores
     assert score.wer == 100.0
-    assert "does not work: WER 100.0 % on test after 1 epoch " in score.verdict
+    assert "does not work: an error rate of 100.0 % on test after 1 epoch " in score.verdict
     assert (
         "cause: unknown, as looking for it failed (ZeroDivisionError: nothing there); remedy: `starling check "
         in score.verdict

@@ -64,6 +64,13 @@ def test_the_lines_are_those_of_kaldi():
     assert len(lines) == 3
 
 
+def test_texts_without_spaces_have_the_rate_of_their_characters():
+    """A sentence of theirs counts as one word, so that a single wrong character is a word error of 100 %."""
+    spoken, heard = "それは私の本ではありませんよ", "それは私の本ではありますよ"
+    assert error_rates({"a": spoken}, {"a": heard}).rate == pytest.approx(100 * 2 / 14)
+    assert error_rates({"a": "DO RE MI"}, {"a": "DO RE"}).rate == pytest.approx(100 / 3)
+
+
 def test_a_missing_utterance_is_all_deletions_and_is_named():
     """What has no hypothesis counts against the result, and the lines say so."""
     result = error_rates({"a": "ONE TWO", "b": "THREE"}, {"a": "ONE TWO"})

@@ -96,7 +96,10 @@ class Following:
         self._thread.join()
         self._stage = "ended"
         self._exit_code, self._message = _ending(error, self.events.verdict)
-        self._sum_up("ended" if error is None and self.events.verdict else self._message)
+        how = "ended" if error is None and self.events.verdict else self._message
+        if error is not None and self._seconds is not None:
+            how = f"trained, but not scored ({self._message})"
+        self._sum_up(how)
         self._write()
 
     def end_training(self) -> None:

@@ -110,7 +110,8 @@ def simulate_recipe(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Co
         outcome = _train(task, recipe, folder, events, console)
         writer = checkpoint_writer(task, recipe, folder, lambda name: 1, task.model_writer(recipe, folder))
         writer.save_consensus(outcome.states)
-        task.score(recipe, folder, tell, console)
+        if (verdict := task.score(recipe, folder, tell, console)) is not None:
+            events.judge(verdict, say)
     tell(f"simulated time: {duration(outcome.seconds)}, {outcome.num_events} events")
     tell(f"event hash: {outcome.event_hash}")
 

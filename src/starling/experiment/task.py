@@ -169,8 +169,7 @@ class Task(ABC, Generic[RunT]):
         self, recipe: RunT, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
     ) -> str | None:
         """Score the trained model; the best one of those that were scored during training if it `may_be_best`. Returns
-        why the model does not work and what to do, in a line, where the scores say that and none during training did.
-        """
+        why the model does not work and what to do, in a line; empty if it works, and None if nothing was scored."""
         return None
 
     def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:

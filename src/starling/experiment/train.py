@@ -55,7 +55,7 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
     with recorded(recipe, folder, say) as events, Following(recipe, folder, console, events) as following:
         run_learners(task, recipe, folder, console, following)
         following.end_training()
-        if verdict := task.score(recipe, folder, tell, console, may_be_best=True):
+        if (verdict := task.score(recipe, folder, tell, console, may_be_best=True)) is not None:
             events.judge(verdict, lambda line: None)  # the summary begins with it
     return recipe
 

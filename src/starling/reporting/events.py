@@ -40,7 +40,7 @@ class Events:
         self._is_torn = False
         """Whether the file ends with an incomplete line."""
         self.verdict = ""
-        """Why the model does not work, and what to do; empty as far as is known that it does."""
+        """Why the model does not work, and what to do; empty unless a score has shown that."""
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append an event with the present time; in place of what is not finite, null."""
@@ -53,7 +53,7 @@ class Events:
                 self.warn(self._path, error)
 
     def judge(self, verdict: str, say: Callable[[str], None]) -> None:
-        """Note why the model does not work; empty: it does. Of one that did not work before, nothing is said."""
+        """Record the verdict on the newest model; empty: it works. `say` is told only if the model before it worked."""
         before, self.verdict = self.verdict, verdict
         if verdict != before:
             self.write("verdict", text=verdict)

@@ -37,7 +37,7 @@ SHORT = "short.tsv"
 """The file with the utterances whose files have a little less audio than their headers declare."""
 _MAX_SHOWN = 5  # changed settings
 _MAX_NAMED = 3  # dropped utterances
-_LISTED = ("dropped.tsv",)  # fetched from an object store if it exists
+_LISTED = ("dropped.tsv", SHORT)  # fetched from an object store if they exist
 
 
 @dataclass(frozen=True)

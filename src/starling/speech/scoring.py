@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from starling.speech.store import SpeechSet, SpeechSets
 
 NOTHING = " "  # stands for a missing word in an alignment; no word is a single space
+_LONGEST_WORD = 12  # characters, on average: longer ones are sentences without spaces
 _REPLICATIONS = 2000
 _BUFFER = 2
 """Consecutive words that both recognise, which end a segment."""
@@ -69,6 +70,11 @@ class ErrorRates:
     def cer(self) -> float:
         """Character error rate in per cent."""
         return self.characters.rate
+
+    @property
+    def rate(self) -> float:
+        """The word error rate; the character error rate of texts without spaces between words. In per cent."""
+        return self.cer if self.characters.reference > _LONGEST_WORD * self.words.reference else self.wer
 
     @property
     def ser(self) -> float:

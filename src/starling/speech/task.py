@@ -79,8 +79,7 @@ class Speech(Task[Recipe]):
         from starling.speech.training.validate import verdict_on_test
 
         is_best = may_be_best and recipe.patience is not None and best_model(folder) is not None
-        rates = evaluate(folder.path, None, tell, console, is_best)
-        return verdict_on_test(recipe, folder, rates) if best_model(folder) is None else None
+        return verdict_on_test(recipe, folder, evaluate(folder.path, None, tell, console, is_best))
 
     def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
         from starling.speech.evidence import scored_set

@@ -114,9 +114,8 @@ class IslandModel(Model):
         super().__init__(model, parameters, weights, torch.zeros_like(weights))
 
     def begin(self, num_parts: int) -> int:
-        return int(
-            max(self.island.gathered(super().begin(num_parts)))
-        )  # the same on all ranks, since they communicate in each
+        # the same on all ranks, since they communicate in each
+        return int(max(self.island.gathered(super().begin(num_parts))))
 
     def own_part(self, state: LearnerState, make_optimizer: MakeOptimizer) -> LearnerState:
         """This rank's part of the state of a whole model; a state that is a part is returned as it is."""

@@ -71,7 +71,7 @@ def evaluate(
     average: int | None = None,
 ) -> dict[str, float]:
     """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
-    Returns the lowest word error rate of each set, in per cent.
+    Returns the lowest error rate of each set, in per cent.
 
     With `conditions`, which are codecs, the audio goes through each of them, and a set is scored as `test@telephone`.
 
@@ -169,7 +169,7 @@ class _Evaluation:
         return min(ATTENTION_WEIGHTS, key=errors), f"tuned on {len(sample)} utterances of {sample.name}"
 
     def score(self, name: str, codec: str | None, ways: Sequence[Way]) -> float:
-        """Score one set, through a codec if that is given, in all ways; the lowest word error rate."""
+        """Score one set, through a codec if that is given, in all ways; the lowest error rate."""
         label, data, rates = label_of(name, codec), self.recipe.data, list[float]()
         texts: dict[str, dict[str, str]] = {way.folder: {} for way in ways}
         best: dict[str, Sequence[Hypothesis]] = {}
@@ -199,7 +199,7 @@ class _Evaluation:
             score = write_score_files(home, label, references, hypotheses, data.text, written)
             for line in (", ".join([label, *written[: bool(way.title)]]), *score.lines(), *remarks):
                 self.tell(line)
-            rates.append(score.wer)
+            rates.append(score.rate)
         return min(rates)
 
 

@@ -100,9 +100,13 @@ class _Options(Config):
 
     @classmethod
     def of(cls, form: FormData) -> Self:
-        """The options in a form, whose lists have names that end in `[]`. Raises _FieldError naming all problems."""
+        """The options in a form, whose lists should have names that end in `[]`. Raises _FieldError naming all
+        problems."""
         lists = {name: form.getlist(name) for name in form if isinstance(form[name], str)}
-        fields = {name.removesuffix("[]"): each if name.endswith("[]") else each[-1] for name, each in lists.items()}
+        fields = {
+            name.removesuffix("[]"): each if name.endswith(("[]", "granularities")) else each[-1]
+            for name, each in lists.items()
+        }
         try:
             return cls.model_validate(fields)
         except ValidationError as error:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from starling.budget import Progress as Spent
 from starling.checkpoint.files import partial_folder, publish, remove, write_json
 from starling.checkpoint.manifest import Manifest, read_manifest
-from starling.checkpoint.reader import Checkpoint, latest, load
+from starling.checkpoint.reader import Checkpoint, latest
 from starling.errors import DataError, StarlingError
 from starling.experiment.folder import SCORE, ExperimentFolder, best_model
 from starling.experiment.task import Scoring
@@ -68,6 +68,7 @@ _CARRIED = 0.3
 """Of what the loss has fallen by, the share that must be found on other recordings, or something is wrong."""
 _WORSE = 1.2
 """A loss so much above that of a model that hears nothing is the fault of the learning rate."""
+_MOST_SAID = 200  # characters of another error
 _LONG = 3000
 """Mini-batches in which training leaves the plateau of blanks, if it ever does."""
 
@@ -126,6 +127,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
         if every is None or self._recipe.data.valid is None:
             return
         if is_last or self._under_way is None or self._under_way.done():
+            every = 1 if is_last else every  # the final model has its turn
             self._under_way = self._thread.submit(self._take, folder, every, self._recipe.data.valid)
         else:
             self._discard(folder)
@@ -154,8 +156,6 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
             return
         recogniser = Recogniser.load(checkpoint.model_folder)
         result = recognised(recogniser, self._recipe.data.set_folder(name))
-        verdict = verdict_on(self._recipe, self._folder, checkpoint.manifest, recogniser, name, result.wer)
-        self._on_score(Score(name, result.wer, epochs, steps, result.lines()[0], verdict))
         curves = Curves(self._folder.tensorboard)
         curves.add("valid", {"valid/wer": result.wer}, steps)
         curves.close()
@@ -165,6 +165,9 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
         if self._best is None or result.wer <= self._best:  # of two equal models, keep the later one
             self._best = result.wer
             self._keep(checkpoint, {"set": name, "wer": result.wer, "steps": steps, "epochs": epochs})
+        rate = result.rate if self._recipe.patience is None else min(result.rate, self._best)  # then the best is scored
+        verdict = verdict_on(self._recipe, self._folder, checkpoint.manifest, recogniser, name, rate)
+        self._on_score(Score(name, result.wer, epochs, steps, result.lines()[0], verdict))
         if self.is_enough() and not self._has_told:
             self._has_told = True
             self._say(
@@ -209,40 +212,51 @@ class Looked:
     """The CTC loss relative to that of a model that hears nothing: the median over utterances; None: not with CTC."""
 
 
-def verdict_on_test(recipe: Recipe, folder: ExperimentFolder, rates: Mapping[str, float]) -> str:
-    """The verdict by the test set with the lowest word error rate, of a run whose models were not scored before."""
-    if not rates or min(rates.values()) <= USELESS:
+def verdict_on_test(recipe: Recipe, folder: ExperimentFolder, rates: Mapping[str, float]) -> str | None:
+    """The verdict by the test set with the lowest error rate; None: there is none."""
+    if not rates:
+        return None
+    if (rate := min(rates.values())) <= USELESS:
         return ""
-    name, newest = min(rates, key=lambda each: rates[each]), load(latest(folder.path))
-    return verdict_on(recipe, folder, newest.manifest, Recogniser.load(newest.model_folder), name, rates[name])
+    name = next(each for each in rates if rates[each] == rate)
+    try:
+        newest = latest(folder.path)
+        checkpoint = Checkpoint(newest, read_manifest(newest))
+        recogniser = Recogniser.load(checkpoint.model_folder)
+    except (StarlingError, OSError):
+        return None
+    return verdict_on(recipe, folder, checkpoint.manifest, recogniser, name, rate)
 
 
 def verdict_on(
-    recipe: Recipe, folder: ExperimentFolder, manifest: Manifest, recogniser: Recogniser, name: str, wer: float
+    recipe: Recipe, folder: ExperimentFolder, manifest: Manifest, recogniser: Recogniser, name: str, rate: float
 ) -> str:
-    """Why the recogniser of a checkpoint does not work, if its word error rate on the set `name` says so, and what to
-    do; empty if it works, or before a tenth of the budget is spent."""
+    """Why the recogniser of a checkpoint does not work, if its error rate on the set `name` says so, and what to do;
+    empty if it works, or before a tenth of the budget is spent."""
     steps, epochs = manifest.position.num_done, manifest.epochs_ended or manifest.next_ticket.epoch
     spent = recipe.budget.fraction(Spent(steps, epochs, manifest.minutes))
-    if wer <= USELESS or spent < _TOO_EARLY:
+    if rate <= USELESS or spent < _TOO_EARLY:
         return ""
-    what = f"WER {wer:.1f} %"
+    what = f"an error rate of {rate:.1f} %"
     try:
-        train = open_training_set(recipe)
+        whole = train = open_training_set(recipe)
         if recipe.loss == "ctc":
-            train = kept_utterances(train, folder.too_short)
+            train = kept_utterances(whole, folder.too_short)
         held_out = look(recogniser, SpeechSets([Member(name, recipe.data.set_folder(name))]))
-        what, own = "its output is empty" if held_out.is_empty else what, look(recogniser, train)
+        own = look(recogniser, train)
+        if held_out.is_empty and rate == 100.0:
+            what = "its output is empty"
         cause, remedy = (
             _not_finite(recipe, folder)
-            or _too_few_frames(recipe, recogniser)
+            or _too_few_frames(recipe, recogniser, whole)
             or _silent(own, train.name)
             or _silent(held_out, name)
             or _learning_rate(recipe, folder, train, own)
             or likeliest_cause(recipe, own, held_out, name, steps)
         )
     except Exception as error:  # whatever it is, the run and its scores are worth more
-        cause, remedy = f"unknown, as looking for it failed ({type(error).__name__}: {error})", "`{check}`"
+        said = " ".join(str(error).split())[:_MOST_SAID]
+        cause, remedy = f"unknown, as looking for it failed ({type(error).__name__}: {said})", "`{check}`"
     so_far = f"{epochs} epoch{'s' * (epochs != 1)} ({steps} mini-batches, {duration(60.0 * manifest.minutes)})"
     limits = ", ".join(f"{key} {value:g}" for key, value in recipe.budget.model_dump(exclude_none=True).items())
     return (
@@ -294,12 +308,13 @@ def _ratio(rows: Sequence[Tensor], tokens: Sequence[Tensor]) -> float | None:
         both = torch.stack([row.double(), constant.expand_as(row)], 1)
         lengths = torch.tensor([len(row)] * 2), torch.tensor([len(spoken)] * 2)
         loss, chance = F.ctc_loss(both, spoken.expand(2, -1), *lengths, blank=BLANK, reduction="none").tolist()
-        ratios.append(loss / chance)
+        if math.isfinite(loss):
+            ratios.append(loss / chance)
     return median(ratios) if ratios else None
 
 
 def _not_finite(recipe: Recipe, folder: ExperimentFolder) -> tuple[str, str] | None:
-    """That much of what the newest run computed was not finite."""
+    """The cause if more than `_MUCH` of the newest run's gradients were not finite, and the remedy."""
     events = read_events(folder.log / "events.jsonl")
     starts = [place for place, each in enumerate(events) if each["kind"] == "start"]
     epochs = [each for each in events[max(starts, default=0) :] if each["kind"] == "epoch"]
@@ -315,16 +330,17 @@ def _not_finite(recipe: Recipe, folder: ExperimentFolder) -> tuple[str, str] | N
     )
 
 
-def _too_few_frames(recipe: Recipe, recogniser: Recogniser) -> tuple[str, str] | None:
-    """That many transcripts have nearly as many tokens as the encoder has frames, or more."""
-    train = open_training_set(recipe)
+def _too_few_frames(recipe: Recipe, recogniser: Recogniser, train: SpeechSets) -> tuple[str, str] | None:
+    """The cause if many transcripts need nearly all of their encoder frames, or more, and the remedy."""
+    if recipe.loss != "ctc":
+        return None
     chosen = train.only(np.unique(np.linspace(0, len(train) - 1, _COUNTED).astype(np.int64)))
     tight, features = 0, recogniser.features
     for name, text, seconds in transcripts(chosen):
         frames = recipe.model.encoder_frames(features.num_frames(round(seconds * features.sampling_rate)))
         tokens = attempt(recogniser.tokenizer.encode, text, name)
         tight += not isinstance(tokens, DataError) and frames_needed(tokens) > _TIGHT * frames
-    if recipe.loss != "ctc" or tight < _MANY * len(chosen):
+    if tight < _MANY * len(chosen):
         return None
     return (
         f"the encoder has too few frames for the tokens: {tight} of {len(chosen)} utterances of {train.name} need more "
@@ -334,7 +350,7 @@ def _too_few_frames(recipe: Recipe, recogniser: Recogniser) -> tuple[str, str] |
 
 
 def _silent(looked: Looked, name: str) -> tuple[str, str] | None:
-    """That many recordings of a set are almost silent."""
+    """The cause if many recordings of a set are almost silent, and the remedy."""
     if not looked.silent or len(looked.silent) < _MANY * looked.size:
         return None
     return (
@@ -345,8 +361,7 @@ def _silent(looked: Looked, name: str) -> tuple[str, str] | None:
 
 
 def _learning_rate(recipe: Recipe, folder: ExperimentFolder, train: SpeechSets, own: Looked) -> tuple[str, str] | None:
-    """That training has made the model worse, or has hardly changed it: its loss is still above that of a model that
-    hears nothing."""
+    """The cause if the loss is well above that of a model that hears nothing, and the remedy."""
     before = look(Recogniser.load(folder.initial), train).ratio if (own.ratio or 0.0) > _WORSE else None
     if own.ratio is None or before is None:
         return None
@@ -362,8 +377,10 @@ def _learning_rate(recipe: Recipe, folder: ExperimentFolder, train: SpeechSets, 
 
 
 def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, steps: int) -> tuple[str, str]:
-    """The cause that what was learnt of the training set, `own`, and of the set `name` points at, and the remedy."""
+    """The likeliest cause and the remedy, from how well the model does on the training set (`own`) and on the set
+    `name`."""
     rate, ratio = f"optimizer.lr (now {recipe.optimizer.lr:g})", own.ratio
+    is_stuck = own.wer > USELESS if ratio is None else ratio >= _STUCK
     carries_over = ratio is None or held_out.ratio is None or 1.0 - held_out.ratio > _CARRIED * (1.0 - ratio)
     told = "" if ratio is None else f" (its loss is {ratio:.0%} of that of a model that hears nothing)"
     check = "look for wrong transcripts with `{check}`"
@@ -373,15 +390,16 @@ def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, st
             "transcripts do not belong to their recordings, or speakers and recordings of the sets differ much",
             f"{check}; if they are right, train on more, or more similar, recordings",
         )
-    if ratio is not None and ratio >= _STUCK and steps >= _LONG:
+    if is_stuck and steps >= _LONG:
         return (
             f"nothing was learnt of the training data in {steps} mini-batches{told}: transcripts do not belong to "
             "their recordings, or the learning rate does not fit",
             f"{check}; if they are right, change {rate}",
         )
     longer = "a larger budget"
-    if ratio is not None and ratio >= _STUCK:
-        where = "is still on the plateau of blanks with which CTC begins" if own.is_empty else "has hardly begun"
+    if is_stuck:
+        is_plateau = own.is_empty and ratio is not None
+        where = "is still on the plateau of blanks with which CTC begins" if is_plateau else "has hardly begun"
         return f"too little time: training {where}{told}", f"{longer}, or a higher or lower {rate}"
     return (
         f"too little time: the training data are learnt, but slowly, WER {own.wer:.0f} % there{told}",

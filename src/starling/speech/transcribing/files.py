@@ -16,7 +16,7 @@ from rich.console import Console
 from starling.errors import ConfigError, DataError, did_you_mean, noted
 from starling.extras import require
 from starling.files import replace_file, writing
-from starling.reporting.progress import Bars, Say
+from starling.reporting.progress import Bars, Say, say_on
 from starling.speech.trained import is_model, load_recogniser, open_experiment
 from starling.speech.transcribing.segmenter import Piece, Seconds, gathered
 from starling.speech.transcribing.sound import Sound, check_rate, opened
@@ -109,10 +109,7 @@ def transcribe_files(
         )
     total = len(sources) + len(problems)
     is_told = form == "txt" and output is None
-
-    def say(line: str) -> None:
-        screen.print(line, markup=False, highlight=False, soft_wrap=True)
-
+    say = say_on(screen)
     with Bars(screen) as bars:
         for is_at_once, some in groupby(sources, lambda each: is_told and each.path == STANDARD_INPUT):
             if is_at_once:
@@ -120,8 +117,8 @@ def transcribe_files(
             else:
                 for source, transcript in _transcribed(transcriber, list(some), raw_rate, problems, bars, say):
                     _write(source, transcript, form, tell)
-                    if not transcript.segments:
-                        say(f"{source.path}: no speech was found in {transcript.seconds:.1f} s of audio")
+                    if not transcript.text:
+                        say(_no_speech(source.path, transcript.seconds))
     if problems:
         several = f"{len(problems)} of {total} files cannot be transcribed: " if total > 1 else ""
         raise DataError(several + "; ".join(problems))
@@ -181,10 +178,22 @@ def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> Non
 
 def _tell_segments(transcriber: Transcriber, raw_rate: int | None, problems: list[str], tell: Say, say: Say) -> None:
     """Pass on the text of each segment of standard input; of raw PCM, as soon as the segment has ended."""
+    is_told = False
     with noted(problems, DataError), _opened(STANDARD_INPUT, raw_rate, say) as sound:
         for some in transcriber.stream(sound, sound.rate, TOGETHER if raw_rate is None else 0.0):
             for text in filter(None, (segment.text for segment in some)):
                 tell(text)
+                is_told = True
+        if not is_told:
+            say(_no_speech(STANDARD_INPUT, sound.heard))
+
+
+def _no_speech(path: Path, seconds: Seconds) -> str:
+    return f"{_name(path)}: no speech was recognised in {seconds:.1f} s of audio"
+
+
+def _name(path: Path) -> str:
+    return "standard input" if path == STANDARD_INPUT else str(path)
 
 
 def _transcribed(
@@ -233,8 +242,7 @@ def _opened(path: Path, raw_rate: int | None, say: Say) -> Iterator[Sound]:
                 audio = stack.enter_context(tempfile.TemporaryFile())
                 shutil.copyfileobj(sys.stdin.buffer, audio)
                 audio.seek(0)
-        name = "standard input" if path == STANDARD_INPUT else str(path)
-        sound = stack.enter_context(opened(audio, name, raw_rate))
+        sound = stack.enter_context(opened(audio, _name(path), raw_rate))
         if sound.note:
             say(sound.note)
         yield sound
