@@ -141,7 +141,7 @@ def test_saved_checkpoints_are_told_no_more_often_than_epochs() -> None:
 
 def test_a_score_is_part_of_the_next_epoch_line_or_a_line_of_its_own() -> None:
     """Where no epoch ends soon, or the run does."""
-    score = Score("dev", 12.5, 1, 10, "%WER 12.50 [ 1 / 8 ]")
+    score = Score("dev", 12.5, 4.0, 1, 10, "%WER 12.50 [ 1 / 8 ]")
     screen = Screen(1)
     with screen.display as display:
         screen.hear(end(0))
@@ -149,12 +149,12 @@ def test_a_score_is_part_of_the_next_epoch_line_or_a_line_of_its_own() -> None:
         display.tick()
         assert len(screen.lines) == 1
         screen.hear(end(0, 1))
-        assert screen.lines[1].endswith(", dev WER 12.50 % after epoch 1")
+        assert screen.lines[1].endswith(", dev WER 12.50 %, CER 4.00 % after epoch 1")
         display.scored(score)
         screen.now += 6.0
         display.tick()
         assert screen.lines[2] == "after epoch 1, dev: %WER 12.50 [ 1 / 8 ]"
-        display.scored(Score("dev", 11.0, None, 15, "%WER 11.00"))
+        display.scored(Score("dev", 11.0, 3.5, None, 15, "%WER 11.00"))
     assert screen.lines[3:] == ["after 15 steps, dev: %WER 11.00"]
 
 
@@ -165,7 +165,7 @@ def test_why_a_model_does_not_work_is_printed_once_and_each_change_is_an_event(t
     verdicts = ["", "it is empty", "it is empty", "it is wrong", "", "it is lost"]
     with screen.display as display:
         for number, verdict in enumerate(verdicts):
-            display.scored(Score("dev", 100.0, number, number, "%WER 100.00", verdict))
+            display.scored(Score("dev", 100.0, 90.0, number, number, "%WER 100.00", verdict))
     events.close()
     assert screen.lines[:-1] == ["it is empty", "it is lost"]
     told = [each["text"] for each in read_events(tmp_path / "events.jsonl") if each["kind"] == "verdict"]
@@ -198,7 +198,7 @@ def test_what_the_screen_shows_is_in_the_events_too(tmp_path: Path) -> None:
         display.lost(1, "learner 1 was killed by SIGKILL while computing")
         display.joined(2, 2)
         display.left_out(3, "learner 3: no memory")
-        display.scored(Score("dev", 12.5, 1, 10, "%WER 12.50"))
+        display.scored(Score("dev", 12.5, 4.0, 1, 10, "%WER 12.50"))
     events.close()
     read = [json.loads(line) for line in (tmp_path / "log" / "events.jsonl").read_text().splitlines()]
     assert {each["time"] for each in read} == {17.0}

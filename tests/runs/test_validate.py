@@ -18,6 +18,7 @@ from starling.reporting.epochs import Score
 from starling.speech.models import count_parameters
 from starling.speech.recipe import Recipe, check_recipe, fingerprints
 from starling.speech.recogniser import Recogniser
+from starling.speech.scoring import ErrorCounts, ErrorRates
 from starling.speech.task import SPEECH
 from starling.speech.trained import load_recogniser
 from starling.speech.training import validate
@@ -85,21 +86,17 @@ def ready(tree: Tree) -> tuple[Recipe, ExperimentFolder]:
     return recipe, set_up_and_claim(SPEECH, recipe, lambda line: None)
 
 
-class Scored:
-    """A score."""
-
-    def __init__(self, wer: float) -> None:
-        self.wer = wer
-
-    def lines(self) -> list[str]:
-        return [f"%WER {self.wer}"]
+def scored(wer: int) -> ErrorRates:
+    """Rates of 100 words with one character each."""
+    counts = ErrorCounts(0, wer, 0, 100)
+    return ErrorRates(counts, counts, 1, 1, None, ())
 
 
 def test_the_best_model_is_kept_also_across_a_resume(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recogniser with its score, ready for use; one that is no better does not take its place."""
     recipe, folder = ready(tree)
-    rates: Iterator[float] = iter([50.0, 40.0, 60.0, 45.0])
-    monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: Scored(next(rates)))
+    rates: Iterator[int] = iter([50, 40, 60, 45])
+    monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: scored(next(rates)))
     for epoch, best in ((1, "step-00000004"), (2, "step-00000008"), (3, "step-00000008"), (4, "step-00000008")):
         with Validation(recipe, folder, lambda line: None, lambda score: None) as validation:
             validation.saved(write(folder, epoch))
@@ -116,9 +113,9 @@ def test_training_ends_when_the_error_has_not_fallen_for_as_long_as_patience_all
     """In epochs, since the last lower error; an error of 100 %, with which training begins, may stay for longer. A
     resumed run counts from the best model of the run before it."""
     recipe, folder = ready({**tree, "patience": 3})
-    rates = {1: 100.0, 5: 100.0, 6: 50.0, 8: 50.0, 9: 40.0, 11: 45.0, 12: 41.0}
+    rates = {1: 100, 5: 100, 6: 50, 8: 50, 9: 40, 11: 45, 12: 41}
     of_score = iter(rates.values())
-    monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: Scored(next(of_score)))
+    monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: scored(next(of_score)))
     enough = {}
     for epoch in rates:
         with Validation(recipe, folder, lambda line: None, lambda score: None) as validation:
@@ -131,7 +128,7 @@ def test_training_ends_when_the_error_has_not_fallen_for_as_long_as_patience_all
 def test_without_patience_only_the_budget_ends_a_run(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the error has not fallen."""
     recipe, folder = ready(tree)
-    monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: Scored(50.0))
+    monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: scored(50))
     for epoch in (1, 1000):
         with Validation(recipe, folder, lambda line: None, lambda score: None) as validation:
             validation.saved(write(folder, epoch))

@@ -113,12 +113,14 @@ class Score:
     set_name: str
     wer: float
     """Word error rate in per cent."""
+    cer: float
+    """Character error rate in per cent."""
     epochs: int | None
     """Epochs for which it was trained; None unless it was saved at the end of an epoch."""
     steps: int
     """Mini-batches on which it was trained."""
     line: str
-    """The summary in Kaldi's format."""
+    """Both rates in Kaldi's format."""
     verdict: str = ""
     """Why the model does not work, and what to do; empty: it does, or it is too early to say."""
 
@@ -168,7 +170,7 @@ class EpochSummary:
             *agreement(every),
         ]
         if score is not None:
-            parts.append(f"{score.set_name} WER {score.wer:.2f} % after {score.trained}")
+            parts.append(f"{score.set_name} WER {score.wer:.2f} %, CER {score.cer:.2f} % after {score.trained}")
         return f"{begin}: {', '.join(parts)}"
 
     def fields(self) -> dict[str, Any]:

@@ -126,7 +126,8 @@ class Display:
         """Report a score on the validation set. The next epoch line includes it; if none follows within `SCORE_WAIT`,
         it is printed on a separate line. Its verdict is printed once, and not again while the model does not work."""
         with self._lock:
-            self._events.write("validation", set=score.set_name, wer=score.wer, epochs=score.epochs, step=score.steps)
+            rates, trained = {"wer": score.wer, "cer": score.cer}, {"epochs": score.epochs, "step": score.steps}
+            self._events.write("validation", set=score.set_name, **rates, **trained)
             self._score, self._score_at = score, self._clock()
             self._events.judge(score.verdict, self._print)
 

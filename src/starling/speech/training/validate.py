@@ -157,7 +157,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
         recogniser = Recogniser.load(checkpoint.model_folder)
         result = recognised(recogniser, self._recipe.data.set_folder(name))
         curves = Curves(self._folder.tensorboard)
-        curves.add("valid", {"valid/wer": result.wer}, steps)
+        curves.add("valid", {"valid/wer": result.wer, "valid/cer": result.cer}, steps)
         curves.close()
         self._newest_epochs = self._newest_epochs if epochs is None else float(epochs)
         if self._best is None or result.wer < self._best:
@@ -167,7 +167,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
             self._keep(checkpoint, {"set": name, "wer": result.wer, "steps": steps, "epochs": epochs})
         rate = result.rate if self._recipe.patience is None else min(result.rate, self._best)  # then the best is scored
         verdict = verdict_on(self._recipe, self._folder, checkpoint.manifest, recogniser, name, rate)
-        self._on_score(Score(name, result.wer, epochs, steps, result.lines()[0], verdict))
+        self._on_score(Score(name, result.wer, result.cer, epochs, steps, ", ".join(result.lines()[::2][:2]), verdict))
         if self.is_enough() and not self._has_told:
             self._has_told = True
             self._say(
