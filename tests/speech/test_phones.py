@@ -64,6 +64,13 @@ def test_espeak_pronounces_words() -> None:
         pronounce(["house"], "klingon-x")
 
 
+def test_characters_stand_for_phones_without_a_voice() -> None:
+    """In any language, and without espeak-ng; spaces are none."""
+    phones, unknown = make_phones(PhonesConfig(voice=None), ["ÉTÉ À", "TÊTE"])
+    assert (phones.names, unknown) == (("E", "T", "À", "É", "Ê"), [])
+    assert phones.encode("ÉTÉ À") == [4, 2, 4, 3]
+
+
 def test_a_lexicon_is_read_as_cmudict_writes_it(tmp_path: Path) -> None:
     """Comments, other pronunciations and marks of stress are left out; words count in any case."""
     path = tmp_path / "lexicon.txt"

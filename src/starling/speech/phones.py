@@ -23,8 +23,8 @@ class PhonesConfig(Config):
     """The layer, or block, that predicts the phones; 1: the first."""
     weight: float = Field(default=0.6, gt=0, lt=1)
     """Share of the phones' CTC loss in the loss."""
-    voice: str = "en-us"
-    """The voice of espeak-ng that pronounces the words."""
+    voice: str | None = "en-us"
+    """The voice of espeak-ng that pronounces the words; null: their characters stand for phones."""
     lexicon: Path | None = None
     """A text file with a word and its phones on each line, as in CMUdict, instead of espeak-ng."""
 
@@ -84,6 +84,8 @@ def make_phones(config: PhonesConfig, texts: Iterable[str]) -> tuple[Phones, lis
         listed = read_lexicon(config.lexicon)
         found = {word: listed[word.casefold()] for word in words if word.casefold() in listed}
         source = str(config.lexicon)
+    elif config.voice is None:
+        found, source = {word: list(word) for word in words}, "spelling"
     else:
         require("demo", "model.phones without a lexicon", ["espeakng_loader"])
         from starling.speech.espeak import pronounce
