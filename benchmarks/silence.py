@@ -3,22 +3,26 @@
     python -m benchmarks.silence EXPERIMENT PREPARED_SET
 
 Each utterance of the set alone, with digital silence or noise around it, and louder or softer; then all of them as one
-recording with gaps, as a file and as a stream of short blocks. The last line is a table's row, and the exit code is 1
-where a bar is missed.
+recording with gaps, as a file and through the WebSocket of `starling serve`. The exit code is 1 where a bar is missed.
 """
 
 import argparse
+import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from websockets.sync.client import connect
 
 from benchmarks.measuring import Bar, Seconds
-from starling.speech.recogniser import Recogniser, by_duration
+from starling.speech.recogniser import by_duration
 from starling.speech.scoring import count_errors
 from starling.speech.store import SpeechSet
 from starling.speech.trained import load_recogniser
@@ -39,8 +43,9 @@ WORST, MEAN, JOINED = 1.5, 0.5, 1.5
 """Points of word error rate more than alone: the worst cell, the mean of all, and as one recording."""
 
 
-def of_recogniser(recogniser: Recogniser, speech_set: SpeechSet) -> Iterator[Bar]:
+def of_experiment(experiment: Path, speech_set: SpeechSet) -> Iterator[Bar]:
     """Points of word error rate beside those of the utterances alone."""
+    recogniser = load_recogniser(experiment)
     stored = speech_set.read(range(len(speech_set)))
     references = {each.id: each.text for each in stored}
     rate = speech_set.sampling_rate
@@ -64,17 +69,19 @@ def of_recogniser(recogniser: Recogniser, speech_set: SpeechSet) -> Iterator[Bar
     shown = f"alone {alone:.2f} %; " + ", ".join(f"{name} {points:+.2f}" for name, points in cells.items())
     yield Bar.at_most("silence, noise and levels: points of WER more, worst cell", max(cells.values()), WORST, shown)
     yield Bar.at_most("the same, mean of the cells", fmean(cells.values()), MEAN)
-    whole = " ".join(references.values())
-    worst = {}
-    for noise in NOISES:
-        for gap in GAPS:
+    whole, worst = " ".join(references.values()), dict[str, float]()
+    with served(experiment) as address:
+        ways: dict[str, Callable[[Samples], str]] = {
+            "file": lambda samples: as_file(Transcriber(recogniser), samples, rate),
+            "stream": lambda samples: as_stream(address, samples, rate),
+        }
+        for noise, gap in product(NOISES, GAPS):
             generator = np.random.default_rng(1)
             recording = np.concatenate(
                 [between(each.samples, noise, round(gap * rate / 2), generator) for each in stored]
             )
-            for way, transcribe in {"file": as_file, "stream": as_stream}.items():
-                text = transcribe(Transcriber(recogniser), recording, rate)
-                rate_of_all = count_errors({"all": whole}, {"all": text})[0].rate
+            for way, transcribe in ways.items():
+                rate_of_all = count_errors({"all": whole}, {"all": transcribe(recording)})[0].rate
                 worst[f"{way} with {gap} s of {said(noise)}"] = rate_of_all - alone
     shown = ", ".join(f"{name} {points:+.2f}" for name, points in worst.items())
     yield Bar.at_most("as one recording: points of WER more, worst", max(worst.values()), JOINED, shown)
@@ -98,11 +105,33 @@ def as_file(transcriber: Transcriber, recording: Samples, rate: int) -> str:
     return " ".join(segment.text for segment in transcriber.transcribe(recording, rate).segments)
 
 
-def as_stream(transcriber: Transcriber, recording: Samples, rate: int) -> str:
-    """As the WebSocket of `starling serve` transcribes it."""
-    live, hop = transcriber.live(rate), round(BLOCK * rate)
-    updates = [live.feed(recording[place : place + hop], False) for place in range(0, len(recording), hop)]
-    return " ".join(segment.text for update in [*updates, live.end()] for segment in update.final)
+@contextmanager
+def served(experiment: Path) -> Iterator[str]:
+    """The address of `starling serve` with the newest model, in a process of its own."""
+    command = [sys.executable, "-u", "-m", "starling", "serve", str(experiment), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            if " at http" not in line:
+                raise SystemExit(f"starling serve did not start: {line}")
+            yield line.split(" at http")[1].split("/;")[0]
+        finally:
+            server.terminate()
+
+
+def as_stream(address: str, recording: Samples, rate: int) -> str:
+    """Through the WebSocket, in short blocks."""
+    pcm, hop = np.clip(recording * 32768.0, -32768, 32767).astype("<i2"), round(BLOCK * rate)
+    texts = list[str]()
+    with connect(f"ws{address}/live?rate={rate}", max_queue=None) as client:
+        for place in range(0, len(pcm), hop):
+            client.send(pcm[place : place + hop].tobytes())
+        client.send("end")
+        while not (said := json.loads(client.recv())).get("end"):
+            texts += [segment["text"] for segment in said["final"]]
+        texts += [segment["text"] for segment in said["final"]]
+    return " ".join(texts)
 
 
 def main() -> int:
@@ -111,7 +140,7 @@ def main() -> int:
     parser.add_argument("speech_set", type=Path, metavar="PREPARED_SET")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    bars = list(of_recogniser(load_recogniser(given.experiment), SpeechSet.open(given.speech_set)))
+    bars = list(of_experiment(given.experiment, SpeechSet.open(given.speech_set)))
     for bar in bars:
         sys.stdout.write(
             f"{bar.name}: {bar.ratio:+.2f} of {bar.bar}{'' if bar.holds else ', MISSED'}\n  {bar.detail}\n"

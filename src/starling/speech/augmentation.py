@@ -21,7 +21,7 @@ from starling.speech.features import Warp
 if TYPE_CHECKING:
     import torch
 
-_DIGITAL = 0.3  # share of digital silence among silences
+_DIGITAL = 0.15  # share of digital silence among silences
 _STEP = 0.01  # factors are rounded to it, so that few mel banks are made
 _MIN_FRAMES_TO_MASK = 20  # below this, masks would hide whole phones or be empty
 
@@ -75,7 +75,7 @@ class AugmentConfig(Config):
     vocal_tract: Annotated[Range, _within(0.75, 1.3)] | None = None
     """Factors of the frequency axis (vocal tract length perturbation)."""
     silence: Annotated[Range, _within(0.0, 5.0)] | None = None
-    """Seconds of silence before and after, drawn for each end: digital silence, or noise 20 to 60 dB below the
+    """Seconds of silence before and after, drawn for each end: digital silence, or noise 15 to 45 dB below the
     speech."""
     silence_probability: Share = 0.5
     """Share of utterances with silence around them."""
@@ -212,7 +212,7 @@ def _surrounded(
     if generator.random() < _DIGITAL:
         level = 0.0
     else:
-        level = float(waveform.square().mean().sqrt()) * 10 ** (generator.uniform(-60.0, -20.0) / 20)
+        level = float(waveform.square().mean().sqrt()) * 10 ** (generator.uniform(-45.0, -15.0) / 20)
     noise = torch.from_numpy(generator.standard_normal(before + after, dtype=np.float32)) * level
     return torch.cat([noise[:before], waveform, noise[before:]])
 
