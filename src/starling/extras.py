@@ -13,6 +13,7 @@ EXTRAS = {
     "compare": ("scipy",),
     "speech": SPEECH,
     "demo": (*SPEECH, "espeakng_loader"),
+    "media": (*SPEECH, "av"),
     "cloud": (*SPEECH, "s3fs"),
     "decoding": ("flashlight", "num2words"),
     "report": ("jinja2", "plotly"),

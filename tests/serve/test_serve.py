@@ -65,7 +65,7 @@ FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 @pytest.mark.parametrize(
     ("query", "upload", "code", "message"),
     [
-        ("", {"files": NOT_AUDIO}, 400, "page.html: cannot be read as audio: Format not recognised."),
+        ("", {"files": NOT_AUDIO}, 400, "page.html: cannot be read as audio: libsndfile does not know its format"),
         ("", {"content": b"RIFF\x24\x00\x00\x00WAVEfmt "}, 400, "upload: cannot be read as audio"),
         ("", {"content": file_of(sung(["DO"]))[:3000]}, 400, "upload: truncated"),
         ("", {"content": b""}, 400, "the request has no audio"),

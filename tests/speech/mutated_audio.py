@@ -12,8 +12,8 @@ import numpy as np
 import soundfile
 
 from starling.errors import DataError
+from starling.speech.audio import read_audio
 from starling.speech.corpora import Utterance
-from starling.speech.corpora.utterance import read_audio
 from starling.speech.usable import Checker, Checking, FilterConfig
 from tests.speech.corpus_builders import RATE, sound
 

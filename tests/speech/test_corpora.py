@@ -17,9 +17,9 @@ from lhotse.shar import SharWriter
 from pydantic import TypeAdapter, ValidationError
 
 from starling.errors import DataError
+from starling.speech.audio import read_audio
 from starling.speech.corpora import CorpusConfig, Utterance, recipe_names
 from starling.speech.corpora.lines import read_lines
-from starling.speech.corpora.utterance import read_audio
 from starling.speech.data import DataConfig, set_digest
 
 

@@ -12,7 +12,7 @@ import soundfile
 from corpus_builders import RATE, sound
 
 from starling.errors import DataError
-from starling.speech.corpora.utterance import read_audio
+from starling.speech.audio import read_audio
 
 
 @pytest.mark.wide

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from starling.errors import ConfigError, DataError
 from starling.recipe.file import read_recipe
+from starling.speech.audio import read_audio
 from starling.speech.corpora.synthetic import LANGUAGES
-from starling.speech.corpora.utterance import read_audio
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import Summary, describe, prepare
 from starling.speech.store import SpeechSet

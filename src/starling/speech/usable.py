@@ -14,9 +14,9 @@ from pydantic import Field, model_validator
 
 from starling.configuration import Config
 from starling.errors import DataError
+from starling.speech.audio import noting_short
 from starling.speech.corpora import Audio, Utterance
 from starling.speech.corpora.lines import read_table, write_table
-from starling.speech.corpora.utterance import noting_short
 from starling.speech.levels import loud_frames
 from starling.speech.strings import StringsConfig
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from starling.errors import DataError
+from starling.speech.audio import MAX_SECONDS, Audio, read_audio
 from starling.speech.corpora.lines import read_json_lines, told_as
-from starling.speech.corpora.utterance import MAX_SECONDS, Audio, NamedSets, Utterance, read_audio
+from starling.speech.corpora.utterance import NamedSets, Utterance
 
 
 def check_archive(path: Path) -> None:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
 from starling.configuration import Config
-from starling.speech.corpora.utterance import Audio, Utterance
+from starling.speech.audio import Audio
+from starling.speech.corpora.utterance import Utterance
 from starling.speech.espeak import Sentence, speak
 
 DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")

@@ -43,10 +43,10 @@ from starling.configuration import Config
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.problems import ProblemsError, describe
 from starling.reporting.progress import Say
+from starling.speech.audio import Sound, check_rate, opened, pcm
 from starling.speech.serving.guard import LOOPBACK, OPENAI, Guard, Limits, problem
 from starling.speech.tokens import Tokenizer, encoded_each
 from starling.speech.transcribing.files import load_model
-from starling.speech.transcribing.sound import Sound, check_rate, opened, pcm
 from starling.speech.transcribing.transcriber import Transcriber
 from starling.speech.transcribing.transcript import FORMATS, Seconds, Segment, Transcript, Update, formatted
 from starling.timeouts import ANSWERS_END

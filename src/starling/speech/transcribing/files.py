@@ -17,15 +17,13 @@ from starling.errors import ConfigError, DataError, did_you_mean, noted
 from starling.extras import require
 from starling.files import replace_file, writing
 from starling.reporting.progress import Bars, Say, say_on
+from starling.speech.audio import Sound, audio_suffixes, check_rate, opened
 from starling.speech.trained import is_model, load_recogniser, open_experiment
 from starling.speech.transcribing.segmenter import Piece, Seconds, gathered
-from starling.speech.transcribing.sound import Sound, check_rate, opened
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
 from starling.speech.transcribing.transcript import FORMATS, Segment, Transcript, formatted
 
 STANDARD_INPUT = Path("-")
-AUDIO = {".wav", ".flac", ".mp3", ".opus", ".ogg", ".oga", ".aif", ".aiff", ".aifc", ".au", ".w64", ".rf64", ".caf"}
-"""What is transcribed of a folder, by suffix."""
 
 
 def load_model(
@@ -139,13 +137,13 @@ def _sources(inputs: Sequence[Path], form: str, output: Path | None) -> tuple[li
     """The files that are given or in given folders, and folders that have none. Raises ConfigError for an `output` that
     cannot hold their transcripts."""
     found: list[tuple[Path, Path]] = []
-    problems = []
+    problems, suffixes = [], audio_suffixes()
     for path in inputs:
         if path != STANDARD_INPUT and path.is_dir():
-            inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in AUDIO and each.is_file())
+            inside = sorted(each for each in path.rglob("*") if each.suffix.lower() in suffixes and each.is_file())
             found += [(each, each.relative_to(path)) for each in inside]
             if not inside:
-                problems.append(f"{path}: this folder has no audio files ({', '.join(sorted(AUDIO))})")
+                problems.append(f"{path}: this folder has no audio files ({', '.join(sorted(suffixes))})")
         else:
             found.append((path, Path("stdin" if path == STANDARD_INPUT else path.name)))
     if output is None and form in ("srt", "vtt") and len(found) > 1:

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from starling.errors import DataError
+from starling.speech.audio import check_rate, checked
 from starling.speech.decoding.decoders import Emission, emissions_of, words_in
 from starling.speech.hybrid.viterbi import ctc_row, ctc_spans, path_of
 from starling.speech.recogniser import Recogniser, by_duration, mono
 from starling.speech.streaming import Stream, can_stream
 from starling.speech.transcribing.segmenter import Piece, Segmentation, Segmenter, gathered, quiet_stretches
-from starling.speech.transcribing.sound import check_rate, checked
 from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update, Word
 
 Search: TypeAlias = Callable[[NDArray[np.float32]], str]
