@@ -58,6 +58,20 @@ def test_a_file_is_answered_in_every_format(client: httpx.Client) -> None:
     assert json.loads(whole)["text"].split() == words
 
 
+@pytest.mark.parametrize(("form", "codec", "rate"), [("ipod", "aac", 16_000), ("webm", "libopus", 48_000)])
+def test_what_telephones_and_browsers_record_is_answered(
+    client: httpx.Client, tmp_path: Path, form: str, codec: str, rate: int
+) -> None:
+    """Where FFmpeg is installed."""
+    pytest.importorskip("av", reason="the extra [media] is not installed")
+    from tests.speech.media import write_media
+
+    words = words_of(2)
+    audio = write_media(tmp_path / "talk", form, codec, sung(words, rate)[None].astype(np.float32), rate).read_bytes()
+    assert client.post("/transcribe", files={"file": ("talk", audio)}).json()["text"].split() == words
+    assert client.post("/transcribe?format=txt", content=audio).text.split() == words
+
+
 NOT_AUDIO = {"file": ("page.html", b"<html>")}
 FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 

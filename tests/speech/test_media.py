@@ -4,6 +4,7 @@ import io
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,30 +26,11 @@ def sweep(rate: int) -> NDArray[np.float32]:
     return np.asarray(0.3 * np.sin(2 * np.pi * (200 * time + 500 / SECONDS * time**2)), np.float32)
 
 
-def written(
-    path: Path, form: str, codec: str, rate: int = 16000, channels: int = 1, has_video: bool = False, **options: str
-) -> Path:
-    """The sweep in all channels, each half as loud as the one before, perhaps behind a picture that stands still."""
-    layout = {1: "mono", 2: "stereo"}[channels]
-    samples = np.stack([sweep(rate) / 2**number for number in range(channels)])
-    with av.open(str(path), "w", format=form, options=options) as file:
-        picture = file.add_stream("mpeg4", rate=10) if has_video else None
-        track = file.add_stream(codec, rate=rate)
-        track.layout = layout
-        if picture is not None:
-            picture.width, picture.height, picture.pix_fmt = 32, 32, "yuv420p"
-            for number in range(round(10 * SECONDS)):
-                frame = av.VideoFrame(32, 32, "yuv420p")
-                frame.pts = number
-                file.mux(picture.encode(frame))
-            file.mux(picture.encode(None))
-        whole = av.AudioFrame.from_ndarray(samples, "fltp", layout)
-        whole.rate, whole.pts = rate, 0
-        fitting = av.AudioResampler(track.format, layout, rate, frame_size=track.codec_context.frame_size)
-        for part in [*fitting.resample(whole), *fitting.resample(None)]:
-            file.mux(track.encode(part))
-        file.mux(track.encode(None))
-    return path
+def written(path: Path, form: str, codec: str, rate: int = 16000, channels: int = 1, **how: Any) -> Path:
+    """The sweep in all channels, each half as loud as the one before."""
+    from tests.speech.media import write_media
+
+    return write_media(path, form, codec, np.stack([sweep(rate) / 2**each for each in range(channels)]), rate, **how)
 
 
 WRITE: dict[str, Write] = {
