@@ -26,7 +26,7 @@ from starling.speech.recipe import fingerprints
 from starling.speech.training.set_up import ModelWriter
 from starling.training.job import Observer, StepReport
 
-WORLD, STEPS, PAIRS = 2, 300, 3
+WORLD, STEPS, PAIRS = 2, 900, 3
 EVERY_SECONDS = 3.0
 LARGEST_SHARE = 0.02
 """Of the throughput, where there is a checkpoint every minute."""
