@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from starling.errors import DataError
+from starling.errors import ConfigError, DataError
+from starling.speech.decoding.boosting import Phrases
 from starling.speech.decoding.decoders import Emission, emissions_of, words_in
 from starling.speech.hybrid.viterbi import ctc_row, ctc_spans, path_of
 from starling.speech.recogniser import Recogniser, by_duration, mono
@@ -53,6 +54,26 @@ class Transcriber:
         self.recogniser = recogniser
         self._search = search
         self._segmentation = segmentation
+        self._phrases: Phrases | None = None
+
+    def boosted(self, phrases: Iterable[str], source: str = "phrases") -> "Transcriber":
+        """A transcriber with the same model that replaces words where phrases of a list were nearly recognised.
+
+        Args:
+            phrases: `PHRASE` or `PHRASE<tab>WEIGHT`; the weight is in natural logarithms for each token. Blank ones,
+                and those that begin with #, are ignored.
+            source: Where they are from, for messages.
+
+        Raises:
+            ConfigError: The model's texts are not those of CTC.
+            DataError: The model's tokens cannot spell a phrase, or a weight is not a number.
+        """
+        if not self.has_times or (self._search is None and self.recogniser.decoder is not None):
+            other = "its decoder; load it with the beam search (--beam)" if self.has_times else "tied states"
+            raise ConfigError(f"{source}: phrases are boosted in texts of CTC, but this model's texts are from {other}")
+        made = Transcriber(self.recogniser, self._search, self._segmentation)
+        made._phrases = Phrases(self.recogniser.tokenizer, phrases, source)
+        return made
 
     @property
     def rate(self) -> int:
@@ -110,15 +131,25 @@ class Transcriber:
         return [found[place] for place in range(len(pieces))]
 
     def _decode_batch(self, pieces: Sequence[Piece]) -> list[Segment]:
-        recogniser = self.recogniser
-        heard = recogniser.listen([self._tensor(piece) for piece in pieces])
+        heard = self.recogniser.listen([self._tensor(piece) for piece in pieces])
         rows = heard.rows
-        is_greedy = self.has_times and self._search is None and recogniser.decoder is None
-        texts = recogniser.texts(heard) if self._search is None else [self._search(row) for row in rows]
+        texts = self.recogniser.texts(heard) if self._search is None else [self._search(row) for row in rows]
         return [
-            self._segment(piece, text, row, emissions_of(row.argmax(1)) if is_greedy else self._aligned(row, text))
+            self._segment(piece, row, *self.placed(row, text))
             for piece, text, row in zip(pieces, texts, rows, strict=True)
         ]
+
+    def placed(self, log_probs: NDArray[np.float32], text: str) -> tuple[str, list[Emission] | None]:
+        """A text that was found in `[T, V]`, with phrases that are boosted, and where its tokens are."""
+        is_greedy = self.has_times and self._search is None and self.recogniser.decoder is None
+        emissions = emissions_of(log_probs.argmax(1)) if is_greedy else self._aligned(log_probs, text)
+        if self._phrases is None or emissions is None:
+            return text, emissions
+        boosted = self._phrases(log_probs, emissions)
+        if boosted is None or boosted == " ".join(text.split()):
+            return text, emissions
+        found = self._aligned(log_probs, boosted)
+        return (text, emissions) if found is None else (boosted, found)
 
     def _tensor(self, piece: Piece) -> torch.Tensor:
         """The samples, padded to at least one window."""
@@ -138,7 +169,7 @@ class Transcriber:
         return aligned(log_probs, tokens)
 
     def _segment(
-        self, piece: Piece, text: str, log_probs: NDArray[np.float32], emissions: Sequence[Emission] | None
+        self, piece: Piece, log_probs: NDArray[np.float32], text: str, emissions: Sequence[Emission] | None
     ) -> Segment:
         start, end = piece.start / self.rate, (piece.start + len(piece.samples)) / self.rate
         words = None if emissions is None else tuple(self._words(piece, log_probs, emissions))
