@@ -58,7 +58,7 @@ def test_the_text_is_one_line(openai: OpenAI, model: str) -> None:
     assert said.to_dict() == {"text": said.text}
 
 
-@pytest.mark.parametrize("phrases", ["FADO\nREMI\t5", ["REMI\t5", "FADO"]], ids=["text", "list"])
+@pytest.mark.parametrize("phrases", ["FADO\nREMI\t5", ["REMI\t5", *["FADO"] * 99]], ids=["text", "list"])
 def test_phrases_are_an_extra_field(openai: OpenAI, phrases: str | list[str]) -> None:
     """Lines of a text, or a list."""
     said = openai.audio.transcriptions.create(

@@ -63,6 +63,7 @@ _BUSY = 8
 """Waiting clients above which live ones get no partial results."""
 _MOST_BOOSTED = 20_000
 """Characters of the phrases of a request."""
+_MOST_FIELDS = 1000
 _WHISPER = "whisper-1"
 """Many clients of OpenAI's API always ask for the model of this name."""
 _PAGE_FILES = {"page.html": "text/html", "page.js": "text/javascript", "microphone.js": "text/javascript"}
@@ -411,7 +412,9 @@ class Service:
 async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str, FormData]:
     """The audio of a request, in memory or in a temporary file, its name, and the form that it is in."""
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
-        form = await stack.enter_async_context(request.form(max_files=1, max_fields=10))
+        form = await stack.enter_async_context(
+            request.form(max_files=1, max_fields=_MOST_FIELDS, max_part_size=4 * _MOST_BOOSTED)
+        )
         for value in form.values():
             if not isinstance(value, str):
                 return value.file, PurePath(value.filename or "upload").name, form
