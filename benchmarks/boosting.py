@@ -1,7 +1,7 @@
 """What boosted phrases recover, what they get wrong, and what they cost: `python -m benchmarks.boosting exp/demo`.
 
-Listed are the ten words of the vocabulary that greedy decoding misses most often in the validation set, and twenty
-phrases that are never spoken, alone and together.
+Listed are the ten words that greedy decoding misses most often in the validation set; twenty phrases that are never
+spoken in the sets; and both. At the end, a voice of the demo's test set says `CALL` and one of the twenty phrases.
 """
 
 import sys
@@ -14,20 +14,22 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from starling.speech.corpora.synthetic import VOICES, add_noise, draw_sentence
+from starling.speech.espeak import speak
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import count_errors, references_of
 from starling.speech.store import SpeechSet
 from starling.speech.trained import load_recogniser, open_experiment
 from starling.speech.transcribing.transcriber import Transcriber
 
-UNSPOKEN = (
+NEW = (
     "ALICE", "FELIX", "HUGO", "LEON", "MARTHA", "NINA", "NORA", "OSCAR", "SOPHIE", "THEODORE", "VICTORIA", "DUNDEE",
     "EXETER", "LONDON", "PARIS", "ROME", "TORONTO", "RADIO", "FRONT DOOR", "FOUR THIRTY",
 )  # fmt: skip
-WEIGHTS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
+WEIGHTS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 COUNTS = (0, 10, 100, 1000)
 """Phrases whose cost is measured."""
-_REPEATS = 5
+_REPEATS, _CALLS, _SNR = 5, 100, (15.0, 40.0)
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,23 @@ class Set:
     greedy: Mapping[str, str]
 
     @classmethod
-    def of(cls, recogniser: Recogniser, folder: Path, name: str) -> "Set":
+    def stored(cls, recogniser: Recogniser, folder: Path, name: str) -> "Set":
         speech_set, outputs, greedy = SpeechSet.open(folder), {}, {}
         for names, heard in recogniser.heard(speech_set):
             outputs.update(zip(names, heard.rows, strict=True))
             greedy.update(zip(names, recogniser.texts(heard), strict=True))
         return cls(name, references_of(speech_set), outputs, greedy)
+
+    @classmethod
+    def calls(cls, recogniser: Recogniser) -> "Set":
+        random, texts = np.random.default_rng(7), [f"CALL {NEW[number % len(NEW)]}" for number in range(_CALLS)]
+        sentences = [draw_sentence(random, text, VOICES["test"], (90, 135), (35, 65)) for text in texts]
+        references, outputs, greedy = {}, {}, {}
+        for number, (samples, rate) in enumerate(speak(sentences)):
+            audio = add_noise(samples.astype(np.float32) / 32768.0, random, _SNR)
+            heard, name = recogniser.listen([recogniser.waveform(audio, rate)]), f"call-{number}"
+            references[name], (outputs[name],), (greedy[name],) = texts[number], heard.rows, recogniser.texts(heard)
+        return cls("calls", references, outputs, greedy)
 
 
 def counted(texts: Iterable[str], phrases: Sequence[str]) -> list[Counter[str]]:
@@ -74,20 +87,26 @@ def measure(experiment: Path) -> None:
     recogniser = load_recogniser(experiment)
     assert recipe.data.valid is not None
     names = (recipe.data.valid, recipe.data.test[0])
-    valid, test = (Set.of(recogniser, recipe.data.set_folder(name), name) for name in names)
+    valid, test = (Set.stored(recogniser, recipe.data.set_folder(name), name) for name in names)
     missed: Counter[str] = Counter()
     for name, text in valid.references.items():
         missed += Counter(text.split()) - Counter(valid.greedy[name].split())
     words = [word for word, _ in missed.most_common(10)]
     print(f"missed most often in {valid.name}: {', '.join(words)}")
-    for title, listed in (("missed", words), ("unspoken", UNSPOKEN), ("both", [*words, *UNSPOKEN])):
+    for title, listed in (("missed", words), ("unspoken", NEW), ("both", [*words, *NEW])):
         for each in (valid, test):
-            print(f"{each.name}, {title}, greedy: {line(each, each.greedy, listed)}")
-            for weight in WEIGHTS:
-                boosted = Transcriber(recogniser).boosted([f"{phrase}\t{weight}" for phrase in listed])
-                texts = {name: boosted.placed(row, each.greedy[name])[0] for name, row in each.outputs.items()}
-                print(f"{each.name}, {title}, weight {weight:g}: {line(each, texts, listed)}")
+            sweep(recogniser, each, title, listed)
+    sweep(recogniser, Set.calls(recogniser), "new", NEW)
     cost(recogniser, SpeechSet.open(recipe.data.set_folder(test.name)))
+
+
+def sweep(recogniser: Recogniser, of: Set, title: str, listed: Sequence[str]) -> None:
+    """Print a line for greedy decoding and each weight."""
+    print(f"{of.name}, {title}, greedy: {line(of, of.greedy, listed)}")
+    for weight in WEIGHTS:
+        boosted = Transcriber(recogniser).boosted([f"{phrase}\t{weight}" for phrase in listed])
+        texts = {name: boosted.placed(row, of.greedy[name])[0] for name, row in of.outputs.items()}
+        print(f"{of.name}, {title}, weight {weight:g}: {line(of, texts, listed)}")
 
 
 def cost(recogniser: Recogniser, speech_set: SpeechSet) -> None:

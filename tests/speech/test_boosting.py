@@ -159,7 +159,7 @@ def test_words_in_the_span_of_a_phrase_are_replaced() -> None:
     for phrase, cost in (("ORE", 3.0 / 3), ("TWO ORE", 3.0 / 7)):  # of two frames, for each token
         assert text("TWO ONE", f"{phrase}\t{cost - 0.01}", N="R") is None
         assert text("TWO ONE", f"{phrase}\t{cost + 0.01}", N="R") == "TWO ORE"
-    assert text("TEN", "TER", "NEN\t1", N="R", T="N") == "TER"
+    assert text("TEN", "TER\t2", "NEN\t1.5", N="R", T="N") == "TER"
     assert text("ONE TEN", "NET", **{WORD_START: "N"}) is None
 
 

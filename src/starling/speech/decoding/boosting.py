@@ -12,7 +12,7 @@ from starling.errors import DataError
 from starling.speech.decoding.decoders import Emission, words_in
 from starling.speech.tokens import BLANK, WORD_START, Tokenizer
 
-BOOST = 2.0
+BOOST = 1.0
 """The weight of phrases without one of their own, in natural logarithms for each token."""
 
 
