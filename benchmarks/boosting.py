@@ -104,8 +104,8 @@ def sweep(recogniser: Recogniser, of: Set, title: str, listed: Sequence[str]) ->
     """Print a line for greedy decoding and each weight."""
     print(f"{of.name}, {title}, greedy: {line(of, of.greedy, listed)}")
     for weight in WEIGHTS:
-        boosted = Transcriber(recogniser).boosted([f"{phrase}\t{weight}" for phrase in listed])
-        texts = {name: boosted.placed(row, of.greedy[name])[0] for name, row in of.outputs.items()}
+        phrases = recogniser.phrases([f"{phrase}\t{weight}" for phrase in listed], title)
+        texts = {name: recogniser.placed(row, of.greedy[name], phrases=phrases)[0] for name, row in of.outputs.items()}
         print(f"{of.name}, {title}, weight {weight:g}: {line(of, texts, listed)}")
 
 

@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 from starling.speech.serving.app import Service
 from starling.speech.serving.guard import Limits
 from starling.speech.transcribing.files import load_model
-from starling.speech.transcribing.transcriber import Transcriber
 from tests.code_blocks import code_blocks, run_python
 from tests.serve.conftest import TONES, close_words, file_of, sung, words_of
 from tests.speech.tones import RATE
@@ -267,9 +266,10 @@ def test_a_busy_server_answers_between_the_turns_of_others(openai: OpenAI, clien
 
 def test_a_model_without_word_times_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """When words are asked for; segments have the times of their speech, and no confidence."""
-    monkeypatch.setattr(Transcriber, "has_times", False)
+    transcriber = load_model(TONES)
+    monkeypatch.setattr(transcriber.recogniser, "states", object())
     with ThreadPoolExecutor(1) as decoding:
-        service = Service(load_model(TONES), str(TONES), Limits(1_000_000, 60.0, 30.0), decoding)
+        service = Service(transcriber, str(TONES), Limits(1_000_000, 60.0, 30.0), decoding)
         with TestClient(service.app(False)) as client:
             upload = {"files": {"file": ("talk.wav", file_of(sung(["DO", "RE"])))}}
             form = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}

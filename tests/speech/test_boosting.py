@@ -265,7 +265,7 @@ def test_texts_that_are_not_those_of_ctc_are_not_boosted(
         transcriber.boosted(["DO"], "--boost words")
     Transcriber(transcriber.recogniser, lambda log_probs: "").boosted(["DO"])
     monkeypatch.undo()
-    monkeypatch.setattr(Transcriber, "has_times", False)
+    monkeypatch.setattr(transcriber.recogniser, "states", object())
     with pytest.raises(ConfigError, match=r"^phrases: .* from tied states$"):
         transcriber.boosted(["DO"])
     assert BOOST > 0

@@ -27,7 +27,7 @@ from starling.speech.commands.beam_search import BestSearch, best_search, first_
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.decoding import DecodingConfig
 from starling.speech.decoding.beam import Hypothesis
-from starling.speech.decoding.boosting import read_phrases
+from starling.speech.decoding.boosting import Phrases, read_phrases
 from starling.speech.decoding.decoders import greedy_decode
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.prepare import prepare
@@ -43,7 +43,6 @@ from starling.speech.scoring import (
 )
 from starling.speech.store import SpeechSet
 from starling.speech.trained import load_recogniser, open_experiment
-from starling.speech.transcribing.transcriber import Transcriber
 
 ATTENTION_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 USUAL_ATTENTION = 1.0
@@ -157,13 +156,14 @@ class _Evaluation:
         """The greedy and the beam search with phrases; with a decoder, greedy texts are not those of CTC."""
         recogniser, search = self.recogniser, self.search
         if search is None or recogniser.decoder is None:
-            greedy = Transcriber(recogniser).boosted(phrases, source)
-            title = f"greedy decoding, {source}"
-            yield Way("boosted", title, lambda heard, found: _boosted(greedy, heard, recogniser.texts(heard)))
+            boost = partial(_boosted, recogniser, recogniser.phrases(phrases, source), False)
+            yield Way(
+                "boosted", f"greedy decoding, {source}", lambda heard, found: boost(heard, recogniser.texts(heard))
+            )
         if search is not None:
-            searched = Transcriber(recogniser, search.text).boosted(phrases, source)
+            boost_best = partial(_boosted, recogniser, recogniser.phrases(phrases, source, True), True)
             title = f"beam search, {source}"
-            yield Way("beam/boosted", title, lambda heard, found: _boosted(searched, heard, map(first_text, found)))
+            yield Way("beam/boosted", title, lambda heard, found: boost_best(heard, map(first_text, found)))
 
     def _attention_weight(self, config: DecodingConfig, search: BestSearch) -> tuple[float, str]:
         """The weight of an attention decoder's log probability beside a search's score, and how it was found: it is
@@ -242,9 +242,12 @@ def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypothes
     return lines_of_unseen(references, hypotheses, seen or ())
 
 
-def _boosted(transcriber: Transcriber, heard: Heard, texts: Iterable[str]) -> list[str]:
-    """Texts of a batch of utterances with the phrases of a transcriber."""
-    return [transcriber.placed(row, text)[0] for row, text in zip(heard.rows, texts, strict=True)]
+def _boosted(
+    recogniser: Recogniser, phrases: Phrases, is_searched: bool, heard: Heard, texts: Iterable[str]
+) -> list[str]:
+    """Texts of a batch of utterances with phrases."""
+    pairs = zip(heard.rows, texts, strict=True)
+    return [recogniser.placed(row, text, is_searched, phrases)[0] for row, text in pairs]
 
 
 def _rated(
