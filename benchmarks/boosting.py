@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from starling.speech.corpora.synthetic import VOICES, add_noise, draw_sentence
@@ -110,7 +111,8 @@ def sweep(recogniser: Recogniser, of: Set, title: str, listed: Sequence[str]) ->
 
 
 def cost(recogniser: Recogniser, speech_set: SpeechSet) -> None:
-    """Print how long greedy transcription of a set takes with phrases drawn from its letters."""
+    """Print the processor time of greedy transcription of a set on one core, with phrases of random letters."""
+    torch.set_num_threads(1)
     generator = np.random.default_rng(1)
     letters = [name for name in recogniser.tokenizer.names if name.isalpha()]
     drawn = ["".join(generator.choice(letters, generator.integers(4, 13))) for _ in range(max(COUNTS))]
@@ -118,9 +120,9 @@ def cost(recogniser: Recogniser, speech_set: SpeechSet) -> None:
     times: dict[int, list[float]] = {count: [] for count in COUNTS}
     for count in COUNTS * _REPEATS:
         transcriber = Transcriber(recogniser).boosted(drawn[:count])
-        begin = perf_counter()
+        begin = process_time()
         transcriber.transcribe(samples, speech_set.sampling_rate)
-        times[count].append(perf_counter() - begin)
+        times[count].append(process_time() - begin)
     seconds = len(samples) / speech_set.sampling_rate
     for count, taken in times.items():
         print(f"{count} phrases: {np.median(taken):.2f} s ({min(taken):.2f} to {max(taken):.2f}) for {seconds:.0f} s")
