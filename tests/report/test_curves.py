@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
-from starling.reporting.curves import Curves
+from starling.reporting.metrics import Curves
 from tests.report.steps import ended, progress_of, step
 
 

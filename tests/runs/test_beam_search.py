@@ -89,6 +89,39 @@ def test_both_decodings_are_scored_tuned_on_the_validation_set_alone(songs_tree:
     assert ", beam 3; tuned" in scored(experiment)[4]
 
 
+@pytest.mark.wide
+def test_phrases_are_boosted_in_both_decodings(songs_tree: Tree, songs: Path, tmp_path: Path) -> None:
+    """They are scored beside the texts without them, and are those that `transcribe` writes."""
+    experiment, _ = simulated(songs_tree)
+    words = tmp_path / "words.txt"
+    words.write_text("".join(f"{word}\t-9\n" for word in WORDS))
+    plain = scored(experiment, with_beam=True)
+    lines = scored(experiment, with_beam=True, boost=words)
+    assert lines[: len(plain)] == plain
+    titles = [f"test, {title}, --boost {words}" for title in ("greedy decoding", "beam search")]
+    assert [line for line in lines[len(plain) :] if line.startswith("test")] == titles
+    for folder in ("boosted", "beam/boosted"):
+        home = experiment / "decode" / folder
+        assert read_texts(home / "recogs-test.txt") == read_texts(home.parent / "recogs-test.txt")
+    words.write_text("LALALA\t9\n")
+    with pytest.raises(DataError, match="line 1: 'LALALA' has the character 'L'"):
+        scored(experiment, boost=words)
+    words.write_text("RADO\t30\n")
+    scored(experiment, with_beam=True, boost=words)
+    for folder, with_beam in (("boosted", False), ("beam/boosted", True)):
+        _, texts = read_texts(experiment / "decode" / folder / "recogs-test.txt")
+        assert any("RADO" in text for text in texts.values())
+        lines = []
+        transcribe_files(
+            experiment,
+            [songs.parent / f"{name.removeprefix('song-')}.flac" for name in texts],
+            lines.append,
+            with_beam=with_beam,
+            boost=words,
+        )
+        assert [line.split("\t")[1] for line in lines] == list(texts.values())
+
+
 def change(experiment: Path, **decoding: object) -> None:
     """Set keys of `decoding` in the experiment's own recipe."""
     path = experiment / "config.yaml"

@@ -195,3 +195,24 @@ def test_three_hours_take_no_more_memory_than_ten_minutes() -> None:
     )
     first, second = map(int, run.stdout.split())
     assert second - first < 60_000, (first, second)
+
+
+def test_phrases_of_a_list_are_boosted(talks: Path, tmp_path: Path) -> None:
+    """In every file; a list that cannot be used is named, with its line, before anything is transcribed."""
+    waveform, _ = performance(["DO", "RE", "MI"], [0.3, 0.1, 0.05, 0.3], np.random.default_rng(3))
+    soundfile.write(talks / "a.wav", waveform, RATE)
+    words = tmp_path / "words.txt"
+    words.write_text("# names\nREMI\t5\nDORADO\n")
+    expected = f"{talks}/a.wav\tDO REMI\n{talks}/deep/b c.flac\tFA DO\n"
+    assert transcribed(talks, "--boost", words) == (0, expected, "")
+    code, out, _ = transcribed(talks / "a.wav", "--boost", words, "--format", "ctm")
+    assert (code, [line.split()[4] for line in out.splitlines()]) == (0, ["DO", "REMI"])
+    words.write_text("REMI\nRémi\n")
+    code, out, err = transcribed(talks, "--boost", words)
+    assert (code, out, err.count("\n")) == (5, "", 1)
+    assert (
+        f"--boost {words}, line 2: 'Rémi' has the character 'é' (U+00E9), which the recogniser's tokens cannot" in err
+    )
+    code, out, err = transcribed(talks, "--boost", tmp_path / "absent.txt")
+    assert (code, out) == (5, "")
+    assert f"--boost {tmp_path}/absent.txt: cannot be read" in err

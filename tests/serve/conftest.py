@@ -55,6 +55,11 @@ def sung(words: Sequence[str], rate: int = RATE, gap: float = 0.2) -> np.ndarray
     return performance(words, [gap] * len(words) + [0.8], np.random.default_rng(1), rate)[0]
 
 
+def close_words() -> np.ndarray:
+    """DO RE MI, of which the last two are so close that they are nearly recognised as one word."""
+    return performance(["DO", "RE", "MI"], [0.3, 0.1, 0.05, 0.8], np.random.default_rng(3))[0]
+
+
 def file_of(samples: np.ndarray, rate: int = RATE, form: str = "WAV") -> bytes:
     """An audio file."""
     file = io.BytesIO()

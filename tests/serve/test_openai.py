@@ -14,9 +14,8 @@ from starlette.testclient import TestClient
 from starling.speech.serving.app import Service
 from starling.speech.serving.guard import Limits
 from starling.speech.transcribing.files import load_model
-from starling.speech.transcribing.transcriber import Transcriber
 from tests.code_blocks import code_blocks, run_python
-from tests.serve.conftest import TONES, file_of, sung, words_of
+from tests.serve.conftest import TONES, close_words, file_of, sung, words_of
 from tests.speech.tones import RATE
 
 pytest.importorskip("openai", reason="the client of OpenAI's API is not installed")
@@ -56,6 +55,20 @@ def test_the_text_is_one_line(openai: OpenAI, model: str) -> None:
     )
     assert said.text == " ".join(words)
     assert said.to_dict() == {"text": said.text}
+
+
+@pytest.mark.parametrize("phrases", ["FADO\nREMI\t5", ["REMI\t5", *["FADO"] * 99]], ids=["text", "list"])
+def test_phrases_are_an_extra_field(openai: OpenAI, phrases: str | list[str]) -> None:
+    """Lines of a text, or a list."""
+    said = openai.audio.transcriptions.create(
+        model="tones",
+        file=("talk.wav", file_of(close_words())),
+        response_format="verbose_json",
+        timestamp_granularities=["word"],
+        extra_body={"boost": phrases},
+    )
+    assert said.text == "DO REMI"
+    assert [word.word for word in said.words or ()] == ["DO", "REMI"]
 
 
 def test_text_and_subtitles_are_plain(openai: OpenAI) -> None:
@@ -167,6 +180,8 @@ def test_silence_has_no_text(openai: OpenAI) -> None:
         ({"prompt": "DO RE"}, 400, "prompt", "prompt: this server does not support it; leave it out, got 'DO RE'"),
         ({"temperature": 0.4}, 400, "temperature", "temperature: this server does not support it; leave it out, got '"),
         ({"extra_body": {"temperature": "warm"}}, 400, "temperature", "unable to parse string as a number, got 'warm'"),
+        ({"extra_body": {"boost": "DO\nRe"}}, 400, "boost", "boost, line 2: 'Re' has the character 'e' (U+0065)"),
+        ({"extra_body": {"boost": "DO " * 7000}}, 400, "boost", "phrases of at most 20000 characters, got 21000"),
         ({"include": ["logprobs"]}, 400, "include", "include: unknown key; known are model, language, prompt"),
         ({"extra_body": {"languages": "en"}}, 400, "languages", "did you mean language?"),
         ({"stream": True, "response_format": "srt"}, 400, "stream", "stream: needs response_format json, got srt"),
@@ -251,15 +266,19 @@ def test_a_busy_server_answers_between_the_turns_of_others(openai: OpenAI, clien
 
 def test_a_model_without_word_times_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """When words are asked for; segments have the times of their speech, and no confidence."""
-    monkeypatch.setattr(Transcriber, "has_times", False)
+    transcriber = load_model(TONES)
+    monkeypatch.setattr(transcriber.recogniser, "states", object())
     with ThreadPoolExecutor(1) as decoding:
-        service = Service(load_model(TONES), str(TONES), Limits(1_000_000, 60.0, 30.0), decoding)
+        service = Service(transcriber, str(TONES), Limits(1_000_000, 60.0, 30.0), decoding)
         with TestClient(service.app(False)) as client:
             upload = {"files": {"file": ("talk.wav", file_of(sung(["DO", "RE"])))}}
             form = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
             refused = client.post("/v1/audio/transcriptions", data=form, **upload)
             assert refused.status_code == 400
             assert refused.json()["error"]["message"] == "this model gives no word times; ask for segments only"
+            refused = client.post("/v1/audio/transcriptions", data={"boost": "DO"}, **upload)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "boost")
+            assert "this model's texts are from tied states" in refused.json()["error"]["message"]
             answer = client.post("/v1/audio/transcriptions", data={"response_format": "verbose_json"}, **upload).json()
     TranscriptionVerbose.model_validate(answer, strict=True)
     (segment,) = answer["segments"]

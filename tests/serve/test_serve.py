@@ -22,7 +22,7 @@ from websockets.sync.client import connect
 from starling.errors import ConfigError
 from starling.speech.serving.app import serve
 from starling.speech.serving.guard import Guard, Limits
-from tests.serve.conftest import STALL, TONES, file_of, sung, words_of
+from tests.serve.conftest import STALL, TONES, close_words, file_of, sung, words_of
 from tests.speech.tones import RATE
 
 
@@ -72,6 +72,17 @@ def test_what_telephones_and_browsers_record_is_answered(
     assert client.post("/transcribe?format=txt", content=audio).text.split() == words
 
 
+@pytest.mark.parametrize("asked", [{"params": {"boost": "FA\nREMI\t5"}}, {"data": {"boost": "# names\r\nREMI\t5\r\n"}}])
+def test_phrases_of_a_request_are_boosted(client: httpx.Client, asked: dict[str, dict[str, str]]) -> None:
+    """In this request alone, by its query or by a field of its form."""
+    upload = {"files": {"file": ("talk.wav", file_of(close_words()))}}
+    assert client.post("/transcribe?format=txt", **upload).text == "DO RE MI\n"
+    found = client.post("/transcribe", **upload, **asked).json()
+    assert found["text"] == "DO REMI"
+    assert [word["text"] for segment in found["segments"] for word in segment["words"]] == ["DO", "REMI"]
+    assert client.post("/transcribe?format=txt", **upload).text == "DO RE MI\n"
+
+
 NOT_AUDIO = {"file": ("page.html", b"<html>")}
 FORM = {"Content-Type": "multipart/form-data; boundary=x"}
 
@@ -91,6 +102,9 @@ FORM = {"Content-Type": "multipart/form-data; boundary=x"}
         ("?raw_pcm=fast", {"content": b"xx"}, 400, "raw_pcm 'fast' is not a sampling rate"),
         ("?raw_pcm=1", {"content": b"xx"}, 400, "a sampling rate of 1 Hz is impossible"),
         ("?raw_pcm=8000", {"content": b"x" * 801}, 400, "ends within a sample"),
+        ("?boost=DO%0AReMI", {"content": b"xx"}, 400, "boost, line 2: 'ReMI' has the character 'e' (U+0065), which"),
+        ("?boost=DO%09x", {"content": b"xx"}, 400, "boost, line 1: write PHRASE, or PHRASE<tab>WEIGHT"),
+        ("", {"data": {"boost": "A" * 20_001}, "files": NOT_AUDIO}, 400, "at most 20000 characters, got 20001"),
         ("?format=jsonl", {"files": NOT_AUDIO}, 400, "page.html: cannot be read as audio"),
         ("", {"content": b"x" * 10_000_001}, 413, "larger than 10 MB (--max-megabytes)"),
         ("", {"content": (b"x" * 1_000_000 for _ in range(11))}, 413, "larger than 10 MB (--max-megabytes)"),
@@ -182,6 +196,21 @@ def live_address(server: str, rate: object = RATE) -> str:
     return f"{server.replace('http', 'ws')}/live?rate={rate}"
 
 
+def test_phrases_are_boosted_while_they_are_spoken(server: str) -> None:
+    """In partial and final texts."""
+    data, finals, partials = (32767 * close_words()).astype("<i2").tobytes(), [], []
+    with connect(f"{live_address(server)}&boost=REMI%095") as client:
+        for place in range(0, len(data), 1600):
+            client.send(data[place : place + 1600])
+        client.send("end")
+        for message in client:
+            update = json.loads(message)
+            finals += [segment["text"] for segment in update["final"]]
+            partials.append(update["partial"])
+    assert finals == ["DO REMI"]
+    assert "DO REMI" in partials
+
+
 def test_live_audio_is_answered_while_it_is_spoken(server: str) -> None:
     """Partial texts grow, final ones come at pauses, and the rest at the end; odd messages may cut a sample in two."""
     words = [*words_of(1), *words_of(2)]
@@ -207,6 +236,7 @@ def test_live_audio_is_answered_while_it_is_spoken(server: str) -> None:
     [
         ("", None, "say the sampling rate"),
         ("7", None, "a sampling rate of 7 Hz is impossible"),
+        (f"{RATE}&boost=si", None, "boost, line 1: 'si' has the character 's'"),
         (RATE, "hello", "send binary messages"),
         (RATE, None, "no audio for 1 s"),
     ],

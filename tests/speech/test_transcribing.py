@@ -12,13 +12,14 @@ import torch
 from starling.errors import DataError
 from starling.speech.decoding.decoders import emissions_of
 from starling.speech.features import FeatureConfig, LogMel
+from starling.speech.hybrid.viterbi import aligned
 from starling.speech.models import model_config
 from starling.speech.models.config import AttentionConfig, ChunkConfig, TransducerConfig
 from starling.speech.models.network import StreamingNetwork
 from starling.speech.recogniser import Recogniser
 from starling.speech.resampling import resampled
 from starling.speech.tokens import CharacterTokenizer
-from starling.speech.transcribing.transcriber import Transcriber, aligned, beginnings
+from starling.speech.transcribing.transcriber import Transcriber, beginnings
 from starling.speech.transcribing.transcript import Segment, Transcript
 from tests.speech.tones import RATE, WORDS, performance
 

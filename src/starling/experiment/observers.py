@@ -16,10 +16,10 @@ from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.seen import TIMES, read_skipped, segments
 from starling.launch.messages import LearnerMessage, ModelSaved, Progress, Saved, Stretch
-from starling.reporting.curves import Curves
 from starling.reporting.epochs import SPENT, Tally
 from starling.reporting.events import Warn, once
 from starling.reporting.lines import Advice, epoch_line, progress_line
+from starling.reporting.metrics import Curves
 from starling.training.job import ClaimReport, EpochReport, Observer, StepReport
 from starling.workload import Position
 

@@ -14,6 +14,12 @@ Average = Annotated[
     int | None,
     typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
 ]
+Boost = Annotated[
+    Path | None,
+    typer.Option(
+        "--boost", metavar="FILE", help="Favour the phrases in this file: one a line, PHRASE or PHRASE<tab>WEIGHT."
+    ),
+]
 Beam = Annotated[bool, typer.Option("--beam", help="Decode with the beam search that `evaluate` has tuned.")]
 
 
@@ -87,6 +93,7 @@ def evaluate(
         typer.Option("--condition", help="Pass audio through a codec, such as telephone or opus-8; may be repeated."),
     ] = None,
     average: Average = None,
+    boost: Boost = None,
 ) -> None:
     """Score sets with the newest model of an experiment, and list every error in its decode folder.
 
@@ -95,8 +102,8 @@ def evaluate(
     """
     from starling.speech.commands import evaluate
 
-    given = conditions or ()
-    evaluate.evaluate(experiment, sets, typer.echo, progress_console(), best, not greedy, jobs, given, average)
+    given, console = conditions or (), progress_console()
+    evaluate.evaluate(experiment, sets, typer.echo, console, best, not greedy, jobs, given, average, boost)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling score exp/demo exp/demo-adpsgd --by speaker[/bold]")
@@ -141,6 +148,7 @@ def transcribe(
     ] = None,
     best: Best = False,
     beam: Beam = False,
+    boost: Boost = None,
 ) -> None:
     """Transcribe audio with the newest model of an experiment.
 
@@ -148,7 +156,7 @@ def transcribe(
     """
     from starling.speech.transcribing.files import transcribe_files
 
-    transcribe_files(experiment, paths, typer.echo, best, beam, progress_console(), form, output, raw_pcm)
+    transcribe_files(experiment, paths, typer.echo, best, beam, progress_console(), form, output, raw_pcm, boost)
 
 
 @COMMANDS.command(epilog="Example: [bold]starling serve exp/demo[/bold]", needs="serve")

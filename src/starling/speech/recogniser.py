@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from starling.configuration import Config, read_saved
-from starling.errors import CheckpointError, DataError
+from starling.errors import CheckpointError, ConfigError, DataError
 from starling.files import sha256
 from starling.speech.codecs import Codec, transmitted
 from starling.speech.decoding import decoders
+from starling.speech.decoding.boosting import Phrases
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates
-from starling.speech.hybrid.viterbi import WordDecoder
+from starling.speech.hybrid.viterbi import WordDecoder, aligned
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.models.network import Decoder, Network
@@ -311,6 +312,41 @@ class Recogniser:
         with self.evaluating():
             found = [decoders.best_text(self.decoder, row, beam) for row in heard.frame_rows]
         return [self.tokenizer.decode(tokens) for tokens in found]
+
+    def phrases(self, lines: Iterable[str], source: str, is_searched: bool = False) -> Phrases:
+        """Phrases to boost in greedy texts, or in those of a search over CTC. Raises ConfigError if the texts are not
+        those of CTC, and DataError as `Phrases` does."""
+        if self.states is not None or (self.decoder is not None and not is_searched):
+            other = "tied states" if self.decoder is None else "its decoder; load it with the beam search (--beam)"
+            raise ConfigError(f"{source}: phrases are boosted in texts of CTC, but this model's texts are from {other}")
+        return Phrases(self.tokenizer, lines, source)
+
+    def placed(
+        self, log_probs: NDArray[np.float32], text: str, is_searched: bool = False, phrases: Phrases | None = None
+    ) -> tuple[str, list[decoders.Emission] | None]:
+        """A text that `texts` or a search has found in `[T, V]`, with the phrases that are boosted; and where CTC hears
+        its tokens, None if that is unknown."""
+        is_greedy = self.states is None and self.decoder is None and not is_searched
+        emissions = decoders.emissions_of(log_probs.argmax(1)) if is_greedy else self._aligned(log_probs, text)
+        if phrases is None or emissions is None:
+            return text, emissions
+        boosted = phrases(log_probs, emissions)
+        if boosted is None or boosted == " ".join(text.split()):
+            return text, emissions
+        found = self._aligned(log_probs, boosted)
+        return (text, emissions) if found is None else (boosted, found)
+
+    def _aligned(self, log_probs: NDArray[np.float32], text: str) -> list[decoders.Emission] | None:
+        """Where CTC hears a text that another search has found."""
+        if self.states is not None:
+            return None
+        if not text.strip():
+            return []
+        try:
+            tokens = self.tokenizer.encode(text)
+        except DataError:  # a decoder's text may not be one that the tokens spell again
+            return None
+        return aligned(log_probs, tokens)
 
     def attention_scores(self, heard: Heard, texts: Sequence[Sequence[str]]) -> list[list[float]]:
         """log p(text | audio) by the attention decoder, of some texts of each utterance. ValueError without one."""

@@ -5,6 +5,7 @@ exp/<name>/decode/beam/        texts of the beam search with a language model, a
 exp/<name>/decode/ctc/         greedy texts of CTC, of a model with a decoder beside it
 exp/<name>/decode/decoder/     texts of that decoder's beam search
 exp/<name>/decode/rescored/    of the beam search over CTC, the text that an attention decoder finds best, too
+exp/<name>/decode/boosted/     greedy texts with boosted phrases; in decode/beam/boosted/ those of the beam search
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from starling.speech.commands.beam_search import BestSearch, best_search, first_
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.decoding import DecodingConfig
 from starling.speech.decoding.beam import Hypothesis
+from starling.speech.decoding.boosting import Phrases, read_phrases
 from starling.speech.decoding.decoders import greedy_decode
 from starling.speech.models.attention import AttentionDecoder
 from starling.speech.prepare import prepare
@@ -69,6 +71,7 @@ def evaluate(
     jobs: int = 1,
     conditions: Sequence[str] = (),
     average: int | None = None,
+    boost: Path | None = None,
 ) -> dict[str, float]:
     """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
     Returns the lowest error rate of each set, in per cent.
@@ -77,8 +80,9 @@ def evaluate(
 
     The model is that of `load_recogniser`. Files that list every error go to the experiment's `decode` folder.
     `with_beam` adds the scores of beam searches, by `jobs` processes, for a model with CTC (None: if the recipe has a
-    section `decoding`). Raises CheckpointError if there is no model, ConfigError for a set that the recipe does not
-    define.
+    section `decoding`). `boost` is a file with phrases, which adds the scores of texts with them. Raises
+    CheckpointError if there is no model, ConfigError for a set that the recipe does not define, DataError for phrases
+    that cannot be used.
     """
     folder, recipe = open_experiment(experiment)
     names, known = list(sets or recipe.data.test), recipe.data.sets
@@ -91,6 +95,7 @@ def evaluate(
             check_codec(codec)
         except ValueError as error:
             raise ConfigError(f"--condition: {error}") from error
+    phrases = None if boost is None else read_phrases(boost)
     recogniser = load_recogniser(experiment, is_best, average)
     if with_beam is None:
         with_beam = recipe.decoding is not None
@@ -107,6 +112,8 @@ def evaluate(
                 tell(f"only greedy decoding: {error}" if recogniser.decoder is None else f"no language model: {error}")
         evaluation = _Evaluation(recipe, folder, recogniser, search, tell, console)
         ways = list(evaluation.ways(with_beam))
+        if phrases is not None:
+            ways += evaluation.boosted(phrases, f"--boost {boost}")
         scored = product(names, conditions or (None,))
         return {label_of(*each): evaluation.score(*each, ways) for each in scored}
 
@@ -144,6 +151,19 @@ class _Evaluation:
                 f"N-best of the beam search, rescored by attention with weight {weight:g}; {how}",
                 lambda heard, found: [_chosen(*each, weight) for each in _rated(recogniser, heard, found)],
             )
+
+    def boosted(self, phrases: Sequence[str], source: str) -> Iterator[Way]:
+        """The greedy and the beam search with phrases; with a decoder, greedy texts are not those of CTC."""
+        recogniser, search = self.recogniser, self.search
+        if search is None or recogniser.decoder is None:
+            boost = partial(_boosted, recogniser, recogniser.phrases(phrases, source), False)
+            yield Way(
+                "boosted", f"greedy decoding, {source}", lambda heard, found: boost(heard, recogniser.texts(heard))
+            )
+        if search is not None:
+            boost_best = partial(_boosted, recogniser, recogniser.phrases(phrases, source, True), True)
+            title = f"beam search, {source}"
+            yield Way("beam/boosted", title, lambda heard, found: boost_best(heard, map(first_text, found)))
 
     def _attention_weight(self, config: DecodingConfig, search: BestSearch) -> tuple[float, str]:
         """The weight of an attention decoder's log probability beside a search's score, and how it was found: it is
@@ -220,6 +240,14 @@ def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypothes
     except DataError as error:
         return [f"no score without near-duplicates of training: {error}"]
     return lines_of_unseen(references, hypotheses, seen or ())
+
+
+def _boosted(
+    recogniser: Recogniser, phrases: Phrases, is_searched: bool, heard: Heard, texts: Iterable[str]
+) -> list[str]:
+    """Texts of a batch of utterances with phrases."""
+    pairs = zip(heard.rows, texts, strict=True)
+    return [recogniser.placed(row, text, is_searched, phrases)[0] for row, text in pairs]
 
 
 def _rated(

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from starling.speech.decoding.decoders import Emission
 from starling.speech.hybrid.lexicon import TiedStates
 from starling.speech.tokens import BLANK, Tokenizer
 
@@ -91,6 +92,16 @@ def ctc_spans(
     """The first frame of each token, and the one behind its last, on a path through the positions of `ctc_row`."""
     places = 2 * np.arange(num_tokens) + 1
     return np.searchsorted(path, places), np.searchsorted(path, places, side="right")
+
+
+def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emission] | None:
+    """The best alignment of CTC of given tokens with `[T, V]`; None if there are too few frames."""
+    labels, optional = ctc_row(tokens)
+    if len(log_probs) < np.count_nonzero(~optional):
+        return None
+    firsts, behind = ctc_spans(path_of(log_probs[:, labels], optional), len(tokens))
+    spans = zip(tokens, firsts.tolist(), (behind - 1).tolist(), strict=True)
+    return [Emission(*span) for span in spans]
 
 
 class WordDecoder:

@@ -4,6 +4,7 @@ GET  /               a page to drop files on and to speak to
 GET  /health         whether the server answers, and how many clients wait
 POST /transcribe     a file as `multipart/form-data`, or as the body; ?format=json, txt, srt, vtt, ctm or jsonl
 WS   /live?rate=R    raw PCM in binary messages; JSON with final segments and the partial text comes back
+                     both take phrases as ?boost=, or as a field of the form
 POST /v1/audio/transcriptions, GET /v1/models, GET /v1/models/{model}     as in OpenAI's API
 """
 
@@ -16,7 +17,7 @@ import signal
 import socket
 import tempfile
 import zlib
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
@@ -60,6 +61,9 @@ _TOGETHER: Seconds = 30.0
 """Audio of one client that is decoded before it is the next client's turn."""
 _BUSY = 8
 """Waiting clients above which live ones get no partial results."""
+_MOST_BOOSTED = 20_000
+"""Characters of the phrases of a request."""
+_MOST_FIELDS = 1000
 _WHISPER = "whisper-1"
 """Many clients of OpenAI's API always ask for the model of this name."""
 _PAGE_FILES = {"page.html": "text/html", "page.js": "text/javascript", "microphone.js": "text/javascript"}
@@ -81,6 +85,7 @@ class _Options(Config):
     timestamp_granularities: tuple[Literal["word", "segment"], ...] = ()
     stream: bool = False
     chunking_strategy: Literal["auto"] = "auto"
+    boost: tuple[str, ...] = ()
 
     @field_validator("prompt", "temperature")
     @classmethod
@@ -104,7 +109,7 @@ class _Options(Config):
         problems."""
         lists = {name: form.getlist(name) for name in form if isinstance(form[name], str)}
         fields = {
-            name.removesuffix("[]"): each if name.endswith(("[]", "granularities")) else each[-1]
+            name.removesuffix("[]"): each if name.endswith(("[]", "granularities", "boost")) else each[-1]
             for name, each in lists.items()
         }
         try:
@@ -241,8 +246,9 @@ class Service:
         if (given := request.query_params.get("raw_pcm")) is not None:
             rate = _rate(given, "raw_pcm", f"raw_pcm {given[:100]!r} is not a sampling rate in Hz")
         async with AsyncExitStack() as stack:
-            audio, name, _ = await _upload(request, stack)
-            first, growing = await self._begun(audio, name, rate, stack)
+            audio, name, fields = await _upload(request, stack)
+            transcriber = self._boosted(request.query_params.getlist("boost") + fields.getlist("boost"))
+            first, growing = await self._begun(transcriber, audio, name, rate, stack)
             if form == "jsonl":
                 lines = self._lines(name, first, growing, stack.pop_all())
                 return StreamingResponse(lines, media_type="application/x-ndjson")
@@ -271,7 +277,7 @@ class Service:
             self._check_model(options.model or _WHISPER)
             if "word" in options.timestamp_granularities and not self._transcriber.has_times:
                 raise _FieldError("timestamp_granularities", "this model gives no word times; ask for segments only")
-            first, growing = await self._begun(audio, name, None, stack)
+            first, growing = await self._begun(self._boosted(options.boost), audio, name, None, stack)
             if options.stream:
                 return StreamingResponse(self._events(first, growing, stack.pop_all()), media_type="text/event-stream")
             whole = await self._whole(request, first, growing)
@@ -283,11 +289,21 @@ class Service:
             return Response(f"{whole.text}\n", media_type=FORMATS["txt"])
         return Response(formatted(whole, options.response_format, name), media_type=FORMATS[options.response_format])
 
+    def _boosted(self, texts: Sequence[object]) -> Transcriber:
+        """The transcriber with the phrases in the lines of some fields."""
+        lines = "\n".join(text for text in texts if isinstance(text, str))
+        if len(lines) > _MOST_BOOSTED:
+            raise _FieldError("boost", f"boost: phrases of at most {_MOST_BOOSTED} characters, got {len(lines)}")
+        try:
+            return self._transcriber.boosted(lines.splitlines(), "boost") if lines else self._transcriber
+        except (ConfigError, DataError) as error:
+            raise _FieldError("boost", str(error)) from error
+
     async def _begun(
-        self, audio: IO[bytes], name: str, rate: int | None, stack: AsyncExitStack
+        self, transcriber: Transcriber, audio: IO[bytes], name: str, rate: int | None, stack: AsyncExitStack
     ) -> tuple[Transcript, Iterator[Transcript]]:
         """The first stage of an upload's transcript, and the others. An error in the first has a status of its own."""
-        growing = self._growing(audio, name, rate)
+        growing = self._growing(transcriber, audio, name, rate)
         stack.push_async_callback(self._decoded, growing.close)
         return await self._decoded(partial(next, growing)), growing
 
@@ -299,7 +315,9 @@ class Service:
             whole = stage
         return whole
 
-    def _growing(self, audio: IO[bytes], name: str, raw_rate: int | None) -> Generator[Transcript, None, None]:
+    def _growing(
+        self, transcriber: Transcriber, audio: IO[bytes], name: str, raw_rate: int | None
+    ) -> Generator[Transcript, None, None]:
         """The transcript of an upload as it grows part by part, and as a whole at the end. Raises DataError for what is
         no audio, or too long."""
 
@@ -311,7 +329,7 @@ class Service:
 
         segments: tuple[Segment, ...] = ()
         with opened(audio, name, raw_rate) as sound:
-            for some in self._transcriber.stream(blocks(sound), sound.rate, _TOGETHER):
+            for some in transcriber.stream(blocks(sound), sound.rate, _TOGETHER):
                 segments += tuple(some)
                 yield Transcript(segments, sound.heard)
             yield Transcript(segments, sound.heard)
@@ -366,7 +384,8 @@ class Service:
 
     async def _listen(self, socket: WebSocket) -> None:
         missing = "say the sampling rate of the audio in Hz: /live?rate=16000"
-        live = self._transcriber.live(_rate(socket.query_params.get("rate", ""), "/live", missing))
+        rate = _rate(socket.query_params.get("rate", ""), "/live", missing)
+        live = self._boosted(socket.query_params.getlist("boost")).live(rate)
         rest, shown = b"", Update()
         while True:
             try:
@@ -393,7 +412,9 @@ class Service:
 async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str, FormData]:
     """The audio of a request, in memory or in a temporary file, its name, and the form that it is in."""
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
-        form = await stack.enter_async_context(request.form(max_files=1, max_fields=10))
+        form = await stack.enter_async_context(
+            request.form(max_files=1, max_fields=_MOST_FIELDS, max_part_size=4 * _MOST_BOOSTED)
+        )
         for value in form.values():
             if not isinstance(value, str):
                 return value.file, PurePath(value.filename or "upload").name, form

@@ -32,10 +32,10 @@ from starling.errors import DataError, StarlingError
 from starling.experiment.folder import SCORE, ExperimentFolder, best_model
 from starling.experiment.task import Scoring
 from starling.launch.messages import LearnerMessage, ModelSaved, Saved
-from starling.reporting.curves import Curves
 from starling.reporting.epochs import Score
 from starling.reporting.events import read_events
 from starling.reporting.lines import duration
+from starling.reporting.metrics import Curves
 from starling.reporting.progress import Say
 from starling.speech.features import attempt
 from starling.speech.recipe import Recipe

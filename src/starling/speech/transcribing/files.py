@@ -18,6 +18,7 @@ from starling.extras import require
 from starling.files import replace_file, writing
 from starling.reporting.progress import Bars, Say, say_on
 from starling.speech.audio import Sound, audio_suffixes, check_rate, opened
+from starling.speech.decoding.boosting import read_phrases
 from starling.speech.trained import is_model, load_recogniser, open_experiment
 from starling.speech.transcribing.segmenter import Piece, Seconds, gathered
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
@@ -73,6 +74,7 @@ def transcribe_files(
     form: str = "txt",
     output: Path | None = None,
     raw_rate: int | None = None,
+    boost: Path | None = None,
 ) -> None:
     """Transcribe files, the audio files in folders, and standard input (`-`).
 
@@ -85,9 +87,11 @@ def transcribe_files(
         form: The format of the transcripts.
         output: A file for the transcript of one input; a folder for those of several.
         raw_rate: Standard input is raw PCM of 16 bits at this rate, in Hz.
+        boost: A file with phrases, as for `Transcriber.boosted`.
 
     Raises:
-        DataError: Some files cannot be transcribed. It names them, after all others are done.
+        DataError: Some files cannot be transcribed. It names them, after all others are done. Or the phrases cannot be
+            used.
         ConfigError: The model does not give what `form` needs, or the arguments contradict each other.
     """
     screen = console or Console(stderr=True)
@@ -99,7 +103,10 @@ def transcribe_files(
         if STANDARD_INPUT not in inputs:
             raise ConfigError("--raw-pcm is the rate of standard input: give - as a file")
     sources, problems = _sources(inputs, form, output)
+    phrases = None if boost is None else read_phrases(boost)
     transcriber = load_model(experiment, is_best, with_beam, screen)
+    if phrases is not None:
+        transcriber = transcriber.boosted(phrases, f"--boost {boost}")
     if form == "ctm" and not transcriber.has_times:
         raise ConfigError(
             f"{experiment}: --format ctm needs word times, which a model trained frame by frame does not give; use "

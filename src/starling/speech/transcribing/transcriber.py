@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from starling.errors import DataError
 from starling.speech.audio import check_rate, checked
-from starling.speech.decoding.decoders import Emission, emissions_of, words_in
-from starling.speech.hybrid.viterbi import ctc_row, ctc_spans, path_of
+from starling.speech.decoding.boosting import Phrases
+from starling.speech.decoding.decoders import Emission, words_in
+from starling.speech.hybrid.viterbi import path_of
 from starling.speech.recogniser import Recogniser, by_duration, mono
 from starling.speech.streaming import Stream, can_stream
 from starling.speech.transcribing.segmenter import Piece, Segmentation, Segmenter, gathered, quiet_stretches
@@ -48,11 +48,31 @@ class Transcriber:
     """
 
     def __init__(
-        self, recogniser: Recogniser, search: Search | None = None, segmentation: Segmentation | None = None
+        self,
+        recogniser: Recogniser,
+        search: Search | None = None,
+        segmentation: Segmentation | None = None,
+        phrases: Phrases | None = None,
     ) -> None:
         self.recogniser = recogniser
         self._search = search
         self._segmentation = segmentation
+        self._phrases = phrases
+
+    def boosted(self, phrases: Iterable[str], source: str = "phrases") -> "Transcriber":
+        """A transcriber with the same model that replaces words where phrases of a list were nearly recognised.
+
+        Args:
+            phrases: `PHRASE` or `PHRASE<tab>WEIGHT`; the weight is in natural logarithms for each token. Blank ones,
+                and those that begin with #, are ignored.
+            source: Where they are from, for messages.
+
+        Raises:
+            ConfigError: The model's texts are not those of CTC.
+            DataError: The model's tokens cannot spell a phrase, or a weight is not a number.
+        """
+        found = self.recogniser.phrases(phrases, source, self._search is not None)
+        return Transcriber(self.recogniser, self._search, self._segmentation, found)
 
     @property
     def rate(self) -> int:
@@ -110,13 +130,12 @@ class Transcriber:
         return [found[place] for place in range(len(pieces))]
 
     def _decode_batch(self, pieces: Sequence[Piece]) -> list[Segment]:
-        recogniser = self.recogniser
+        recogniser, is_searched = self.recogniser, self._search is not None
         heard = recogniser.listen([self._tensor(piece) for piece in pieces])
         rows = heard.rows
-        is_greedy = self.has_times and self._search is None and recogniser.decoder is None
         texts = recogniser.texts(heard) if self._search is None else [self._search(row) for row in rows]
         return [
-            self._segment(piece, text, row, emissions_of(row.argmax(1)) if is_greedy else self._aligned(row, text))
+            self._segment(piece, row, *recogniser.placed(row, text, is_searched, self._phrases))
             for piece, text, row in zip(pieces, texts, rows, strict=True)
         ]
 
@@ -125,20 +144,8 @@ class Transcriber:
         shortest = round(self.recogniser.features.config.frame_length * self.rate) + 1
         return torch.from_numpy(np.pad(piece.samples, (0, max(0, shortest - len(piece.samples)))))
 
-    def _aligned(self, log_probs: NDArray[np.float32], text: str) -> list[Emission] | None:
-        """Where CTC hears a text that another search has found."""
-        if not self.has_times:
-            return None
-        if not text.strip():
-            return []
-        try:
-            tokens = self.recogniser.tokenizer.encode(text)
-        except DataError:  # a decoder's text may not be one that the tokens spell again
-            return None
-        return aligned(log_probs, tokens)
-
     def _segment(
-        self, piece: Piece, text: str, log_probs: NDArray[np.float32], emissions: Sequence[Emission] | None
+        self, piece: Piece, log_probs: NDArray[np.float32], text: str, emissions: Sequence[Emission] | None
     ) -> Segment:
         start, end = piece.start / self.rate, (piece.start + len(piece.samples)) / self.rate
         words = None if emissions is None else tuple(self._words(piece, log_probs, emissions))
@@ -217,16 +224,6 @@ class Live:
         pause = max(_OFTEN * self._transcriber.rate, _GROWTH * len(pending.samples))
         self._next = self._segmenter.taken + round(pause)
         return self._transcriber.decode([pending])[0].text
-
-
-def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emission] | None:
-    """The best alignment of CTC of given tokens with `[T, V]`; None if there are too few frames."""
-    labels, optional = ctc_row(tokens)
-    if len(log_probs) < np.count_nonzero(~optional):
-        return None
-    firsts, behind = ctc_spans(path_of(log_probs[:, labels], optional), len(tokens))
-    spans = zip(tokens, firsts.tolist(), (behind - 1).tolist(), strict=True)
-    return [Emission(*span) for span in spans]
 
 
 def beginnings(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.int64]:
