@@ -102,7 +102,7 @@ class Media(AbstractContextManager["Media"]):
             as_floats = AudioResampler("fltp", track.layout, track.rate)
             for frame in chain(container.decode(track), [None]):
                 for part in as_floats.resample(frame):
-                    yield part.to_ndarray().T
+                    yield np.asarray(part.to_ndarray().T, np.float32)
 
     def seek(self, first: int) -> None:
         """Leave out so many samples."""
