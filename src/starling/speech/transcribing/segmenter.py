@@ -189,9 +189,9 @@ class Segmenter:
     def _listen_for_noise(self) -> None:
         """Whether the newest frames that are looked at are noise."""
         newest = slice(max(0, self._seen - _EVEN), self._seen)
-        level, high = levels(self._power[newest]), levels(self._high[newest])
+        level = levels(self._power[newest])
         self._loudest = max(self._loudest, float(level[-_LOOK_EVERY:].max()))
-        is_even = len(level) == _EVEN and max(np.ptp(level), np.ptp(high)) < _ABOVE
+        is_even = len(level) == _EVEN and np.ptp(level) < _ABOVE and np.ptp(levels(self._high[newest])) < _ABOVE
         if is_even and level.max() < max(self._loudest - _FAINT, _LOWEST):
             self._noise = float(level.min()), 0
         elif self._noise is not None:
