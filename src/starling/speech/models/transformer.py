@@ -106,16 +106,17 @@ class SelfAttention(nn.Module):
                 first frame of the past, so that they stay small in a long stream.
             past: The keys before rotation, and the values, of the L frames before a chunk, `[B, L, 2, heads, D]`.
         """
-        queries, *known = self.inputs(frames).unflatten(2, (3, self.heads, -1)).unbind(2)
-        before = 0
+        parts = self.inputs(frames).unflatten(2, (3, self.heads, -1))
+        queries, keys, values = parts.unbind(2)
         if past is not None:
             before = past.shape[1]
-            past = torch.cat([past, torch.stack(known, dim=2)], dim=1)
-            known = list(past.unbind(2))
+            past = torch.cat([past, parts[:, :, 1:]], dim=1)
+            keys, values = past.unbind(2)
             past = past[:, -before:]
-        keys, values = known
-        if angles is not None:
-            queries, keys = rotate(queries, angles[before:]), rotate(keys, angles)
+            if angles is not None:
+                queries, keys = rotate(queries, angles[before:]), rotate(keys, angles)
+        elif angles is not None:
+            queries, keys = rotate(parts[:, :, :2], angles).unbind(2)
         attended = F.scaled_dot_product_attention(
             queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), visible
         )
