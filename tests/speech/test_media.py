@@ -99,6 +99,19 @@ def test_a_playlist_opens_no_other_file(tmp_path: Path, text: str) -> None:
             pass
 
 
+def test_a_recording_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    """Its header stands at its beginning, and declares what is no longer there. As much as a tenth may be missing."""
+    whole = written(tmp_path / "a.m4a", "ipod", "aac", movflags="faststart").read_bytes()
+    cut = tmp_path / "cut.m4a"
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"cut\.m4a: truncated: only \d+ of \d+ samples"):
+        read_audio(cut)
+    with pytest.raises(DataError, match="truncated"), opened(cut, "cut.m4a") as sound:
+        list(sound)
+    cut.write_bytes(whole[: round(0.97 * len(whole))])
+    assert len(read_audio(cut)[0]) >= 0.9 * SECONDS * 16000
+
+
 def test_a_picture_alone_is_no_recording(tmp_path: Path) -> None:
     """The error says so."""
     path = tmp_path / "silent.mp4"

@@ -56,7 +56,9 @@ class Media(AbstractContextManager["Media"]):
     """The first audio track of a file that FFmpeg decodes. It is read like a `soundfile.SoundFile`; its length is an
     estimate. FFmpeg gets the open file, so that what is in it cannot name another one."""
 
-    format, extra_info = "MPEG", ""
+    format, extra_info = "", ""
+    least_share = 0.0
+    """The least share of the length that must be there: that of a video may be longer than its audio."""
 
     def __init__(self, audio: Path | IO[bytes]) -> None:
         self._file = audio.open("rb") if isinstance(audio, Path) else audio
@@ -67,6 +69,7 @@ class Media(AbstractContextManager["Media"]):
                 track = container.streams.audio[0]
                 self.samplerate, self.channels = int(track.rate or 0), int(track.channels)
                 seconds = float(track.duration * track.time_base if track.duration else (container.duration or 0) / 1e6)
+                self.least_share = LEAST_SHARE if track.duration else 0.0
             self.frames = round(seconds * self.samplerate) or sum(map(len, self._decoded()))
         except BaseException:
             self.__exit__()
@@ -95,14 +98,18 @@ class Media(AbstractContextManager["Media"]):
 
     def _decoded(self) -> Generator[NDArray[np.float32], None, None]:
         """Blocks `[n, channels]`."""
-        from av import AudioResampler
+        from av import AudioResampler, FFmpegError
 
         with self._opened() as container:
             track = container.streams.audio[0]
             as_floats = AudioResampler("fltp", track.layout, track.rate)
-            for frame in chain(container.decode(track), [None]):
-                for part in as_floats.resample(frame):
-                    yield np.asarray(part.to_ndarray().T, np.float32)
+            try:
+                for frame in chain(container.decode(track), [None]):
+                    for part in as_floats.resample(frame):
+                        yield np.asarray(part.to_ndarray().T, np.float32)
+            except FFmpegError:
+                if not self.least_share:  # otherwise `read_blocks` finds what is missing
+                    raise
 
     def seek(self, first: int) -> None:
         """Leave out so many samples."""
@@ -237,7 +244,9 @@ def read_blocks(file: _File, name: object, count: int | None = None) -> Iterator
             break
         read += len(block)
         yield block
-    if read < (wanted := file.frames if count is None else count) and file.format not in _ESTIMATED_LENGTH:
+    wanted = file.frames if count is None else count
+    least = file.least_share if isinstance(file, Media) else float(file.format not in _ESTIMATED_LENGTH)
+    if read < least * wanted:
         raise DataError(f"{name}: truncated: only {read} of {wanted} samples")
     if read == 0:
         raise DataError(f"{name}: no samples")
