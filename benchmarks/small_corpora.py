@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.measuring import Seconds
 
@@ -113,7 +113,7 @@ def cell(folder: Path, corpus: str, given: argparse.Namespace) -> None:
 def table(folder: Path) -> Table:
     """All cells: when an output was first useful, and the character errors."""
     columns = ("greedy dev CER", "beam dev CER", "greedy test CER", "beam test CER", "beam test WER")
-    made = Table("cell", f"dev CER below {USEFUL:g} % after", "last dev CER", *columns)
+    made = Table(Column("cell", no_wrap=True), f"dev CER below {USEFUL:g} % after", "last dev CER", *columns)
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         useful = next((f"{seconds} s" for seconds, _, cer in found["curve"] if cer < USEFUL), "never")
