@@ -211,6 +211,9 @@ def test_a_list_is_read_from_a_text_file(tmp_path: Path) -> None:
     for wrong in (path, tmp_path / "absent.txt", tmp_path):
         with pytest.raises(DataError, match=rf"--boost {wrong}: cannot be read .*one phrase a line"):
             read_phrases(wrong)
+    path.write_text("# names\n\n", encoding="utf-8")
+    with pytest.raises(DataError, match=rf"--boost {path}: has no phrases"):
+        read_phrases(path)
 
 
 @pytest.fixture(scope="module")

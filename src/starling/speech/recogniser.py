@@ -86,7 +86,7 @@ class Heard(NamedTuple):
 
     def in_time(self, places: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> "Heard":
         """The same with blanks for what of each utterance was not heard: row n of it belongs at its n-th place, among
-        so many. What is emitted before and behind a pause alike goes on in it, so that no token is heard twice."""
+        so many. A token that is emitted on both sides of a pause continues through it, so that none is heard twice."""
         rows = []
         for row, at, length in zip(self.log_probs, places, lengths, strict=True):
             best = row[: len(at)].argmax(1).cpu().numpy()

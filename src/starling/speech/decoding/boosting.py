@@ -93,10 +93,9 @@ class Phrases:
         states, begins = np.full(len(self._labels) + 2, -np.inf), np.zeros(len(self._labels) + 2, np.int32)
         stayed, moved, behind = states[2:], states[1:-1], states[:-2]
         found: dict[int, Spotted] = {}  # the last phrase of the best set, by its end
-        total = opened = (
-            0.0  # of the best set so far; of one with a separator and blanks behind it, which is at `begin`
-        )
-        begin, end_labels = 0, self._labels[self._ends]
+        total = 0.0  # of the best set so far
+        separated, begin = 0.0, 0  # of the best set that is followed by a separator, and the separator's frame
+        end_labels = self._labels[self._ends]
         for frame, (likeliest, best, second) in enumerate(self._boundaries(scores)):
             gains = stayed[self._ends] + np.where(end_labels == likeliest, second, best) + self._bonuses
             if gains[last := int(gains.argmax())] > total:
@@ -105,15 +104,16 @@ class Phrases:
                 found[frame] = Spotted(phrase, int(begins[2:][self._ends[last]]), frame)
             if frame == len(scores):
                 break
-            stayed[self._befores] = np.where(self._has_start, total, opened)
+            stayed[self._befores] = np.where(self._has_start, total, separated)
             begins[2:][self._befores] = np.where(self._has_start, frame, begin)
             came = np.where(moved > stayed, begins[1:-1], begins[2:])
             paths, skipped = np.maximum(moved, stayed), behind + self._costs
             begins[2:] = np.where(skipped > paths, begins[:-2], came)
             stayed[:] = np.maximum(skipped, paths) + scores[frame, self._labels]
-            opened += float(scores[frame, BLANK])
-            if (anew := total + float(scores[frame, self._separators].max(initial=-np.inf))) > opened:
-                opened, begin = anew, frame
+            separated += float(scores[frame, BLANK])
+            with_separator = total + float(scores[frame, self._separators].max(initial=-np.inf))
+            if with_separator > separated:
+                separated, begin = with_separator, frame
         return _chosen(found, len(scores))
 
     def _boundaries(self, scores: NDArray[np.float64]) -> Iterable[tuple[int, float, float]]:
@@ -129,11 +129,15 @@ class Phrases:
 
 
 def read_phrases(path: Path) -> list[str]:
-    """The lines of a list of phrases. Raises DataError for a file that cannot be read."""
+    """The lines of a list of phrases. Raises DataError for a file that cannot be read, or has none."""
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
-        raise DataError(f"--boost {path}: cannot be read ({error}); name a text file, one phrase a line") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"--boost {path}: cannot be read ({reason}); name a text file, one phrase a line") from error
+    if not any(line.strip() and not line.startswith("#") for line in lines):
+        raise DataError(f"--boost {path}: has no phrases; write one a line, or leave the option out")
+    return lines
 
 
 def _weighted(line: str, where: str, tokenizer: Tokenizer) -> tuple[str, float]:

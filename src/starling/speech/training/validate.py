@@ -167,7 +167,9 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
             self._keep(checkpoint, {"set": name, "wer": result.wer, "steps": steps, "epochs": epochs})
         rate = result.rate if self._recipe.patience is None else min(result.rate, self._best)  # then the best is scored
         verdict = verdict_on(self._recipe, self._folder, checkpoint.manifest, recogniser, name, rate)
-        self._on_score(Score(name, result.wer, result.cer, epochs, steps, ", ".join(result.lines()[::2][:2]), verdict))
+        of_words, _, of_characters, *_ = result.lines()
+        line = f"{of_words}, {of_characters}"
+        self._on_score(Score(name, result.wer, result.cer, epochs, steps, line, verdict))
         if self.is_enough() and not self._has_told:
             self._has_told = True
             self._say(
