@@ -89,11 +89,11 @@ def test_a_missing_column_that_resembles_none_is_answered_with_all(tmp_path: Pat
         _import("tsv", path=table, sets={"train": {}}, speaker="zzz")
 
 
-def test_a_table_without_a_header_is_refused_as_empty(tmp_path: Path) -> None:
+def test_a_table_without_a_header_is_refused(tmp_path: Path) -> None:
     """Of no bytes, or of an empty line."""
     for content in ("", "\n"):
         (tmp_path / "empty.tsv").write_text(content)
-        with pytest.raises(DataError, match=r"empty\.tsv: it is empty; write a header"):
+        with pytest.raises(DataError, match=r"empty\.tsv: no column .id.; it has: none: its first line is empty"):
             _import("tsv", path=tmp_path / "empty.tsv", sets={"train": {}})
 
 

@@ -39,18 +39,14 @@ class TsvCorpus(FileCorpus):
             )
         rows = read_lines(table)
         _, header = next(rows, (0, ""))
-        if not header.strip():
-            raise DataError(
-                f"{table}: it is empty; write a header with the names of its columns, and a line for each recording"
-            )
         names = header.split("\t")
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f"{table}: the header has the column {twice!r} twice")
         own = (self.id, self.speaker, self.text, self.audio)
         if missing := next((each for each in (*own, *selection) if each not in names), None):
             raise DataError(
-                f"{table}: no column {missing!r}; {did_you_mean(missing, names)}it has: {', '.join(names)}; "
-                f"set the column names in data.corpus (id, speaker, audio, text, sets)"
+                f"{table}: no column {missing!r}; {did_you_mean(missing, names)}"
+                f"it has: {', '.join(names) or 'none: its first line is empty'}; set the column names in data.corpus (id, speaker, audio, text, sets)"
             )
         wanted = {column: (value,) if isinstance(value, str) else value for column, value in selection.items()}
         for line, text in rows:
