@@ -93,7 +93,7 @@ def test_a_table_without_a_header_is_refused(tmp_path: Path) -> None:
     """Of no bytes, or of an empty line."""
     for content in ("", "\n"):
         (tmp_path / "empty.tsv").write_text(content)
-        with pytest.raises(DataError, match=r"empty\.tsv: no column .id.; it has: none: its first line is empty"):
+        with pytest.raises(DataError, match=r"empty\.tsv: no column .id.; it has: none, for its first line is empty"):
             _import("tsv", path=tmp_path / "empty.tsv", sets={"train": {}})
 
 

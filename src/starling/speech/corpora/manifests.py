@@ -45,8 +45,8 @@ class TsvCorpus(FileCorpus):
         own = (self.id, self.speaker, self.text, self.audio)
         if missing := next((each for each in (*own, *selection) if each not in names), None):
             raise DataError(
-                f"{table}: no column {missing!r}; {did_you_mean(missing, names)}"
-                f"it has: {', '.join(names) or 'none: its first line is empty'}; set the column names in data.corpus (id, speaker, audio, text, sets)"
+                f"{table}: no column {missing!r}; {did_you_mean(missing, names)}it has: "
+                f"{', '.join(names) or 'none, for its first line is empty'}; set names in data.corpus (id, speaker, …)"
             )
         wanted = {column: (value,) if isinstance(value, str) else value for column, value in selection.items()}
         for line, text in rows:
