@@ -23,7 +23,7 @@ test: setup
 
 # For each merge; meant to take 12 minutes on two idle cores.
 test-all: setup
-	$(BIN)/python -m pytest -m 'not soak' $(ON_TWO_CORES)
+	STARLING_REHEARSAL=gpu $(BIN)/python -m pytest -m 'not soak' $(ON_TWO_CORES)
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

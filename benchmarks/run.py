@@ -83,7 +83,7 @@ def main() -> int:
     chosen, output = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is cleaned up
     torch.set_num_threads(1)  # one thread for each learner, as on a machine that several share
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     bars: list[Bar] = []
     with tempfile.TemporaryDirectory(prefix="starling-bench-") as name:
         folder = Path(name)

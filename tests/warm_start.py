@@ -216,7 +216,7 @@ def use_in_this_process() -> None:
 class Learners:
     """Learners without a launcher that have been started together; they meet at the store on `port`."""
 
-    def __init__(self, processes: Sequence[WarmPopen], folder: Path, port: int) -> None:
+    def __init__(self, processes: "Sequence[WarmPopen | subprocess.Popen[bytes]]", folder: Path, port: int) -> None:
         self.port = port
         self.pids = [process.pid for process in processes]
         self._processes = processes
@@ -244,11 +244,15 @@ class Learners:
 
 
 @contextmanager
-def start_learners(command: Sequence[str], world: int, folder: Path) -> Iterator[Learners]:
-    """What `command` starts as so many learners without a launcher, with logs in `folder`; none is left behind."""
+def start_learners(command: Sequence[str], world: int, folder: Path, is_cold: bool = False) -> Iterator[Learners]:
+    """What `command` starts as so many learners without a launcher, with logs in `folder`; none is left behind.
+
+    Those that are cold are not forked from a process that has loaded torch, which may have asked for CUDA's devices.
+    """
     from starling.launch.launcher import loopback_store
 
-    processes: list[WarmPopen] = []
+    popen: Any = subprocess.Popen if is_cold else WarmPopen
+    processes: list[WarmPopen | subprocess.Popen[bytes]] = []
     with loopback_store() as port:
         place = {
             "WORLD_SIZE": str(world),
@@ -260,15 +264,17 @@ def start_learners(command: Sequence[str], world: int, folder: Path) -> Iterator
             for rank in range(world):
                 with (folder / f"learner-{rank}.log").open("wb") as log:
                     env = {**os.environ, **place, "RANK": str(rank)}
-                    processes.append(WarmPopen(command, env=env, stdout=log))
+                    processes.append(popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
             yield Learners(processes, folder, port)
         finally:
             Learners(processes, folder, port).kill()
 
 
-def run_learners(command: Sequence[str], world: int, folder: Path, within: float = 280.0) -> None:
+def run_learners(
+    command: Sequence[str], world: int, folder: Path, within: float = 280.0, is_cold: bool = False
+) -> None:
     """Run `command` as so many learners without a launcher; all of them must end well, `within` so many seconds."""
-    with start_learners(command, world, folder) as started:
+    with start_learners(command, world, folder, is_cold) as started:
         for rank in range(world):
             code, said = started.end(rank, within)
             assert code == 0, said

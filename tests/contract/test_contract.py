@@ -60,11 +60,11 @@ def test_one_learner_is_plain_sgd_to_the_bit(
 
 
 @cache
-def in_the_plain_loop(variant: str) -> Tensor:
-    """The last weights of a case with one learner, which is the same under all strategies."""
+def in_the_plain_loop(variant: str, device: torch.device | None = None) -> Tensor:
+    """The last weights of a case with one learner, which is the same under all strategies; trained on `device`."""
     case = cases()[f"allreduce/{variant}"]
     job = case.job(1)
-    model = job.workload.make_model()
+    model = job.workload.make_model().to(device)
     optimizer = job.make_optimizer(list(model.parameters()))
     peak = optimizer.param_groups[0]["lr"]
     for step in range(case.steps):
@@ -72,9 +72,9 @@ def in_the_plain_loop(variant: str) -> Tensor:
         before, after = (Progress(done, 0.0, 0.0) for done in (step, step + 1))
         optimizer.param_groups[0]["lr"] = peak * job.schedule.at(before, Budget(steps=case.steps), after)
         optimizer.zero_grad()
-        job.workload.loss(model, points).backward()
+        job.workload.loss(model, points.to(device)).backward()
         optimizer.step()
-    return flat(model)
+    return flat(model).cpu()
 
 
 @on_every_replica

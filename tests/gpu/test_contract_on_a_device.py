@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from starling.workload import Ticket
-from tests.contract.cases import CHOICES, LEARNING_RATE, cases
+from tests.contract.cases import CHOICES, cases
 from tests.contract.conftest import Runner, on_virtual
-from tests.contract.test_contract import flat, trainable
+from tests.contract.test_asynchronous import check_that_all_updates_count
+from tests.contract.test_contract import flat, in_the_plain_loop
 from tests.warm_start import run_learners
 
 __all__ = ["on_virtual"]
@@ -34,8 +34,8 @@ def on_device(device: torch.device, tmp_path_factory: pytest.TempPathFactory) ->
             for choice in CHOICES
             for variant in VARIANTS[world]
         ]
-        command = [sys.executable, "-m", "tests.contract.learner_process", json.dumps(runs), str(folder), "cuda"]
-        run_learners(command, 4, folder)
+        command = [sys.executable, "-m", "tests.contract.learner_process", json.dumps(runs), str(folder), device.type]
+        run_learners(command, 4, folder, is_cold=True)
         return {
             (name, len(members)): [load_file(folder / f"{number}-{rank}.safetensors")["weights"] for rank in members]
             for number, (name, members) in enumerate(runs)
@@ -50,22 +50,12 @@ def test_one_learner_on_a_device_is_the_plain_loop_to_the_bit(
     strategy: str, variant: str, device: torch.device, on_device: Runner
 ) -> None:
     """The same model, on the same device, without Starling."""
-    case = cases()[f"{strategy}/{variant}"]
-    job = case.job(1)
-    model = job.workload.make_model().to(device)
-    optimizer = job.make_optimizer(trainable(model))
-    peak = optimizer.param_groups[0]["lr"]
-    for step in range(case.steps):
-        (points,) = job.workload.load(Ticket(step // 12, step % 12, step))
-        optimizer.param_groups[0]["lr"] = peak * job.schedule.factor(step / case.steps, 0.0, (step + 1) / case.steps)
-        optimizer.zero_grad()
-        job.workload.loss(model, points.to(device)).backward()
-        optimizer.step()
+    expected = in_the_plain_loop(variant, device)
     (weights,) = on_device(f"{strategy}/{variant}", 1)
     if "server" in strategy or strategy == "hogwild":  # their optimizer steps in host memory
-        torch.testing.assert_close(weights, flat(model).cpu(), rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(weights, expected, rtol=0.0, atol=1e-5)
     else:
-        assert torch.equal(weights, flat(model).cpu())
+        assert torch.equal(weights, expected)
 
 
 @pytest.mark.parametrize("strategy", [name for name, choice in CHOICES.items() if choice.is_synchronous])
@@ -90,9 +80,5 @@ def test_mixing_on_a_device_conserves_the_mean(strategy: str, learners: int, on_
 @every_strategy
 @pytest.mark.parametrize("learners", [2, 4])
 def test_steps_and_averaging_on_a_device_lose_no_update(strategy: str, learners: int, on_device: Runner) -> None:
-    """Every gradient is 1 everywhere: the mean of the weights counts the steps of all."""
-    case = cases()[f"{strategy}/counted"]
-    mean = torch.stack(on_device(f"{strategy}/counted", learners)).mean(dim=0)
-    expected = -LEARNING_RATE * case.steps * case.choice.share(learners)
-    tolerance = 1e-2 * abs(expected) if "bfloat16" in strategy else 1e-4
-    torch.testing.assert_close(mean, torch.full_like(mean, expected), rtol=0.0, atol=tolerance)
+    """As on the other engines."""
+    check_that_all_updates_count(strategy, on_device(f"{strategy}/counted", learners), are_processes=True)

@@ -21,6 +21,12 @@ from starling.training.membership import Membership, MembershipFeed
 from tests.launch.test_survivors import NUM_MINI_BATCHES, survive
 
 
+@pytest.fixture
+def device(cuda: torch.device) -> torch.device:
+    """The CPU will not do here."""
+    return cuda
+
+
 def alone_watched() -> Peers:
     """One learner, which would outlive the loss of others."""
     return Peers(Place(0, 1, 0, 1, HashStore()), feed=MembershipFeed(0, Membership(0, (0,)), is_watched=True))

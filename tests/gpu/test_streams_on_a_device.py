@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,6 +14,12 @@ from starling.training.streams import beside_this_thread
 SIZE = 1 << 20
 A_WHILE = 20_000_000
 """Clock cycles, about 10 ms."""
+
+
+@pytest.fixture
+def device(cuda: torch.device) -> torch.device:
+    """The CPU will not do here."""
+    return cuda
 
 
 def replica(device: torch.device) -> Replica:
