@@ -130,16 +130,16 @@ def _words(detail: ErrorDetails, path: str, known: Mapping[str, Sequence[tuple[s
         return f"unknown key{suggestion(path, known)}"
     if detail["type"] in ("missing", "union_tag_not_found"):
         return "missing; a recipe must set it"
-    if detail["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"must be a mapping of keys to values, got {_shown(detail['input'])}"
+    if detail["type"] in ("model_type", "model_attributes_type", "dict_type", "path_type"):
+        wanted = "a path" if detail["type"] == "path_type" else "a mapping of keys to values"
+        return f"must be {wanted}, got {_shown(detail['input'])}"
     if detail["type"] == "union_tag_invalid":
         tags = [tag.strip("'") for tag in detail["ctx"]["expected_tags"].split(", ")]
         hint = did_you_mean(detail["ctx"]["tag"], tags)
         return f"{detail['ctx']['tag']!r} is unknown; {hint}known are {', '.join(tags)}"
-    message = detail["msg"]
     if detail["type"] == "value_error":
-        return message.removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
+        return detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"][0].lower() + detail["msg"][1:]
     return f"{message}, got {_shown(detail['input'])}"
 
 

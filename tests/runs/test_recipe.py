@@ -129,6 +129,12 @@ def test_a_straggler_that_cannot_be_is_a_problem_of_its_key(tree: Tree, change: 
     assert line.startswith(f"  {problem}")
 
 
+def test_a_value_that_is_no_path_is_a_problem_in_plain_words(tree: Tree) -> None:
+    tree["resume"] = True
+    with pytest.raises(ConfigError, match="resume: must be a path, got True"):
+        check_recipe(tree, "r.yaml")
+
+
 def test_stragglers_are_written_as_one_speaks(tree: Tree, tmp_path: Path) -> None:
     """`10x` in a file or an override, which wins; the dumped recipe is the same one."""
     tree["stragglers"] = {"slow": {0: "10x"}, "pauses": [{"learner": 1, "after": 10, "seconds": 5}]}

@@ -284,3 +284,17 @@ def test_a_model_without_word_times_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     (segment,) = answer["segments"]
     assert (segment["text"], segment["avg_logprob"]) == ("DO RE", 0.0)
     assert 0 <= segment["start"] < segment["end"] <= answer["duration"]
+
+
+def test_a_fault_of_the_server_is_answered_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no more than that: the traceback is for the log."""
+    with ThreadPoolExecutor(1) as decoding:
+        service = Service(load_model(TONES), str(TONES), Limits(1_000_000, 60.0, 30.0), decoding)
+        app = service.app(False)
+        monkeypatch.setattr(service, "_transcriber", None)
+        with TestClient(app, raise_server_exceptions=False) as client:
+            upload = {"files": {"file": ("talk.wav", SILENCE)}}
+            failed = client.post("/v1/audio/transcriptions", **upload)
+            assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+            assert failed.json()["error"]["message"] == "the server failed; its log says why"
+            assert client.post("/transcribe", **upload).json() == {"error": "the server failed; its log says why"}

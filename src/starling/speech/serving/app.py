@@ -213,7 +213,8 @@ class Service:
                 Route(f"{OPENAI}models/{{model}}", self._models),
                 Route(f"{OPENAI}audio/transcriptions", self._transcribe_form, methods=["POST"]),
             ],
-            exception_handlers=dict.fromkeys((HTTPException, DataError, ClientDisconnect), _refused),
+            exception_handlers=dict.fromkeys((HTTPException, DataError, ClientDisconnect), _refused)
+            | {Exception: _failed},
         )
         return Guard(inner, self._limits, is_local)
 
@@ -487,3 +488,9 @@ async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, _FieldError):
         return JSONResponse(problem(path, str(error), error.name, error.code), error.status)
     return JSONResponse(problem(path, str(error)), 400)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A fault of the server, whose log has the traceback."""
+    path = request.scope["path"]
+    return JSONResponse(problem(path, "the server failed; its log says why", kind="server_error"), 500)

@@ -28,11 +28,13 @@ class Limits:
     stall: Seconds
 
 
-def problem(path: str, message: str, parameter: str | None = None, code: str | None = None) -> dict[str, object]:
+def problem(
+    path: str, message: str, parameter: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
+) -> dict[str, object]:
     """The JSON of an error; OpenAI's clients read theirs, with the parameter that is wrong."""
     if not path.startswith(OPENAI):
         return {"error": message}
-    return {"error": {"message": message, "type": "invalid_request_error", "param": parameter, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
 
 
 class Guard:
