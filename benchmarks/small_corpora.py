@@ -135,6 +135,7 @@ def main() -> int:
     parser.add_argument("--test", action="store_true", help="also score the test sets")
     parser.add_argument("--data", type=Path, default=DATA)
     given = parser.parse_args()
+    given.data = given.data.resolve()
     given.folder.mkdir(parents=True, exist_ok=True)
     for corpus in given.corpora:
         cell(given.folder, corpus, given)

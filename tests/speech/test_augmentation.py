@@ -201,3 +201,25 @@ def test_impossible_augmentation_is_refused(wrong):
     """Empty or absurd speeds, reversed ranges and unknown keys never start a run."""
     with pytest.raises(ValidationError):
         AugmentConfig.model_validate(wrong)
+
+
+def test_a_clean_start_leaves_out_what_masks_the_speech_until_so_many_mini_batches_of_the_run() -> None:
+    """Speed, silence, level and SpecAugment are there from the first."""
+    whole = AugmentConfig(
+        silence=(0.0, 0.5),
+        noise_snr=(5, 30),
+        babble_snr=(5, 25),
+        reverberation=(0.05, 0.4),
+        codecs=("gsm",),
+        gain_db=(-6, 6),
+        clean_start=3,
+    )
+    assert whole.at(3) is whole
+    clean = whole.at(2)
+    assert {name for name, value in clean if value != getattr(whole, name)} == {
+        "noise_snr",
+        "babble_snr",
+        "reverberation",
+        "codecs",
+    }
+    assert AugmentConfig().at(0) == AugmentConfig()

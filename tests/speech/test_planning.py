@@ -157,6 +157,21 @@ def test_epochs_differ_and_groups_are_shuffled():
     assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.2
 
 
+def test_shortest_first_orders_the_first_epoch_alone_and_changes_nothing_else():
+    """The same mini-batches, from the shortest to the longest utterances; later epochs are as they would be anyway."""
+    durations, shards = corpus(5000, shard_size=500)
+    sorted_first, usual = (
+        planner_of(durations, shards, BatchConfig(shortest_first=given), 1) for given in (True, False)
+    )
+    found, expected = ([mini[0].tolist() for mini in epoch_of(each)] for each in (sorted_first, usual))
+    longest = [durations[mini].max() for mini in found]
+    assert found != expected
+    assert sorted(found) == sorted(expected)
+    assert np.corrcoef(longest, np.arange(len(longest)))[0, 1] > 0.9
+    second, its_usual = ([mini[0].tolist() for mini in epoch_of(each, 1)] for each in (sorted_first, usual))
+    assert second == its_usual
+
+
 def test_batches_are_well_filled():
     """Dynamic bucketing wastes little: the mean padded micro-batch is near max_duration."""
     durations = np.random.default_rng(0).lognormal(1.5, 0.5, 20_000).clip(0.5, 20).astype(np.float32)

@@ -101,11 +101,19 @@ class AugmentConfig(Config):
     """Share of utterances that go through a codec."""
     spec_augment: SpecAugmentConfig | None = SpecAugmentConfig()
     """Masks over the features; null: none."""
+    clean_start: Annotated[int, Field(ge=0)] = 0
+    """The first so many mini-batches of a run have no noise, babble, reverberation or codecs."""
 
     @classmethod
     def none(cls) -> AugmentConfig:
         """No augmentation at all."""
         return cls(speed=(1.0,), spec_augment=None)
+
+    def at(self, step: int) -> AugmentConfig:
+        """What the mini-batch number `step` of a run, from 0, is augmented by."""
+        if step >= self.clean_start:
+            return self
+        return self.model_copy(update={"reverberation": None, "babble_snr": None, "noise_snr": None, "codecs": ()})
 
     @property
     def fastest(self) -> tuple[float, float]:

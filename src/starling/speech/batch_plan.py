@@ -32,6 +32,9 @@ class BatchConfig(Config):
     similar: int = Field(default=8, ge=1)
     """Consecutive mini-batches of similar duration, so that up to this many learners can step together and hardly wait
     for each other."""
+    shortest_first: bool = False
+    """Whether the first epoch is in order of duration (SortaGrad, Amodei et al. 2016): it takes each window from its
+    shortest to its longest utterances. CTC learns from short ones sooner."""
     weighting: Weighting = "batches"
     """How mini-batches are weighted when learners average gradients: batches, equally; utterances or frames, in
     proportion to their number."""

@@ -3,7 +3,7 @@ frames. A plan is a pure function, so that all processes agree. Does not load to
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -150,7 +150,8 @@ class Planner:
     random. A micro-batch with its padding is at most `max_duration` long, unless it consists of one longer utterance,
     or the window has too few utterances to fill `accumulate` without merging. Each mini-batch has `accumulate`
     micro-batches (fewer if the window has fewer utterances). Groups of `similar` mini-batches are in random order;
-    mini-batches that do not fill a group come last.
+    mini-batches that do not fill a group come last. In the first epoch, mini-batches can instead be in order of
+    duration (`shortest_first`).
 
     If the data are divided, mini-batches are drawn at random from parts instead: the utterances of a part are sorted
     into buckets, and for each mini-batch they are divided into micro-batches at random, of which `accumulate` are
@@ -212,7 +213,9 @@ class Planner:
         members = self.windows.members(epoch, window)
         generator = np.random.default_rng(derive_seed(self._seed, "window", epoch, window))
         dealt = Dealing(self._durations[members], self._config).deal(generator)
-        order = in_similar_groups(len(dealt), self._config.similar, generator)
+        order: Iterable[int] = in_similar_groups(len(dealt), self._config.similar, generator)
+        if epoch == 0 and self._config.shortest_first:
+            order = range(len(dealt))
         return [[members[micro] for micro in dealt[number]] for number in order]
 
 

@@ -177,7 +177,7 @@ class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
                 self.plan.utterances,
                 indices,
                 self.features,
-                recipe.augment,
+                recipe.augment.at(ticket.step),
                 self.tokenizer,
                 derive_seed(recipe.seed, "augment", ticket.epoch, ticket.index, place),
                 recipe.data.filter.on_bad,
