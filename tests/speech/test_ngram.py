@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from starling.errors import DataError
@@ -41,6 +41,7 @@ def test_the_perplexity_is_that_of_lmplzs_model() -> None:
 
 
 @given(WORDS.filter(any), st.integers(1, 4), st.lists(st.sampled_from("abcde"), max_size=3))
+@example([list(each) for each in ("bb", "babcb", "cbaba", "cbdbc", "bcdb")], 3, [])  # a discount would be 0
 def test_probabilities_sum_to_one_after_any_words(sentences: list[list[str]], order: int, history: list[str]) -> None:
     """Over all words, the end, and `<unk>`, whether the history was seen or not."""
     model = estimate(sentences, order)
