@@ -22,7 +22,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.report import PAGE, collect, read_events, report
 from starling.experiment.simulate import simulate_recipe
 from starling.reporting.evidence import MAX_EVENTS, Evidence
-from starling.speech.evidence import chosen, encoded
+from starling.speech.commands.score import chosen, encoded
 from starling.speech.recipe import check_recipe
 from starling.speech.scoring import align_words, error_rates, read_texts
 from starling.speech.task import SPEECH

@@ -82,7 +82,7 @@ class Speech(Task[Recipe]):
         return verdict_on_test(recipe, folder, evaluate(folder.path, None, tell, console, is_best))
 
     def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
-        from starling.speech.evidence import scored_set
+        from starling.speech.commands.score import scored_set
 
         return scored_set(folder, file)
 
