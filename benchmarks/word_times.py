@@ -1,4 +1,5 @@
-"""How far word times are from where espeak-ng put the words: `python -m benchmarks.word_times exp/demo`.
+"""How far word times are from where espeak-ng put the words: `python -m benchmarks.word_times exp/demo`; and those of
+`starling align`, which knows the text.
 
 New sentences are spoken by the voices of the demo's test set. espeak-ng says where each phoneme begins; a word reaches
 from the beginning of its first phoneme to the end of its last one. Only words of sentences that were understood count.
@@ -6,18 +7,22 @@ from the beginning of its first phoneme to the end of its last one. Only words o
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import espeakng_loader
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
+from starling.reporting.progress import Bars
+from starling.speech.aligning import AlignedWord, load_aligner
 from starling.speech.corpora.synthetic import LANGUAGES, VOICES, add_noise, draw_sentence, draw_text
 from starling.speech.espeak import Sentence
+from starling.speech.phones import PhonesConfig
 from starling.speech.transcribing.files import load_model
-from starling.speech.transcribing.transcript import Seconds
+from starling.speech.transcribing.transcript import Seconds, Word
 
 SENTENCES, SEED, LIMIT = 300, 2026, 0.08
 _SYNCHRONOUS, _UTF8, _PHONEMES = 2, 1, 1
@@ -104,24 +109,35 @@ def _spans(events: list[tuple[int, int, bytes]], rate: int, total: int) -> list[
 def measure(experiment: Path, seed: int = SEED, count: int = SENTENCES) -> None:
     """Print the errors of beginnings and ends."""
     model = load_model(experiment)
-    errors: list[tuple[Seconds, Seconds]] = []
+    with Bars(Console(stderr=True)) as bars:
+        aligner = load_aligner(experiment, PhonesConfig(), bars)
+    heard: list[tuple[Seconds, Seconds]] = []
+    known: list[tuple[Seconds, Seconds]] = []
     understood = 0
     for each in spoken(count, seed):
-        found = model.transcribe(each.samples, each.rate)
-        if found.text != each.text or len(each.spans) != len(each.text.split()):
+        if len(each.spans) != len(each.text.split()):
             continue
-        understood += 1
-        errors += [
-            (word.start - start, word.end - end) for word, (start, end) in zip(found.words, each.spans, strict=True)
-        ]
-    print(f"{understood} of {count} sentences understood, {len(errors)} words")
-    for name, values in zip(("starts", "ends"), np.reshape(errors, (-1, 2)).T, strict=True):
-        sizes = np.abs(values)
-        print(
-            f"{name}: {100 * (sizes <= LIMIT).mean():.1f} % within {1000 * LIMIT:.0f} ms; "
-            f"|error|: median {1000 * np.median(sizes):.0f} ms, 95 % {1000 * np.quantile(sizes, 0.95):.0f} ms; "
-            f"median error {1000 * np.median(values):+.0f} ms"
-        )
+        samples = model.recogniser.waveform(each.samples, each.rate).numpy()
+        known += _errors(aligner.align(samples, each.text).words, each.spans)
+        found = model.transcribe(each.samples, each.rate)
+        if found.text == each.text:
+            understood += 1
+            heard += _errors(found.words, each.spans)
+    print(f"{understood} of {count} sentences understood, {len(heard)} words; aligned: {len(known)} words")
+    for way, errors in (("transcribe", heard), ("align", known)):
+        for name, values in zip(("starts", "ends"), np.reshape(errors, (-1, 2)).T, strict=True):
+            sizes = np.abs(values)
+            print(
+                f"{way}, {name}: {100 * (sizes <= LIMIT).mean():.1f} % within {1000 * LIMIT:.0f} ms; "
+                f"|error|: median {1000 * np.median(sizes):.0f} ms, 95 % {1000 * np.quantile(sizes, 0.95):.0f} ms; "
+                f"median error {1000 * np.median(values):+.0f} ms"
+            )
+
+
+def _errors(
+    words: Sequence[Word | AlignedWord], spans: Sequence[tuple[Seconds, Seconds]]
+) -> list[tuple[Seconds, Seconds]]:
+    return [(word.start - start, word.end - end) for word, (start, end) in zip(words, spans, strict=True)]
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ def no_speech(monkeypatch: pytest.MonkeyPatch) -> None:
         (["simulate", "demo"], "starling simulate"),
         (["evaluate", "exp/demo"], "starling evaluate"),
         (["transcribe", "exp/demo", "a.wav"], "starling transcribe"),
+        (["align", "exp/demo", "a.wav"], "starling align"),
         (["export", "exp/demo", "model"], "starling export"),
         (["compare", "demo"], "starling compare"),
         (["study", "staleness"], "starling compare"),

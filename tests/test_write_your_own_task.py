@@ -77,4 +77,4 @@ def test_speech_comes_in_by_the_same_entry_points() -> None:
     assert task.load() is SPEECH
     (commands,) = entry_points(group="starling.commands", name="speech")
     names = {command.name or command.callback.__name__ for command in commands.load().registered_commands}
-    assert {"prepare", "check", "evaluate", "score", "transcribe", "serve", "export", "demo"} == names
+    assert {"prepare", "check", "evaluate", "score", "transcribe", "align", "serve", "export", "demo"} == names

@@ -121,6 +121,13 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     assert again.stdout == run.stdout
     spoken = starling(tmp_path, "transcribe", "exp/songs", str(songs.parent / "0.flac"))
     assert re.fullmatch(r"\S+0\.flac\t(DO|RE|MI|FA)( (DO|RE|MI|FA))*\n", spoken.stdout), spoken.stderr
+    (tmp_path / "0.txt").write_text(text := spoken.stdout.split("\t")[1].lower())
+    command = ["align", "exp/songs", str(songs.parent / "0.flac"), "--text", "0.txt", "--format", "ctm"]
+    aligned = starling(tmp_path, *command)
+    assert " ".join(line.split()[4] for line in aligned.stdout.splitlines()) == text.strip().upper(), aligned.stderr
+    assert [path.name for path in (experiment / "align").iterdir()] == ["spelling.safetensors"]
+    assert starling(tmp_path, *command, "--output", "times.ctm").returncode == 0
+    assert (tmp_path / "times.ctm").read_text() == aligned.stdout
 
 
 @pytest.mark.parametrize(

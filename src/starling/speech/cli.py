@@ -159,6 +159,41 @@ def transcribe(
     transcribe_files(experiment, paths, typer.echo, best, beam, progress_console(), form, output, raw_pcm, boost)
 
 
+@COMMANDS.command(
+    epilog="Example: [bold]starling align exp/demo talk.wav --text talk.txt --output talk.TextGrid[/bold]"
+)
+def align(
+    experiment: Experiment,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Recordings of up to five minutes.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What is said in the recording. Default: a file beside it, NAME.txt."),
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help="textgrid, ctm or json.")] = "textgrid",
+    output: Annotated[
+        Path | None, typer.Option(help="A file; of several recordings, a folder. Default: the screen.")
+    ] = None,
+    voice: Annotated[
+        str | None, typer.Option(help="The voice of espeak-ng that pronounces the words, such as en-us.")
+    ] = None,
+    lexicon: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A word and its phones on each line, as in CMUdict.")
+    ] = None,
+) -> None:
+    """Find when each word and phone of a known text is spoken.
+
+    Words are pronounced as in training (model.phones), or else as they are spelled. The first time, word times are
+    learnt from the experiment's training set, and kept in its folder align.
+    """
+    from starling.speech.aligning import align_files
+    from starling.speech.phones import PhonesConfig
+
+    if voice is not None and lexicon is not None:
+        raise ConfigError("align: --voice and --lexicon both pronounce words; give one of them")
+    phones = None if voice is None and lexicon is None else PhonesConfig(voice=voice, lexicon=lexicon)
+    align_files(experiment, paths, text, form, output, phones, typer.echo, progress_console())
+
+
 @COMMANDS.command(epilog="Example: [bold]starling serve exp/demo[/bold]", needs="serve")
 def serve(
     experiment: Experiment,

@@ -132,7 +132,7 @@ def align_with_gaussians(
     labels = transcripts.labelled(table)
     changed = 0.0
     for _ in range(rounds):
-        weights, biases = _estimated(frames, labels, positions, len(keys)).linear()
+        weights, biases = estimated(frames, labels, positions, len(keys)).linear()
 
         def scores(chosen: Sequence[int], weights: Tensor = weights, biases: Tensor = biases) -> Tensor:
             whole = np.asarray([[each, 0, frames.lengths[each]] for each in chosen])
@@ -152,7 +152,7 @@ def tie_states(
     frames: Frames, transcripts: StateSequences, positions: Labels, number: int, min_frames: int
 ) -> tuple[StateTree, Labels]:
     """At most `number` tied states for aligned frames, and that of each frame. Raises DataError as `grow_tree`."""
-    gaussians = _estimated(frames, transcripts.rows, positions, len(transcripts.states))
+    gaussians = estimated(frames, transcripts.rows, positions, len(transcripts.states))
     counts = gaussians.counts.numpy()
     seen = np.flatnonzero(counts)
     whitening = np.linalg.inv(np.linalg.cholesky(gaussians.within().numpy())).T
@@ -197,7 +197,7 @@ def _together(lengths: NDArray[np.int64], widths: Sequence[int]) -> Iterator[lis
         yield chosen
 
 
-def _estimated(frames: Frames, labels: Labels, positions: Labels, num_labels: int) -> Gaussians:
+def estimated(frames: Frames, labels: Labels, positions: Labels, num_labels: int) -> Gaussians:
     """The Gaussians of all frames, from the label of each position and the position of each frame."""
     gaussians = Gaussians(num_labels, frames.num_bands * (2 * SPLICE + 1))
     for first in range(0, len(frames), 64):

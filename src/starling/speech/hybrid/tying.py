@@ -5,13 +5,14 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.tokens import BLANK, Tokenizer
+from starling.speech.tokens import BLANK
 
 SILENCE = BLANK
 """The unit of frames without speech, and a word's neighbour beyond its ends. No text holds it."""
@@ -20,12 +21,20 @@ ContextState = tuple[int, ...]
 """A state of a unit in its context: its number in the unit, the unit, the units before it, the units after it."""
 
 
-class StateSpeller:
-    """States of words and texts: each character of a word has `per_unit` states, which depend on `context` characters
-    on either side within the word. Silence, of one state, may be before, between and behind words."""
+class Units(Protocol):
+    """What words are made of: characters, or phones."""
 
-    def __init__(self, tokenizer: Tokenizer, per_unit: int, context: int) -> None:
-        self.tokenizer = tokenizer
+    def encode(self, text: str, utterance: str = "") -> list[int]:
+        """The units of a text. Raises DataError, naming `utterance`, for one that has none."""
+        ...
+
+
+class StateSpeller:
+    """States of words and texts: each unit of a word, such as a character, has `per_unit` states, which depend on
+    `context` units on either side within the word. Silence, of one state, may be before, between and behind words."""
+
+    def __init__(self, units: Units, per_unit: int, context: int) -> None:
+        self._units = units
         self.per_unit = per_unit
         self.context = context
         self.silence: ContextState = (0, SILENCE, *[SILENCE] * (2 * context))
@@ -35,7 +44,7 @@ class StateSpeller:
         """The states of a word. Raises DataError, naming `utterance`, for a character that is no token."""
         if word not in self._known:
             beyond = [SILENCE] * self.context
-            units = [*beyond, *self.tokenizer.encode(word, utterance), *beyond]
+            units = [*beyond, *self._units.encode(word, utterance), *beyond]
             self._known[word] = tuple(
                 (part, units[place], *units[place - self.context : place], *units[place + 1 : place + 1 + self.context])
                 for place in range(self.context, len(units) - self.context)

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from starling.errors import DataError
 from starling.speech.audio import check_rate, checked
 from starling.speech.decoding.boosting import Phrases
 from starling.speech.decoding.decoders import Emission, words_in
-from starling.speech.hybrid.viterbi import path_of
+from starling.speech.hybrid.viterbi import aligned, path_of
 from starling.speech.recogniser import Recogniser, by_duration, mono
 from starling.speech.streaming import Stream, can_stream
 from starling.speech.transcribing.segmenter import Piece, Segmentation, Segmenter, gathered, quiet_stretches
@@ -138,6 +139,24 @@ class Transcriber:
             self._segment(piece, row, *recogniser.placed(row, text, is_searched, self._phrases))
             for piece, text, row in zip(pieces, texts, rows, strict=True)
         ]
+
+    def timed(self, samples: NDArray[np.float32], text: str) -> tuple[Word, ...]:
+        """The words of a recording `[T]` at the recogniser's rate, whose text is known, where CTC hears them.
+
+        Raises DataError for a text that is empty, or has more tokens than CTC has frames, or a token that is unknown.
+        """
+        words = text.split()
+        if not self.has_times or not words:
+            raise DataError(
+                "the text is empty" if self.has_times else "a model that was trained frame by frame has no CTC"
+            )
+        piece = Piece(0, samples)
+        (row,) = self.recogniser.listen([self._tensor(piece)]).rows
+        emissions = aligned(row, self.recogniser.tokenizer.encode(" ".join(words)))
+        found = () if emissions is None else tuple(self._words(piece, row, emissions))
+        if len(found) != len(words):
+            raise DataError(f"{len(samples) / self.rate:.2f} s of audio are too short for {len(words)} words")
+        return found
 
     def _tensor(self, piece: Piece) -> torch.Tensor:
         """The samples, padded to at least one window."""

@@ -1,0 +1,386 @@
+"""Where the words and phones of a known text begin and end in a recording.
+
+CTC says only roughly when a token is spoken: its outputs are tens of milliseconds apart, and lie anywhere in the sound.
+So a second model hears every 10 ms: a Gaussian for each fifth of a phone, learnt from the experiment's own training
+set, beginning with CTC's alignment.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from starling.chance import derive_seed
+from starling.configuration import digest
+from starling.errors import ConfigError, DataError, did_you_mean, noted
+from starling.files import replace_file, writing
+from starling.reporting.progress import Bars, Say
+from starling.speech.audio import opened
+from starling.speech.features import FeatureConfig, LogMel
+from starling.speech.hybrid.alignment import SPLICE, StateSequences, align_with_gaussians, estimated
+from starling.speech.hybrid.store import Frames, FrameWriter
+from starling.speech.hybrid.tying import StateSpeller
+from starling.speech.hybrid.viterbi import path_of
+from starling.speech.phones import PhonesConfig, make_phones, read_lexicon
+from starling.speech.store import SpeechSet
+from starling.speech.trained import load_recogniser, open_experiment
+from starling.speech.transcribing.transcriber import Transcriber
+from starling.speech.transcribing.transcript import Seconds, Word
+
+FORMATS = ("textgrid", "ctm", "json")
+_PER_PHONE, _ROUNDS = 5, 10
+"""States of a phone, which therefore lasts at least 50 ms: with fewer, weak fricatives, such as F, are taken for
+silence. And rounds of alignment."""
+_ENOUGH: Seconds = 1500.0
+"""Of training audio: more hardly changes the Gaussians."""
+_LONGEST: Seconds = 300.0
+"""Of a recording: memory grows with the square of its length."""
+_TOGETHER: Seconds = 60.0
+"""Of a recording: what is longer is aligned in parts."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phone, and when it is spoken, in seconds from the beginning of the recording."""
+
+    text: str
+    start: Seconds
+    end: Seconds
+
+
+@dataclass(frozen=True)
+class AlignedWord(Span):
+    """A word, and its phones."""
+
+    phones: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The words of a recording, in order."""
+
+    words: tuple[AlignedWord, ...]
+    seconds: Seconds
+    """Length of the recording."""
+
+    def formatted(self, form: str, name: str) -> str:
+        """In one of the `FORMATS`; `name` is the recording's, in CTM and JSON."""
+        if form == "json":
+            made = {"file": name, "seconds": self.seconds, "words": [asdict(each) for each in self.words]}
+            return json.dumps(made, ensure_ascii=False) + "\n"
+        if form == "ctm":
+            recording = "_".join(name.split())
+            times = ((f"{each.start:.3f} {each.end - each.start:.3f}", each.text) for each in self.words)
+            return "".join(f"{recording} 1 {time} {word}\n" for time, word in times)
+        tiers = {"words": self.words, "phones": [phone for word in self.words for phone in word.phones]}
+        lines = ['File type = "ooTextFile"', 'Object class = "TextGrid"', "", "xmin = 0", f"xmax = {self.seconds}"]
+        lines += ["tiers? <exists>", f"size = {len(tiers)}", "item []:"]
+        for number, (tier, spans) in enumerate(tiers.items(), 1):
+            intervals = list(self._without_gaps(spans))
+            lines += [f"    item [{number}]:", '        class = "IntervalTier"', f'        name = "{tier}"']
+            lines += [
+                "        xmin = 0",
+                f"        xmax = {self.seconds}",
+                f"        intervals: size = {len(intervals)}",
+            ]
+            for place, each in enumerate(intervals, 1):
+                lines += [f"        intervals [{place}]:", f"            xmin = {each.start}"]
+                text = each.text.replace('"', '""')
+                lines += [f"            xmax = {each.end}", f'            text = "{text}"']
+        return "\n".join(lines) + "\n"
+
+    def _without_gaps(self, spans: Sequence[Span]) -> Iterator[Span]:
+        """Praat's tiers have no gaps: what is silent has an empty text."""
+        end = 0.0
+        for each in spans:
+            if each.start > end:
+                yield Span("", end, each.start)
+            yield each
+            end = each.end
+        if end < self.seconds:
+            yield Span("", end, self.seconds)
+
+
+def align_files(
+    experiment: Path,
+    inputs: Sequence[Path],
+    text: Path | None,
+    form: str,
+    output: Path | None,
+    phones: PhonesConfig | None,
+    tell: Say,
+    console: Console,
+) -> None:
+    """Align recordings with their texts, by the newest model of an experiment.
+
+    Args:
+        text: The file with the text of the only recording; None: beside each recording is one that ends in `.txt`.
+        form: One of the `FORMATS`.
+        output: A file for one recording, a folder for several; None: `tell` takes them.
+        phones: How words are pronounced; None: as in training, or else as they are spelled.
+
+    Raises:
+        DataError: Some recordings cannot be aligned. It names them, after all others are done.
+        ConfigError: The model is not trained with CTC, or the arguments contradict each other.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"--format {form}: unknown; {did_you_mean(form, FORMATS)}known are {', '.join(FORMATS)}")
+    if len(inputs) > 1 and (text is not None or (output is not None and output.is_file())):
+        raise ConfigError(
+            f"{len(inputs)} recordings: leave out --text, put the text of each beside it, as NAME.txt, and give a "
+            "folder as --output"
+        )
+    problems = list[str]()
+    with Bars(console) as bars:
+        aligner = load_aligner(experiment, phones, bars)
+        for number, path in enumerate(inputs):
+            bars("aligning", number, len(inputs))
+            with noted(problems, DataError):
+                try:
+                    found = aligner.align(aligner.samples(path), aligner.text(text or path.with_suffix(".txt")))
+                except DataError as error:
+                    raise DataError(f"{path}: {error}") from error
+                _write(found.formatted(form, path.stem), path, form, output, len(inputs) > 1, tell)
+    if problems:
+        several = f"{len(problems)} of {len(inputs)} recordings cannot be aligned: " if len(inputs) > 1 else ""
+        raise DataError(several + "; ".join(problems))
+
+
+def load_aligner(experiment: Path, phones: PhonesConfig | None, bars: Bars) -> "Aligner":
+    """The aligner of an experiment, which is learnt when it is first used. Arguments and errors are those of
+    `align_files`."""
+    folder, recipe = open_experiment(experiment)
+    if recipe.loss != "ctc":
+        raise ConfigError(f"{experiment}: was trained with loss: {recipe.loss}; align needs a model trained with CTC")
+    config = phones or recipe.model.phones or PhonesConfig(voice=None)
+    name = config.voice or "spelling"
+    if config.lexicon is not None:
+        name = f"lexicon-{digest(read_lexicon(config.lexicon))[:16]}"
+    path, transcriber = folder.path / "align" / f"{name}.safetensors", Transcriber(load_recogniser(experiment))
+    if path.exists():
+        return Aligner.load(path, transcriber, config)
+    with closing(SpeechSet.open(recipe.data.set_folder(recipe.data.train))) as training:
+        made = Aligner.learn(transcriber, training, config, bars)
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        made.save(path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+    return made
+
+
+def _write(text: str, path: Path, form: str, output: Path | None, are_several: bool, tell: Say) -> None:
+    if output is None:
+        tell(text.removesuffix("\n"))
+        return
+    if are_several or output.is_dir():
+        output /= f"{path.stem}.{'TextGrid' if form == 'textgrid' else form}"
+    with writing(f"--output {output}", "name another file or folder"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(output, text)
+
+
+class _Pronunciations:
+    """Words as numbers of phones, for a `StateSpeller`; phones are numbered as in training."""
+
+    def __init__(self, config: PhonesConfig, names: Sequence[str]) -> None:
+        self.config, self.names = config, tuple(names)
+        self._known: dict[str, list[int]] = {}
+
+    def add(self, texts: Sequence[str]) -> None:
+        """Pronounce the words of texts. Raises DataError for one that cannot be, or has a phone without a number."""
+        words = sorted({word for text in texts for word in text.split()} - self._known.keys())
+        if not words:
+            return
+        made, missing = make_phones(self.config, words)
+        if missing:
+            raise DataError(f"the word {missing[0]!r} has no pronunciation; spell it as it is spoken, or use a lexicon")
+        for word in words:
+            phones = [made.names[number - 1] for number in made.words[word]]
+            if new := [each for each in phones if each not in self.names]:
+                raise DataError(f"the word {word!r} has the phone {new[0]!r}, which no word of the training set has")
+            self._known[word] = [self.names.index(each) + 1 for each in phones]
+
+    def encode(self, text: str, utterance: str = "") -> list[int]:
+        """The phones of a word that has been added."""
+        return self._known[text]
+
+
+class Aligner:
+    """Finds the words and phones of a text, by Gaussians `weights` `[D, K]` and `biases` `[K]` for the K states: of
+    silence, and `_PER_PHONE` of each of the phones `names`."""
+
+    def __init__(
+        self, transcriber: Transcriber, config: PhonesConfig, names: Sequence[str], gaussians: Sequence[torch.Tensor]
+    ) -> None:
+        self.names, self.gaussians = tuple(names), tuple(gaussians)
+        self._transcriber = transcriber
+        self._layer = layer_of(transcriber)
+        self._pronounced = _Pronunciations(config, names)
+        self._speller = StateSpeller(self._pronounced, _PER_PHONE, 0)
+
+    def align(self, samples: NDArray[np.float32], text: str) -> Alignment:
+        """The words of a recording `[T]` at the recogniser's rate, whose text is known.
+
+        Raises DataError for a text that is empty, has characters that the recogniser does not know, or is too long for
+        the recording; and for a recording of more than five minutes.
+        """
+        rate, words = self._transcriber.rate, text.split()
+        seconds = len(samples) / rate
+        if seconds > _LONGEST:
+            raise DataError(f"lasts {seconds:.0f} s; the limit is {_LONGEST:.0f} s: cut it, and its text, at pauses")
+        self._pronounced.add([text])
+        rough = self._transcriber.timed(samples, text)
+        found: list[AlignedWord] = []
+        for first, end in _stretches(rough):
+            begin = (rough[first - 1].end + rough[first].start) / 2 if first else 0.0
+            stop = (rough[end - 1].end + rough[end].start) / 2 if end < len(words) else seconds
+            offset = round(begin * rate)
+            found += self._spans(samples[offset : round(stop * rate)], words[first:end], offset / rate)
+        return Alignment(tuple(found), round(seconds, 3))
+
+    def samples(self, path: Path) -> NDArray[np.float32]:
+        """A recording as `align` takes it. Raises DataError for one that cannot be read."""
+        with opened(path, str(path)) as sound:
+            samples = np.concatenate(list(sound))
+            return self._transcriber.recogniser.waveform(samples, sound.rate).numpy()
+
+    def text(self, path: Path) -> str:
+        """The words of a text file, in the case that the recogniser writes. Raises DataError if it cannot be read."""
+        try:
+            text = " ".join(path.read_text(encoding="utf-8").split())
+        except (OSError, ValueError) as error:
+            raise DataError(f"the text {path} cannot be read ({error})") from error
+        for each in (text, text.upper(), text.lower()):
+            with suppress(DataError):
+                self._transcriber.recogniser.tokenizer.encode(each)
+                return each
+        return text
+
+    def _spans(self, samples: NDArray[np.float32], words: Sequence[str], offset: Seconds) -> Iterator[AlignedWord]:
+        """The words of a part of a recording, which begins at `offset`."""
+        frames = self._layer(torch.from_numpy(samples))
+        states, optional = self._speller.text(" ".join(words))
+        if len(frames) < len(states) - sum(optional):
+            raise DataError(f"{len(samples) / self._transcriber.rate:.2f} s are too short for: {' '.join(words)}")
+        around = torch.arange(len(frames))[:, None] + torch.arange(-SPLICE, SPLICE + 1)
+        spliced = frames[around.clamp(0, len(frames) - 1)].flatten(1)
+        weights, biases = self.gaussians
+        labels = [number_of(part, unit) for part, unit, *_ in states]
+        path = path_of(torch.addmm(biases, spliced, weights)[:, labels].numpy(), np.asarray(optional))
+        shift = self._layer.frame_seconds
+
+        def at(position: int) -> Seconds:
+            """When a position, or one behind it, is first reached."""
+            return round(offset + int(np.searchsorted(path, position)) * shift, 3)
+
+        place = 1
+        for word in words:
+            phones = []
+            for number in self._pronounced.encode(word):
+                phones.append(Span(self.names[number - 1], at(place), at(place + _PER_PHONE)))
+                place += _PER_PHONE
+            yield AlignedWord(word, phones[0].start, phones[-1].end, tuple(phones))
+            place += 1  # silence
+
+    def save(self, path: Path) -> None:
+        """Write the Gaussians and the names of the phones."""
+        weights, biases = self.gaussians
+        save_file({"weights": weights.contiguous(), "biases": biases}, path, {"phones": json.dumps(self.names)})
+
+    @classmethod
+    def load(cls, path: Path, transcriber: Transcriber, config: PhonesConfig) -> "Aligner":
+        """What `save` wrote. Raises DataError for another file."""
+        try:
+            with safe_open(path, "pt") as file:
+                names = json.loads(file.metadata()["phones"])
+                return cls(transcriber, config, names, [file.get_tensor(each) for each in ("weights", "biases")])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}: not what `starling align` writes ({error}); remove it, to learn again") from error
+
+    @classmethod
+    def learn(cls, transcriber: Transcriber, training: SpeechSet, config: PhonesConfig, bars: Bars) -> "Aligner":
+        """Learn the Gaussians of a pronunciation from up to 25 minutes of a training set."""
+        texts = [training.text(index) for index in range(len(training))]
+        phones, missing = make_phones(config, texts)
+        pronounced = _Pronunciations(config, phones.names)
+        unknown = set(missing)
+        pronounced.add(list(phones.words))
+        order = np.random.default_rng(derive_seed(0, "align")).permutation(len(training))
+        chosen = order[: int(np.searchsorted(np.cumsum(training.durations[order]), _ENOUGH)) + 1].tolist()
+        layer, used, starts = layer_of(transcriber), list[tuple[str, str]](), list[NDArray[np.int32]]()
+        with tempfile.TemporaryDirectory() as folder:
+            with closing(FrameWriter(Path(folder))) as writer:
+                for done, index in enumerate(chosen, 1):
+                    bars("learning word times from the training set", done, len(chosen))
+                    text, samples = texts[index], training.audio(index)
+                    if unknown & set(text.split()):
+                        continue
+                    features = layer(torch.from_numpy(samples))
+                    try:
+                        rough = transcriber.timed(samples, text)
+                        starts.append(_positions(rough, pronounced, len(features), layer.frame_seconds))
+                    except DataError:  # too short, or a token that the recogniser does not have
+                        continue
+                    writer.write(index, features.numpy())
+                    used.append((training.id(index), text))
+            if not used:
+                raise DataError(f"{training.name}: none of {len(chosen)} utterances can be aligned")
+            frames = Frames(Path(folder), layer.num_bands)
+            sequences = StateSequences.of(used, StateSpeller(pronounced, _PER_PHONE, 0))
+            positions, _ = align_with_gaussians(frames, sequences, starts, _ROUNDS)
+            labels = sequences.labelled([number_of(part, unit) for part, unit, *_ in sequences.states])
+            gaussians = estimated(frames, labels, positions, 1 + _PER_PHONE * len(phones.names)).linear()
+        return cls(transcriber, config, phones.names, gaussians)
+
+
+def number_of(part: int, unit: int) -> int:
+    """The number of a state: 0 is silence, unit 0; units count from 1."""
+    return 0 if unit == 0 else 1 + (unit - 1) * _PER_PHONE + part
+
+
+def layer_of(transcriber: Transcriber) -> LogMel:
+    """The features that the Gaussians hear: of whole recordings, every 10 ms."""
+    return LogMel(FeatureConfig(normalise="active"), transcriber.rate)
+
+
+def _positions(
+    words: Sequence[Word], pronounced: _Pronunciations, num_frames: int, shift: Seconds
+) -> NDArray[np.int32]:
+    """The position of each frame in the states of a text, whose words lie where CTC heard them. The states of a word
+    are equally long. Raises DataError where a word has fewer frames than states."""
+    positions, place, last = np.zeros(num_frames, np.int32), 0, 0
+    for word in words:
+        begin, end = (min(round(each / shift), num_frames) for each in (word.start, word.end))
+        count = _PER_PHONE * len(pronounced.encode(word.text))
+        if end - begin < count:
+            raise DataError(f"{end - begin} frames are too few for {word.text!r}")
+        positions[last:begin] = place
+        positions[begin:end] = place + 1 + np.arange(end - begin) * count // (end - begin)
+        place, last = place + 1 + count, end
+    positions[last:] = place
+    return positions
+
+
+def _stretches(words: Sequence[Word]) -> Iterator[tuple[int, int]]:
+    """Numbers of words that are aligned together, of at most a minute: the first, and the one behind the last. The
+    widest gap in the second half of a minute divides them, because CTC may be wrong about a narrow one."""
+    first = 0
+    while words[-1].end - words[first].start > _TOGETHER:
+        gaps = {
+            number: words[number].start - words[number - 1].end
+            for number in range(first + 1, len(words))
+            if _TOGETHER / 2 <= words[number - 1].end - words[first].start <= _TOGETHER
+        }
+        end = max(gaps or [first + 1], key=lambda number: gaps.get(number, 0.0))
+        yield first, end
+        first = end
+    yield first, len(words)
