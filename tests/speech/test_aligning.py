@@ -87,7 +87,8 @@ def test_what_is_kept_aligns_the_same(aligner: Aligner, tmp_path: Path) -> None:
         (performed(0, 2)[0], " ", "the text is empty"),
         (performed(0, 2)[0], "DO SOL", "has the phone 'S', which no word of the training set has"),
         (performed(0, 2)[0][: RATE // 4], "DO RE MI FA DO RE MI FA", "too short"),
-        (np.zeros(301 * RATE, np.float32), "DO", "lasts 301 s; the limit is 300 s"),
+        (np.zeros(RATE, np.float32), "DO", "the recording is empty, or digital silence"),
+        (np.ones(301 * RATE, np.float32), "DO", "lasts 301 s; the limit is 300 s"),
     ],
 )
 def test_what_cannot_be_aligned_is_refused(aligner: Aligner, samples: np.ndarray, text: str, message: str) -> None:

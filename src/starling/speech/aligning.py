@@ -139,6 +139,16 @@ def align_files(
             f"{len(inputs)} recordings: leave out --text, put the text of each beside it, as NAME.txt, and give a "
             "folder as --output"
         )
+    if len(inputs) > 1 and output is None and form == "textgrid":
+        raise ConfigError(
+            f"{len(inputs)} recordings: a TextGrid has one; give a folder as --output, or use ctm or json"
+        )
+    if output is not None and len({path.stem for path in inputs}) < len(inputs):
+        raise ConfigError(
+            f"--output {output}: several recordings have the same name without its ending; run them apart"
+        )
+    if not any(path.is_file() for path in inputs):  # before the aligner learns for nothing
+        raise DataError(f"{inputs[0]}: no such file")
     problems = list[str]()
     with Bars(console) as bars:
         aligner = load_aligner(experiment, phones, bars)
@@ -200,7 +210,10 @@ class _Pronunciations:
         words = sorted({word for text in texts for word in text.split()} - self._known.keys())
         if not words:
             return
-        made, missing = make_phones(self.config, words)
+        try:
+            made, missing = make_phones(self.config, words)
+        except DataError:  # not one of them
+            missing = words
         if missing:
             raise DataError(f"the word {missing[0]!r} has no pronunciation; spell it as it is spoken, or use a lexicon")
         for word in words:
@@ -235,6 +248,8 @@ class Aligner:
         """
         rate, words = self._transcriber.rate, text.split()
         seconds = len(samples) / rate
+        if not np.any(samples):
+            raise DataError("the recording is empty, or digital silence")
         if seconds > _LONGEST:
             raise DataError(f"lasts {seconds:.0f} s; the limit is {_LONGEST:.0f} s: cut it, and its text, at pauses")
         self._pronounced.add([text])
@@ -250,7 +265,7 @@ class Aligner:
     def samples(self, path: Path) -> NDArray[np.float32]:
         """A recording as `align` takes it. Raises DataError for one that cannot be read."""
         with opened(path, str(path)) as sound:
-            samples = np.concatenate(list(sound))
+            samples = np.concatenate([np.zeros(0, np.float32), *sound])
             return self._transcriber.recogniser.waveform(samples, sound.rate).numpy()
 
     def text(self, path: Path) -> str:
@@ -321,14 +336,15 @@ class Aligner:
             with closing(FrameWriter(Path(folder))) as writer:
                 for done, index in enumerate(chosen, 1):
                     bars("learning word times from the training set", done, len(chosen))
-                    text, samples = texts[index], training.audio(index)
+                    text = texts[index]
                     if unknown & set(text.split()):
                         continue
-                    features = layer(torch.from_numpy(samples))
                     try:
+                        samples = training.audio(index)
+                        features = layer(torch.from_numpy(samples))
                         rough = transcriber.timed(samples, text)
                         starts.append(_positions(rough, pronounced, len(features), layer.frame_seconds))
-                    except DataError:  # too short, or a token that the recogniser does not have
+                    except DataError:  # damaged, too short, or with a token that the recogniser does not have
                         continue
                     writer.write(index, features.numpy())
                     used.append((training.id(index), text))
