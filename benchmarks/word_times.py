@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from starling.reporting.progress import Bars
-from starling.speech.aligning import AlignedWord, load_aligner
 from starling.speech.corpora.synthetic import LANGUAGES, VOICES, add_noise, draw_sentence, draw_text
 from starling.speech.espeak import Sentence
 from starling.speech.phones import PhonesConfig
+from starling.speech.transcribing.aligning import AlignedWord, load_aligner
 from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.transcript import Seconds, Word
 

@@ -127,6 +127,7 @@ def test_help_does_not_load_torch() -> None:
         (["status", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["report", "exp/absent"], 2, "exp/absent: no config.yaml here; give an experiment"),
         (["align", "exp/absent", "r.yaml"], 2, "exp/absent: no config.yaml here; give an experiment"),
+        (["transcribe", "e", "a.wav", "--align"], 2, "--align finds word times, which --format txt does not have"),
         (["align", "exp/absent", "a.wav"], 5, "a.wav: no such file"),
         (["align", "e", "a.wav", "--format", "text"], 2, "--format text: unknown; did you mean 'textgrid'?"),
         (

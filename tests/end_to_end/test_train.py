@@ -128,6 +128,10 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     assert [path.name for path in (experiment / "align").iterdir()] == ["spelling.safetensors"]
     assert starling(tmp_path, *command, "--output", "times.ctm").returncode == 0
     assert (tmp_path / "times.ctm").read_text() == aligned.stdout
+    heard = starling(tmp_path, "transcribe", *command[1:3], "--align", "--format", "ctm")
+    for line, other in zip(heard.stdout.splitlines(), aligned.stdout.splitlines(), strict=True):
+        assert line.split()[4] == other.split()[4]
+        assert float(line.split()[2]) == pytest.approx(float(other.split()[2]), abs=0.05)
 
 
 @pytest.mark.parametrize(

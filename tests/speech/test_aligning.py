@@ -1,6 +1,7 @@
 """When words and phones are spoken: on tones, whose times are known."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,11 @@ from rich.console import Console
 
 from starling.errors import DataError
 from starling.reporting.progress import Bars
-from starling.speech.aligning import AlignedWord, Aligner, Alignment, Span
 from starling.speech.phones import PhonesConfig
+from starling.speech.transcribing.aligning import AlignedWord, Aligner, Alignment, Span
 from starling.speech.transcribing.files import load_model
+from starling.speech.transcribing.segmenter import Piece
+from starling.speech.transcribing.transcript import Segment, Word
 from tests.speech.tones import RATE, WORDS, performance, song_set
 
 TONES = Path(__file__).parents[1] / "data" / "tones"
@@ -79,6 +82,24 @@ def test_what_is_kept_aligns_the_same(aligner: Aligner, tmp_path: Path) -> None:
     (tmp_path / "other.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(DataError, match=r"other\.safetensors: not what `starling align` writes"):
         Aligner.load(tmp_path / "other.safetensors", load_model(TONES), SPELLED)
+
+
+def test_a_transcript_gets_the_times_of_its_alignment(aligner: Aligner) -> None:
+    """Behind the beginning of its piece; confidence and texts are the transcript's own. A word without a pronunciation
+    leaves the times of CTC."""
+    samples, spans = performed(4, 4)
+    words = tuple(Word(word, 10.0, 10.1, 0.5) for word, _, _ in spans)
+    segment = Segment(10.0, 20.0, " ".join(each.text for each in words), words)
+    found = aligner.timed(Piece(10 * RATE, samples), segment)
+    assert found.words is not None
+    for word, (text, start, end) in zip(found.words, spans, strict=True):
+        assert (word.text, word.confidence) == (text, 0.5)
+        assert abs(word.start - 10.0 - start) <= 0.04
+        assert abs(word.end - 10.0 - end) <= 0.04
+    unknown = replace(segment, words=(*words, Word("SOL", 20.0, 20.1, 0.5)))
+    assert aligner.timed(Piece(0, samples), unknown) is unknown
+    frames = replace(segment, words=None)
+    assert aligner.timed(Piece(0, samples), frames) is frames
 
 
 @pytest.mark.parametrize(

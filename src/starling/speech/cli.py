@@ -149,6 +149,9 @@ def transcribe(
     best: Best = False,
     beam: Beam = False,
     boost: Boost = None,
+    align: Annotated[
+        bool, typer.Option("--align", help="More exact word times, as `starling align` finds them.")
+    ] = False,
 ) -> None:
     """Transcribe audio with the newest model of an experiment.
 
@@ -156,7 +159,8 @@ def transcribe(
     """
     from starling.speech.transcribing.files import transcribe_files
 
-    transcribe_files(experiment, paths, typer.echo, best, beam, progress_console(), form, output, raw_pcm, boost)
+    console = progress_console()
+    transcribe_files(experiment, paths, typer.echo, best, beam, console, form, output, raw_pcm, boost, align)
 
 
 @COMMANDS.command(
@@ -185,8 +189,8 @@ def align(
     Words are pronounced as in training (model.phones), or else as they are spelled. The first time, word times are
     learnt from the experiment's training set, and kept in its folder align.
     """
-    from starling.speech.aligning import align_files
     from starling.speech.phones import PhonesConfig
+    from starling.speech.transcribing.aligning import align_files
 
     if voice is not None and lexicon is not None:
         raise ConfigError("align: --voice and --lexicon both pronounce words; give one of them")

@@ -20,6 +20,7 @@ from starling.reporting.progress import Bars, Say, say_on
 from starling.speech.audio import Sound, audio_suffixes, check_rate, opened
 from starling.speech.decoding.boosting import read_phrases
 from starling.speech.trained import is_model, load_recogniser, open_experiment
+from starling.speech.transcribing.aligning import Aligner, load_aligner
 from starling.speech.transcribing.segmenter import Piece, Seconds, gathered
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
 from starling.speech.transcribing.transcript import FORMATS, Segment, Transcript, formatted
@@ -75,6 +76,7 @@ def transcribe_files(
     output: Path | None = None,
     raw_rate: int | None = None,
     boost: Path | None = None,
+    is_aligned: bool = False,
 ) -> None:
     """Transcribe files, the audio files in folders, and standard input (`-`).
 
@@ -88,6 +90,7 @@ def transcribe_files(
         output: A file for the transcript of one input; a folder for those of several.
         raw_rate: Standard input is raw PCM of 16 bits at this rate, in Hz.
         boost: A file with phrases, as for `Transcriber.boosted`.
+        is_aligned: Words have the times that `starling align` finds; those of CTC where a word has no pronunciation.
 
     Raises:
         DataError: Some files cannot be transcribed. It names them, after all others are done. Or the phrases cannot be
@@ -98,6 +101,8 @@ def transcribe_files(
     if form not in FORMATS:
         hint = did_you_mean(form, FORMATS)
         raise ConfigError(f"--format {form}: unknown; {hint}known are {', '.join(FORMATS)}")
+    if is_aligned and form == "txt":
+        raise ConfigError("--align finds word times, which --format txt does not have; use ctm, json, srt or vtt")
     if raw_rate is not None:
         check_rate(raw_rate, "--raw-pcm")
         if STANDARD_INPUT not in inputs:
@@ -116,11 +121,12 @@ def transcribe_files(
     is_told = form == "txt" and output is None
     say = say_on(screen)
     with Bars(screen) as bars:
+        aligner = load_aligner(experiment, None, bars) if is_aligned else None
         for is_at_once, some in groupby(sources, lambda each: is_told and each.path == STANDARD_INPUT):
             if is_at_once:
                 _tell_segments(transcriber, raw_rate, problems, tell, say)
             else:
-                for source, transcript in _transcribed(transcriber, list(some), raw_rate, problems, bars, say):
+                for source, transcript in _transcribed(transcriber, list(some), aligner, raw_rate, problems, bars, say):
                     _write(source, transcript, form, tell)
                     if not transcript.text:
                         say(_no_speech(source.path, transcript.seconds))
@@ -204,6 +210,7 @@ def _name(path: Path) -> str:
 def _transcribed(
     transcriber: Transcriber,
     sources: Sequence[_Source],
+    aligner: Aligner | None,
     raw_rate: int | None,
     problems: list[str],
     bars: Bars,
@@ -230,7 +237,7 @@ def _transcribed(
 
     for some in gathered(pieces(), TOGETHER * transcriber.rate):
         for piece, found in zip(some, transcriber.decode(some), strict=True):
-            segments[piece.recording].append(found)
+            segments[piece.recording].append(found if aligner is None else aligner.timed(piece, found))
         yield from finished()
     yield from finished()
 

@@ -9,7 +9,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,9 @@ from starling.speech.hybrid.viterbi import path_of
 from starling.speech.phones import PhonesConfig, make_phones, read_lexicon
 from starling.speech.store import SpeechSet
 from starling.speech.trained import load_recogniser, open_experiment
+from starling.speech.transcribing.segmenter import Piece
 from starling.speech.transcribing.transcriber import Transcriber
-from starling.speech.transcribing.transcript import Seconds, Word
+from starling.speech.transcribing.transcript import Seconds, Segment, Word
 
 FORMATS = ("textgrid", "ctm", "json")
 _PER_PHONE, _ROUNDS = 5, 10
@@ -155,8 +156,9 @@ def align_files(
         for number, path in enumerate(inputs):
             bars("aligning", number, len(inputs))
             with noted(problems, DataError):
+                samples, words = aligner.samples(path), aligner.text(text or path.with_suffix(".txt"))
                 try:
-                    found = aligner.align(aligner.samples(path), aligner.text(text or path.with_suffix(".txt")))
+                    found = aligner.align(samples, words)
                 except DataError as error:
                     raise DataError(f"{path}: {error}") from error
                 _write(found.formatted(form, path.stem), path, form, output, len(inputs) > 1, tell)
@@ -253,7 +255,7 @@ class Aligner:
         if seconds > _LONGEST:
             raise DataError(f"lasts {seconds:.0f} s; the limit is {_LONGEST:.0f} s: cut it, and its text, at pauses")
         self._pronounced.add([text])
-        rough = self._transcriber.timed(samples, text)
+        rough = self._transcriber.timed(samples, text)  # which also refuses what cannot be aligned
         found: list[AlignedWord] = []
         for first, end in _stretches(rough):
             begin = (rough[first - 1].end + rough[first].start) / 2 if first else 0.0
@@ -261,6 +263,20 @@ class Aligner:
             offset = round(begin * rate)
             found += self._spans(samples[offset : round(stop * rate)], words[first:end], offset / rate)
         return Alignment(tuple(found), round(seconds, 3))
+
+    def timed(self, piece: Piece, segment: Segment) -> Segment:
+        """A transcribed segment with exact word times; unchanged if a word has no pronunciation."""
+        if not segment.words:
+            return segment
+        offset = piece.start / self._transcriber.rate
+        texts = [each.text for each in segment.words]
+        try:
+            self._pronounced.add(texts)
+            found = list(self._spans(piece.samples, texts, offset))
+        except DataError:
+            return segment
+        words = [replace(word, start=at.start, end=at.end) for word, at in zip(segment.words, found, strict=True)]
+        return replace(segment, words=tuple(words))
 
     def samples(self, path: Path) -> NDArray[np.float32]:
         """A recording as `align` takes it. Raises DataError for one that cannot be read."""
