@@ -228,10 +228,10 @@ def test_phones_need_ctc(tree: Tree) -> None:
     frames = {"model": {"name": "blstm-hybrid", "phones": {}}, "loss": "frames", "augment": None}
     with pytest.raises(ConfigError, match="phones: blstm-hybrid has no layer for them; blstm, lstm"):
         check_recipe(tree | frames, "songs")
-    assert not {"phones", "conv2d_channels"} & fixed_settings(check_recipe(tree, "songs"))["model"].keys()
-    tree["model"] |= {"phones": {"weight": 0.3}, "conv2d_channels": 4}
+    assert not {"phones", "conv2d_channels", "layer_norm"} & fixed_settings(check_recipe(tree, "songs"))["model"].keys()
+    tree["model"] |= {"phones": {"weight": 0.3}, "conv2d_channels": 4, "layer_norm": True}
     fixed = fixed_settings(check_recipe(tree, "songs"))["model"]
-    assert (fixed["phones"]["weight"], fixed["conv2d_channels"]) == (0.3, 4)
+    assert (fixed["phones"]["weight"], fixed["conv2d_channels"], fixed["layer_norm"]) == (0.3, 4, True)
 
 
 @pytest.mark.parametrize("pieces", ["characters", "sentencepiece"])

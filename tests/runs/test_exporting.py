@@ -31,7 +31,12 @@ Tree = dict[str, Any]
 CHUNK = {"seconds": 0.24, "left": 2}
 MODELS: dict[str, Tree] = {
     "blstm": {"name": "blstm", "bottleneck": 8},
-    "blstm with convolutions over frequency": {"name": "blstm", "conv2d_channels": 3, "subsampling": 4},
+    "blstm with convolutions over frequency": {
+        "name": "blstm",
+        "conv2d_channels": 3,
+        "layer_norm": True,
+        "subsampling": 4,
+    },
     "deep-speech": {"name": "deep-speech"},
     "transformer": {"name": "transformer", "positions": "sinusoidal", "span": 5, "layers": 1},
     "zipformer": {

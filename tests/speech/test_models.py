@@ -53,7 +53,7 @@ SMALL_CONFIGS = [
 ] + [
     model_config(name="transformer", preset="tiny", subsampling=2, span=3),
     *(
-        model_config(name="blstm", preset="tiny", subsampling=subsampling, conv2d_channels=3)
+        model_config(name="blstm", preset="tiny", subsampling=subsampling, conv2d_channels=3, layer_norm=True)
         for subsampling in (1, 2, 4)
     ),
 ]
@@ -100,9 +100,11 @@ def test_padding_never_changes_a_gradient(config):
     assert gradients[0].abs().max() > 0
 
 
-def test_the_bidirectional_layer_is_that_of_torch_on_packed_sequences():
-    """With the same weights, `nn.LSTM(bidirectional=True)` on packed sequences gives the same frames."""
-    layer = BidirectionalLayer(12, 16)
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_bidirectional_layer_is_that_of_torch_on_packed_sequences(normed: bool) -> None:
+    """With the same weights, `nn.LSTM(bidirectional=True)` on packed sequences gives the same frames, which may be
+    normalised."""
+    layer = BidirectionalLayer(12, 16, normed)
     oracle = torch.nn.LSTM(12, 16, batch_first=True, bidirectional=True)
     for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
         getattr(oracle, f"{name}_l0").data.copy_(getattr(layer.onward, f"{name}_l0"))
@@ -111,6 +113,10 @@ def test_the_bidirectional_layer_is_that_of_torch_on_packed_sequences():
     frames = torch.randn(3, 9, 12, generator=torch.Generator().manual_seed(0))
     packed = torch.nn.utils.rnn.pack_padded_sequence(frames, lengths, batch_first=True)
     expected, _ = torch.nn.utils.rnn.pad_packed_sequence(oracle(packed)[0], batch_first=True)
+    if normed:
+        expected = (expected - expected.mean(2, keepdim=True)) / (
+            expected.var(2, correction=0, keepdim=True) + 1e-5
+        ).sqrt()
     ours = layer(frames, reversal(lengths, 9))
     for row, length in enumerate(lengths):
         torch.testing.assert_close(ours[row, :length], expected[row, :length], atol=1e-6, rtol=0)

@@ -61,6 +61,8 @@ class BlstmConfig(RecurrentConfig):
     conv2d_channels: int = Field(default=0, ge=0)
     """Channels of the first of two convolutions over time and frequency before the layers; the second has twice
     as many. 0: convolutions over time alone."""
+    layer_norm: bool = False
+    """LayerNorm behind every LSTM layer: CTC learns sooner."""
 
 
 class LstmConfig(RecurrentConfig):

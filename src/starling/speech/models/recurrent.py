@@ -32,19 +32,22 @@ class BidirectionalLayer(nn.Module):
 
     Two plain LSTMs, the second over utterances reversed within their lengths: padding then never reaches a
     frame of an utterance, at the speed of a padded `nn.LSTM`; packed sequences are 2 to 5 times slower on a CPU.
+    With `normed`, LayerNorm is behind them (Ba et al. 2016, arXiv 1607.06450).
     """
 
-    def __init__(self, inputs: int, hidden: int) -> None:
+    def __init__(self, inputs: int, hidden: int, normed: bool = False) -> None:
         super().__init__()
         self.onward = nn.LSTM(inputs, hidden, batch_first=True)
         self.backward_in_time = nn.LSTM(inputs, hidden, batch_first=True)
+        self.norm = nn.LayerNorm(2 * hidden) if normed else nn.Identity()
 
     def forward(self, frames: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
         """`reverse` is `reversal(lengths, T)`."""
         onward, _ = self.onward(frames)
         mirrored, _ = self.backward_in_time(frames.gather(1, reverse.expand(-1, -1, frames.shape[2])))
         backward = mirrored.gather(1, reverse.expand(-1, -1, mirrored.shape[2]))
-        return torch.cat([onward, backward], dim=2)
+        joined: torch.Tensor = self.norm(torch.cat([onward, backward], dim=2))
+        return joined
 
 
 class Blstm(Network):
@@ -55,14 +58,16 @@ class Blstm(Network):
         super().__init__()
         widths = [num_features] + [2 * config.hidden] * config.layers
         self.subsampling: nn.Module | None = None
+        normed = False
         if isinstance(config, BlstmConfig):
+            normed = config.layer_norm
             widths[0], sizes = config.channels, (config.channels, config.subsampling)
             self.subsampling = (
                 Conv2dSubsampling(num_features, config.conv2d_channels, *sizes)
                 if config.conv2d_channels
                 else ConvSubsampling(num_features, *sizes)
             )
-        self.layers = nn.ModuleList(BidirectionalLayer(width, config.hidden) for width in widths[:-1])
+        self.layers = nn.ModuleList(BidirectionalLayer(width, config.hidden, normed) for width in widths[:-1])
         self.stacked = Layers(self.layers, 2 * config.hidden)
         self.dropout = nn.Dropout(config.dropout)
         self.bottleneck = nn.Linear(widths[-1], config.bottleneck) if config.bottleneck else nn.Identity()
