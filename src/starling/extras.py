@@ -5,15 +5,13 @@ from importlib.util import find_spec
 
 from starling.errors import MissingExtraError
 
-SPEECH = (
-    *("lhotse", "urllib3", "soundfile", "kaldialign", "sentencepiece"),
-    *("rensa", "fsspec", "scipy", "tensorboard"),
-)
+SPEECH = ("lhotse", "urllib3", "soundfile", "kaldialign", "sentencepiece", "rensa", "fsspec", "scipy", "tensorboard")
 EXTRAS = {
     "compare": ("scipy",),
     "speech": SPEECH,
     "demo": (*SPEECH, "espeakng_loader"),
     "media": (*SPEECH, "av"),
+    "vad": (*SPEECH, "silero_vad"),
     "cloud": (*SPEECH, "s3fs"),
     "decoding": ("flashlight", "num2words"),
     "report": ("jinja2", "plotly"),

@@ -1,5 +1,7 @@
 """Audio is cut at its pauses, wherever its pieces end, and no word is cut or lost."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -80,10 +82,13 @@ def test_speech_without_pauses_is_cut_between_words() -> None:
     for longest in (20.0, 6.0):
         pieces = cut(waveform, [4000], Segmentation(longest=longest))
         assert max(len(piece.samples) for piece in pieces) <= longest * RATE
-        cuts = [(piece.start / RATE, (piece.start + len(piece.samples)) / RATE) for piece in pieces]
+        own = [piece.own for piece in pieces]
+        cuts = [(piece.start / RATE, (piece.start + len(piece.samples)) / RATE) for piece in own]
         for _, start, stop in spans:
             assert any(begin <= start + 0.01 and stop - 0.01 <= end for begin, end in cuts)
             assert not any(start + 0.01 < end < stop - 0.01 for _, end in cuts)
+            assert all(end <= begin for (_, end), (begin, _) in pairwise(cuts))
+            assert all(each.trail for each in pieces[:-1])
 
 
 def test_a_long_recording_is_never_held_as_a_whole() -> None:

@@ -22,6 +22,10 @@ Boost = Annotated[
 ]
 Beam = Annotated[bool, typer.Option("--beam", help="Decode with the beam search that `evaluate` has tuned.")]
 
+Vad = Annotated[
+    bool, typer.Option("--vad", help="Find speech by a voice activity model, also in loud noise. Needs silero-vad.")
+]
+
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling prepare demo data.folder=corpora/demo jobs=4[/bold]")
 def prepare(
@@ -152,15 +156,17 @@ def transcribe(
     align: Annotated[
         bool, typer.Option("--align", help="More exact word times, as `starling align` finds them.")
     ] = False,
+    vad: Vad = False,
 ) -> None:
     """Transcribe audio with the newest model of an experiment.
 
     Files that cannot be transcribed are named at the end, and the exit code is then 5.
     """
     from starling.speech.transcribing.files import transcribe_files
+    from starling.speech.transcribing.segmenter import Segmentation
 
-    console = progress_console()
-    transcribe_files(experiment, paths, typer.echo, best, beam, console, form, output, raw_pcm, boost, align)
+    chosen, console = Segmentation(voice_activity=vad), progress_console()
+    transcribe_files(experiment, paths, typer.echo, best, beam, console, form, output, raw_pcm, boost, align, chosen)
 
 
 @COMMANDS.command(
@@ -210,6 +216,7 @@ def serve(
     stall_seconds: Annotated[float, typer.Option(min=0.1, help="How long a client may send nothing.")] = CLIENT_STALL,
     best: Best = False,
     beam: Beam = False,
+    vad: Vad = False,
 ) -> None:
     """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket.
 
@@ -217,9 +224,10 @@ def serve(
     """
     from starling.speech.serving.app import serve as serve_model
     from starling.speech.serving.guard import Limits
+    from starling.speech.transcribing.segmenter import Segmentation
 
     limits = Limits(round(1e6 * max_megabytes), 60 * max_minutes, stall_seconds)
-    serve_model(experiment, typer.echo, host, port, best, beam, limits)
+    serve_model(experiment, typer.echo, host, port, best, beam, limits, Segmentation(voice_activity=vad))
 
 
 @COMMANDS.command(epilog="Example: [bold]starling export exp/demo demo-model --onnx[/bold]")

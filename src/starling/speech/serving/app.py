@@ -48,6 +48,7 @@ from starling.speech.audio import Sound, check_rate, opened, pcm
 from starling.speech.serving.guard import LOOPBACK, OPENAI, Guard, Limits, problem
 from starling.speech.tokens import Tokenizer, encoded_each
 from starling.speech.transcribing.files import load_model
+from starling.speech.transcribing.segmenter import Segmentation
 from starling.speech.transcribing.transcriber import Transcriber
 from starling.speech.transcribing.transcript import FORMATS, Seconds, Segment, Transcript, Update, formatted
 from starling.timeouts import ANSWERS_END
@@ -127,13 +128,22 @@ class _FieldError(DataError):
         self.name, self.status, self.code = name, status, code
 
 
-def serve(experiment: Path, tell: Say, host: str, port: int, is_best: bool, with_beam: bool, limits: Limits) -> None:
+def serve(
+    experiment: Path,
+    tell: Say,
+    host: str,
+    port: int,
+    is_best: bool,
+    with_beam: bool,
+    limits: Limits,
+    segmentation: Segmentation | None = None,
+) -> None:
     """Answer requests with a model, as `load_model` takes it, until SIGINT or SIGTERM.
 
     The address is passed to `tell` as soon as the server answers. Raises ConfigError for a port that is taken.
     """
     with _bound(host, port) as listener:
-        transcriber = load_model(experiment, is_best, with_beam)
+        transcriber = load_model(experiment, is_best, with_beam, segmentation=segmentation)
         silence = np.random.default_rng(0).normal(0.0, 0.1, transcriber.rate).astype(np.float32)
         transcriber.transcribe(silence, transcriber.rate)  # the first request is then as fast as later ones
         decoding = ThreadPoolExecutor(1, "starling-decoding")

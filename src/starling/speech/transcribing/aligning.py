@@ -268,11 +268,11 @@ class Aligner:
         """A transcribed segment with exact word times; unchanged if a word has no pronunciation."""
         if not segment.words:
             return segment
-        offset = piece.start / self._transcriber.rate
+        own = piece.own
         texts = [each.text for each in segment.words]
         try:
             self._pronounced.add(texts)
-            found = list(self._spans(piece.samples, texts, offset))
+            found = list(self._spans(own.samples, texts, own.start / self._transcriber.rate))
         except DataError:
             return segment
         words = [replace(word, start=at.start, end=at.end) for word, at in zip(segment.words, found, strict=True)]

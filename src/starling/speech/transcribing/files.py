@@ -21,7 +21,7 @@ from starling.speech.audio import Sound, audio_suffixes, check_rate, opened
 from starling.speech.decoding.boosting import read_phrases
 from starling.speech.trained import is_model, load_recogniser, open_experiment
 from starling.speech.transcribing.aligning import Aligner, load_aligner
-from starling.speech.transcribing.segmenter import Piece, Seconds, gathered
+from starling.speech.transcribing.segmenter import Piece, Seconds, Segmentation, gathered
 from starling.speech.transcribing.transcriber import TOGETHER, Transcriber
 from starling.speech.transcribing.transcript import FORMATS, Segment, Transcript, formatted
 
@@ -29,7 +29,11 @@ STANDARD_INPUT = Path("-")
 
 
 def load_model(
-    model: Path | str, best: bool = False, beam: bool = False, console: Console | None = None
+    model: Path | str,
+    best: bool = False,
+    beam: bool = False,
+    console: Console | None = None,
+    segmentation: Segmentation | None = None,
 ) -> Transcriber:
     """Load a trained model, to transcribe with.
 
@@ -38,10 +42,12 @@ def load_model(
         best: Take the experiment's model that scored best on the validation set.
         beam: Decode with the beam search that `starling evaluate` has tuned. If it has not, that is done first.
         console: Shows the progress of tuning on a terminal.
+        segmentation: Where long audio is cut.
 
     Raises:
         CheckpointError: There is no model, or it is damaged.
         ConfigError: It is not an experiment; or a beam search is asked for that the model does not have.
+        MissingExtraError: The beam search or the voice activity model is not installed.
 
     Example:
         >>> import soundfile, starling
@@ -49,12 +55,14 @@ def load_model(
         >>> model.transcribe(*soundfile.read("hello.wav")).text  # doctest: +SKIP
         'THREE SEVEN ONE'
     """
+    if segmentation is not None and segmentation.voice_activity:
+        require("vad", "voice activity detection")
     path = Path(model)
     if is_model(path) and (best or beam):
         raise ConfigError(f"{path}: the best model and the beam search belong to an experiment; name its folder")
     recogniser = load_recogniser(path, best)
     if not beam:
-        return Transcriber(recogniser)
+        return Transcriber(recogniser, segmentation=segmentation)
     folder, recipe = open_experiment(path)
     if recipe.loss != "ctc":
         raise ConfigError(f"{path}: the beam search is for CTC, but it was trained with {recipe.loss}")
@@ -62,7 +70,7 @@ def load_model(
     from starling.speech.commands.beam_search import best_search
 
     with Bars(console or Console(stderr=True)) as bars, best_search(recipe, folder, recogniser, bars) as search:
-        return Transcriber(recogniser, search.text)
+        return Transcriber(recogniser, search.text, segmentation)
 
 
 def transcribe_files(
@@ -77,6 +85,7 @@ def transcribe_files(
     raw_rate: int | None = None,
     boost: Path | None = None,
     is_aligned: bool = False,
+    segmentation: Segmentation | None = None,
 ) -> None:
     """Transcribe files, the audio files in folders, and standard input (`-`).
 
@@ -91,6 +100,7 @@ def transcribe_files(
         raw_rate: Standard input is raw PCM of 16 bits at this rate, in Hz.
         boost: A file with phrases, as for `Transcriber.boosted`.
         is_aligned: Words have the times that `starling align` finds; those of CTC where a word has no pronunciation.
+        segmentation: Where long audio is cut.
 
     Raises:
         DataError: Some files cannot be transcribed. It names them, after all others are done. Or the phrases cannot be
@@ -109,7 +119,7 @@ def transcribe_files(
             raise ConfigError("--raw-pcm is the rate of standard input: give - as a file")
     sources, problems = _sources(inputs, form, output)
     phrases = None if boost is None else read_phrases(boost)
-    transcriber = load_model(experiment, is_best, with_beam, screen)
+    transcriber = load_model(experiment, is_best, with_beam, screen, segmentation)
     if phrases is not None:
         transcriber = transcriber.boosted(phrases, f"--boost {boost}")
     if form == "ctm" and not transcriber.has_times:

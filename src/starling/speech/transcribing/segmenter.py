@@ -1,13 +1,23 @@
-"""Cuts audio at pauses, by its energy; it may come in pieces, of which only the last segment is kept in memory."""
+"""Cuts audio at pauses, by its energy or by a voice activity model.
+
+It may come in pieces, of which only the last segment is kept in memory.
+"""
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from starling.errors import ConfigError
+from starling.extras import require
 from starling.speech.resampling import Resampler
 
 Seconds = float
@@ -32,6 +42,12 @@ _FAINT = 12.0
 _PATIENCE = 200
 """Frames, 2 s, after which an even level counts as noise. No speech is so long without a change of 10 dB."""
 
+_VAD_RATE, _VAD_CHUNK = 16_000, 512
+"""Hz, and samples that the network hears at a time."""
+_VAD_BEGINS, _VAD_ENDS = 0.5, 0.35
+"""Speech begins above the one probability and ends below the other, as in silero-vad's own examples."""
+_VAD_PAD: Seconds = 0.15
+
 
 @dataclass(frozen=True)
 class Segmentation:
@@ -44,6 +60,10 @@ class Segmentation:
     that the model was trained on. Less than a pause at the ends of a recording is kept whole."""
     longest: Seconds = 20.0
     """A longer segment is cut at the quietest place in its second half."""
+    overlap: Seconds = 1.0
+    """What the two segments on either side of such a cut hear of each other, at most a quarter of `longest`."""
+    voice_activity: bool = False
+    """Speech is what silero-vad hears as such, not what is louder than the noise; `pad` is at least 0.15 s then."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +75,16 @@ class Piece:
     samples: NDArray[np.float32]
     recording: int = 0
     """The number of the recording that it is of, among several."""
+    lead: int = 0
+    """Samples at its beginning that belong to the segment before it, which was cut without a pause."""
+    trail: int = 0
+    """Samples at its end that belong to the next segment."""
+
+    @property
+    def own(self) -> "Piece":
+        """The same without what belongs to others."""
+        inside = slice(self.lead, len(self.samples) - self.trail)
+        return Piece(self.start + self.lead, self.samples[inside], self.recording)
 
 
 def powers(samples: NDArray[np.float32], hop: int, high: bool = False) -> NDArray[np.float64]:
@@ -113,19 +143,27 @@ class Segmenter:
         rate: The sampling rate of the segments.
         segmentation: Where to cut.
         given_rate: The sampling rate of the audio, which is resampled; None: `rate`.
+
+    Raises:
+        MissingExtraError: The voice activity model is asked for, and not installed.
     """
 
     def __init__(self, rate: int, segmentation: Segmentation | None = None, given_rate: int | None = None) -> None:
         chosen = segmentation or Segmentation()
         self._resampler = Resampler(given_rate or rate, rate)
         self._hop = max(1, round(rate * FRAME))
-        self._pause, self._pad, self._longest = (
-            round(each / FRAME) for each in (chosen.pause, min(chosen.pad, chosen.pause / 2), chosen.longest)
+        self._voice = VoiceActivity(rate, self._hop) if chosen.voice_activity else None
+        pad = chosen.pad if self._voice is None else max(chosen.pad, _VAD_PAD)
+        pad, overlap = min(pad, chosen.pause / 2), min(chosen.overlap, chosen.longest / 4)
+        self._pause, self._pad, self._longest, self._overlap = (
+            round(each / FRAME) for each in (chosen.pause, pad, chosen.longest, overlap)
         )
+        self._cut_at = 0  # samples before the last cut without a pause
         self._start = 0  # of the pending samples
         self._samples = np.zeros(0, np.float32)
         self._power = np.zeros(0)
         self._high = np.zeros(0)  # of the differences of the samples, as many frames
+        self._spoken = np.zeros(0, np.bool_)  # pending frames that the voice activity model has heard
         self._noise: tuple[float, int] | None = None  # the level of the last even noise, dB, and frames since then
         self._loudest = -math.inf  # dB, of all frames that have been looked at
         self._before = np.zeros(0)  # levels of the frames before the pending ones
@@ -142,10 +180,12 @@ class Segmenter:
         if len(self._power) * self._hop < len(self._samples):
             self._power = np.append(self._power, self._samples[-self._hop :].var(dtype=np.float64))
             self._high = np.append(self._high, self._power[-1])
+        if self._voice is not None:
+            self._spoken = np.append(self._spoken, self._voice.end(max(0, len(self._power) - len(self._spoken))))
         self._seen = len(self._power)
         pieces += iter(partial(self._look, is_end=True), None)
         is_silent = not len(self._power) or float(levels(self._power).max()) < _LOWEST + _LOUD
-        if not self._found and not self._start and not is_silent:
+        if not self._found and not self._start and not is_silent and self._voice is None:
             pieces.append(self._taken(self._seen))  # all there is; too short to tell speech from noise
         return pieces
 
@@ -155,12 +195,19 @@ class Segmenter:
         self._power = np.concatenate([self._power, powers(self._samples[known:], self._hop)])
         high = powers(self._samples[known:], self._hop, high=True)
         self._high = np.concatenate([self._high, high])
+        if self._voice is not None:
+            self._spoken = np.append(self._spoken, self._voice.feed(samples))
         pieces: list[Piece] = []
-        while self._seen + _LOOK_EVERY <= len(self._power):
+        while self._seen + _LOOK_EVERY <= self._known:
             self._seen += _LOOK_EVERY
             self._listen_for_noise()
             pieces += iter(self._look, None)
         return pieces
+
+    @property
+    def _known(self) -> int:
+        """Pending frames in which speech can be told."""
+        return len(self._power) if self._voice is None else min(len(self._power), len(self._spoken))
 
     @property
     def taken(self) -> int:
@@ -173,18 +220,24 @@ class Segmenter:
         level = levels(self._power)
         if not len(found := self._speech(level)):
             return None
-        begin = self._begin(found) * self._hop
-        return Piece(self._start + begin, self._samples[begin:])
+        return self._piece(self._begin(found), len(self._power) + 1)
 
     def _speech(self, level: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The stretches with speech `[N, 2]` of pending levels, in frames."""
+        """The stretches with speech `[N, 2]` of pending levels, in frames, that do not belong to an earlier segment."""
+        if self._voice is not None:
+            return self._lasting(runs(self._spoken[: len(level)]))
         quietest = min(floor_of(level), floor_of(self._before))
         floor = max(_LOWEST, quietest if self._noise is None else self._noise[0])
         found = runs(level > floor + _ABOVE)
         if not len(found):
             return found
         is_loud = np.maximum.reduceat(level, found[:, 0]) > floor + _LOUD
-        return found[is_loud & (found[:, 1] - found[:, 0] >= _SHORTEST)]
+        return self._lasting(found[is_loud])
+
+    def _lasting(self, found: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of the stretches `[N, 2]` that are no clicks, and that no earlier segment has."""
+        is_new = self._start + found[:, 1] * self._hop > self._cut_at
+        return found[is_new & (found[:, 1] - found[:, 0] >= _SHORTEST)]
 
     def _listen_for_noise(self) -> None:
         """Whether the newest frames that are looked at are noise."""
@@ -211,8 +264,8 @@ class Segmenter:
         last = int(found[gaps[0] if len(gaps) else -1, 1])
         if last - begin > self._longest or (not len(gaps) and self._seen - begin >= self._longest):
             half = begin + self._longest // 2
-            quietest = levels(self._power[half : begin + self._longest], 4 * _SMOOTHED)
-            return self._kept(begin, half + int(quietest.argmin()))
+            quietest = levels(self._power[half : begin + self._longest - self._overlap], 4 * _SMOOTHED)
+            return self._kept(begin, half + int(quietest.argmin()), self._overlap)
         if len(gaps) or is_end or self._seen - last >= self._pause:
             is_whole = is_end and not len(gaps) and self._seen - last < self._pause
             return self._kept(begin, self._seen if is_whole else min(last + self._pad, self._seen))
@@ -223,10 +276,19 @@ class Segmenter:
         first = int(found[0, 0])
         return 0 if self._start == 0 and first < self._pause else max(0, first - self._pad)
 
-    def _kept(self, begin: int, end: int) -> Piece:
+    def _kept(self, begin: int, end: int, overlap: int = 0) -> Piece:
+        """The segment of these pending frames, which are taken away; but for `overlap` on this side of a cut."""
+        piece = self._piece(begin, end + overlap, overlap)
         self._found += 1
-        self._taken(begin)
-        return self._taken(end - begin)
+        self._cut_at = self._start + end * self._hop if overlap else 0
+        self._taken(end - overlap)
+        return piece
+
+    def _piece(self, begin: int, end: int, overlap: int = 0) -> Piece:
+        """The pending frames, of which `overlap` at the end belong to the next segment."""
+        start = self._start + begin * self._hop
+        samples = self._samples[begin * self._hop : end * self._hop]
+        return Piece(start, samples, lead=max(0, self._cut_at - start), trail=overlap * self._hop)
 
     def _taken(self, end: int) -> Piece:
         """Take the pending frames up to `end` away."""
@@ -235,5 +297,68 @@ class Segmenter:
         piece = Piece(self._start, self._samples[:cut])
         self._start += len(piece.samples)
         self._samples, self._power, self._high = self._samples[cut:], self._power[end:], self._high[end:]
+        self._spoken = self._spoken[end:]
         self._seen -= end
         return piece
+
+
+class VoiceActivity:
+    """Tells the speech in audio that comes in pieces, at `rate` Hz, in frames of `hop` samples.
+
+    Raises:
+        MissingExtraError: silero-vad is not installed.
+    """
+
+    def __init__(self, rate: int, hop: int) -> None:
+        require("vad", "voice activity detection")
+        self._resampler = Resampler(rate, _VAD_RATE)
+        self._frame = hop / rate * _VAD_RATE / _VAD_CHUNK  # chunks
+        self._network = _network()
+        self._rest = np.zeros(0, np.float32)
+        self._chunks = self._frames = 0
+        self._is_speech = False
+        self._known = np.zeros(0, np.bool_)  # chunks whose frames are not all told yet
+
+    def feed(self, samples: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Whether each of the next frames is speech, as far as the next samples `[T]` tell."""
+        return self._told(self._resampler.feed(samples))
+
+    def end(self, count: int) -> NDArray[np.bool_]:
+        """The same of the last `count` frames."""
+        rest = self._resampler.end()
+        found = self._told(np.concatenate([rest, np.zeros(2 * _VAD_CHUNK, np.float32)]))[:count]
+        return np.pad(found, (0, count - len(found)))
+
+    def _told(self, samples: NDArray[np.float32]) -> NDArray[np.bool_]:
+        self._rest = np.concatenate([self._rest, samples])
+        count = len(self._rest) // _VAD_CHUNK
+        chunks = torch.from_numpy(self._rest[: count * _VAD_CHUNK].reshape(count, 1, _VAD_CHUNK))
+        self._rest = self._rest[count * _VAD_CHUNK :]
+        found = []
+        with torch.inference_mode():
+            for chunk in chunks:
+                self._is_speech = float(self._network(chunk, _VAD_RATE)) >= (
+                    _VAD_ENDS if self._is_speech else _VAD_BEGINS
+                )
+                found.append(self._is_speech)
+        self._known = np.append(self._known, np.asarray(found, np.bool_))
+        places = np.arange(self._frames, self._frames + int(len(self._known) / self._frame) + 2)
+        at = ((places + 0.5) * self._frame).astype(np.int64) - self._chunks
+        told = self._known[at[at < len(self._known)]]
+        self._frames += len(told)
+        done = min(int((self._frames + 0.5) * self._frame) - self._chunks, len(self._known))
+        self._known, self._chunks = self._known[done:], self._chunks + done
+        return told
+
+
+def _network() -> Any:
+    """silero-vad's network with a state of its own. The package is not imported: that would set torch to one thread."""
+    spec = find_spec("silero_vad")
+    path = Path(str(spec and spec.origin)).parent / "data" / "silero_vad.jit"
+    if not path.is_file():
+        raise ConfigError(f"voice activity detection: silero-vad has no {path.name}; install silero-vad 6")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in which the network comes
+        network = torch.jit.load(path, map_location="cpu").eval()  # type: ignore[no-untyped-call]
+    network.reset_states()
+    return network

@@ -3,7 +3,9 @@
 Where words are, what CTC hears in each frame and pauses in the sound say together.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -38,6 +40,9 @@ _PAUSE: Seconds = 0.15
 """What is quiet for so long is a pause; for less, it may be a part of a consonant: weak ones drown in noise."""
 _DROWNED: Seconds = 0.05
 """How long a word may be heard before its sound rises above the noise."""
+_LATE: Seconds = 0.08
+"""A word that ends so soon behind a cut without a pause belongs to the segment before it. It is the length of a
+consonant: cuts are in gaps, or where a word's sound is closed off."""
 _SHORTEST = 2
 """Frames of the shortest quiet stretch that is looked at."""
 
@@ -120,7 +125,8 @@ class Transcriber:
 
     def _segmenter(self, rate: int) -> Segmenter:
         check_rate(rate, "audio")
-        return Segmenter(self.rate, self._segmentation, rate)
+        chosen = self._segmentation or Segmentation()
+        return Segmenter(self.rate, chosen if self.has_times else replace(chosen, overlap=0.0), rate)
 
     def decode(self, pieces: Sequence[Piece]) -> list[Segment]:
         """What is said in pieces of audio at the rate of the recogniser, in batches of similar lengths."""
@@ -166,8 +172,13 @@ class Transcriber:
     def _segment(
         self, piece: Piece, log_probs: NDArray[np.float32], text: str, emissions: Sequence[Emission] | None
     ) -> Segment:
-        start, end = piece.start / self.rate, (piece.start + len(piece.samples)) / self.rate
+        own = piece.own
+        start, end = own.start / self.rate, (own.start + len(own.samples)) / self.rate
         words = None if emissions is None else tuple(self._words(piece, log_probs, emissions))
+        if words and len(own.samples) < len(piece.samples):
+            first, last = (start if piece.lead else 0.0) + _LATE, (end + _LATE if piece.trail else math.inf)
+            words = tuple(each for each in words if first < each.end <= last)
+            text = " ".join(each.text for each in words)
         return Segment(round(start, 3), round(end, 3), " ".join(text.split()), words)
 
     def _words(self, piece: Piece, log_probs: NDArray[np.float32], emissions: Sequence[Emission]) -> Iterator[Word]:
@@ -214,7 +225,8 @@ class Live:
         """What is known after the next samples `[T]`, in [-1, 1]. Without `with_partial`, the partial text may be older
         than that."""
         final = tuple(self._transcriber.decode(self._segmenter.feed(checked(samples, "audio"))))
-        pending = self._segmenter.pending
+        if (pending := self._segmenter.pending) is not None:
+            pending = pending.own
         if final or pending is None:
             self._partial, self._stream = "", None
         if final:
