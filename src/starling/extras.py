@@ -11,7 +11,7 @@ EXTRAS = {
     "speech": SPEECH,
     "demo": (*SPEECH, "espeakng_loader"),
     "media": (*SPEECH, "av"),
-    "vad": (*SPEECH, "silero_vad"),
+    "vad": (*SPEECH, "onnxruntime", "silero_vad"),
     "cloud": (*SPEECH, "s3fs"),
     "decoding": ("flashlight", "num2words"),
     "report": ("jinja2", "plotly"),

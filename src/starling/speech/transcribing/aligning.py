@@ -41,6 +41,9 @@ FORMATS = ("textgrid", "ctm", "json")
 _PER_PHONE, _ROUNDS = 5, 10
 """States of a phone, which therefore lasts at least 50 ms: with fewer, weak fricatives, such as F, are taken for
 silence. And rounds of alignment."""
+_LATE: Seconds = 0.04
+"""How much earlier words begin than CTC hears them, for the first round: what begins too late never comes back, because
+a weak sound that silence has once taken in sounds like silence."""
 _ENOUGH: Seconds = 1500.0
 """Of training audio: more hardly changes the Gaussians."""
 _LONGEST: Seconds = 300.0
@@ -389,10 +392,15 @@ def _positions(
 ) -> NDArray[np.int32]:
     """The position of each frame in the states of a text, whose words lie where CTC heard them. The states of a word
     are equally long. Raises DataError where a word has fewer frames than states."""
+    counts = [_PER_PHONE * len(pronounced.encode(word.text)) for word in words]
+    begins, earliest = list[int](), 0
+    for word, count in zip(words, counts, strict=True):
+        begins.append(max(earliest, round((word.start - _LATE) / shift)))
+        earliest = begins[-1] + count
+    behind = [*begins[1:], num_frames]
     positions, place, last = np.zeros(num_frames, np.int32), 0, 0
-    for word in words:
-        begin, end = (min(round(each / shift), num_frames) for each in (word.start, word.end))
-        count = _PER_PHONE * len(pronounced.encode(word.text))
+    for word, count, begin, following in zip(words, counts, begins, behind, strict=True):
+        end = min(round(word.end / shift), following)
         if end - begin < count:
             raise DataError(f"{end - begin} frames are too few for {word.text!r}")
         positions[last:begin] = place

@@ -4,16 +4,13 @@ It may come in pieces, of which only the last segment is kept in memory.
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from starling.errors import ConfigError
@@ -42,8 +39,8 @@ _FAINT = 12.0
 _PATIENCE = 200
 """Frames, 2 s, after which an even level counts as noise. No speech is so long without a change of 10 dB."""
 
-_VAD_RATE, _VAD_CHUNK = 16_000, 512
-"""Hz, and samples that the network hears at a time."""
+_VAD_RATE, _VAD_CHUNK, _VAD_CONTEXT = 16_000, 512, 64
+"""Hz, samples that the network hears at a time, and those before them that it hears again."""
 _VAD_BEGINS, _VAD_ENDS = 0.5, 0.35
 """Speech begins above the one probability and ends below the other, as in silero-vad's own examples."""
 _VAD_PAD: Seconds = 0.15
@@ -313,7 +310,7 @@ class VoiceActivity:
         require("vad", "voice activity detection")
         self._resampler = Resampler(rate, _VAD_RATE)
         self._frame = hop / rate * _VAD_RATE / _VAD_CHUNK  # chunks
-        self._network = _network()
+        self._network = _Network()
         self._rest = np.zeros(0, np.float32)
         self._chunks = self._frames = 0
         self._is_speech = False
@@ -332,15 +329,12 @@ class VoiceActivity:
     def _told(self, samples: NDArray[np.float32]) -> NDArray[np.bool_]:
         self._rest = np.concatenate([self._rest, samples])
         count = len(self._rest) // _VAD_CHUNK
-        chunks = torch.from_numpy(self._rest[: count * _VAD_CHUNK].reshape(count, 1, _VAD_CHUNK))
+        chunks = self._rest[: count * _VAD_CHUNK].reshape(count, _VAD_CHUNK)
         self._rest = self._rest[count * _VAD_CHUNK :]
         found = []
-        with torch.inference_mode():
-            for chunk in chunks:
-                self._is_speech = float(self._network(chunk, _VAD_RATE)) >= (
-                    _VAD_ENDS if self._is_speech else _VAD_BEGINS
-                )
-                found.append(self._is_speech)
+        for chunk in chunks:
+            self._is_speech = self._network(chunk) >= (_VAD_ENDS if self._is_speech else _VAD_BEGINS)
+            found.append(self._is_speech)
         self._known = np.append(self._known, np.asarray(found, np.bool_))
         places = np.arange(self._frames, self._frames + int(len(self._known) / self._frame) + 2)
         at = ((places + 0.5) * self._frame).astype(np.int64) - self._chunks
@@ -351,14 +345,26 @@ class VoiceActivity:
         return told
 
 
-def _network() -> Any:
-    """silero-vad's network with a state of its own. The package is not imported: that would set torch to one thread."""
-    spec = find_spec("silero_vad")
-    path = Path(str(spec and spec.origin)).parent / "data" / "silero_vad.jit"
-    if not path.is_file():
-        raise ConfigError(f"voice activity detection: silero-vad has no {path.name}; install silero-vad 6")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in which the network comes
-        network = torch.jit.load(path, map_location="cpu").eval()  # type: ignore[no-untyped-call]
-    network.reset_states()
-    return network
+class _Network:
+    """silero-vad's network. Its package is not imported: that would set torch to one thread."""
+
+    def __init__(self) -> None:
+        import onnxruntime
+
+        spec = find_spec("silero_vad")
+        path = Path(str(spec and spec.origin)).parent / "data" / "silero_vad.onnx"
+        if not path.is_file():
+            raise ConfigError(f"voice activity detection: silero-vad has no {path.name}; install silero-vad 6")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        self._session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+        self._state = np.zeros((2, 1, 128), np.float32)
+        self._before = np.zeros((1, _VAD_CONTEXT), np.float32)
+
+    def __call__(self, chunk: NDArray[np.float32]) -> float:
+        """The probability of speech in the next samples `[_VAD_CHUNK]`."""
+        heard = np.concatenate([self._before, chunk[None]], axis=1)
+        self._before = heard[:, -_VAD_CONTEXT:]
+        inputs = {"input": heard, "state": self._state, "sr": np.asarray(_VAD_RATE)}
+        probability, self._state = self._session.run(None, inputs)
+        return float(probability[0, 0])
