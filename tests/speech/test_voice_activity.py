@@ -28,7 +28,7 @@ def programme() -> tuple[np.ndarray, int, list[tuple[float, float]]]:
     rest, parts, spans = np.zeros(rate, np.float32), list[np.ndarray](), list[tuple[float, float]]()
     for samples, _ in spoken:
         melody, _ = performance(list(WORDS), [0.1] * (len(WORDS) + 1), generator, rate)
-        parts += [melody.astype(np.float32), rest]
+        parts += [(0.3 * melody / np.abs(melody).max()).astype(np.float32), rest]
         start = sum(map(len, parts)) / rate
         spans.append((start, start + len(samples) / rate))
         parts += [samples, rest]
