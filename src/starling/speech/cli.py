@@ -23,7 +23,7 @@ Boost = Annotated[
 Beam = Annotated[bool, typer.Option("--beam", help="Decode with the beam search that `evaluate` has tuned.")]
 
 Vad = Annotated[
-    bool, typer.Option("--vad", help="Find speech by a voice activity model, also in loud noise. Needs silero-vad.")
+    bool, typer.Option("--vad", help="Find speech with a voice activity model, which ignores music. Needs silero-vad.")
 ]
 
 

@@ -58,7 +58,7 @@ class Segmentation:
     longest: Seconds = 20.0
     """A longer segment is cut at the quietest place in its second half."""
     overlap: Seconds = 1.0
-    """What the two segments on either side of such a cut hear of each other, at most a quarter of `longest`."""
+    """How far the segments on either side of such a cut reach beyond it, at most a quarter of `longest`."""
     voice_activity: bool = False
     """Speech is what silero-vad hears as such, not what is louder than the noise; `pad` is at least 0.15 s then."""
 
@@ -79,7 +79,7 @@ class Piece:
 
     @property
     def own(self) -> "Piece":
-        """The same without what belongs to others."""
+        """The segment without the samples that belong to its neighbours."""
         inside = slice(self.lead, len(self.samples) - self.trail)
         return Piece(self.start + self.lead, self.samples[inside], self.recording)
 
@@ -232,7 +232,7 @@ class Segmenter:
         return self._lasting(found[is_loud])
 
     def _lasting(self, found: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the stretches `[N, 2]` that are no clicks, and that no earlier segment has."""
+        """The stretches `[N, 2]` without clicks, and without those that an earlier segment already has."""
         is_new = self._start + found[:, 1] * self._hop > self._cut_at
         return found[is_new & (found[:, 1] - found[:, 0] >= _SHORTEST)]
 
@@ -321,7 +321,7 @@ class VoiceActivity:
         return self._told(self._resampler.feed(samples))
 
     def end(self, count: int) -> NDArray[np.bool_]:
-        """The same of the last `count` frames."""
+        """Whether each of the last `count` frames is speech."""
         rest = self._resampler.end()
         found = self._told(np.concatenate([rest, np.zeros(2 * _VAD_CHUNK, np.float32)]))[:count]
         return np.pad(found, (0, count - len(found)))

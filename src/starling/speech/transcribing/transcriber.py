@@ -176,7 +176,7 @@ class Transcriber:
         start, end = own.start / self.rate, (own.start + len(own.samples)) / self.rate
         words = None if emissions is None else tuple(self._words(piece, log_probs, emissions))
         if words and len(own.samples) < len(piece.samples):
-            first, last = (start if piece.lead else 0.0) + _LATE, (end + _LATE if piece.trail else math.inf)
+            first, last = (start + _LATE if piece.lead else -math.inf), (end + _LATE if piece.trail else math.inf)
             words = tuple(each for each in words if first < each.end <= last)
             text = " ".join(each.text for each in words)
         return Segment(round(start, 3), round(end, 3), " ".join(text.split()), words)
