@@ -4,7 +4,7 @@ A message says which learner, what, where, the value, the limit and the remedy. 
 traceback unless `--debug` is given.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -87,6 +87,12 @@ def noted(problems: list[str], kind: type[StarlingError]) -> Iterator[None]:
         yield
     except kind as error:
         problems.append(str(error))
+
+
+def some(names: Sequence[object], most: int = 5) -> str:
+    """The first names in a list, and how many there are besides: `a, b, c and 4 more`."""
+    shown = ", ".join(map(str, names[:most]))
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

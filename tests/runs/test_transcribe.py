@@ -100,6 +100,10 @@ def test_a_file_with_less_audio_than_declared_and_one_without_speech_are_told(ta
     assert first.startswith(f"{tmp_path}/cut.wav\tDO") and second == f"{tmp_path}/silent.wav\t"
     assert f"{tmp_path}/cut.wav: 5.0% of the audio that its header declares is missing; the rest is used\n" in err
     assert f"{tmp_path}/silent.wav: no speech was recognised in 2.0 s of audio\n" in err
+    code, out, _ = transcribed(tmp_path / "silent.wav", "--format", "ctm")
+    assert (code, out) == (0, "")
+    code, out, _ = transcribed(tmp_path / "cut.wav", "--format", "json")
+    assert json.loads(out)["note"].startswith(f"{tmp_path}/cut.wav: 5.0% of the audio")
 
 
 def test_standard_input_is_transcribed(talks: Path) -> None:

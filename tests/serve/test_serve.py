@@ -58,6 +58,20 @@ def test_a_file_is_answered_in_every_format(client: httpx.Client) -> None:
     assert json.loads(whole)["text"].split() == words
 
 
+def test_a_file_with_less_audio_than_declared_is_answered_with_a_note(client: httpx.Client) -> None:
+    """In JSON, which has a place for it."""
+    whole = file_of(sung(words_of(1)))
+    cut = whole[: round(0.95 * len(whole))]
+    note = "talk.wav: 5.0% of the audio that its header declares is missing; the rest is used"
+    upload = {"file": ("talk.wav", cut)}
+    assert client.post("/transcribe", files=upload).json()["note"] == note
+    *_, last = client.post("/transcribe?format=jsonl", files=upload).text.splitlines()
+    assert json.loads(last)["note"] == note
+    form = {"response_format": "verbose_json"}
+    assert client.post("/v1/audio/transcriptions", files=upload, data=form).json()["note"] == note
+    assert "note" not in client.post("/transcribe", files={"file": ("talk.wav", whole)}).json()
+
+
 @pytest.mark.parametrize(("form", "codec", "rate"), [("ipod", "aac", 16_000), ("webm", "libopus", 48_000)])
 def test_what_telephones_and_browsers_record_is_answered(
     client: httpx.Client, tmp_path: Path, form: str, codec: str, rate: int

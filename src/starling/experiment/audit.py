@@ -13,7 +13,7 @@ from rich.table import Table
 
 from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import latest
-from starling.errors import DataError
+from starling.errors import DataError, some
 from starling.experiment.folder import existing
 from starling.experiment.seen import SeenBatch, read_seen, read_skipped, segments, start_of
 from starling.experiment.task import MiniBatches, task_of
@@ -22,9 +22,6 @@ from starling.workload import Position
 
 if TYPE_CHECKING:
     from starling.reporting.progress import Say
-
-MAX_SHOWN = 5
-"""How many mini-batches a message lists by number."""
 
 
 @dataclass
@@ -68,7 +65,7 @@ class EpochAudit:
             (self.mismatched, "did not contain the utterances of the plan"),
         ):
             if indices:
-                yield f"mini-batches {_some(sorted(indices))} of epoch {self.epoch + 1} {what}"
+                yield f"mini-batches {some([index + 1 for index in sorted(indices)])} of epoch {self.epoch + 1} {what}"
 
 
 def audit(experiment: Path, tell: Say, output: Console) -> None:
@@ -116,11 +113,6 @@ def _due(plan: MiniBatches, epoch: int, begin: Position, end: Position) -> set[i
     first = begin.next_ticket.index if epoch == begin.next_ticket.epoch else 0
     last = end.next_ticket.index if epoch == end.next_ticket.epoch else plan.num_batches(epoch)
     return (before | set(range(first, last))) - outstanding
-
-
-def _some(indices: list[int]) -> str:
-    shown = ", ".join(str(index + 1) for index in indices[:MAX_SHOWN])
-    return shown if len(indices) <= MAX_SHOWN else f"{shown} and {len(indices) - MAX_SHOWN} more"
 
 
 def _table(epochs: list[EpochAudit]) -> Table:

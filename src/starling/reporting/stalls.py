@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from starling.engines.processes.stalls import Stall
+from starling.errors import some
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.reporting.lines import duration
 
@@ -197,7 +198,7 @@ def _names(learners: Sequence[int]) -> str:
     if len(learners) == 1:
         return f"learner {learners[0]}"
     if len(learners) > 8:
-        return f"learners {', '.join(map(str, learners[:8]))} and {len(learners) - 8} more"
+        return f"learners {some(learners, 8)}"
     return f"learners {', '.join(map(str, learners[:-1]))} and {learners[-1]}"
 
 

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from starling.errors import ConfigError, DataError
+from starling.errors import ConfigError, DataError, some
 from starling.files import sync
 from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences, source_of
@@ -35,7 +35,6 @@ SETTINGS = "settings.json"
 """The file with the settings from which a set was made."""
 SHORT = "short.tsv"
 """The file with the utterances whose files have a little less audio than their headers declare."""
-_MAX_SHOWN = 5  # changed settings
 _MAX_NAMED = 3  # dropped utterances
 _LISTED = ("dropped.tsv", SHORT)  # fetched from an object store if they exist
 
@@ -177,9 +176,8 @@ def _check_nothing_is_lost(config: DataConfig, missing: Sequence[str]) -> None:
     found = {name: changes for name in missing if (changes := _changes(config, name))}
     if found:
         shown = list(dict.fromkeys(chain(*found.values())))
-        more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
         raise ConfigError(
-            f"{config.folder}: {', '.join(found)} prepared with {', '.join(shown[:_MAX_SHOWN])}{more}; set "
+            f"{config.folder}: {', '.join(found)} prepared with {some(shown)}; set "
             "data.folder to another folder, or replace these sets with `starling prepare RECIPE --overwrite`"
         )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import kaldialign
 import numpy as np
 
-from starling.errors import DataError
+from starling.errors import DataError, some
 
 if TYPE_CHECKING:
     from starling.speech.store import SpeechSet, SpeechSets
@@ -90,8 +90,8 @@ class ErrorRates:
             _kaldi_line("CER", self.characters),
         ]
         if self.missing:
-            shown = ", ".join(self.missing[:5]) + (", ..." if len(self.missing) > 5 else "")
-            lines.append(f"{len(self.missing)} utterances without a hypothesis are counted as deletions: {shown}")
+            missing = f"{len(self.missing)} utterances without a hypothesis are counted as deletions"
+            lines.append(f"{missing}: {some(self.missing)}")
         return lines
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from starling.checkpoint.state import OWN_PREFIX, LearnerState, encode_state
 from starling.engines.loop.optimizers import OptimizerList, members_of, optimizer_like, parameters_of
-from starling.errors import CheckpointError, ProtocolError
+from starling.errors import CheckpointError, ProtocolError, some
 from starling.training.flat import NO_GRADIENT, in_cudnn_order, split, split_gradient, trainable, view_weights
 from starling.training.replica import Replica
 from starling.workload import Position
@@ -236,13 +236,12 @@ class LoopReplica(Replica):
         elif not bool(torch.linalg.vector_norm(change) <= _ROUNDING * torch.linalg.vector_norm(self.loop)):
             changes = zip(self.adopted.names, split(change, self.parameters), strict=True)
             names = [name for name, part in changes if bool(part.any())]
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ProtocolError(
-                f"{learner}: since its last step something else has changed parameter {shown} (load_state_dict, a "
-                f"clamp, another optimizer, …), which under {self._refuses_changes} would be lost or taken for "
-                "progress. Load weights before starling.join; change them at each step in a hook of the optimizer "
-                "(register_step_post_hook), if learners step themselves; or choose a strategy that adopts such "
-                "changes, such as adpsgd or allreduce"
+                f"{learner}: since its last step something else has changed parameter {some(names, 3)} "
+                f"(load_state_dict, a clamp, another optimizer, …), which under {self._refuses_changes} would be "
+                "lost or taken for progress. Load weights before starling.join; change them at each step in a hook "
+                "of the optimizer (register_step_post_hook), if learners step themselves; or choose a strategy that "
+                "adopts such changes, such as adpsgd or allreduce"
             )
         self.adopted.leave()
 
@@ -462,10 +461,9 @@ class AdoptedParameters:
             if parameter.requires_grad and id(parameter) not in self._known and name not in unknown:
                 unknown.append(name)
         if unknown:
-            shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
             raise ProtocolError(
-                f"{learner}: parameter {shown} is trained but was unknown when the model joined, so its changes would "
-                f"not reach other learners; {_SAME_PARAMETERS}"
+                f"{learner}: parameter {some(unknown)} is trained but was unknown when the model joined, so its "
+                f"changes would not reach other learners; {_SAME_PARAMETERS}"
             )
 
 

@@ -342,8 +342,8 @@ class Service:
         with opened(audio, name, raw_rate) as sound:
             for some in transcriber.stream(blocks(sound), sound.rate, _TOGETHER):
                 segments += tuple(some)
-                yield Transcript(segments, sound.heard)
-            yield Transcript(segments, sound.heard)
+                yield Transcript(segments, sound.heard, sound.note)
+            yield Transcript(segments, sound.heard, sound.note)
 
     async def _all(self, first: Transcript, rest: Iterator[Transcript]) -> AsyncIterator[Transcript]:
         """The first and the other stages of a growing transcript, each as soon as it has been its turn."""
@@ -456,10 +456,12 @@ def _event(content: dict[str, object]) -> str:
 
 
 def _verbose(whole: Transcript, options: _Options, tokenizer: Tokenizer) -> dict[str, object]:
-    """OpenAI's `verbose_json`. Its clients need all fields of a segment; `no_speech_prob` is 0, because only stretches
-    with speech are decoded."""
+    """OpenAI's `verbose_json`, and a `note`, if there is one. Its clients need all fields of a segment;
+    `no_speech_prob` is 0, because only stretches with speech are decoded."""
     language = options.language or "und"  # the code of ISO 639 for an undetermined language
     said = {"task": "transcribe", "language": language, "duration": round(whole.seconds, 3), "text": whole.text}
+    if whole.note:
+        said["note"] = whole.note
     if "word" in options.timestamp_granularities:
         said["words"] = [{"word": word.text, "start": word.start, "end": word.end} for word in whole.words]
     if set(options.timestamp_granularities) == {"word"}:

@@ -14,7 +14,7 @@ from starling.budget import Progress as Spent
 from starling.chance import derive_seed
 from starling.checkpoint.manifest import read_manifest
 from starling.engines.processes.place import cores_here
-from starling.errors import DataError
+from starling.errors import DataError, some
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import job_of
 from starling.reporting.progress import Say
@@ -118,10 +118,9 @@ def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
     phones, unknown = make_phones(recipe.model.phones, (train.text(index) for index in range(len(train))))
     say(f"{len(phones.names)} phones of {len(phones.words)} words")
     if unknown:
-        shown = ", ".join(unknown[:3]) + (", …" if len(unknown) > 3 else "")
         say(
             f"warning: model.phones: {len(unknown)} of {len(phones.words) + len(unknown)} words have no known phones "
-            f"({shown}); utterances with such words are left out of the phone loss"
+            f"({some(unknown, 3)}); utterances with such words are left out of the phone loss"
         )
     return phones
 
@@ -229,7 +228,7 @@ def _leave_out_too_short(
         found = too_short_for_ctc(transcripts(train), tokenizer, recipe.model, features, recipe.augment)
     if not found:
         return
-    shown = ", ".join(f"{each.id} ({each.frames} frames, {each.needed} needed)" for each in found[:5])
+    shown = some([f"{each.id} ({each.frames} frames, {each.needed} needed)" for each in found])
     problem = f"{train.name}: {len(found)} of {len(train)} utterances have {what}, such as {shown}"
     if recipe.data.filter.on_bad == "fail":
         raise DataError(
@@ -240,10 +239,9 @@ def _leave_out_too_short(
         raise DataError(f"{problem}; {allowed}: {remedy}, or raise that limit")
     write_table(path, TooShort._fields, found)
     listed = recipe.folder / path.name  # the list is moved there later
-    names = ", ".join(each.id for each in found[:3]) + (", …" if len(found) > 3 else "")
     say(
-        f"{train.name}: {len(found)} of {len(train)} utterances are too short for {whom} and are left out: {names}; "
-        f"they are listed in {listed}"
+        f"{train.name}: {len(found)} of {len(train)} utterances are too short for {whom} and are left out: "
+        f"{some([each.id for each in found], 3)}; they are listed in {listed}"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from starling.errors import ConfigError
+from starling.errors import ConfigError, some
 from starling.speech.recogniser import Recogniser
 from starling.speech.trained import load_newest
 from starling.training.freezing import OUTPUT, OUTPUTS, PHONES
@@ -123,11 +123,7 @@ class _Transfer:
             "new": self.new,
             "not used": sorted(self.theirs.keys() - self.own.keys()),
         }
-        return [
-            f"{what}: {', '.join(names[:_LISTED])}" + (f" and {len(names) - _LISTED} more" * (len(names) > _LISTED))
-            for what, names in found.items()
-            if names
-        ]
+        return [f"{what}: {some(names, _LISTED)}" for what, names in found.items() if names]
 
 
 def _output(recogniser: Recogniser, other: Recogniser, transfer: _Transfer) -> str:
@@ -147,8 +143,8 @@ def _output(recogniser: Recogniser, other: Recogniser, transfer: _Transfer) -> s
     new = [repr(name) for row, name in enumerate(names) if row not in mine]
     if not new:
         return ""
-    listed = ", ".join(new[:_LISTED]) + (", …" if len(new) > _LISTED else "")
-    return f"; in the output layer {len(rows) - 1} of {len(names) - 1} tokens keep their rows; new: {listed}"
+    kept = f"in the output layer {len(rows) - 1} of {len(names) - 1} tokens keep their rows"
+    return f"; {kept}; new: {some(new, _LISTED)}"
 
 
 def _alike(names: Sequence[str], there: Sequence[str]) -> list[tuple[int, int]]:

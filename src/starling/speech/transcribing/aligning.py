@@ -41,9 +41,13 @@ FORMATS = ("textgrid", "ctm", "json")
 _PER_PHONE, _ROUNDS = 5, 10
 """States of a phone, which therefore lasts at least 50 ms: with fewer, weak fricatives, such as F, are taken for
 silence. And rounds of alignment."""
-_LATE: Seconds = 0.04
+_LATE: Seconds = 0.08
 """How much earlier words begin than CTC hears them, for the first round: what begins too late never comes back, because
 a weak sound that silence has once taken in sounds like silence."""
+_CLOSURE: Seconds = 0.06
+"""The longest silence within a word, of a stop: a longer one is a pause."""
+_NOT_SPEECH = -1000.0
+"""Logarithm of the probability that a frame of a pause is speech."""
 _ENOUGH: Seconds = 1500.0
 """Of training audio: more hardly changes the Gaussians."""
 _LONGEST: Seconds = 300.0
@@ -309,7 +313,9 @@ class Aligner:
         spliced = frames[around.clamp(0, len(frames) - 1)].flatten(1)
         weights, biases = self.gaussians
         labels = [number_of(part, unit) for part, unit, *_ in states]
-        path = path_of(torch.addmm(biases, spliced, weights)[:, labels].numpy(), np.asarray(optional))
+        scores = torch.addmm(biases, spliced, weights)[:, labels].numpy()
+        scores[np.ix_(in_pauses(frames), np.asarray(labels) > 0)] += _NOT_SPEECH
+        path = path_of(scores, np.asarray(optional))
         shift = self._layer.frame_seconds
 
         def at(position: int) -> Seconds:
@@ -362,7 +368,7 @@ class Aligner:
                         samples = training.audio(index)
                         features = layer(torch.from_numpy(samples))
                         rough = transcriber.timed(samples, text)
-                        starts.append(_positions(rough, pronounced, len(features), layer.frame_seconds))
+                        starts.append(_positions(rough, pronounced, in_pauses(features), layer.frame_seconds))
                     except DataError:  # damaged, too short, or with a token that the recogniser does not have
                         continue
                     writer.write(index, features.numpy())
@@ -387,15 +393,28 @@ def layer_of(transcriber: Transcriber) -> LogMel:
     return LogMel(FeatureConfig(normalise="active"), transcriber.rate)
 
 
+def in_pauses(frames: torch.Tensor) -> NDArray[np.bool_]:
+    """Which frames `[T, F]` lie in stretches without any sound that are longer than `_CLOSURE`."""
+    silent = ((frames - frames.amin(0)).mean(1) < 0.25).numpy()
+    edges = np.flatnonzero(np.diff(silent, prepend=False, append=False))
+    for first, end in zip(edges[::2], edges[1::2], strict=True):
+        silent[first:end] = (end - first) * 0.01 > _CLOSURE
+    return silent
+
+
 def _positions(
-    words: Sequence[Word], pronounced: _Pronunciations, num_frames: int, shift: Seconds
+    words: Sequence[Word], pronounced: _Pronunciations, pauses: NDArray[np.bool_], shift: Seconds
 ) -> NDArray[np.int32]:
-    """The position of each frame in the states of a text, whose words lie where CTC heard them. The states of a word
-    are equally long. Raises DataError where a word has fewer frames than states."""
+    """The position of each frame in the states of a text, whose words lie where CTC heard them, and not in the pauses
+    `[frames]`. The states of a word are equally long. Raises DataError where a word has fewer frames than states."""
+    num_frames = len(pauses)
     counts = [_PER_PHONE * len(pronounced.encode(word.text)) for word in words]
     begins, earliest = list[int](), 0
     for word, count in zip(words, counts, strict=True):
-        begins.append(max(earliest, round((word.start - _LATE) / shift)))
+        heard = round(word.start / shift)
+        early = max(earliest, heard - round(_LATE / shift))
+        silent = np.flatnonzero(pauses[early:heard])
+        begins.append(int(early + silent[-1] + 1) if len(silent) else early)
         earliest = begins[-1] + count
     behind = [*begins[1:], num_frames]
     positions, place, last = np.zeros(num_frames, np.int32), 0, 0

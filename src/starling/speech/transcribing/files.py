@@ -190,7 +190,10 @@ def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> Non
     """Write a transcript, or pass it on."""
     text = formatted(transcript, form, str(source.path) if form == "json" else source.name)
     if source.output is None:
-        tell(f"{source.path}\t{transcript.text}" if form == "txt" else text.removesuffix("\n"))
+        if form == "txt":
+            tell(f"{source.path}\t{transcript.text}")
+        elif text:  # CTM of silence has no lines
+            tell(text.removesuffix("\n"))
         return
     with writing(f"--output {source.output}", "name another file or folder"):
         source.output.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +231,7 @@ def _transcribed(
 ) -> Iterator[tuple[_Source, Transcript]]:
     """The transcript of each file, in order; segments of several files are decoded together."""
     segments: defaultdict[int, list[Segment]] = defaultdict(list)
-    read: dict[int, Seconds] = {}
+    read: dict[int, Sound] = {}
 
     def pieces() -> Iterator[Piece]:
         for number, source in enumerate(sources):
@@ -237,12 +240,12 @@ def _transcribed(
                     yield replace(piece, recording=number)
                     if len(sources) == 1:
                         bars("seconds of audio", round(sound.heard), round(sound.seconds or 0.0))
-                read[number] = sound.heard
+                read[number] = sound
                 bars("transcribing", number + 1, len(sources))
 
     def finished() -> Iterator[tuple[_Source, Transcript]]:
-        for number, seconds in read.items():
-            yield sources[number], Transcript(tuple(segments.pop(number, ())), seconds)
+        for number, sound in read.items():
+            yield sources[number], Transcript(tuple(segments.pop(number, ())), sound.heard, sound.note)
         read.clear()
 
     for some in gathered(pieces(), TOGETHER * transcriber.rate):

@@ -73,6 +73,8 @@ class Transcript:
     """In order; stretches without speech belong to none."""
     seconds: Seconds
     """Length of the recording."""
+    note: str = ""
+    """What the user of the recording should know, such as that a part of it is missing."""
 
     @property
     def text(self) -> str:
@@ -85,9 +87,11 @@ class Transcript:
         return tuple(word for segment in self.segments for word in segment.words or ())
 
     def as_json(self, name: str) -> dict[str, object]:
-        """`{"file": name, "seconds", "text", "segments": [...]}`, with times in seconds."""
+        """`{"file": name, "seconds", "text", "segments": [...]}`, with times in seconds; and `"note"`, if there is
+        one."""
+        note = {"note": self.note} if self.note else {}
         segments = [segment.as_json() for segment in self.segments]
-        return {"file": name, "seconds": round(self.seconds, 3), "text": self.text, "segments": segments}
+        return {"file": name, "seconds": round(self.seconds, 3), "text": self.text, **note, "segments": segments}
 
 
 @dataclass(frozen=True)
