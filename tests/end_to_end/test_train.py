@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from starling.checkpoint.reader import latest, load
 from starling.cli import app
-from starling.experiment.seen import read_timeline
+from starling.experiment.record import read_timeline
 from starling.launch.joiners import taking_requests
 from starling.speech.training import validate
 from tests.mounts import run_with, small_disk

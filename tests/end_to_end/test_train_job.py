@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from starling.checkpoint.reader import latest, load
-from starling.experiment.seen import read_seen
+from starling.experiment.record import read_seen
 from tests.warm_start import WarmProgram
 
 SCRIPT = """

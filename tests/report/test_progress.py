@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from starling.errors import PeerLost
 from starling.launch.messages import LearnerMessage, Progress, Saved
 from starling.launch.roster import Roster
 from starling.reporting.epochs import Score
-from starling.reporting.events import Events, read_events
+from starling.reporting.events import Events, Stream, read_events, read_stream
 from starling.reporting.progress import Bars, Display
 from starling.training.membership import Membership
 from tests.report.steps import ended, progress_of, step
@@ -220,6 +221,25 @@ def test_events_that_cannot_be_written_cost_one_warning(tmp_path: Path) -> None:
     events.write("end")
     events.close()
     assert warned == [tmp_path / "log" / "events.jsonl"]
+
+
+def test_a_changed_character_of_an_event_is_seen(tmp_path: Path) -> None:
+    """Wherever it is; one in the key of the checksum leaves the event as it was. A line without its end is cut off."""
+    path = tmp_path / "events.jsonl"
+    stream = Stream(path)
+    stream.append("batch", ids=["ä", "b\n"], loss=math.nan)
+    stream.close()
+    line = path.read_text(encoding="utf-8")
+    assert line.startswith('{"kind": "batch", "ids": ["ä", "b\\n"], "loss": null, "crc": "')
+    ((_, whole),) = read_stream(path)
+    assert whole is not None
+    assert whole == {"kind": "batch", "ids": ["ä", "b\n"], "loss": None}
+    for place, character in enumerate(line.removesuffix("\n")):
+        path.write_text(line[:place] + chr(ord(character) ^ 1) + line[place + 1 :], encoding="utf-8")
+        ((_, event),) = read_stream(path)
+        assert event is None or whole.items() <= event.items(), place
+    path.write_text(line[:-1], encoding="utf-8")
+    assert list(read_stream(path)) == []
 
 
 def test_an_event_after_a_full_disk_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from starling.errors import ConfigError, DataError, NonFiniteError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following, read_record, recorded
 from starling.experiment.learning import HeartbeatSource, beating
+from starling.experiment.observers import Recorder
+from starling.experiment.record import begin_segment
 from starling.experiment.running import describe, is_alive, read_status
-from starling.experiment.seen import begin_segment
 from starling.launch.messages import Activity, Ended, Heartbeat
 from starling.speech.recipe import Recipe, check_recipe
 from starling.workload import Position, Ticket
@@ -193,11 +195,11 @@ def test_the_record_of_a_resumed_run_begins_at_its_start(folder: ExperimentFolde
     assert (record.num_again, record.num_skipped) == (2, 1)
 
 
-def test_a_learner_writes_what_it_knows_into_its_own_log_and_not_too_often() -> None:
+def test_a_learner_writes_what_it_knows_into_its_own_log_and_not_too_often(tmp_path: Path) -> None:
     """Once, again when the wait has doubled, and when it is over; the time in which it did not run is no wait."""
     clock, lines = Clock(), list[str]()
     waits = Waits(clock)
-    heartbeat = HeartbeatSource(3, lines.append, waits, 10.0, clock)
+    heartbeat = HeartbeatSource(3, Recorder(tmp_path), lines.append, waits, 10.0, clock)
 
     def go_on(seconds: float) -> None:
         for _ in range(int(seconds / 0.5)):
@@ -218,7 +220,7 @@ def test_a_learner_writes_what_it_knows_into_its_own_log_and_not_too_often() -> 
     ]
 
 
-def test_without_a_launcher_the_learner_looks_at_itself() -> None:
+def test_without_a_launcher_the_learner_looks_at_itself(tmp_path: Path) -> None:
     """Under torchrun its log is all there is; the heartbeat runs in a thread, and ends with the context."""
     looked: list[float] = []
 
@@ -227,6 +229,6 @@ def test_without_a_launcher_the_learner_looks_at_itself() -> None:
             looked.append(0.0)
             return super().beat()
 
-    with beating(Looking(0, lambda line: None, Waits()), None):
+    with beating(Looking(0, Recorder(tmp_path), lambda line: None, Waits()), None):
         while not looked:
             pass

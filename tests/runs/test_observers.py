@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from starling.checkpoint.reader import load
 from starling.checkpoint.writer import CheckpointWriter
 from starling.errors import CheckpointError, PeerLost
-from starling.experiment.observers import Keep, Log, Metered, Paced, Saver
+from starling.experiment.observers import Keep, Log, Paced, Recorder, Saver
 from starling.launch.messages import (
     LearnerMessage,
     ModelSaved,
@@ -49,11 +49,11 @@ def shown(message: LearnerMessage) -> str:
     return text.getvalue()
 
 
-def test_no_step_is_lost_between_two_reports() -> None:
+def test_no_step_is_lost_between_two_reports(tmp_path: Path) -> None:
     """At most one every two seconds; the frames of all steps are counted, the last ones at the epoch's end."""
     now = 0.0
     kept = Kept()
-    observer = Metered(Paced(kept, 2.0, clock=lambda: now))
+    observer = Recorder(tmp_path, [Paced(kept, 2.0, clock=lambda: now)])
     for number in range(10):
         now = 0.5 * number
         observer.on_step(step(number, frames=100))
@@ -63,13 +63,13 @@ def test_no_step_is_lost_between_two_reports() -> None:
     assert [each.new.frames for each in kept.heard] == [100, 400, 400, 100]
 
 
-def test_messages_arrive_as_json_and_are_shown() -> None:
+def test_messages_arrive_as_json_and_are_shown(tmp_path: Path) -> None:
     """The other end of the line shows an epoch of all learners as one line; a learner's own log has its own."""
     sent: list[bytes] = []
     here, there = io.StringIO(), io.StringIO()
     for listener in (Log(here, 2), lambda message: sent.append(encode(message))):
         for rank in range(2):
-            observer = Metered(Paced(listener, 0.0))
+            observer = Recorder(tmp_path, [Paced(listener, 0.0)])
             observer.on_step(step(3, rank=rank))
             averaging = Averaging(rounds=6, bytes_sent=3_000_000, staleness=Counter({0: 1, 2: 3}))
             report = EpochReport(rank, 0, 4, 5.0, Spent(4.7, 0.1, 0.2), averaging)
@@ -103,13 +103,13 @@ def test_a_log_gives_each_advice_once() -> None:
     ]
 
 
-def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
+def test_the_end_of_an_epoch_arrives_as_it_was(tmp_path: Path) -> None:
     """Through JSON, the histogram and the distance included."""
     kept, sent = Kept(), list[bytes]()
     averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
     report = EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25)
     readers = [Paced(listener, 0.0) for listener in (kept, lambda message: sent.append(encode(message)))]
-    Metered(*readers).on_epoch(report, state(0, 2, Ticket(1, 0, 10)))
+    Recorder(tmp_path, readers).on_epoch(report, state(0, 2, Ticket(1, 0, 10)))
     (progress,) = kept.heard
     assert decode_from_learner(sent[0], 0) == progress
     assert (progress.ended_at, progress.so_far.rounds, progress.consensus_distance) == (10, 6, 0.25)
@@ -184,10 +184,10 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
             saver.on_step(step(5))
 
 
-def test_what_a_learner_does_is_told_to_the_launcher() -> None:
+def test_what_a_learner_does_is_told_to_the_launcher(tmp_path: Path) -> None:
     """So that it can say when a learner was lost."""
     sent: list[LearnerMessage] = []
-    observer = Metered(Paced(sent.append, 0.0))
+    observer = Recorder(tmp_path, [Paced(sent.append, 0.0)])
     observer.on_step(step(13, epoch=1))
     (progress,) = sent
     assert isinstance(progress, Progress)

@@ -157,8 +157,8 @@ def test_a_run_that_was_killed_is_shown(flock: Path, tmp_path: Path) -> None:
     (folder / "config.yaml").write_bytes((flock / "config.yaml").read_bytes())
     lines = (flock / "log" / "events.jsonl").read_text(encoding="utf-8").splitlines()
     (folder / "log" / "events.jsonl").write_text("\n".join([*lines[:2], "[1]", '{"kind": 3}', lines[2][:30]]))
-    times = (flock / "seen" / "from-00000000" / "times-1.tsv").read_text(encoding="utf-8")
-    (folder / "seen" / "from-00000000" / "times-1.tsv").write_text(times[: len(times) // 2])
+    record = (flock / "seen" / "from-00000000" / "learner-1.jsonl").read_text(encoding="utf-8")
+    (folder / "seen" / "from-00000000" / "learner-1.jsonl").write_text(record[: len(record) // 2])
     found = report(folder).experiments[0]
     assert found.outcome == "no end on record: it still runs, or was killed"
     assert found.curve and {each.learner for each in found.stretches} == {1}

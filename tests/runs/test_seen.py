@@ -1,6 +1,8 @@
 """The record of who saw what says the truth, and what could not be used is on it."""
 
 import io
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from starling.checkpoint.reader import latest, load
 from starling.errors import DataError
 from starling.experiment.audit import audit
 from starling.experiment.claim import set_up_and_claim
-from starling.experiment.observers import Seen
-from starling.experiment.seen import begin_segment, read_seen, segments, start_of
+from starling.experiment.observers import Recorder, Skips
+from starling.experiment.record import begin_segment, read_seen, segments, start_of
 from starling.experiment.simulate import simulate_recipe
+from starling.reporting.events import read_stream
 from starling.speech.recipe import check_recipe, fingerprints
 from starling.speech.store import SpeechSet
 from starling.speech.task import SPEECH
@@ -63,24 +66,32 @@ def test_an_audit_of_a_mixture_tells_the_passes_over_each_domain(tree: Tree) -> 
     assert "many 1.25 passes (each utterance 1 to 2 times), few 5.00 passes (each utterance 5 to 5 times)" in verdict
 
 
+def written(line: str, change: Callable[[list[str]], list[str]]) -> str:
+    """A mini-batch with other utterances, as a program would write it that knows no checksums."""
+    event = {key: value for key, value in json.loads(line).items() if key != "crc"}
+    return json.dumps(event | {"ids": change(event["ids"])}) + "\n"
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda lines: lines[:2] + lines[3:], "mini-batches .* were not computed"),
-        (lambda lines: [*lines, lines[2]], "mini-batches .* were computed more than once"),
-        (lambda lines: [*lines, "1\tx\t3\tsong-1\n"], "is not epoch, batch, step, utterances"),
-        (lambda lines: [*lines, "1\n"], "is not epoch, batch, step, utterances"),
-        (lambda lines: [*lines[:2], lines[2].rpartition("\t")[0] + "\n", *lines[3:]], "did not contain the utterances"),
-        (lambda lines: [*lines[:2], lines[2].replace("song", "gong"), *lines[3:]], "did not contain the utterances"),
+        (lambda lines: lines[1:], "mini-batches .* were not computed"),
+        (lambda lines: [*lines, lines[0]], "mini-batches .* were computed more than once"),
+        (lambda lines: [*lines, '{"kind": "batch", "epoch": 1, "batch": "x", "step": 3}\n'], "is not a mini-batch"),
+        (lambda lines: [*lines, "1\n"], r"learner-1\.jsonl:\d+: damaged"),
+        (lambda lines: [lines[0].replace("song", "gong"), *lines[1:]], r"learner-1\.jsonl:\d+: damaged"),
+        (lambda lines: [written(lines[0], lambda ids: ids[:-1]), *lines[1:]], "did not contain the utterances"),
+        (lambda lines: [written(lines[0], lambda ids: ["gong"] * len(ids)), *lines[1:]], "did not contain the utter"),
     ],
-    ids=["missing", "twice", "damaged", "short", "without an utterance", "with others"],
+    ids=["missing", "twice", "partial", "no event", "changed", "without an utterance", "with others"],
 )
 def test_an_audit_fails_when_something_is_wrong(tree: Tree, change: object, problem: str) -> None:
     """A mini-batch that nobody computed, or two did, is named; so is a line that makes no sense."""
     experiment, _ = simulated(tree)
-    record = segments(experiment / "seen")[0] / "learner-1.tsv"
-    record.write_text("".join(change(record.read_text().splitlines(keepends=True))))  # type: ignore[operator]
+    record = segments(experiment / "seen")[0] / "learner-1.jsonl"
+    lines = [line for line in record.read_text().splitlines(keepends=True) if '"batch"' in line]
+    record.write_text("".join(change(lines)))  # type: ignore[operator]
     with pytest.raises(DataError, match=problem):
         audited(experiment)
 
@@ -88,8 +99,8 @@ def test_an_audit_fails_when_something_is_wrong(tree: Tree, change: object, prob
 def test_a_line_that_was_cut_where_its_learner_was_killed_is_not_read(tree: Tree) -> None:
     """It was written after the last checkpoint, or it would be whole."""
     experiment, _ = simulated(tree)
-    with (segments(experiment / "seen")[0] / "learner-0.tsv").open("ab") as record:
-        record.write("1\t3\t2\tsö".encode()[:-1])
+    with (segments(experiment / "seen")[0] / "learner-0.jsonl").open("ab") as record:
+        record.write('{"kind": "batch", "epoch": 1, "ids": ["sö'.encode()[:-1])
     assert "exactly once" in audited(experiment)[1]
 
 
@@ -128,12 +139,10 @@ def test_a_bad_utterance_is_skipped_counted_and_listed(tree: Tree, tmp_path: Pat
     assert verdict.endswith(
         "0 of 2 complete epochs saw each of 24 utterances exactly once; 4 could not be used and were skipped"
     )
-    listed = [
-        line.split("\t")[:2]
-        for path in (experiment / "seen").glob("*/skipped-*.tsv")
-        for line in path.read_text().splitlines()[1:]
-    ]
-    assert sorted(map(tuple, listed)) == sorted((str(epoch), name) for epoch in (1, 2) for name in bad)
+    streams = (read_stream(path) for path in (experiment / "seen").glob("*/learner-*.jsonl"))
+    skips = [event for stream in streams for _, event in stream if event is not None and event["kind"] == "skip"]
+    assert sorted((each["epoch"], each["id"]) for each in skips) == sorted((n, name) for n in (1, 2) for name in bad)
+    assert all(each["reason"] for each in skips)
     assert sum(line.startswith("learner") and "skipped" in line for line in said) >= 2
 
 
@@ -165,7 +174,8 @@ def test_utterances_skipped_before_a_resume_count(tmp_path: Path) -> None:
     """An epoch that is resumed has no more of them to spare than one that is not."""
     first = begin_segment(tmp_path, Position())
     (first / "skipped-0.tsv").write_text("epoch\tid\treason\n1\ta\tno\n1\tb\tno\n2\ta\tno\n")
-    seen = Seen(begin_segment(tmp_path, Position(Ticket(0, 5, 5))), HashStore().add, 2, print)
+    skips = Skips(HashStore().add, 2, print)
+    seen = Recorder(begin_segment(tmp_path, Position(Ticket(0, 5, 5))), skips=skips)
     with pytest.raises(DataError, match="3 utterances of epoch 1 could not be used, the last one c"):
         seen.on_claim(ClaimReport(0, Ticket(0, 5, 5), skipped=(("c", "cut short"),)))
     seen.close()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from starling.experiment.observers import EXACT, Metered, Timeline
-from starling.experiment.seen import begin_segment, read_timeline, segments
+from starling.experiment.observers import EXACT, Recorder
+from starling.experiment.record import begin_segment, read_timeline, segments
 from starling.training.job import EpochReport, Spent, StepReport
 from starling.workload import Position, Ticket
 from tests.checkpoint.test_checkpoints import state
@@ -22,15 +22,14 @@ def timed(number: int, spent: Spent, minutes: float | None = None, rank: int = 0
 
 
 class Recorded:
-    """A timeline that is shown each step."""
+    """A recorder that is shown each step."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
-        self._timeline = Timeline(*given, **options)
-        self._metered = Metered(self._timeline)
-        self.on_step, self.close = self._metered.on_step, self._timeline.close
+        self._recorder = Recorder(*given, **options)
+        self.on_step, self.close = self._recorder.on_step, self._recorder.close
 
     def on_epoch(self, report: EpochReport) -> None:
-        self._metered.on_epoch(report, state(0, 1, Ticket(1, 0, 10)))
+        self._recorder.on_epoch(report, state(0, 1, Ticket(1, 0, 10)))
 
 
 def epoch_of(spent: Spent, rank: int = 0) -> EpochReport:
@@ -138,11 +137,23 @@ def test_lines_that_make_no_sense_are_left_out(segment: Path) -> None:
     timeline.on_step(timed(0, Spent(1.0)))
     timeline.on_step(timed(1, Spent(2.0)))
     timeline.close()
-    file = segment / "times-0.tsv"
+    file = segment / "learner-0.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    file.write_text("".join([*lines[:2], "1\t2\n", "a\t" * 9 + "b\n", "nan\t" * 9 + "1\n", lines[2], "12.0\t6"]))
-    (segment / "times-x.tsv").write_text("header\n1\n")
+    changed = lines[1].replace('"seconds": ', '"seconds": 1')
+    partial = '{"kind": "stretch", "step": 5}\n'
+    file.write_text("".join([*lines[:2], changed, "no event\n", partial, lines[2], lines[2][:40]]))
     assert [each.step for each in read_timeline(segment.parent)] == [0, 1]
+
+
+def test_tables_of_earlier_versions_are_read(segment: Path) -> None:
+    """Each stretch was a row; rows that make no sense are left out."""
+    rows = ["6.0\t6.0\t0\t1\t2\t50\t1.0\t4.0\t1.0\t1.0\n", "12.0\t12.0\t1\t1\t2\t0\tnan\t3.0\t0.5\t2.5\n"]
+    wrong = ["1\t2\n", "a\t" * 9 + "b\n", "nan\t" * 9 + "1\n"]
+    (segment / "times-0.tsv").write_text("".join(["header\n", rows[0], *wrong, rows[1], "12.0\t6"]))
+    (segment / "times-x.tsv").write_text("header\n1\n")
+    first, second = read_timeline(segment.parent)
+    assert (first.step, first.loss, first.begin, first.end, first.waiting_for_data) == (0, 1.0, 0.0, 6.0, 1.0)
+    assert (second.step, second.frames, second.begin, second.end, second.waiting_for_peers) == (1, 0, 6.0, 12.0, 2.5)
 
 
 def test_a_record_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
@@ -152,5 +163,5 @@ def test_a_record_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> No
     for number in range(3):
         timeline.on_step(timed(number, Spent(float(number))))
     timeline.close()
-    assert warned == [tmp_path / "absent" / "times-0.tsv"]
+    assert warned == [tmp_path / "absent"]
     assert read_timeline(tmp_path) == []

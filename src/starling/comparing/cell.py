@@ -20,7 +20,7 @@ from starling.comparing.subject import Subject
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import NonFiniteError
 from starling.experiment.any_job import train_quietly
-from starling.experiment.seen import read_timeline
+from starling.experiment.record import read_timeline
 from starling.experiment.simulate import Simulated
 from starling.launch.messages import Stretch
 from starling.reporting.epochs import SPENT, Tally, merged

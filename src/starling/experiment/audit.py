@@ -15,7 +15,7 @@ from starling.checkpoint.manifest import read_manifest
 from starling.checkpoint.reader import latest
 from starling.errors import DataError, some
 from starling.experiment.folder import existing
-from starling.experiment.seen import SeenBatch, read_seen, read_skipped, segments, start_of
+from starling.experiment.record import SeenBatch, read_seen, read_skipped, segments, start_of
 from starling.experiment.task import MiniBatches, task_of
 from starling.recipe.file import read_recipe
 from starling.workload import Position

@@ -14,7 +14,7 @@ from starling.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, re
 from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load, newest_good
 from starling.errors import CheckpointError, ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.seen import begin_segment
+from starling.experiment.record import begin_segment
 from starling.experiment.task import RunT, Task
 from starling.files import sync, writing
 from starling.recipe.run import RunConfig, dump_recipe

@@ -14,7 +14,7 @@ exp/<name>/decode/beam/             the same of the beam search, and its languag
                                     starling.speech.commands.beam_search
 exp/<name>/status.json              the state of the run, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance, and when it computed; see
-                                    starling.experiment.seen
+                                    starling.experiment.record
 exp/<name>/report.html              the page of `starling report`
 exp/<name>/joins/                   requests for more learners; see starling.launch.joiners
 """

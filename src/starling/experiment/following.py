@@ -19,13 +19,13 @@ from rich.text import Text
 
 from starling.errors import DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.record import batches_in, ends_of, read_skipped, segments
 from starling.experiment.running import learners_of
-from starling.experiment.seen import batches_in, ends_of, read_skipped, segments
 from starling.launch.messages import Status, encode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.epochs import SPENT, merged
-from starling.reporting.events import Events
+from starling.reporting.events import VERSION, Events
 from starling.reporting.lines import duration, share
 from starling.reporting.progress import Say, say_on
 from starling.reporting.stalls import Stalls
@@ -40,6 +40,7 @@ def recorded(run: RunConfig, folder: ExperimentFolder, say: Say) -> Generator[Ev
     events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
     events.write(
         "start",
+        version=VERSION,
         name=run.name,
         strategy=run.strategy.name,
         learners=run.learners,

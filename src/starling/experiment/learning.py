@@ -17,19 +17,20 @@ from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place, choose_device
 from starling.engines.processes.stalls import Stall, Waits
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.observers import Listener, Log, Metered, Paced, Saver, Seen, Timeline, Together, save_choice
+from starling.experiment.observers import Listener, Log, Paced, Recorder, Saver, Skips, Together, save_choice
+from starling.experiment.record import segments
 from starling.experiment.regrouping import Regrouping, SharedCounts
-from starling.experiment.seen import segments
 from starling.experiment.task import RunT, Task
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
 from starling.launch.rendezvous import find_membership, joins, save_requests_of
 from starling.recipe.run import RunConfig, recipe_digest
+from starling.reporting.events import Warn
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
 from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, STOPPED_AFTER, Seconds
-from starling.training.job import Job, Observer, StepReport
+from starling.training.job import Job
 
 
 def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int | None:
@@ -54,15 +55,15 @@ def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int |
         save_choice(run.checkpoints.epochs, validate_every, folder, counts.agree),
         models,
     )
-    segment = segments(folder.seen)[-1]
-    timeline = Timeline(segment, warn=lambda path, error: tell(Said(f"{path} cannot be written ({error})")))
-    seen = Seen(segment, counts.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
+    skips = Skips(counts.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
     world = max(place.world, place.rank + 1)  # the id of a joiner may exceed the number of learners at the start
     waits = Waits()
-    heartbeat = HeartbeatSource(place.rank, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds)
     with (
-        recording(folder, seen, timeline, world, sys.stdout, tell) as observers,
-        beating(heartbeat, link),
+        recording(folder, skips, world, sys.stdout, tell, _warning(tell)) as recorder,
+        beating(
+            HeartbeatSource(place.rank, recorder, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds),
+            link,
+        ),
         save_requests_of(link, run.checkpoints.minutes) as save_requests,
         saver,
     ):
@@ -71,11 +72,11 @@ def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int |
             place,
             choose_device(run.engine.device, place),
             recipe_digest(run),
-            Together([heartbeat, *observers, saver]),
+            Together([recorder, saver]),
             _start(run, job, place),
             run.engine.timeout_seconds,
             find_membership(place, link),
-            Regrouping(folder, (timeline, seen), lambda membership, line: tell(Said(line)), counts, saver),
+            Regrouping(folder, recorder, lambda membership, line: tell(Said(line)), counts, saver),
             save_requests,
             waits,
         )
@@ -93,13 +94,25 @@ def checkpoint_writer(
 
 @contextmanager
 def recording(
-    folder: ExperimentFolder, seen: Seen, timeline: Timeline, world: int, log: TextIO, pass_on: Listener
-) -> Generator[list[Observer], None, None]:
-    """The observers that keep both records, write a log and curves, and pass on what learners do. At the end, their
-    files are closed."""
-    with closing(Curves(folder.tensorboard)) as curves, closing(timeline), closing(seen):
+    folder: ExperimentFolder,
+    skips: Skips,
+    world: int,
+    log: TextIO,
+    pass_on: Listener,
+    warn: Warn,
+    is_virtual: bool = False,
+) -> Generator[Recorder, None, None]:
+    """The observer that records what learners do, writes a log and curves, and passes it on. At the end, its files are
+    closed."""
+    with closing(Curves(folder.tensorboard)) as curves:
         readers = Paced(Log(log, world), LOG_EVERY), Paced(curves, CURVES_EVERY), Paced(pass_on, SEND_EVERY)
-        yield [seen, Metered(timeline, *readers)]
+        segment, clock = segments(folder.seen)[-1], None if is_virtual else time.time
+        with closing(Recorder(segment, readers, skips, world if is_virtual else 1, clock, warn)) as recorder:
+            yield recorder
+
+
+def _warning(tell: Callable[[LearnerMessage], None]) -> Warn:
+    return lambda path, error: tell(Said(f"{path} cannot be written ({error})"))
 
 
 def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:
@@ -110,28 +123,25 @@ def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:
 
 
 @dataclass(eq=False)
-class HeartbeatSource(Observer):
-    """An observer that counts mini-batches and makes heartbeats.
+class HeartbeatSource:
+    """Makes heartbeats, with the number of mini-batches that `recorder` has counted.
 
     `write` writes a line to this learner's log. `waits` are the learner's waits; one that lasts longer than
     `long_seconds`, and much longer than usual, is logged as a stall.
     """
 
     learner_id: int
+    recorder: Recorder
     write: Callable[[str], None]
     waits: Waits
     long_seconds: Seconds = 10.0
     clock: Callable[[], Seconds] = time.monotonic
-    num_steps: int = 0
     _last: Stall | None = None
     """The stall that was logged last."""
     _again_at: Seconds = 0.0
 
     def __post_init__(self) -> None:
         self._last_beat = self.clock()
-
-    def on_step(self, report: StepReport) -> None:
-        self.num_steps += 1
 
     def beat(self) -> Heartbeat:
         """Make a heartbeat and log stalls; call this every `HEARTBEAT_EVERY` seconds."""
@@ -144,7 +154,7 @@ class HeartbeatSource(Observer):
             )
         wait = self.waits.longest(SHORT_WAIT)
         self._log(wait)
-        return Heartbeat(self.num_steps, wait)
+        return Heartbeat(self.recorder.num_steps, wait)
 
     def _log(self, wait: Stall | None) -> None:
         if self._last is not None and (wait is None or wait.number != self._last.number):
@@ -164,7 +174,7 @@ def beating(source: HeartbeatSource, link: Link | None) -> Generator[None, None,
     if link is not None:
         link.heartbeat = source.beat
         yield
-        link.send(Ended(source.num_steps))
+        link.send(Ended(source.recorder.num_steps))
         return
     is_over = threading.Event()
 

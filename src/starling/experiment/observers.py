@@ -1,11 +1,10 @@
 """Observers that pass a learner's reports to its log, its curves, its record, its checkpoints, and the launcher."""
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -14,10 +13,10 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.errors import DataError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.seen import TIMES, read_skipped, segments
+from starling.experiment.record import COUNTS, read_skipped, segments
 from starling.launch.messages import LearnerMessage, ModelSaved, Progress, Saved, Stretch
 from starling.reporting.epochs import SPENT, Tally
-from starling.reporting.events import Warn, once
+from starling.reporting.events import VERSION, Stream, Warn, once
 from starling.reporting.lines import Advice, epoch_line, progress_line
 from starling.reporting.metrics import Curves
 from starling.training.job import ClaimReport, EpochReport, Observer, StepReport
@@ -31,27 +30,6 @@ _EVEN_OF_MANY = 50
 """The fewest such stretches of a learner, however many learners share its process."""
 _ALL_LEARNERS = 16_000
 """The most such stretches of all learners of one process, if each has more than `_EVEN_OF_MANY`."""
-
-
-class Metered(Observer):
-    """An observer that adds up what learners do, one addition for each gradient, and shows it to readers after each
-    gradient and at the end of each epoch."""
-
-    def __init__(self, *readers: Callable[[Tally], None]) -> None:
-        self._readers = readers
-        self._tallies = defaultdict[int, Tally](Tally)
-
-    def on_step(self, report: StepReport) -> None:
-        tally = self._tallies[report.rank]
-        tally.add(report)
-        for reader in self._readers:
-            reader(tally)
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        tally = self._tallies[report.rank]
-        tally.end_epoch(report, state.position.num_done)
-        for reader in self._readers:
-            reader(tally)
 
 
 class Paced:
@@ -90,145 +68,154 @@ class Log:
         self._stream.flush()
 
 
-class Record:
-    """Writes tables into the segment of the present membership."""
-
-    def __init__(self, segment: Path) -> None:
-        self._segment = segment
-        self._files: dict[str, TextIO] = {}
-
-    def continue_in(self, segment: Path) -> None:
-        """Continue the record in another segment."""
-        self.close()
-        self._segment = segment
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _write(self, name: str, columns: Iterable[str], row: Iterable[object]) -> None:
-        """Add a row to a table. It is in the file at once: a kill loses no row."""
-        if name not in self._files:
-            self._files[name] = (self._segment / name).open("w", buffering=1, encoding="utf-8")
-            self._files[name].write("\t".join(columns) + "\n")
-        self._files[name].write("\t".join(map(str, row)) + "\n")
-
-
-class Seen(Record, Observer):
-    """Records the utterances of every mini-batch.
-
-    Skipped utterances are listed, and counted over all learners: `count(name, number)` adds to a shared counter and
-    returns the sum. More than `max_skipped` in one epoch raise a DataError.
-    """
-
-    def __init__(
-        self, segment: Path, count: Callable[[str, int], int], max_skipped: int, say: Callable[[str], None]
-    ) -> None:
-        super().__init__(segment)
-        self._count = count
-        self._max_skipped = max_skipped
-        self._say = say
-        self._num_skipped: dict[tuple[int, int], int] = {}
-
-    def on_claim(self, report: ClaimReport) -> None:
-        ticket = report.ticket
-        row = (ticket.epoch + 1, ticket.index + 1, ticket.step, *report.ids)
-        self._write(f"learner-{report.rank}.tsv", ("epoch", "batch", "step", "utterances"), row)
-        if report.skipped:
-            self._skip(report)
-
-    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        if num_skipped := self._num_skipped.pop((report.rank, report.epoch), 0):
-            listed = self._segment / f"skipped-{report.rank}.tsv"
-            self._say(f"learner {report.rank} skipped {num_skipped} utterances of epoch {report.epoch + 1}: {listed}")
-
-    def continue_in(self, segment: Path) -> None:
-        super().continue_in(segment)
-        self._num_skipped.clear()
-        vars(self).pop("_earlier", None)  # what is earlier has changed
-
-    def _skip(self, report: ClaimReport) -> None:
-        rank, epoch = report.rank, report.ticket.epoch
-        for name, reason in report.skipped:
-            row = (epoch + 1, name, " ".join(reason.split()))
-            self._write(f"skipped-{rank}.tsv", ("epoch", "id", "reason"), row)
-        self._num_skipped[rank, epoch] = self._num_skipped.get((rank, epoch), 0) + len(report.skipped)
-        total = self._count(f"skipped/{epoch}", len(report.skipped)) + len(self._earlier.get(epoch, ()))
-        if total > self._max_skipped:
-            name, reason = report.skipped[-1]
-            raise DataError(
-                f"learner {rank}: {total} utterances of epoch {epoch + 1} could not be used, the last one {name} "
-                f"({reason}); data.filter.max_skipped allows {self._max_skipped}: see {self._segment}/skipped-*.tsv, "
-                "and prepare the data again"
-            )
-
-    @cached_property
-    def _earlier(self) -> Mapping[int, set[str]]:
-        """The utterances of each epoch that were skipped in earlier segments."""
-        found = segments(self._segment.parent)
-        return read_skipped(found[: found.index(self._segment)])
-
-
 @dataclass
-class _Open:
-    """A learner's table, and its stretch that is not in it yet."""
+class _Own:
+    """A learner's sums, its stream in the present segment, and its stretch that is not in it yet."""
 
-    tally: Tally
-    begin: Seconds
-    written: Stretch
-    """A copy of what has been done, up to the last line."""
+    tally: Tally = field(default_factory=Tally)
+    stream: Stream | None = None
+    begin: Seconds | None = None
+    """When its first stretch in the segment began."""
+    written: Stretch = field(default_factory=Stretch)
+    """What had been done at the end of its last stretch."""
     num_written: int = 0
 
 
-class Timeline(Record):
-    """A reader that records when each of `world` learners computed and when it waited.
+class Recorder(Observer):
+    """Records what learners do in the segment of the present membership, and adds it up for readers, which are called
+    after each gradient and at the end of each epoch.
 
-    `clock` gives the time of day, by which learners are brought in line; None on a simulated clock, where all have one.
-    A file that cannot be written costs the record, and nothing else: `warn` is called once.
+    A mini-batch that cannot be recorded raises OSError. A stretch that cannot costs that stretch, and `warn` is called
+    once.
+
+    Args:
+        segment: The folder of the segment.
+        readers: They are shown a learner's sums.
+        skips: It is shown skipped utterances.
+        world: The number of learners of this process.
+        clock: The time of day, by which learners are brought in line; None on a simulated clock, where all have one.
     """
 
     def __init__(
         self,
         segment: Path,
+        readers: Sequence[Callable[[Tally], None]] = (),
+        skips: "Skips | None" = None,
         world: int = 1,
         clock: Callable[[], float] | None = time.time,
         warn: Warn = lambda path, error: None,
     ) -> None:
-        super().__init__(segment)
-        self._clock = clock
+        self._segment, self._readers, self._skips, self._clock = segment, readers, skips, clock
         self._warn = once(warn)
         self._exact = max(_EVEN_OF_MANY, min(EXACT, _ALL_LEARNERS // world))
-        self._open: dict[int, _Open] = {}
+        self._learners = defaultdict[int, _Own](_Own)
 
-    def __call__(self, tally: Tally) -> None:
-        now, learner = tally.all.end, tally.all.learner
-        if (own := self._open.get(learner)) is None:
-            own = self._open[learner] = _Open(tally, now, Stretch())
+    @property
+    def num_steps(self) -> int:
+        """The number of mini-batches so far."""
+        return sum(own.tally.all.batches for own in list(self._learners.values()))  # heartbeats ask from another thread
+
+    def on_claim(self, report: ClaimReport) -> None:
+        ticket = report.ticket
+        stream = self._stream_of(report.rank)
+        stream.append("batch", epoch=ticket.epoch + 1, batch=ticket.index + 1, step=ticket.step, ids=report.ids)
+        for name, reason in report.skipped:
+            stream.append("skip", epoch=ticket.epoch + 1, id=name, reason=" ".join(reason.split()))
+        if report.skipped and self._skips is not None:
+            self._skips.add(report, self._segment)
+
+    def on_step(self, report: StepReport) -> None:
+        own = self._learners[report.rank]
+        own.tally.add(report)
+        now = own.tally.all.end
+        own.begin = now if own.begin is None else own.begin
         if own.num_written < self._exact or now - own.written.end >= (now - own.begin) / self._exact:
-            self._end(own)
+            self._end_stretch(report.rank, own)
+        for reader in self._readers:
+            reader(own.tally)
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        tally = self._learners[report.rank].tally
+        tally.end_epoch(report, state.position.num_done)
+        for reader in self._readers:
+            reader(tally)
+        if self._skips is not None:
+            self._skips.end_epoch(report, self._segment)
+
+    def continue_in(self, segment: Path) -> None:
+        """Continue the record in another segment."""
+        self.close()
+        self._segment = segment
+        if self._skips is not None:
+            self._skips.forget()
 
     def close(self) -> None:
-        """Write what is still in memory."""
-        for own in self._open.values():
-            self._end(own)
-            own.begin, own.num_written = own.written.end, 0
-        super().close()
+        """Write what is still in memory, and close the files."""
+        for learner, own in self._learners.items():
+            self._end_stretch(learner, own)
+            if own.stream is not None:
+                own.stream.close()
+            own.stream, own.begin, own.num_written = None, own.written.end, 0
 
-    def _end(self, own: _Open) -> None:
+    def _stream_of(self, learner: int) -> Stream:
+        own = self._learners[learner]
+        if own.stream is None:
+            stream = Stream(self._segment / f"learner-{learner}.jsonl")
+            stream.append("begin", version=VERSION, learner=learner)
+            own.stream = stream
+        return own.stream
+
+    def _end_stretch(self, learner: int, own: _Own) -> None:
         """Write a learner's stretch, and begin the next."""
         each = own.tally.all.since(own.written)
         if not each.batches:
             return
-        name, counts = f"times-{each.learner}.tsv", (each.step, each.batches, each.examples, each.frames)
-        spent = (f"{getattr(each, kind):.4f}" for kind in SPENT)
         at = each.end if self._clock is None else self._clock()
+        clocks = {"time": round(at, 4), "seconds": round(each.end, 4)}
+        counts = {name: getattr(each, name) for name in COUNTS}
+        spent = {name: round(getattr(each, name), 4) for name in SPENT}
         try:
-            self._write(name, TIMES, (f"{at:.4f}", f"{each.end:.4f}", *counts, f"{each.loss:.6g}", *spent))
+            self._stream_of(learner).append("stretch", **clocks, **counts, loss=float(f"{each.loss:.6g}"), **spent)
         except OSError as error:
-            self._warn(self._segment / name, error)
+            self._warn(self._segment, error)
         own.written, own.num_written = replace(own.tally.all), own.num_written + 1
+
+
+class Skips:
+    """Counts skipped utterances over all learners: `count(name, number)` adds to a shared counter and returns the sum.
+    More than `most` in one epoch raise a DataError."""
+
+    def __init__(self, count: Callable[[str, int], int], most: int, say: Callable[[str], None]) -> None:
+        self._count, self._most, self._say = count, most, say
+        self._own = Counter[tuple[int, int]]()
+        self._earlier: Mapping[int, set[str]] | None = None
+
+    def add(self, report: ClaimReport, segment: Path) -> None:
+        """Count the skipped utterances of a mini-batch."""
+        rank, epoch = report.rank, report.ticket.epoch
+        self._own[rank, epoch] += len(report.skipped)
+        if self._earlier is None:
+            found = segments(segment.parent)
+            self._earlier = read_skipped(found[: found.index(segment)])
+        total = self._count(f"skipped/{epoch}", len(report.skipped)) + len(self._earlier.get(epoch, ()))
+        if total > self._most:
+            name, reason = report.skipped[-1]
+            raise DataError(
+                f"learner {rank}: {total} utterances of epoch {epoch + 1} could not be used, the last one {name} "
+                f"({reason}); data.filter.max_skipped allows {self._most}: see the skip events in "
+                f"{segment}/learner-*.jsonl, and prepare the data again"
+            )
+
+    def end_epoch(self, report: EpochReport, segment: Path) -> None:
+        """Say how many utterances a learner has skipped in an epoch."""
+        if number := self._own.pop((report.rank, report.epoch), 0):
+            listed = f"the skip events in {segment}/learner-{report.rank}.jsonl"
+            self._say(f"learner {report.rank} skipped {number} utterances of epoch {report.epoch + 1}: {listed}")
+
+    def forget(self) -> None:
+        """Another segment begins: what is earlier has changed."""
+        self._own.clear()
+        self._earlier = None
 
 
 Keep = Literal["checkpoint", "model", ""]

@@ -1,6 +1,6 @@
 """Updates an experiment's folder when the membership changes: each membership has its own record of what was seen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.distributed import DistError
@@ -10,8 +10,8 @@ from starling.engines.processes.forks import clone_store
 from starling.engines.processes.place import Place
 from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.observers import Record, Saver
-from starling.experiment.seen import begin_segment, segments
+from starling.experiment.observers import Recorder, Saver
+from starling.experiment.record import begin_segment, segments
 from starling.training.membership import Membership, MembershipObserver
 from starling.workload import Position
 
@@ -49,22 +49,21 @@ class SharedCounts:
 
 @dataclass(eq=False)
 class Regrouping(MembershipObserver):
-    """Carries records, counts and checkpoints of one learner, or of all learners of a simulation, from one membership
-    to the next. Checkpoints that the previous membership has not completed are dropped.
+    """Carries the record, counts and checkpoints of one learner, or of all learners of a simulation, from one
+    membership to the next. Checkpoints that the previous membership has not completed are dropped.
 
     `tell` is called with each new membership but the first, and a line about it, on one learner.
     """
 
     folder: ExperimentFolder
-    records: Sequence[Record]
+    recorder: Recorder
     tell: Callable[[Membership, str], None]
     counts: SharedCounts | None = None
     saver: Saver | None = None
 
     def pause(self) -> None:
         self.end()
-        for record in self.records:
-            record.close()
+        self.recorder.close()
 
     def begin(self, membership: Membership, position: Position, is_first: bool) -> None:
         if membership.number == 0:
@@ -79,8 +78,7 @@ class Regrouping(MembershipObserver):
             if position.outstanding:
                 line += f"; {len(position.outstanding)} outstanding tickets are re-issued"
             self.tell(membership, line)
-        for record in self.records:
-            record.continue_in(segments(self.folder.seen)[-1])
+        self.recorder.continue_in(segments(self.folder.seen)[-1])
 
     def end(self) -> None:
         if self.saver is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder, existing
-from starling.experiment.seen import read_timeline
+from starling.experiment.record import read_timeline
 from starling.experiment.task import task_of
 from starling.extras import require
 from starling.files import replace_file
@@ -124,7 +124,7 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
         (
             "timeline",
             bool(stretches),
-            "No timeline: the run did not record when its learners computed (seen/*/times-*.tsv).",
+            "No timeline: the run did not record when its learners computed (seen/*/learner-*.jsonl).",
         ),
         ("staleness", any(found.staleness), "No staleness was recorded."),
         ("consensus", bool(distances), one_model or "No consensus distance was recorded, or it was 0."),

@@ -19,9 +19,8 @@ from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import recorded, unusable
 from starling.experiment.learning import checkpoint_writer, recording
-from starling.experiment.observers import Seen, Timeline, Together
+from starling.experiment.observers import Skips, Together
 from starling.experiment.regrouping import Regrouping
-from starling.experiment.seen import segments
 from starling.experiment.task import RecipeT, Task
 from starling.launch.messages import Progress
 from starling.launch.process import on_stop_signal, signal_name
@@ -127,9 +126,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
         Display(title, roster, console, events) as display,
     ):
         job = task.make_job(recipe, folder)
-        stop, segment = _Stop(), segments(folder.seen)[-1]
-        timeline = Timeline(segment, learners, None, lambda path, error: display.say(unusable(path, error)))
-        seen = Seen(segment, HashStore().add, task.max_skipped(recipe, job), display.say)
+        stop, skips = _Stop(), Skips(HashStore().add, task.max_skipped(recipe, job), display.say)
 
         def hear(progress: Progress) -> None:
             roster.hear(progress.learner_id, progress)
@@ -142,16 +139,18 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
             display.tell_epochs()
             display.say(f"{membership.reason}; {line}")
 
-        recorded = recording(folder, seen, timeline, learners, log, hear)
-        with recorded as observers, on_stop_signal(stop.ask):
+        recorded = recording(
+            folder, skips, learners, log, hear, lambda path, error: display.say(unusable(path, error)), is_virtual=True
+        )
+        with recorded as recorder, on_stop_signal(stop.ask):
             outcome = VirtualEngine(
                 job,
                 learners,
                 recipe.cluster,
-                Together([*observers, stop]),
+                Together([recorder, stop]),
                 start,
                 survives_losses=recipe.on_loss != "stop",
-                changes=Regrouping(folder, (timeline, seen), regrouped),
+                changes=Regrouping(folder, recorder, regrouped),
             ).run()
         for loss in outcome.losses:
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")

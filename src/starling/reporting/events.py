@@ -1,10 +1,14 @@
-"""The events of a run as `log/events.jsonl`, one JSON object per line; `docs/events.md` lists the kinds."""
+"""Streams of events: one JSON object per line, each with a checksum. `docs/events.md` lists the kinds.
+
+A run has several: its launcher's is `log/events.jsonl`, and each learner has one in the experiment's record.
+"""
 
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,10 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 Event = Mapping[str, Any]
-
+VERSION = 1
+"""The version of the kinds and their fields, in the first event of a stream."""
+_SEAL = ', "crc": "'
+_HEX = 8
 
 Warn = Callable[[Path, Exception], None]
 """Warns that a file cannot be used."""
@@ -24,33 +31,60 @@ def once(warn: Warn) -> Warn:
     return lambda path, error: next(left, lambda path, error: None)(path, error)
 
 
-class Events:
-    """Appends events to a file. If that fails, the event is lost, and the first time `warn` is called.
+class Stream:
+    """An append-only file of events. A kill loses none that has been appended. Any thread may append."""
 
-    `write` may be called from any thread; `clock` returns a Unix timestamp.
-    """
-
-    def __init__(self, path: Path, warn: Warn, clock: Callable[[], float] = time.time) -> None:
-        self._path = path
-        self.warn = once(warn)
-        """Warns that this file, or another one that the run writes beside it, cannot be used."""
-        self._clock = clock
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._lock = threading.Lock()
         self._descriptor: int | None = None
         self._is_torn = False
         """Whether the file ends with an incomplete line."""
+
+    def append(self, kind: str, **fields: Any) -> None:
+        """Append an event; numbers that are not finite become null. Raises OSError if the file cannot be written, as
+        where its folder is gone."""
+        event = to_jsonable_python({"kind": kind, **fields}, inf_nan_mode="null")
+        body = json.dumps(event, ensure_ascii=False)
+        line = f'{body[:-1]}{_SEAL}{zlib.crc32(body.encode()):0{_HEX}x}"}}\n'.encode()
+        with self._lock:
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            left = b"\n" + line if self._is_torn else line
+            while left:
+                written = os.write(self._descriptor, left)
+                left = left[written:]
+                self._is_torn = bool(left)
+
+    def close(self) -> None:
+        """Close the file; another append opens it again."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+
+class Events:
+    """The events of a run. If one cannot be appended, it is lost, and the first time `warn` is called.
+
+    `clock` returns a Unix timestamp.
+    """
+
+    def __init__(self, path: Path, warn: Warn, clock: Callable[[], float] = time.time) -> None:
+        self._stream = Stream(path)
+        self.warn = once(warn)
+        """Warns that this file, or another one that the run writes beside it, cannot be used."""
+        self._clock = clock
         self.verdict = ""
         """Why the model does not work, and what to do; empty unless a score has shown that."""
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append an event with the present time; in place of what is not finite, null."""
-        event = {"time": round(self._clock(), 3), "kind": kind, **fields}
-        line = json.dumps(to_jsonable_python(event, inf_nan_mode="null"), ensure_ascii=False)
-        with self._lock:
-            try:
-                self._append(line.encode() + b"\n")
-            except OSError as error:
-                self.warn(self._path, error)
+        """Append an event with the present time."""
+        try:
+            self._stream.path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream.append(kind, time=round(self._clock(), 3), **fields)
+        except OSError as error:
+            self.warn(self._stream.path, error)
 
     def judge(self, verdict: str, say: Callable[[str], None]) -> None:
         """Record the verdict on the newest model; empty: it works. `say` is told only if the model before it worked."""
@@ -62,29 +96,34 @@ class Events:
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+        self._stream.close()
 
-    def _append(self, line: bytes) -> None:
-        if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        left = b"\n" + line if self._is_torn else line
-        while left:
-            written = os.write(self._descriptor, left)
-            left = left[written:]
-            self._is_torn = bool(left)
+
+def read_stream(path: Path) -> Iterator[tuple[int, Event | None]]:
+    """The events of a file with the numbers of their lines; None for a line that is damaged. An incomplete last line,
+    which was under way when its process was killed, is left out. Raises OSError if the file cannot be read."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):
+                yield number, _event(line.removesuffix("\n"))
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a run, in their order; a line that is no event is left out, and so is a file that is not there."""
+    """The events of a run, in their order; damaged ones are left out, and so is a file that is not there."""
     found: list[Event] = []
     with suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and isinstance(event.get("kind"), str):
-                    found.append(event)
+        found += [event for _, event in read_stream(path) if event is not None]
     return found
+
+
+def _event(line: str) -> Event | None:
+    body, seal, checksum = line.rpartition(_SEAL)
+    if seal:
+        line = body + "}"
+        if checksum != f'{zlib.crc32(line.encode()):0{_HEX}x}"}}':
+            return None
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None
