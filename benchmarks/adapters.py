@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.measuring import Bar, median_speed_up, milliseconds_of_both
 from benchmarks.starting import Program, run_side_by_side
 from starling.launch.launcher import loopback_store
-from starling.launch.process import loopback_interface
+from starling.launch.rendezvous import loopback_interface
 
 ROUNDS = 3
 HOSTS = {"lightning": "Lightning", "huggingface": "transformers.Trainer", "accelerate": "accelerate"}

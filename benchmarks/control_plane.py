@@ -51,7 +51,8 @@ from starling.launch.messages import (
     Stretch,
     values_of,
 )
-from starling.launch.rendezvous import find_membership, find_place
+from starling.launch.process import find_membership
+from starling.launch.rendezvous import find_place
 from starling.launch.roster import Roster
 from starling.reporting.events import Events
 from starling.reporting.progress import Display

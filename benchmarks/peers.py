@@ -29,7 +29,7 @@ from benchmarks.rivals import COLUMNS
 from benchmarks.runs import LEAST_ROUNDS, read_weights, relative_distance
 from benchmarks.starting import Program, run_side_by_side
 from starling.launch.launcher import loopback_store
-from starling.launch.process import loopback_interface
+from starling.launch.rendezvous import loopback_interface
 
 Seconds = float
 WORLD = 4

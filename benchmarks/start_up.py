@@ -12,7 +12,7 @@ from benchmarks.perceptron import SMALL
 from benchmarks.runs import Run, Seconds
 from benchmarks.starting import Program, launched, run_side_by_side
 from starling.launch.launcher import loopback_store
-from starling.launch.process import loopback_interface
+from starling.launch.rendezvous import loopback_interface
 
 ROUNDS, WORLDS = 3, (2, 4, 8)
 RUN_SECONDS, GRADIENT_SECONDS = 0.5, 0.05

@@ -10,7 +10,7 @@ from benchmarks.perceptron import perceptron
 from benchmarks.runs import read_weights
 from benchmarks.starting import Program, run_side_by_side
 from starling.launch.launcher import loopback_store
-from starling.launch.process import loopback_interface
+from starling.launch.rendezvous import loopback_interface
 from tests.torchft_process import WIDTHS
 
 pytest.importorskip("torchft")

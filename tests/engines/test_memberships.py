@@ -16,8 +16,9 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from starling.budget import Budget
 from starling.checkpoint.state import OWN_PREFIX, LearnerState
+from starling.engines.processes.collectives import share_state
 from starling.engines.processes.handshake import Peers
-from starling.engines.processes.member import PLAN, agree_on_plan, share_state
+from starling.engines.processes.member import PLAN, agree_on_plan
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import Connections
 from starling.engines.processes.tickets import DoneNotes, noted

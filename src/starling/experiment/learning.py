@@ -23,7 +23,8 @@ from starling.experiment.regrouping import Regrouping, SharedCounts
 from starling.experiment.task import RunT, Task
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
-from starling.launch.rendezvous import find_membership, joins, save_requests_of
+from starling.launch.process import find_membership, save_requests_of
+from starling.launch.rendezvous import joins
 from starling.recipe.run import RunConfig, recipe_digest
 from starling.reporting.events import Warn
 from starling.reporting.metrics import Curves

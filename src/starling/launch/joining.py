@@ -8,14 +8,14 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data.distributed import DistributedSampler
@@ -26,12 +26,14 @@ from starling.engines.loop.optimizers import OptimizerList, as_one, members_of, 
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError
-from starling.launch.elastic import CoordinatorFeed, connect
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
 from starling.problems import checked
 from starling.strategies import Strategy, find_strategy
 from starling.timeouts import CONNECT
 from starling.training.flat import trainable
+
+if TYPE_CHECKING:
+    from starling.launch.elastic import CoordinatorFeed
 
 
 def join(
@@ -81,7 +83,7 @@ def join(
         )
     if is_learner() and on_loss == "continue":
         chosen.validate(own, number_of_learners())
-        feed = _prepared.pop() if _prepared else connect(timeout_seconds, _host_store())
+        feed = _prepared.pop() if _prepared else _connected(timeout_seconds)
         place = feed.place
         _surviving[:] = [place]
         root = Peers(place, timeout_seconds, feed=feed)
@@ -194,7 +196,7 @@ def shared_place(timeout_seconds: float = CONNECT) -> Place:
 def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
     """Connect to the coordinator before `join(…, on_loss="continue")`, so that samplers that begin earlier use the
     store that outlives every learner."""
-    _prepared[:] = [connect(timeout_seconds, _host_store())]
+    _prepared[:] = [_connected(timeout_seconds)]
     _surviving[:] = [_prepared[0].place]
 
 
@@ -203,14 +205,16 @@ def newest_place() -> Place:
     return _surviving[0] if _surviving else shared_place()
 
 
-def _host_store() -> Store | None:
-    return _places[0].store if _places else None
+def _connected(timeout_seconds: float) -> "CoordinatorFeed":
+    from starling.launch.elastic import connect  # only loops that survive losses need it, and the launcher's messages
+
+    return connect(timeout_seconds, _places[0].store if _places else None)
 
 
 _NUM_CALLS: Iterator[int] = count()
 _places: list[Place] = []
 _surviving: list[Place] = []
-_prepared: list[CoordinatorFeed] = []
+_prepared: "list[CoordinatorFeed]" = []
 
 
 def check_loop(model: nn.Module, optimizer: Optimizer) -> None:

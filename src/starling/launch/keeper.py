@@ -21,8 +21,9 @@ from pathlib import Path
 
 from starling.engines.processes.place import NODE_CPUS
 from starling.errors import ConfigError, ProtocolError
-from starling.launch.link import ORPHANED, OWN_DEVICE, knock
-from starling.launch.process import LocalProcess, Program, end_loaders, loopback_interface, scratch_folder, start
+from starling.launch.link import ORPHANED, knock
+from starling.launch.process import LocalProcess, Program, end_loaders, scratch_folder, start
+from starling.launch.rendezvous import OWN_DEVICE, loopback_interface
 from starling.timeouts import READ, TERMINATION, UNREACHABLE
 
 _ADDRESS_OF = 0x8915

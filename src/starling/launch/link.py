@@ -43,10 +43,6 @@ SCRATCH = "STARLING_SCRATCH"
 """Environment variable: the folder for the temporary files of this run."""
 WATCHED = "STARLING_WATCHED"
 """Environment variable: 1 if the launcher announces memberships after losses."""
-JOINS = "STARLING_JOINS"
-"""Environment variable: 1 if the learner joins a running experiment."""
-OWN_DEVICE = "STARLING_OWN_DEVICE"
-"""Environment variable: 1 if the learner sees one CUDA device, which no other learner uses."""
 ORPHANED = 3
 """The exit code of a learner whose launcher died."""
 Seconds = float

@@ -1,32 +1,41 @@
 """The strategies by name. Each file holds one algorithm, and registers it."""
 
-import copyreg
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
 from starling.registry import Registry
 from starling.strategies.base import REGISTERED, NoOptions, Strategy, SyncGroups
 
 __all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy", "strategy_names"]
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
 _KINDS = ("all-reduce", "periodic", "gossip", "server", "shared memory")
-STRATEGIES: Mapping[str, Strategy] = dict(sorted(REGISTERED.items(), key=lambda each: _KINDS.index(each[1].kind)))
+
+
+class _Strategies(Mapping[str, Strategy]):
+    """Starling's own strategies, by kind and name. One is imported when it is asked for, all when they are listed."""
+
+    def __init__(self) -> None:
+        modules = [each.name for each in iter_modules(__path__) if not each.ispkg]
+        self._modules = {name.replace("_", "-"): name for name in modules if name not in ("base", "islands")}
+
+    def __getitem__(self, name: str) -> Strategy:
+        if name not in REGISTERED:
+            import_module(f"{__name__}.{self._modules[name]}")
+        return REGISTERED[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._modules, key=lambda name: (_KINDS.index(self[name].kind), name)))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+STRATEGIES: Mapping[str, Strategy] = _Strategies()
 """Starling's own strategies by name."""
-
-
-def _reduced(strategy: Strategy) -> str | tuple[Any, ...]:
-    """How a strategy is pickled: Starling's own by name, any other by its fields."""
-    if STRATEGIES.get(strategy.name) is strategy:
-        return find_strategy, (strategy.name,)
-    return object.__reduce_ex__(strategy, 2)
-
-
-for kind in {type(strategy) for strategy in STRATEGIES.values()}:
-    copyreg.pickle(kind, _reduced)
 
 
 _REGISTRY = Registry(

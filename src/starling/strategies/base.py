@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 from starling.configuration import Config, canonical
 from starling.learner import Learner
@@ -159,9 +159,21 @@ class Strategy:
         """The coroutine of one learner, not yet started."""
         return self.run(learner) if self.options is NoOptions else self.run(learner, options)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Starling's own strategies are pickled by name, others by their fields."""
+        if REGISTERED.get(self.name) is self:
+            return _registered, (self.name,)
+        return super().__reduce_ex__(protocol)
+
 
 REGISTERED: dict[str, Strategy] = {}
-"""Starling's own strategies by name."""
+"""Those of Starling's own strategies that have been imported, by name."""
+
+
+def _registered(name: str) -> Strategy:
+    from starling.strategies import STRATEGIES
+
+    return STRATEGIES[name]
 
 
 def registered(

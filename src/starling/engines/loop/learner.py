@@ -27,10 +27,9 @@ from starling.engines.loop.optimizers import members_of
 from starling.engines.loop.replica import Consensus, LoopReplica
 from starling.engines.loop.run import LoopPlan, LoopRun
 from starling.engines.processes.backend import ConnectionFailed, communicating
-from starling.engines.processes.collectives import OrderedMean
+from starling.engines.processes.collectives import OrderedMean, share_state
 from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, ConnectedLearner
 from starling.engines.processes.handshake import Peers
-from starling.engines.processes.member import share_state
 from starling.engines.processes.threads import GradientHandle, Mean, Worker
 from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.learner import Handle, LoopEnded, Shard

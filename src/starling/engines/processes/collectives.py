@@ -1,13 +1,18 @@
-"""Means over a sync group, summed in rank order: through a process group, or in shared memory."""
+"""Means over a sync group, summed in rank order, through a process group or in shared memory; and sharing of states."""
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from starling.checkpoint.files import apart
+from starling.checkpoint.state import LearnerState
 from starling.consensus import rank_ordered_mean
 from starling.engines.processes.backend import communicating
 from starling.engines.processes.links import MemoryLinks, Note
@@ -132,3 +137,33 @@ class SharedMean:
         """Wait until the other learners of the sync group have reached the point `tag`."""
         for peer in self._others:
             self._links.hear(peer, 1 + self._lane, tag, self._links.timeout_seconds)
+
+
+def share_state(state: LearnerState, source: int) -> LearnerState:
+    """The state of learner `source`, without its shards of the model; `state` is the caller's own.
+
+    All learners of the default process group must call it.
+    """
+    tensors: dict[str, Tensor] = {}
+    said: Any = None
+    if state.rank == source:
+        scalars, tensors = replace(state, shards=(), under_shards=None, shard_of_island=None).encode()
+        tensors = apart(tensors)
+        said = scalars, {name: (str(each.dtype).partition(".")[2], list(each.shape)) for name, each in tensors.items()}
+    scalars, shapes = json.loads(_broadcast_bytes(json.dumps(said).encode(), source))
+    received = {name: _broadcast(tensors.get(name), dtype, shape, source) for name, (dtype, shape) in shapes.items()}
+    return LearnerState.decode(scalars, received)
+
+
+def _broadcast_bytes(content: bytes, source: int) -> bytes:
+    length = _broadcast(torch.tensor([len(content)]), "int64", [1], source)
+    own = torch.frombuffer(bytearray(content), dtype=torch.uint8) if dist.get_rank() == source else None
+    return _broadcast(own, "uint8", [int(length)], source).numpy().tobytes()
+
+
+def _broadcast(own: Tensor | None, dtype: str, shape: list[int], source: int) -> Tensor:
+    sent = torch.empty(shape, dtype=getattr(torch, dtype)) if own is None else own
+    if sent.numel():
+        with communicating():
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=source)
+    return sent

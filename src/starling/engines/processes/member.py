@@ -13,17 +13,15 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from starling.checkpoint.files import apart
 from starling.checkpoint.state import LearnerState
-from starling.engines.processes.backend import LOSSES, communicating
+from starling.engines.processes.backend import LOSSES
 from starling.engines.processes.checkpoint_barrier import SaveRequests
+from starling.engines.processes.collectives import share_state
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.island import IslandGroup, IslandModel, ShardedModel, check_island
 from starling.engines.processes.learner import ProcessLearner
@@ -275,33 +273,3 @@ def agree_on_plan(
     if not plan:
         raise PeerLost("learners were lost before training began; start again")
     return MembershipStart.decode(plan)
-
-
-def share_state(state: LearnerState, source: int) -> LearnerState:
-    """The state of learner `source`, without its shards of the model; `state` is the caller's own.
-
-    All learners of the default process group must call it.
-    """
-    tensors: dict[str, Tensor] = {}
-    said: Any = None
-    if state.rank == source:
-        scalars, tensors = replace(state, shards=(), under_shards=None, shard_of_island=None).encode()
-        tensors = apart(tensors)
-        said = scalars, {name: (str(each.dtype).partition(".")[2], list(each.shape)) for name, each in tensors.items()}
-    scalars, shapes = json.loads(_broadcast_bytes(json.dumps(said).encode(), source))
-    received = {name: _broadcast(tensors.get(name), dtype, shape, source) for name, (dtype, shape) in shapes.items()}
-    return LearnerState.decode(scalars, received)
-
-
-def _broadcast_bytes(content: bytes, source: int) -> bytes:
-    length = _broadcast(torch.tensor([len(content)]), "int64", [1], source)
-    own = torch.frombuffer(bytearray(content), dtype=torch.uint8) if dist.get_rank() == source else None
-    return _broadcast(own, "uint8", [int(length)], source).numpy().tobytes()
-
-
-def _broadcast(own: Tensor | None, dtype: str, shape: list[int], source: int) -> Tensor:
-    sent = torch.empty(shape, dtype=getattr(torch, dtype)) if own is None else own
-    if sent.numel():
-        with communicating():
-            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=source)
-    return sent
