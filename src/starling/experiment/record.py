@@ -173,7 +173,7 @@ def _stretches(segment: Path) -> Iterator[Stretch]:
             end, spent = row["seconds"] + late, {name: row[name] for name in SPENT}
             begin = end - sum(spent.values()) if before is None else min(before, end)
             before = end
-            counts = {name: int(row[name]) for name in COUNTS}
+            counts: dict[str, Any] = {name: int(row[name]) for name in COUNTS}
             losses = row["loss"] * counts["frames"] if counts["frames"] else 0.0
             yield Stretch(learner, end, end - begin, losses=losses, **counts, **spent)
 

@@ -26,12 +26,12 @@ from starling.launch.process import (
     end,
     end_loaders,
     end_now,
-    loopback_interface,
     on_stop_signal,
     scratch_folder,
     signal_name,
     start,
 )
+from starling.launch.rendezvous import loopback_interface
 from starling.launch.roster import LearnerRecord, Loss, Roster
 from starling.launch.switchboard import Switchboard
 from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, NODE_LOSS, READ, STOP
