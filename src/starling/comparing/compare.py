@@ -34,7 +34,7 @@ from starling.training.job import Job
 from starling.worker_processes import answer_of, worker_processes
 
 _LONGEST_GRID = 12
-"""Rates of a row at which its grid stops growing."""
+"""Number of rates of a row at which its grid stops growing."""
 
 
 def load_comparison(
@@ -42,8 +42,8 @@ def load_comparison(
 ) -> Subject:
     """The comparison of a recipe file with `key=value` overrides.
 
-    `strategies` are arms of its `compare:` section, or strategies; of the other `options` of that section, those that
-    are not None replace the recipe's. Raises one ConfigError that lists all problems.
+    `strategies` are arms of its `compare:` section, or strategies; `options` of that section that are not None replace
+    the recipe's. Raises one ConfigError that lists all problems.
     """
     tree: Tree = apply_overrides(read_recipe(path), overrides)
     task = task_of(tree)
@@ -78,7 +78,8 @@ def compare(
     console: Console | None = None,
     **options: Any,
 ) -> Comparison:
-    """Compare strategies on any job, each at its own best learning rate. The same call continues what was interrupted.
+    """Compare strategies on any job, each at its own best learning rate. The same call continues an interrupted
+    comparison.
 
     Args:
         job: What to train; or a function that makes it for a seed, needed unless its workload is a `DataWorkload`.
@@ -131,7 +132,8 @@ def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
 
     The subject's folder holds compare.yaml (what is compared), env.txt, ready/ (models before training), cells/ (one
     JSON file for each), runs/ (logs of real learners), table.md and results.json. The table goes to `tell`, everything
-    else to `console`. What was stopped continues where it was; a cell of which anything has changed is computed again.
+    else to `console`. A comparison that was stopped continues where it was; a cell is computed again if anything about
+    it has changed.
     """
     say, section, folder = say_on(console), subject.section, subject.folder
     with writing(folder):
@@ -168,7 +170,7 @@ def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
 
 
 class _Cells:
-    """Completes cells: those that are finished are read, the others computed."""
+    """Completes cells: finished ones are read, the others computed."""
 
     def __init__(self, subject: Subject, say: Say, bars: Bars) -> None:
         self._subject, self._folder = subject, subject.folder
@@ -177,7 +179,7 @@ class _Cells:
         self._num_done = self._total = 0
 
     def complete(self, cells: Sequence[Cell], num_more: int = 0) -> list[CellResult]:
-        """The results of cells, in their order; `num_more` will follow, which are not known yet."""
+        """The results of cells, in their order; `num_more` cells, which are not known yet, will follow."""
         digests = {cell: self._subject.digest(cell) for cell in cells}
         found = {cell: CellResult.read(self._kept, cell, digest) for cell, digest in digests.items()}
         results = {cell: result for cell, result in found.items() if result is not None}
@@ -206,7 +208,7 @@ class _Cells:
         return sorted(cells, key=lambda cell: (seeds.index(cell.seed), first[keys[cell]]))
 
     def _computed(self, digests: dict[Cell, str]) -> dict[Cell, CellResult]:
-        """The results of cells, each of which is kept as soon as it is there."""
+        """The results of cells, each of which is kept as soon as it is computed."""
         jobs, name = self._subject.section.jobs, self._folder.name
         results = {}
         self._bars(name, self._num_done, self._total)
@@ -232,7 +234,8 @@ class _Cells:
 
 @contextmanager
 def _terminable() -> Generator[None, None, None]:
-    """SIGTERM stops what is computed here as Ctrl-C does, with its number as the argument of the KeyboardInterrupt."""
+    """Within this context SIGTERM stops the computation here as Ctrl-C does, with its number as the argument of the
+    KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -248,8 +251,8 @@ def _terminable() -> Generator[None, None, None]:
 
 
 def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) -> Generator[CellResult, None, None]:
-    """The results of all cells, given with their digests, as they come, from `jobs` processes; with one job from this
-    process. Real learners log in the folder `runs`.
+    """The results of all cells, given with their digests, in the order in which `jobs` processes compute them; one job
+    runs in this process. Real learners log in the folder `runs`.
     """
     if jobs == 1 or len(cells) == 1:
         for cell, digest in cells.items():
