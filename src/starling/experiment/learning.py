@@ -85,7 +85,7 @@ def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int |
 def checkpoint_writer(
     task: Task[RunT], run: RunT, folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel
 ) -> CheckpointWriter:
-    """Makes the writer of a run's checkpoints."""
+    """The writer of a run's checkpoints."""
     has_one_model, size = run.strategy.strategy.has_one_model, run.sync_group_size
     keep, fingerprints = run.checkpoints.keep, task.fingerprints(run)
     return CheckpointWriter(folder.checkpoints, arrive, write_model, fingerprints, keep, size, has_one_model)
@@ -95,15 +95,15 @@ def checkpoint_writer(
 def recording(
     folder: ExperimentFolder, seen: Seen, timeline: Timeline, world: int, log: TextIO, pass_on: Listener
 ) -> Generator[list[Observer], None, None]:
-    """The observers that keep both records, write a log and curves, and pass on what learners do. At the end, their
-    files are closed."""
+    """The observers that keep both records, write a log and curves, and pass on the progress of learners. At the end,
+    their files are closed."""
     with closing(Curves(folder.tensorboard)) as curves, closing(timeline), closing(seen):
         readers = Paced(Log(log, world), LOG_EVERY), Paced(curves, CURVES_EVERY), Paced(pass_on, SEND_EVERY)
         yield [seen, Metered(timeline, *readers)]
 
 
 def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:
-    """The state from which this learner resumes; None: it begins, or joins a running experiment."""
+    """The state from which this learner resumes; None if it begins, or joins a running experiment."""
     if not run.resume or joins():
         return None
     return load(run.resume).start(place.rank, place.world, job.strategy.described(job.options), run.island)
@@ -124,7 +124,7 @@ class HeartbeatSource(Observer):
     clock: Callable[[], Seconds] = time.monotonic
     num_steps: int = 0
     _last: Stall | None = None
-    """The stall that was logged last."""
+    """Stall that was logged last."""
     _again_at: Seconds = 0.0
 
     def __post_init__(self) -> None:

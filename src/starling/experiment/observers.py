@@ -26,16 +26,16 @@ from starling.workload import Position
 Listener = Callable[[Progress], None]
 Seconds = float
 EXACT = 1000
-"""Stretches of a learner that hold one mini-batch each, before they grow."""
+"""Number of stretches of a learner that hold one mini-batch each, before stretches grow."""
 _EVEN_OF_MANY = 50
-"""The fewest such stretches of a learner, however many learners share its process."""
+"""Smallest number of such stretches of a learner, however many learners share its process."""
 _ALL_LEARNERS = 16_000
-"""The most such stretches of all learners of one process, if each has more than `_EVEN_OF_MANY`."""
+"""Largest number of such stretches of all learners of one process together, if each has more than `_EVEN_OF_MANY`."""
 
 
 class Metered(Observer):
-    """An observer that adds up what learners do, one addition for each gradient, and shows it to readers after each
-    gradient and at the end of each epoch."""
+    """An observer that adds up the work of learners, with one addition for each gradient, and shows the sums to readers
+    after each gradient and at the end of each epoch."""
 
     def __init__(self, *readers: Callable[[Tally], None]) -> None:
         self._readers = readers
@@ -109,7 +109,7 @@ class Record:
         self._files.clear()
 
     def _write(self, name: str, columns: Iterable[str], row: Iterable[object]) -> None:
-        """Add a row to a table. It is in the file at once: a kill loses no row."""
+        """Add a row to a table. It is in the file at once, so that a kill loses no row."""
         if name not in self._files:
             self._files[name] = (self._segment / name).open("w", buffering=1, encoding="utf-8")
             self._files[name].write("\t".join(columns) + "\n")
@@ -173,20 +173,20 @@ class Seen(Record, Observer):
 
 @dataclass
 class _Open:
-    """A learner's table, and its stretch that is not in it yet."""
+    """A learner's table, and its stretch that is not yet in the table."""
 
     tally: Tally
     begin: Seconds
     written: Stretch
-    """A copy of what has been done, up to the last line."""
+    """Copy of the sums at the last written line."""
     num_written: int = 0
 
 
 class Timeline(Record):
     """A reader that records when each of `world` learners computed and when it waited.
 
-    `clock` gives the time of day, by which learners are brought in line; None on a simulated clock, where all have one.
-    A file that cannot be written costs the record, and nothing else: `warn` is called once.
+    `clock` gives the time of day, by which the clocks of learners are aligned; None on a simulated clock, which all
+    share. If a file cannot be written, only the record is lost, and `warn` is called once.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Timeline(Record):
             self._end(own)
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write the stretches that are still in memory."""
         for own in self._open.values():
             self._end(own)
             own.begin, own.num_written = own.written.end, 0
@@ -232,7 +232,7 @@ class Timeline(Record):
 
 
 Keep = Literal["checkpoint", "model", ""]
-"""What is saved at the end of an epoch; `""`: nothing."""
+"""Kind of save at the end of an epoch; `""` saves nothing."""
 Moment = Literal["epoch", "barrier", "end"]
 
 
@@ -262,7 +262,7 @@ class Saver(Observer, AbstractContextManager["Saver"]):
         self._curves = curves
         self._last: Position | None = None
         self._chosen = defaultdict[Position, list[tuple[Keep, Moment]]](list)
-        """What is saved at the ends of epochs whose states are not complete yet."""
+        """Pending saves at the ends of epochs whose states are not complete yet."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -349,7 +349,7 @@ class Together(Observer):
 def save_choice(
     checkpoints: int | None, validate: int | None, folder: ExperimentFolder, agree: Callable[[str, str], str]
 ) -> Callable[[EpochReport], Keep]:
-    """Makes the function that chooses what learners save at the end of an epoch.
+    """The function that chooses what learners save at the end of an epoch.
 
     A checkpoint every `checkpoints` epochs and at the end of the run; otherwise a model to score every `validate`
     epochs, if the launcher is waiting for one. None means never. The first learner to reach the end of the epoch checks

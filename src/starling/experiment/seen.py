@@ -1,4 +1,4 @@
-"""The record in the experiment's folder of what each learner saw and when it computed; see docs/events.md.
+"""The record, in the experiment's folder, of what each learner saw and when it computed; see docs/events.md.
 
     exp/<name>/seen/from-00000000/start.json      the data position at which the segment starts
     exp/<name>/seen/from-00000000/learner-0.tsv   epoch, batch, step, and the utterances of every mini-batch
@@ -31,13 +31,13 @@ from starling.workload import Position, Ticket
 
 Seconds = float
 TIMES = ("time", "seconds", "step", "batches", "examples", "frames", "loss", "computing", "for_data", "for_peers")
-"""The columns of `times-*.tsv`."""
+"""Columns of `times-*.tsv`."""
 
 
 def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
     """Create the folder of a segment that starts at `position`, and remove segments that start there or later.
 
-    If the run resumes from another experiment, `earlier` is the record of that one; it is copied.
+    If the run resumes from another experiment, `earlier` is that experiment's record, which is copied.
     """
     segment = folder / f"from-{position.num_done:08d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,8 +61,8 @@ def segments(folder: Path) -> list[Path]:
 
 
 def _begin(segment: Path) -> int:
-    """How many mini-batches were done when a segment started: the sort key, because names with more than eight digits
-    do not sort correctly as text."""
+    """Number of mini-batches that were done when a segment started. It is the sort key, because names with more than
+    eight digits do not sort correctly as text."""
     number = segment.name.removeprefix("from-")
     return int(number) if number.isdecimal() else 0
 
@@ -77,8 +77,8 @@ class SeenBatch:
 
 
 def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
-    """The mini-batches in the weights of a checkpoint at `end`: those of all segments, without the ones that the start
-    of a later segment dropped.
+    """The mini-batches in the weights of a checkpoint at `end`: those of all segments, except mini-batches that the
+    start of a later segment dropped.
 
     Raises DataError if the record is missing or damaged.
     """
@@ -92,8 +92,8 @@ def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
 
 
 def batches_in(found: Sequence[Path], ends: Sequence[Position | None]) -> Iterator[SeenBatch]:
-    """The mini-batches of segments that are in the weights of a checkpoint at the end of each; None: all of them.
-    Raises DataError if the record is damaged."""
+    """The mini-batches of segments that are in the weights of a checkpoint at the end of each; an end of None includes
+    all of them. Raises DataError if the record is damaged."""
     for segment, end in zip(found, ends, strict=True):
         for path in sorted(segment.glob("learner-*.tsv")):
             yield from (batch for batch in _read(path) if end is None or _is_done(batch.ticket.step, end))
@@ -116,8 +116,8 @@ def read_skipped(found: Iterable[Path]) -> dict[int, set[str]]:
 
 
 def ends_of(found: Sequence[Path]) -> list[Position | None]:
-    """The positions at which these segments, in order, were ended by the next one; None of the last one, and where that
-    is damaged."""
+    """The positions at which the next segment ended each of these segments, in order; None for the last one, and where
+    that position is damaged."""
     ends: list[Position | None] = [None] * len(found)
     for place, following in enumerate(found[1:]):
         with suppress(DataError):
@@ -158,8 +158,8 @@ def _read(path: Path) -> Iterator[SeenBatch]:
 
 
 def read_timeline(seen: Path) -> list[Stretch]:
-    """The stretches of a run that are in its weights, by the time at which they ended. Lines that make no sense, such
-    as the last one of a learner that was killed, are left out."""
+    """The stretches of a run that are in its weights, ordered by the time at which they ended. Invalid lines, such as
+    the last one of a killed learner, are left out."""
     found = segments(seen)
     stretches: list[Stretch] = []
     for segment, end in zip(found, ends_of(found), strict=True):
@@ -169,7 +169,8 @@ def read_timeline(seen: Path) -> list[Stretch]:
 
 
 def _read_segment(segment: Path) -> Iterator[Stretch]:
-    """Learners start their own clocks; the time of day, usually read a moment later, brings them in line."""
+    """The stretches of a segment. Learners start their own clocks; the time of day, usually read a moment later, aligns
+    them."""
     by_learner = {path: rows for path in sorted(segment.glob("times-*.tsv")) if (rows := list(_read_times(path)))}
     started = {path: median(row[0] - row[1] for row in rows) for path, rows in by_learner.items()}
     for path, rows in by_learner.items():
