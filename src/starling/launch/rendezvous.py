@@ -1,5 +1,5 @@
 """A process's place among the learners, from the environment variables that Starling's launcher, torchrun and Slurm
-scripts set, and what it hears from Starling's launcher: memberships and stop requests."""
+scripts set, and the messages of Starling's launcher: memberships and stop requests."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ from starling.training.membership import Membership, MembershipFeed, Stage
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable: True if learner 0 does not own the store."""
+"""Environment variable that is True if learner 0 does not own the store."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _newest_world: list[str] = []
 
@@ -54,7 +54,7 @@ def is_learner() -> bool:
 
 
 def number_of_learners() -> int:
-    """How many learners were started with this one; 1 without any other."""
+    """The number of learners that were started, including this one."""
     return _number("WORLD_SIZE") if is_learner() else 1
 
 
@@ -84,7 +84,7 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
 
 @contextmanager
 def save_requests_of(link: Link | None, minutes: float | None) -> Generator[SaveRequests, None, None]:
-    """The checkpoints and stops that this learner process asks for inside the context: a checkpoint every `minutes`
+    """The checkpoints and stops that this learner process requests inside the context: a checkpoint every `minutes`
     minutes, and a stop after a signal.
 
     Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may
@@ -165,18 +165,19 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 _QUESTION = struct.pack("<BIB", 0, 0x3C85F7CE, 7)
-"""In the protocol of torch's TCPStore: the number with which each connection begins, and how many keys there are."""
+"""Bytes in the protocol of torch's TCPStore: the number with which each connection begins, and a request for the number
+of keys."""
 _MOST_KEYS = 1 << 40
 USUAL_SECONDS = 5.0
-"""A store answers within milliseconds, once its process has loaded torch."""
+"""Time within which a store answers, once its process has loaded torch: usually milliseconds."""
 _RETRY_SECONDS = 0.1
 _LOG = logging.getLogger("starling")
 
 
 def check_store(rank: int, address: str, port: int, seconds: float) -> None:
-    """Ask what listens at an address whether it is a store.
+    """Check whether the service that listens at an address is a store.
 
-    Raises `OSError` if nothing listens there or it hangs up, `ProtocolError` if something else answers, or nothing does
+    Raises `OSError` if nothing listens there or it hangs up, and `ProtocolError` if it is no store or does not answer
     within `seconds`.
     """
     where, deadline = f"learner {rank}: what listens at {address}:{port}", time.monotonic() + seconds
@@ -206,7 +207,7 @@ def _unreachable(rank: int, address: str, port: int, why: str) -> ProtocolError:
 
 
 def await_store(rank: int, address: str, port: int, seconds: float) -> float:
-    """Wait until a store answers at an address; the seconds that remain. Raises `ProtocolError`."""
+    """Wait until a store answers at an address, and return the remaining seconds. Raises `ProtocolError`."""
     deadline = time.monotonic() + seconds
     while True:
         try:
