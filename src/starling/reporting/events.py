@@ -15,11 +15,11 @@ Event = Mapping[str, Any]
 
 
 Warn = Callable[[Path, Exception], None]
-"""Warns that a file cannot be used."""
+"""Warns that a file cannot be used, with the error."""
 
 
 def once(warn: Warn) -> Warn:
-    """`warn`, of which only the first call counts; from any thread."""
+    """A function that passes only the first call on to `warn`; usable from any thread."""
     left = iter([warn])
     return lambda path, error: next(left, lambda path, error: None)(path, error)
 
@@ -43,7 +43,7 @@ class Events:
         """Why the model does not work, and what to do; empty unless a score has shown that."""
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append an event with the present time; in place of what is not finite, null."""
+        """Append an event with the present time; numbers that are not finite are replaced by null."""
         event = {"time": round(self._clock(), 3), "kind": kind, **fields}
         line = json.dumps(to_jsonable_python(event, inf_nan_mode="null"), ensure_ascii=False)
         with self._lock:
@@ -53,7 +53,8 @@ class Events:
                 self.warn(self._path, error)
 
     def judge(self, verdict: str, say: Callable[[str], None]) -> None:
-        """Record the verdict on the newest model; empty: it works. `say` is told only if the model before it worked."""
+        """Record the verdict on the newest model; it is empty if the model works. `say` is called only if the model
+        before it worked."""
         before, self.verdict = self.verdict, verdict
         if verdict != before:
             self.write("verdict", text=verdict)
@@ -79,7 +80,7 @@ class Events:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a run, in their order; a line that is no event is left out, and so is a file that is not there."""
+    """The events of a run, in order; invalid lines are left out, and a missing file gives no events."""
     found: list[Event] = []
     with suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,6 +1,6 @@
 """Figures of a run for other programs: curves for TensorBoard, and metrics for Prometheus.
 
-Both are of what learners report anyway. A scrape reads the roster; learners send nothing for it.
+Both use only what learners report anyway. A scrape reads the roster; learners send nothing for it.
 """
 
 import math
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 _Sample = tuple[bool, str, str, Mapping[str, object], float | None]
-"""Whether it is a counter, else a gauge; name, description, labels; and the value, if there is one yet."""
+"""Sample of a metric: whether it is a counter, else a gauge; name, description, labels; and the value, if there is one
+yet."""
 
 
 class Curves:
-    """A listener that writes what learners report as event files, each learner's in a folder of its own inside
+    """A listener that writes the reports of learners as event files, each learner's in a separate folder inside
     `folder`. Steps count the mini-batches of the whole run.
 
     Writes nothing if TensorBoard is not installed; the extra `speech` installs it.
@@ -35,7 +36,7 @@ class Curves:
         self._writers: dict[str, SummaryWriter] = {}
 
     def __call__(self, progress: Progress) -> None:
-        """Add loss, learning rate and throughput; and at the end of an epoch, its time and averaging statistics by
+        """Add loss, learning rate and throughput; at the end of an epoch, also its time and averaging statistics by
         epoch (counted from 1), and the consensus distance, if known, by step."""
         name, new, work = f"learner-{progress.learner_id}", progress.new, progress.so_far
         if new.frames and progress.learning_rate is not None:
