@@ -19,7 +19,7 @@ STRATEGIES: Mapping[str, Strategy] = dict(sorted(REGISTERED.items(), key=lambda 
 
 
 def _reduced(strategy: Strategy) -> str | tuple[Any, ...]:
-    """How a strategy is pickled: Starling's own by name, any other by its fields."""
+    """The reduced form in which a strategy is pickled: Starling's own by name, any other by its fields."""
     if STRATEGIES.get(strategy.name) is strategy:
         return find_strategy, (strategy.name,)
     return object.__reduce_ex__(strategy, 2)
@@ -35,7 +35,7 @@ _REGISTRY = Registry(
 
 
 def strategy_names() -> list[str]:
-    """The names that need no module: Starling's own strategies, then those of installed packages."""
+    """The names that need no module: those of Starling's own strategies, then those of installed packages."""
     return _REGISTRY.names()
 
 

@@ -18,9 +18,9 @@ class EasgdOptions(Config):
 
     MOVED: ClassVar = {"elastic": "learners always keep weights of their own under easgd"}
     every: int = Field(default=10, ge=1)
-    """H, the steps of each learner from one agreement to the next."""
+    """H, the number of steps of each learner from one agreement to the next."""
     rate: float = Field(default=0.9, gt=0.0)
-    """eta = L r: of its difference from the centre, a learner moves by eta / L."""
+    """eta = L r: at an agreement, a learner moves by eta / L of its difference from the centre."""
     compression: Encoded = "none"
     """How the difference from the centre is encoded for sending: none, bfloat16, int8 or int4; errors are fed back."""
 

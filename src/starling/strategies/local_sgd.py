@@ -31,7 +31,7 @@ class LocalSgdOptions(Config):
         "feedback": "write `name: sparseloco`",
     }
     every: int = Field(default=8, ge=1)
-    """H, the steps of each learner from one average to the next."""
+    """H, the number of steps of each learner from one average to the next."""
     optimizer_state: OptimizerState = "local"
     """What an agreement does to momentum and Adam's moments: nothing (`local`), average
     them (`averaged`) or forget them (`reset`)."""
@@ -63,7 +63,7 @@ async def local_sgd(me: Learner, options: LocalSgdOptions) -> None:
 
     Use when:
         Links are slow and learners about equally fast: H times fewer bytes than `allreduce`. With many steps between
-        two averages learners drift apart; `diloco` bears more of them.
+        two averages learners drift apart; `diloco` tolerates more.
 
     Args:
         me: The learner that runs this coroutine.
