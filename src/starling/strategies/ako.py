@@ -22,7 +22,7 @@ class AkoOptions(RoundOptions):
     """The options of `ako`."""
 
     parts: int = Field(default=4, ge=1)
-    """p, the number of parts of the weights, of which a learner sends one in each round."""
+    """p, the parts of the weights, of which a learner sends one in each round."""
     combine: Literal["mean", "sum"] = "mean"
     """Whether the learners' steps are averaged, each as 1/L of itself, or added up, as in the paper."""
 

@@ -23,7 +23,7 @@ class AsyncDilocoOptions(Served):
     }
 
     every: int = Field(default=100, ge=1)
-    """H, the number of steps of the fastest learner from one push to the next."""
+    """H, the steps of the fastest learner from one push to the next."""
     by_speed: bool = True
     """Whether each learner's H is in proportion to its speed; otherwise all make the same number of steps."""
     rate: float = Field(default=0.1, gt=0.0)
@@ -31,7 +31,7 @@ class AsyncDilocoOptions(Served):
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     """beta, the momentum of the server's optimizer."""
     delay: int | None = Field(default=None, ge=1)
-    """N, the number of pushes from one change of the momentum to the next; null: the number of workers."""
+    """N, the pushes from one change of the momentum to the next; null: the number of workers."""
     spread: float = Field(default=0.0, ge=0.0, le=1.0)
     """c, the share of the momentum's step that each push makes, at most 1/N; the rest is made with each N-th push."""
 

@@ -14,7 +14,7 @@ class BmufOptions(Config):
     """The options of `bmuf`."""
 
     every: int = Field(default=50, ge=1)
-    """H, the number of steps of each learner in a block."""
+    """H, the steps of each learner in a block."""
     warm_up: int = Field(default=500, ge=0)
     """Number of first steps of each learner, which all learners make together, as under `allreduce`."""
     rate: float = Field(default=1.0, gt=0.0)

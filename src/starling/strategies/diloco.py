@@ -14,7 +14,7 @@ class DiLoCoOptions(Config):
     """The options of `diloco`."""
 
     every: int = Field(default=100, ge=1)
-    """H, the number of steps of each learner from one agreement to the next; the paper has 500."""
+    """H, the steps of each learner from one agreement to the next; the paper has 500."""
     rate: float = Field(default=0.7, gt=0.0)
     """eta, the rate of the outer optimizer."""
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)

@@ -18,7 +18,7 @@ class EasgdOptions(Config):
 
     MOVED: ClassVar = {"elastic": "learners always keep weights of their own under easgd"}
     every: int = Field(default=10, ge=1)
-    """H, the number of steps of each learner from one agreement to the next."""
+    """H, the steps of each learner from one agreement to the next."""
     rate: float = Field(default=0.9, gt=0.0)
     """eta = L r: at an agreement, a learner moves by eta / L of its difference from the centre."""
     compression: Encoded = "none"

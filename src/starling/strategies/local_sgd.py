@@ -31,7 +31,7 @@ class LocalSgdOptions(Config):
         "feedback": "write `name: sparseloco`",
     }
     every: int = Field(default=8, ge=1)
-    """H, the number of steps of each learner from one average to the next."""
+    """H, the steps of each learner from one average to the next."""
     optimizer_state: OptimizerState = "local"
     """What an agreement does to momentum and Adam's moments: nothing (`local`), average
     them (`averaged`) or forget them (`reset`)."""

@@ -17,7 +17,7 @@ class NoLoCoOptions(Config):
     """The options of `noloco`."""
 
     every: int = Field(default=50, ge=1)
-    """H, the number of steps of each learner from one agreement to the next."""
+    """H, the steps of each learner from one agreement to the next."""
     rate: float = Field(default=0.7, gt=0.0)
     """eta, the rate of the outer optimizer."""
     momentum: float = Field(default=0.5, ge=0.0, lt=1.0)

@@ -17,7 +17,7 @@ class PostLocalSgdOptions(LocalSgdOptions):
 
     MOVED: ClassVar = {name: text for name, text in LocalSgdOptions.MOVED.items() if name != "warm_up"}
     warm_up: int = Field(default=500, ge=0)
-    """K, the number of first steps of each learner, which all make together."""
+    """K, the first steps of each learner, which all make together."""
 
 
 @periodic(

@@ -14,7 +14,7 @@ class SlowMoOptions(Config):
     """The options of `slowmo`."""
 
     every: int = Field(default=48, ge=1)
-    """H, the number of steps of each learner from one agreement to the next."""
+    """H, the steps of each learner from one agreement to the next."""
     rate: float = Field(default=1.0, gt=0.0)
     """alpha, the slow learning rate."""
     momentum: float = Field(default=0.5, ge=0.0, lt=1.0)

@@ -14,7 +14,7 @@ class SparseLoCoOptions(Config):
     """The options of `sparseloco`."""
 
     every: int = Field(default=30, ge=1)
-    """H, the number of steps of each learner from one agreement to the next."""
+    """H, the steps of each learner from one agreement to the next."""
     rate: float = Field(default=1.0, gt=0.0)
     """eta, the rate of the outer step."""
     compression: TopK = TopK(top_k=0.02, bits=2)

@@ -19,7 +19,7 @@ class SpartaOptions(Config):
     """The options of `sparta`."""
 
     every: int = Field(default=1, ge=1)
-    """H, the number of steps of each learner from one average to the next."""
+    """H, the steps of each learner from one average to the next."""
     share: float = Field(default=0.005, gt=0.0, le=1.0)
     """Share of the weights that are averaged, chosen at random each time."""
 

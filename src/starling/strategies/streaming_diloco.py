@@ -15,15 +15,15 @@ class StreamingOptions(Config):
     """The options of `streaming-diloco`."""
 
     every: int = Field(default=100, ge=1)
-    """H, the number of steps of each learner from one agreement about a fragment to the next."""
+    """H, the steps of each learner from one agreement about a fragment to the next."""
     rate: float = Field(default=0.4, gt=0.0)
     """eta, the rate of the outer optimizer."""
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     """beta, the momentum of the outer optimizer."""
     fragments: int = Field(default=4, ge=1)
-    """P, the number of parts of the weights, which agree in turn, H / P steps apart."""
+    """P, the parts of the weights that agree in turn, H / P steps apart."""
     overlap: int = Field(default=5, ge=0)
-    """tau, the number of steps that a learner makes while a fragment is being averaged; at most H / P."""
+    """tau, the steps that a learner makes while a fragment is being averaged; at most H / P."""
     blend: float = Field(default=0.5, ge=0.0, lt=1.0)
     """alpha, the share of its own weights that a learner keeps at an agreement."""
     compression: Encoded = "none"
