@@ -166,7 +166,7 @@ def report(
     experiments: Annotated[list[Path], typer.Argument(metavar="EXP...", help="Experiments, such as exp/demo.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="The page. Default: report.html in the experiment's folder; of several, in this one."),
+        typer.Option(help="The page. Default: report.html in the experiment's folder, or here for several."),
     ] = None,
 ) -> None:
     """Write one HTML page about experiments: curves, timelines, scores with intervals, utterances with audio, events.
@@ -276,8 +276,8 @@ def compare(
     bracket: Annotated[
         bool | None, typer.Option("--bracket", help="Grow a grid of rates while its best is at an end.")
     ] = None,
-    baseline: Annotated[str | None, typer.Option(help="The arm to compare with, not a learner.")] = None,
-    target: Annotated[float | None, typer.Option(help="A training loss, to measure the time to it.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The arm to compare with, in place of a lone learner.")] = None,
+    target: Annotated[float | None, typer.Option(help="A training loss; the time to reach it is measured.")] = None,
     engine: Annotated[str | None, typer.Option(help="The engine: virtual or processes.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Number of cells that are simulated at the same time.")] = None,
 ) -> None:

@@ -290,7 +290,7 @@ class Learner(ABC):
 
     @abstractmethod
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        """Start averaging the present value of a vector over a group of learners (None: all), summed in rank order.
+        """Start averaging the present value of a vector over a group of learners (default: all), summed in rank order.
 
         A group must be the learner's own sync group. Do not write to the result: learners may share it. Do not await a
         handle after passing it to `mean`, unless its work was finished. The mean of a gradient's handle may start

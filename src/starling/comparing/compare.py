@@ -86,24 +86,25 @@ def compare(
         strategies: Names; or arms by label, each a name or a mapping with `strategy`, `learners`, `rates`, `seeds`,
             `summary` and fields of the job.
         learners: Numbers of learners.
-        rates: The grid that each arm is tuned over: learning rates, or multiples of the job's (`"0.5x"`).
+        rates: The grid over which each arm is tuned: learning rates, or multiples of the job's (`"0.5x"`).
         seeds: Seeds of the first weights, the order of the data and the times of the cluster.
         validate: Chooses rates: a function of the trained model, or a workload, for its mean loss.
-        test: What arms are compared by, and nothing is chosen by; None: the validation result.
+        test: Compares arms, without any choice by it; None compares them by the validation result.
         higher_is_better: Whether larger results are better, as accuracies are.
         limits: Results at which everything is right, and wrong: arms there are not compared.
         cluster: How fast simulated machines and links are.
         threads: The number of threads of a simulated cell, or of each real learner.
         name: The folder inside `exp` that keeps every finished cell.
         exp: Where experiments are.
-        key: What else results depend on, for changes that a job's settings, first losses and scores do not show.
-        console: Where progress goes; None: standard error.
+        key: Anything else on which results depend, for changes that a job's settings, first losses and scores do not
+            show.
+        console: Where progress goes; None uses standard error.
         options: `baseline`, `target`, `engine`, `jobs`, `tuning_seeds`, `bracket`, `by`, as in a recipe's section
             `compare`.
 
     Raises:
-        ConfigError: for all settings that cannot work, before anything is computed.
-        Stopped: after SIGINT or SIGTERM; finished cells are kept.
+        ConfigError: Some settings cannot work; raised before anything is computed, with all problems.
+        Stopped: SIGINT or SIGTERM was received; finished cells are kept.
 
     Example:
         >>> table = starling.compare(job, ["allreduce", "adpsgd"], [4, 16], rates=["0.5x", 1, "2x"])  # doctest: +SKIP

@@ -80,7 +80,7 @@ def kept(run: RunT, say: Say) -> RunT:
         choice = StrategyChoice.model_validate(tree["strategy"])
     except (OSError, KeyError, TypeError, ValidationError) as error:
         raise ConfigError(
-            f"strategy auto: a resumed run keeps its strategy, but {config} does not tell it ({error}); name the "
+            f"strategy auto: a resumed run keeps its strategy, but {config} does not name it ({error}); name the "
             "strategy"
         ) from None
     if choice.is_auto:
@@ -90,7 +90,7 @@ def kept(run: RunT, say: Say) -> RunT:
     except ConfigError as error:
         raise ConfigError(
             f"strategy auto: a resumed run keeps its strategy, {choice.name}, which does not fit {run.learners} "
-            f"learners ({error}); resume with as many as before, or name a strategy"
+            f"learners ({error}); resume with as many learners as before, or name a strategy"
         ) from None
     say(f"strategy auto: the run resumes with {Arm.of(choice)}, as before")
     return run.model_copy(update={"strategy": choice})

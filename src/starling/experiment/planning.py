@@ -249,16 +249,16 @@ def _lines(plan: Plan, explains: bool) -> Iterator[str]:
     if not explains:
         yield from (f"note: {note}" for note in plan.notes if "left out" in note or "rank of" in note)
         return
-    yield "what this rests on:"
+    yield "assumptions and columns:"
     yield from (f"  {note}" for note in plan.notes)
     yield from (f"  {line}" for line in _EXPLANATIONS)
 
 
 _EXPLANATIONS = (
-    "hours: the steady speed of the strategy's own text on the simulated clock, the median of 3 seeds",
+    "hours: the steady speed of the strategy's own code on the simulated clock, the median of 3 seeds",
     "interval: these seeds, the 95 % interval of the gradient time, and the error of the last validation",
-    "wait: what is left of the waiting where every message arrives at once; exchange: what a faster link would end",
-    "MB/s: what a learner sends in a second of the run; stale: mean staleness, and the 95 % quantile",
-    "recommended: the most progress, which is speed times what a mini-batch is worth, or, within 5 % of that, the "
+    "wait: the waiting that remains if every message arrives at once; exchange: what a faster link would end",
+    "MB/s: megabytes that a learner sends per second of the run; stale: mean staleness, and the 95 % quantile",
+    "recommended: the most progress, which is speed times the worth of a mini-batch, or, within 5 % of that, the "
     "strategy whose mini-batches are worth most",
 )

@@ -133,7 +133,7 @@ def start_of(segment: Path) -> Position:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     if position.num_done != _begin(segment):
-        raise DataError(f"{path}: it says step {position.num_done}, and its folder {_begin(segment)}")
+        raise DataError(f"{path}: it has step {position.num_done}, but its folder has {_begin(segment)}")
     return position
 
 

@@ -38,8 +38,8 @@ NOT_PLANNED = (
 """Strategies that are left out unless they are requested: one needs a single machine, one is for studies, and the
 others differ from `dpsgd` and `adpsgd` in the worth of a gradient, which a plan does not know."""
 NO_PERIODIC = (
-    "the periodic strategies are left out unless they are named: the longer their periods, the faster they are, and "
-    "what an epoch is then worth this does not know"
+    "the periodic strategies are left out unless they are named: the longer their periods, the faster they are, but "
+    "a plan does not know the worth of an epoch then"
 )
 SLOWEST, BANDWIDTHS = (1.5, 4.0, 10.0, 100.0), (10.0, 100.0, 1000.0)
 """Limits of the search for crossing points: factors by which one learner is slower, and by which links are slower or
@@ -164,10 +164,10 @@ def plan(
         job: What to train. A profile knows its job, so None then plans that one.
         profile: What `starling.profile` returned, or the file that `starling profile` wrote.
         preset: The name of a preset, its file, or a `Preset`; in place of a profile.
-        cluster: What the machines' network is, where it is not the one that was measured: a file or a mapping with the
-            keys of a recipe's `cluster` section. What it leaves out is as measured.
+        cluster: The machines' network, if it is not the one that was measured: a file or a mapping with the keys of a
+            recipe's `cluster` section. Missing keys are as measured.
         learners: Numbers of learners.
-        strategies: Names, or mappings with `name` and options; None: all that run on several machines, but for the
+        strategies: Names, or mappings with `name` and options; None plans all that run on several machines, except the
             periodic ones.
         price: The price of one device for an hour, in your currency.
         budget: The run's budget; None uses the job's, or one epoch if there is only a profile.

@@ -149,15 +149,15 @@ def _of_learner(roster: Roster, record: LearnerRecord) -> Iterator[_Sample]:
     yield True, "steps", "Mini-batches computed.", own, record.num_steps
     yield True, "samples", "Examples computed.", own, done.examples
     yield True, "frames", "Frames computed.", own, done.frames
-    yield False, "loss", "Training loss per frame, of the last report.", own, record.loss
-    yield False, "learning_rate", "The learning rate of the last report.", own, rate
-    text = "Seconds of audio trained on per second, in the last report."
+    yield False, "loss", "Training loss per frame in the last report.", own, record.loss
+    yield False, "learning_rate", "The learning rate in the last report.", own, rate
+    text = "Seconds of audio trained on per second in the last report."
     yield False, "audio_seconds_per_second", text, own, audio_rate
     yield False, "silence_seconds", "The time since the last message.", own, roster.since_heard(record)
     yield False, "wait_seconds", "How long the present wait has lasted; waits below 1 s count as 0.", own, waited
     yield True, "computing_seconds", "Time spent on gradients and steps.", own, done.computing
     for what, seconds in (("data", done.waiting_for_data), ("peers", done.waiting_for_peers)):
-        yield True, "waiting_seconds", "Time spent waiting, by what for.", {**own, "what": what}, seconds
+        yield True, "waiting_seconds", "Time spent waiting for data or peers.", {**own, "what": what}, seconds
     yield True, "rounds", "Averaging rounds, up to the last epoch.", own, done.rounds
     yield True, "sent_bytes", "Bytes sent to other learners, up to the last epoch.", own, done.bytes_sent
     text = "Gradients left out because they were not finite, up to the last epoch."

@@ -35,7 +35,7 @@ class AeasgdOptions(Served):
 
 @registered(
     "aeasgd",
-    "step alone, drawn to a server's weights and these to them; no learner waits",
+    "step alone, elastically tied to a server's weights; no learner waits",
     AeasgdOptions,
     kind="periodic",
     sync_group_size=one_learner,

@@ -63,7 +63,7 @@ def expected_contraction(topology: Topology, rounds: int | None = None) -> float
 
     Args:
         topology: The pattern.
-        rounds: The number of rounds to average over. None: one period of a pattern that repeats, which is exact, or
+        rounds: The number of rounds to average over. None uses one period of a pattern that repeats, which is exact, or
             1024 rounds of a random one, a slight overestimate that grows with L.
     """
     count = (topology.period or _ROUNDS_AVERAGED) if rounds is None else rounds

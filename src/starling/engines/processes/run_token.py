@@ -61,7 +61,7 @@ def verified(rank: int, other: int, challenge: str, message: bytes) -> str:
     if not is_proof(given, own_token(), "handshake", str(other), challenge, text):
         own = "this learner has one" if own_token() else "this learner has none"
         raise ProtocolError(
-            f"learner {rank} and learner {other} differ in their run token ({own}), or what learner {other} says is of "
+            f"learner {rank} and learner {other} differ in their run token ({own}), or learner {other}'s message is of "
             f"an earlier run: learner {other} does not belong to this run; set {VARIABLE} to the same value for all "
             "learners of a run, or for none of them"
         )

@@ -133,7 +133,7 @@ class Simulation:
                 self._kill(life, "was killed on purpose")
             elif isinstance(fault, Pause):  # if for too long, it is treated as killed
                 life.still_until = max(life.still_until, self.now + fault.seconds)
-                self._end_if_silent(life, fault.seconds, "gave no sign of life")
+                self._end_if_silent(life, fault.seconds, "sent no heartbeat")
 
     def _kill(self, life: VirtualLife, how: str) -> None:
         if life.is_dead:

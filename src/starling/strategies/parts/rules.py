@@ -149,7 +149,7 @@ class Unlocked(ServerOptions):
     scale_by_staleness: bool = False
     """Divide the learning rate of a step by the mean staleness of its gradients, if that is above 1."""
     staleness: Staleness = "none"
-    """How gradients are corrected that were taken at older weights: `none`, `gap-aware`, or `delay_compensation`."""
+    """How gradients that were taken at older weights are corrected: `none`, `gap-aware`, or `delay_compensation`."""
 
     @model_validator(mode="after")
     def _fit(self) -> Unlocked:
