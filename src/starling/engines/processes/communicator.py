@@ -56,8 +56,8 @@ _PATIENCE = "; increase timeout_seconds if the learners are only slow"
 
 
 class _Lane(NamedTuple):
-    """The means by which one of a learner's two threads averages and waits: the collectives of two threads in one group
-    would have no common order."""
+    """The collectives and the worker with which one of a learner's two threads averages and waits: the collectives of
+    two threads in one group would have no common order."""
 
     means: OrderedMean | SharedMean
     device_group: ProcessGroup | None

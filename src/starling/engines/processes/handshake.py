@@ -33,7 +33,7 @@ from starling.training.membership import Membership, MembershipChanged, Membersh
 LOOK_AROUND_SECONDS = 0.02
 """Maximum interval between two checks of the store."""
 LONG_LOOK_AROUND_SECONDS = 0.2
-"""Maximum interval in a long wait, to which it grows: it is a hundredth of the wait's duration."""
+"""Maximum interval in a long wait: the interval grows to a hundredth of the wait's duration, up to this."""
 LOOKS_OF_ALL_PER_SECOND = 2000
 """Number of checks per second that all learners that wait for the same key make together: the store serves them one by
 one."""

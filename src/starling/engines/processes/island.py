@@ -38,8 +38,7 @@ GATHERING = "gathering its island's model"
 SMALLEST_UNIT = 1 << 20
 """Number of weights below which a block is not gathered and freed separately, but together with the block around it."""
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-"""Optimizers of `torch.optim` that treat each weight alone, so that a step on a shard is the whole model's step on
-it."""
+"""Optimizers of `torch.optim` that treat each weight alone, so that a shard's step is that of the whole model."""
 
 
 class IslandGroup(PassWithBackend):

@@ -115,8 +115,8 @@ class MemoryModel(Config):
 
 
 class WatchModel(Config):
-    """The watching of learners: how soon a loss is noticed, and how soon the survivors continue. The defaults are
-    roughly the times of the `processes` engine on one machine (decision 0005)."""
+    """How the learners are watched, and how soon the survivors continue. The defaults are roughly the times of the
+    `processes` engine on one machine (decision 0005)."""
 
     notice: float = Field(default=0.05, ge=0.0)
     """Seconds from a death until the survivors hear of it."""
@@ -129,8 +129,8 @@ class WatchModel(Config):
 class Cluster(Config):
     """The machines and links that `starling simulate` simulates; the `cluster:` section of a recipe.
 
-    Links are finite: messages queue at their node's uplink, in each direction, unless the recipe has `nodes: {uplink:
-    unlimited}`.
+    Links are finite: messages queue at their node's uplink, in each direction, unless `nodes` has
+    `uplink: unlimited`.
     """
 
     compute: ComputeModel = Field(default_factory=ComputeModel)
@@ -146,8 +146,8 @@ class Cluster(Config):
 
     @property
     def uplink(self) -> float | None:
-        """Bytes per second in each direction that the messages of a node share; None if uplinks are unlimited, as the
-        recipe may ask."""
+        """Bytes per second in each direction that the messages of a node share; None if the recipe makes uplinks
+        unlimited."""
         if self.nodes.uplink == "unlimited":
             return None
         return self.link.bandwidth if self.nodes.uplink is None else self.nodes.uplink
