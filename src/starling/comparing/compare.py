@@ -89,7 +89,7 @@ def compare(
         rates: The grid over which each arm is tuned: learning rates, or multiples of the job's (`"0.5x"`).
         seeds: Seeds of the first weights, the order of the data and the times of the cluster.
         validate: Chooses rates: a function of the trained model, or a workload, for its mean loss.
-        test: Compares arms, without any choice by it; None compares them by the validation result.
+        test: Compares arms, as `validate` does rates; no choice depends on it. None uses the validation result.
         higher_is_better: Whether larger results are better, as accuracies are.
         limits: Results at which everything is right, and wrong: arms there are not compared.
         cluster: How fast simulated machines and links are.

@@ -143,7 +143,7 @@ class CompareConfig(Config):
     """Quantity by which rates are chosen and arms compared: the score, or the training loss of the last tenth of the
     budget. The loss shows effects on training for which scores are too coarse; scores are reported beside it."""
     target: float | None = None
-    """Training loss whose time and number of samples until it is reached are measured; speed-ups then refer to
+    """Training loss; the time and the number of samples until it is reached are measured, and speed-ups refer to
     these."""
     engine: Literal["virtual", "processes"] = "virtual"
     """Engine of the cells: simulated learners, or processes on this machine, one cell at a time."""

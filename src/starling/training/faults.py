@@ -28,7 +28,7 @@ class _OfLearner(Config):
 
     @property
     def learner(self) -> int:
-        """The learner to which it happens; for a partition, the separated one with the largest name."""
+        """The learner to which the fault happens; for a partition, the separated one with the largest name."""
         name = next(getattr(self, key) for key in _KINDS if hasattr(self, key))
         return max(name) if isinstance(name, tuple) else int(name)
 
@@ -90,7 +90,7 @@ class Join(_OfLearner):
     join: Name
     """The learner that joins."""
     at_seconds: AtSeconds
-    """Time of its start in seconds since the beginning of the run."""
+    """Time at which the learner is started, in seconds since the beginning of the run."""
 
 
 class NotFinite(_OfLearner):

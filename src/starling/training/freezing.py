@@ -25,9 +25,9 @@ class Until(Config):
     """The time at which frozen parameters are thawed."""
 
     epochs: float | None = Field(default=None, gt=0)
-    """Number of passes over the data after which they are thawed."""
+    """Number of passes over the data after which the parameters are thawed."""
     fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the budget after which they are thawed."""
+    """Share of the budget after which the parameters are thawed."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -50,7 +50,7 @@ class Freeze(Config):
     """Names of parameters or modules, with wildcards: `layers.0`, `layers.*.weight_hh_l0`. `encoder` stands for all but
     the output layers."""
     until: Until | None = None
-    """When they are thawed; None means never."""
+    """When the parameters are thawed; None means never."""
 
     @model_validator(mode="before")
     @classmethod
