@@ -83,7 +83,7 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
 
 @contextmanager
 def _monitoring(run: RunConfig, roster: Roster, display: Display) -> Generator[None, None, None]:
-    """Within this context, the metrics of a run are served if it asks for that."""
+    """Within this context, the metrics of a run are served if it requests them."""
     if run.launch.metrics_port is None:
         yield
         return

@@ -36,7 +36,7 @@ def is_learner() -> bool:
     """Whether this process was started as one learner among several.
 
     It stays one when another library deletes WORLD_SIZE, as Lightning does after a fit. Raises `ConfigError` if other
-    variables are missing beside RANK: each process would train alone in silence.
+    variables are missing beside RANK: each process would silently train alone.
     """
     if "RANK" not in os.environ:
         return False

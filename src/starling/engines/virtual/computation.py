@@ -64,7 +64,7 @@ class Computation(ABC):
     def gradient(self, learner: Member, at: Tensor) -> Loss:
         """Begin the gradient of the claimed mini-batch at the weights `at` `[P]`.
 
-        Once the loss has been asked for, the gradient is in the learner's replica.
+        Once the loss has been requested, the gradient is in the learner's replica.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
