@@ -86,7 +86,7 @@ _NAMES = {
     "training.job": "Job",
     "workload": "Ticket Workload",
 }
-"""The public names of each module."""
+"""Public names of each module."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 
 LOWEST = 1e-3
-"""The lowest factor during warm-up. With a budget in minutes, the share that the first mini-batch takes is unknown."""
+"""Lowest factor during warm-up. With a budget in minutes, the share that the first mini-batch takes is unknown."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Budget(Config):
         return self.fraction(progress) >= 1.0
 
     def num_batches(self, per_epoch: int) -> int | None:
-        """The mini-batches after which it is spent at the latest; None: only `minutes` limits it."""
+        """Number of mini-batches after which the budget is spent at the latest; None if only `minutes` limits it."""
         limits = [self.steps, None if self.epochs is None else self.epochs * per_epoch]
         return min((each for each in limits if each is not None), default=None)
 
     def seconds(self, per_epoch: int, per_batch: float) -> float:
-        """How long a run takes whose learners together need `per_batch` seconds for each mini-batch."""
+        """Duration in seconds of a run whose learners together need `per_batch` seconds for each mini-batch."""
         batches = self.num_batches(per_epoch)
         in_time = math.inf if self.minutes is None else 60.0 * self.minutes
         return in_time if batches is None else min(in_time, per_batch * batches)
@@ -80,7 +80,7 @@ class Schedule(Config):
     warmup: float = Field(default=0.0, ge=0.0, le=1.0)
     """The fraction of the budget over which the factor rises."""
     warmup_epochs: float | None = Field(default=None, gt=0.0)
-    """In place of `warmup`, whatever the budget is."""
+    """Number of epochs over which the factor rises, in place of `warmup` and whatever the budget is."""
     warmup_from: float = Field(default=0.0, ge=0.0, le=1.0)
     """The factor that `warmup` and `warmup_epochs` rise from."""
     decay: Literal["constant", "cosine", "sqrt2-per-epoch"] = "cosine"
@@ -90,8 +90,8 @@ class Schedule(Config):
     hold_epochs: int = Field(default=10, ge=0)
     """Epochs before `decay: sqrt2-per-epoch` begins to lower the factor."""
     budget: Budget | None = None
-    """The budget that the schedule follows; afterwards the factor stays at its final value. None: the run's budget; if
-    a resume changes that, the schedule is stretched over the new one."""
+    """The budget that the schedule follows; afterwards the factor stays at its final value. None uses the run's budget;
+    if a resume changes that budget, the schedule is stretched over the new one."""
 
     @model_validator(mode="after")
     def _has_one_warmup(self) -> "Schedule":
@@ -103,7 +103,7 @@ class Schedule(Config):
 
     def at(self, progress: Progress, run: Budget, following: Progress | None = None) -> float:
         """The factor at `progress` of a run with the budget `run`, for mini-batches after which its progress is
-        `following` (None: unchanged)."""
+        `following` (None means unchanged)."""
         budget, following = self.budget or run, following or progress
         fraction = budget.fraction(progress)
         if self.warmup_epochs is not None and progress.epochs < self.warmup_epochs:
@@ -119,5 +119,5 @@ class Schedule(Config):
         return float(2.0 ** (-0.5 * max(0, math.floor(progress.epochs) - self.hold_epochs + 1)))
 
     def _risen(self, share: float) -> float:
-        """The factor when so much of the warm-up is over."""
+        """The factor after the fraction `share` of the warm-up."""
         return min(1.0, max(LOWEST, self.warmup_from + (1.0 - self.warmup_from) * share))

@@ -1,6 +1,6 @@
 """Seeds that are a pure function of their purpose, so that random choices never depend on the order of learners.
 
-Libraries use global state, random generators and a number of threads, which is borrowed for them and given back.
+Libraries use global state (random generators and a number of threads), which is changed for them and then restored.
 """
 
 import hashlib

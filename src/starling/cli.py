@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starling.strategies import Strategy
 
 PACKAGES = "starling.commands"
-"""The entry points by which packages, speech among them, add commands: typer applications."""
+"""Entry points by which packages, speech among them, add commands: typer applications."""
 
 
 app = Commands(
@@ -166,12 +166,13 @@ def report(
     experiments: Annotated[list[Path], typer.Argument(metavar="EXP...", help="Experiments, such as exp/demo.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="The page. Default: report.html in the experiment's folder; of several, in this one."),
+        typer.Option(help="The page. Default: report.html in the experiment's folder, or here for several."),
     ] = None,
 ) -> None:
     """Write one HTML page about experiments: curves, timelines, scores with intervals, utterances with audio, events.
 
-    It needs no network to be read. Several experiments are drawn over each other. Of a comparison, it shows the losses.
+    It needs no network to be read. Several experiments are drawn over each other. For a comparison, the page shows the
+    losses.
     """
     from starling.experiment.report import write_report
 
@@ -207,7 +208,7 @@ _PARTS = r"^(Waits|Use when|Args|References|Example):\n"
 
 
 def _described(strategy: "Strategy") -> Iterator["RenderableType"]:
-    """What a strategy is, as the docstrings of its coroutine and of its options say."""
+    """Description of a strategy, from the docstrings of its coroutine and of its options."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -275,8 +276,8 @@ def compare(
     bracket: Annotated[
         bool | None, typer.Option("--bracket", help="Grow a grid of rates while its best is at an end.")
     ] = None,
-    baseline: Annotated[str | None, typer.Option(help="The arm to compare with, not a learner.")] = None,
-    target: Annotated[float | None, typer.Option(help="A training loss, to measure the time to it.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The arm to compare with, in place of a lone learner.")] = None,
+    target: Annotated[float | None, typer.Option(help="A training loss; the time to reach it is measured.")] = None,
     engine: Annotated[str | None, typer.Option(help="The engine: virtual or processes.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Number of cells that are simulated at the same time.")] = None,
 ) -> None:
@@ -290,7 +291,7 @@ def compare(
 
 
 def _listed(text: str | None) -> list[Any] | None:
-    """The numbers in an option, and what is none as it is."""
+    """The comma-separated values of an option; None if the option is not given."""
     from starling.recipe.file import parse_yaml
 
     return None if text is None else [parse_yaml(each, "a list") for each in text.split(",")]

@@ -1,4 +1,5 @@
-"""What commands share: their arguments, the option --debug, how they show errors, and where they show progress."""
+"""Common parts of all commands: their arguments, the option --debug, how they show errors, and where they show
+progress."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -91,7 +92,7 @@ def _with_debug(function: Function, extra: str | None) -> Function:
 
 
 def progress_console() -> "Console":
-    """Where progress is shown: standard error."""
+    """The console on which progress is shown: standard error."""
     from rich.console import Console
 
     return Console(stderr=True)

@@ -1,4 +1,4 @@
-"""The base class of configuration models, what their fields mean, and functions to compare configurations."""
+"""The base class of configuration models, the meanings of their fields, and functions to compare configurations."""
 
 import ast
 import hashlib
@@ -20,11 +20,11 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     MOVED: ClassVar[Mapping[str, str]] = {}
-    """Names of keys that no longer exist, each with what to write instead, which the error about the key says."""
+    """Keys that no longer exist, each with its replacement, which the error about the key names."""
 
     @classmethod
     def alternatives(cls) -> Sequence[type["Config"]]:
-        """The classes of which `model_validate` makes one, by the value of a key; usually only this one."""
+        """The classes among which `model_validate` chooses by the value of a key; usually only this one."""
         return (cls,)
 
 
@@ -41,7 +41,7 @@ def short_for(key: str) -> Any:
 
 
 def read_saved(kind: type[ConfigT], path: Path) -> ConfigT:
-    """The content of one of a recogniser's JSON files. Raises CheckpointError naming the file."""
+    """The content of one of a recogniser's JSON files. Raises a CheckpointError that names the file."""
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -70,7 +70,7 @@ def digest(content: Any) -> str:
 
 
 def differing(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The dotted key and both values of each difference between two trees; None for a missing value."""
+    """The dotted key and both values of each difference between two trees; None stands for a missing value."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         if before != now:
             yield key, before, now
@@ -81,8 +81,8 @@ def differing(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, 
 
 @cache
 def beneath_fields(kind: type) -> dict[str, str]:
-    """The docstring beneath each field of a class, of its own or of a class of Starling or of its own package that it
-    extends. Python does not keep these docstrings."""
+    """The docstring beneath each field of a class, including fields of the classes of Starling or of its own package
+    that it extends. Python does not keep these docstrings."""
     found: dict[str, str] = {}
     packages = {"starling", kind.__module__.partition(".")[0]}
     for base in reversed(kind.__mro__):

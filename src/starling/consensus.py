@@ -1,4 +1,5 @@
-"""The consensus of learners, summed in rank order, so that it has the same bits everywhere; their distance from it."""
+"""The consensus of learners, summed in rank order, so that it has the same bits everywhere, and the learners' distance
+from it."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,10 +7,10 @@ import torch
 from torch import Tensor
 
 Places = Sequence[tuple[int, int]]
-"""Pieces of the weights as pairs (start, stop), without stop."""
+"""Pieces of the weights as pairs (start, stop), stop exclusive."""
 ROUNDING = 1e-4
-"""How far apart the weights of learners with one model may be, as a share of their norm: devices of different kinds
-round differently in each step."""
+"""Largest difference between the weights of learners with one model, as a share of their norm: devices of different
+kinds round differently in each step."""
 
 
 def rank_ordered_mean(vectors: Iterable[Tensor]) -> Tensor:
@@ -24,7 +25,7 @@ def rank_ordered_mean(vectors: Iterable[Tensor]) -> Tensor:
 def consensus(weights: Iterable[Tensor], kept: Sequence[Places]) -> Tensor:
     """The consensus `[P]`: the mean of all learners' weights `[P]`, or the model shards if any learner keeps one.
 
-    `kept` lists for each learner the places of its shards; a shard that several learners keep is averaged.
+    `kept` lists the places of each learner's shards; a shard that several learners keep is averaged.
     """
     if not any(kept):
         return rank_ordered_mean(weights)

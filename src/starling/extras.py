@@ -27,7 +27,7 @@ EXTRAS = {
 
 def require(extra: str, what: str, modules: Sequence[str] = ()) -> None:
     """Check that an extra is installed, without importing its modules. `what` names the command or function that needs
-    it, `modules` those of its modules that are needed (default: all).
+    it, `modules` the needed ones of its modules (default: all).
 
     Raises:
         MissingExtraError: A module is missing; the message contains the command that installs it.

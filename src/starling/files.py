@@ -38,8 +38,8 @@ def sync(*paths: Path) -> None:
 def replace_file(path: Path, text: str, aside: Path | None = None) -> None:
     """Atomically replace a UTF-8 text file: readers see the old text or the new one.
 
-    The new text is first written to a temporary file in the folder `aside` on the same file system (None: the folder of
-    `path`). Characters that UTF-8 cannot encode are written as escapes. Raises OSError if writing fails.
+    The new text is first written to a temporary file in the folder `aside` on the same file system (default: the folder
+    of `path`). Characters that UTF-8 cannot encode are written as escapes. Raises OSError if writing fails.
     """
     partial = (aside or path.parent) / f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial"
     try:

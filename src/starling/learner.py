@@ -31,7 +31,7 @@ class Handle(ABC, Generic[T]):
 
     @abstractmethod
     def result(self) -> T:
-        """The result of finished work; raises what the work raised."""
+        """The result of finished work; raises the exception that the work raised."""
 
 
 class LoopEnded(Exception):  # noqa: N818 - not an error
@@ -50,16 +50,17 @@ def divided(change: Tensor, rate: float | Tensor, at_rest: float | Tensor = 0.0)
 
 
 class EncodedMean(ABC):
-    """One learner's part in a mean of vectors that travel encoded: what it sends, and what it makes of what it gets.
+    """One learner's part in a mean of vectors that travel encoded: it encodes its messages, and decodes those it
+    receives.
 
-    Each of L learners owns one of L equal chunks. An engine sends `messages` to the owners, and what each owner then
-    `combine`s to all. It may call the methods in another thread, once each and in this order.
+    Each of L learners owns one of L equal chunks. An engine sends `messages` to the owners, and the result of each
+    owner's `combine` to all. It may call the methods in another thread, once each and in this order.
     """
 
     vector: Tensor
-    """What this learner averages, `[n]`. Without numbers, in a simulation of time alone, nothing is encoded."""
+    """Vector that this learner averages, `[n]`. Without numbers, in a timing-only simulation, nothing is encoded."""
     message_bytes: int
-    """The bytes of one encoded chunk."""
+    """Number of bytes of one encoded chunk."""
 
     @abstractmethod
     def messages(self) -> list[Tensor]:
@@ -68,7 +69,7 @@ class EncodedMean(ABC):
 
     @abstractmethod
     def combine(self, received: Sequence[Tensor]) -> Tensor:
-        """Encode the mean of this learner's chunk, from what each learner sent it; its own place is not read."""
+        """Encode the mean of this learner's chunk, from the messages of all learners; its own place is not read."""
 
     @abstractmethod
     def result(self, combined: Sequence[Tensor]) -> Tensor:
@@ -103,14 +104,15 @@ class Shard(ABC):
 
 
 class Shards(ABC):
-    """What strategies use whose model is kept in model shards, by servers or in memory that all learners share."""
+    """Operations for strategies whose model is kept in model shards, by servers or in memory that all learners
+    share."""
 
     @abstractmethod
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         """Keep a piece of the model for all learners, initialised with this learner's weights.
 
-        Its optimizer is one like the learner's own, with the learning rates of the schedule; or that which
-        `make_optimizer` makes of the piece's parameters, with constant rates.
+        Its optimizer is like the learner's own, with the learning rates of the schedule; or `make_optimizer` creates it
+        for the piece's parameters, with constant rates.
         """
 
     @abstractmethod
@@ -136,8 +138,8 @@ class LocalOptimizer(ABC):
     @property
     @abstractmethod
     def shapes(self) -> Sequence[torch.Size]:
-        """The shapes of the parameters that are views into the weights, in their order; of an island, of this rank's
-        parts. Empty in a simulation of time alone."""
+        """The shapes of the parameters that are views into the weights, in their order; in an island, the shapes of
+        this rank's parts. Empty in a timing-only simulation."""
 
     @abstractmethod
     def pieces(self, largest: int, state: bool = False) -> Sequence[slice]:
@@ -149,8 +151,8 @@ class LocalOptimizer(ABC):
 
     @abstractmethod
     def learning_rate(self, piece: slice | None = None) -> float | Tensor:
-        """The present learning rate, if it is the same for all weights; otherwise that of each weight `[P]`, or of
-        those in a piece `[n]`. On Starling's own engines it is in units of its peak."""
+        """The present learning rate, if it is the same for all weights; otherwise the rate of each weight `[P]`, or of
+        each weight in a piece `[n]`. On Starling's own engines it is in units of its peak."""
 
     @property
     @abstractmethod
@@ -168,7 +170,7 @@ class LocalOptimizer(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all that the optimizer keeps between its steps: its next step is that of a new optimizer."""
+        """Forget everything that the optimizer keeps between its steps: its next step is that of a new optimizer."""
 
 
 class Background(ABC):
@@ -240,8 +242,8 @@ class Learner(ABC):
     def claim(self) -> bool:
         """Take the next mini-batch from the budget that all learners share; False once it is spent.
 
-        It is the same for all learners of a sync group, which finish their last step together, if need be beyond the
-        budget.
+        The result is the same for all learners of a sync group, which finish their last step together, beyond the
+        budget if necessary.
         """
 
     @abstractmethod
@@ -256,8 +258,8 @@ class Learner(ABC):
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         """Make a step of the local optimizer on `weights` with `gradient` `[P]`.
 
-        `read_at` is the value of `version` when the gradient's weights were read. None: that of the newest gradient.
-        `scale` multiplies the learning rate.
+        `read_at` is the value of `version` when the gradient's weights were read. None uses that of the newest
+        gradient. `scale` multiplies the learning rate.
         """
 
     # its weights
@@ -278,7 +280,7 @@ class Learner(ABC):
 
     @abstractmethod
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        """Add `delta` to the weights `[P]`, or to a piece of them, one that `optimizer.pieces` has returned."""
+        """Add `delta` to the weights `[P]`, or to a piece of them, as returned by `optimizer.pieces`."""
 
     @abstractmethod
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
@@ -288,14 +290,14 @@ class Learner(ABC):
 
     @abstractmethod
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        """Start averaging the present value of a vector over a group of learners (None: all), summed in rank order.
+        """Start averaging the present value of a vector over a group of learners (default: all), summed in rank order.
 
         A group must be the learner's own sync group. Do not write to the result: learners may share it. Do not await a
         handle after passing it to `mean`, unless its work was finished. The mean of a gradient's handle may start
         before the gradient is complete: the `processes` engine then reduces each part while the rest is still being
         computed, and the backend chooses the order of the sum.
 
-        Of vectors that travel encoded, `of` is this learner's part; the result `[n]` is then in host memory, and has
+        For vectors that travel encoded, `of` is this learner's part; the result `[n]` is then in host memory, and has
         the same bits on all learners and engines. Strategies use `strategies.parts.means`, which keeps the residuals.
         """
 
@@ -332,28 +334,28 @@ class Learner(ABC):
     ) -> Tensor:
         """A tensor that the strategy keeps between its steps, such as an outer momentum; initially a copy of `initial`.
 
-        Checkpoints save it, and a learner that resumes with the same strategy, the same options and as many learners
-        gets the saved value instead of `initial`; any other begins with `initial`. After a membership change, all
-        learners begin with the value of one of them if it `is_common`, otherwise each with its own, a joiner with
+        Checkpoints save it, and a learner that resumes with the same strategy, the same options and the same number of
+        learners gets the saved value instead of `initial`; any other begins with `initial`. After a membership change,
+        all learners begin with the value of one of them if it `is_common`, otherwise each with its own, a joiner with
         `initial`; or all with `initial` if it is `for_membership`: for what learners must keep consistent between them.
-        What a learner keeps of its own beyond a membership, and changes with its weights in the background's rounds, is
-        `of_rounds`.
-        Learners whose common state is new must have equal weights, which engines check. Only a strategy that
-        declares `keeps_state` may keep what is common. Only one of its coroutines may write to a tensor, in place; what
-        the background writes `for_membership` or `of_rounds` is saved as it is between two rounds, with the weights.
+        State that a learner keeps for itself beyond a membership, and changes with its weights in the background's
+        rounds, is `of_rounds`. Learners whose common state is new must have equal weights, which engines check. Only a
+        strategy that declares `keeps_state` may keep common state. Only one of its coroutines may write to a tensor, in
+        place; state that the background writes `for_membership` or `of_rounds` is saved as it is between two rounds,
+        with the weights.
         """
 
     @property
     @abstractmethod
     def optimizer(self) -> LocalOptimizer:
-        """Its own optimizer, and the layout of the weights."""
+        """The learner's own optimizer, and the layout of the weights."""
 
     @property
     @abstractmethod
     def background(self) -> Background:
-        """Its second activity, in which it may average while it computes."""
+        """The learner's second activity, in which it may average while it computes."""
 
     @property
     @abstractmethod
     def shards(self) -> Shards:
-        """The model shards that it keeps or shares."""
+        """The model shards that the learner keeps or shares."""

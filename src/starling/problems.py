@@ -1,4 +1,4 @@
-"""Describes all problems of a recipe, or of other configuration, one per line."""
+"""Descriptions of all problems of a recipe, or of other configuration, one per line."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import UnionType
@@ -15,7 +15,8 @@ _MAX_SHOWN = 60  # characters of a wrong value
 
 
 class ProblemsError(ValueError):
-    """Raised by a validator: lines that describe problems and name the keys, which may be other keys than its own."""
+    """Raised by a validator with lines that describe problems and name the keys, which may differ from the validator's
+    own key."""
 
 
 def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: str = "") -> list[str]:
@@ -69,7 +70,7 @@ def known_keys(model: type[BaseModel]) -> dict[str, list[tuple[str, str]]]:
 
 
 def _choosing(kind: type[BaseModel]) -> list[tuple[str, str]]:
-    """The key whose value chooses this class among others, and the value."""
+    """The key whose value chooses this class among others, and that value."""
     for name, field in kind.model_fields.items():
         if get_origin(field.annotation) is Literal and len(values := get_args(field.annotation)) == 1:
             return [(name, str(values[0]))]
@@ -77,7 +78,7 @@ def _choosing(kind: type[BaseModel]) -> list[tuple[str, str]]:
 
 
 def suggestion(path: str, known: Collection[str]) -> str:
-    """`; did you mean KEY?` for an unknown dotted key; the known keys beside it if it resembles none."""
+    """`; did you mean KEY?` for an unknown dotted key; if it resembles none, the known keys at its place."""
     path = ".".join(part for part in path.split(".") if not part.isdecimal())  # places in a list
     parent, _, name = path.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}

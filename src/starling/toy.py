@@ -1,4 +1,4 @@
-"""A job of milliseconds, with which a docstring or a page can show a strategy."""
+"""A job that takes milliseconds, with which a docstring or a page can show a strategy."""
 
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ def _make_model() -> nn.Module:
 
 
 def _batch(ticket: Ticket) -> tuple[Tensor, Tensor]:
-    """Inputs `[16, 8]`, and targets `[16]`: sums of inputs with noise."""
+    """Inputs `[16, 8]`, and targets `[16]`, which are sums of inputs with noise."""
     generator = torch.Generator().manual_seed(derive_seed(0, "toy", ticket.index))
     inputs = torch.randn(EXAMPLES, INPUTS, generator=generator)
     return inputs, inputs.sum(dim=1) + 0.1 * torch.randn(EXAMPLES, generator=generator)

@@ -1,4 +1,4 @@
-"""Processes of this machine that work for this one: they end when it does, and leave Ctrl-C to it."""
+"""Processes of this machine that work for this one. They end when it does, and leave Ctrl-C to it."""
 
 import multiprocessing
 import os
@@ -22,9 +22,9 @@ def worker_processes(
 ) -> Generator[dict[Connection, BaseProcess], None, None]:
     """`count` processes with a copy of `work` each, by the connections to them; all have ended afterwards.
 
-    A process calls `work` with the arguments that are sent to it, and sends what that returns: see `answer_of`. If one
-    cannot be started, mostly because `work` cannot be pickled, a ConfigError says that `what` it works with cannot be
-    sent, and that `key`, which asked for the processes, may be left out.
+    A process calls `work` with the arguments that are sent to it, and sends the result: see `answer_of`. If a process
+    cannot be started, mostly because `work` cannot be pickled, a ConfigError says that `what`, with which it works,
+    cannot be sent, and that `key`, which requested the processes, may be left out.
     """
     context = multiprocessing.get_context("spawn")  # a fork would inherit the threads' locks
     workers: dict[Connection, BaseProcess] = {}
@@ -57,7 +57,7 @@ def worker_processes(
 
 
 def answer_of(line: Connection, process: BaseProcess, which: str, advice: str) -> Any:
-    """What a process has answered. An error is raised, also if the process, `which` names it, has ended."""
+    """The answer of a process. An error is raised, also if the process, named by `which`, has ended."""
     try:
         answer = line.recv()
     except (EOFError, OSError):
@@ -70,7 +70,7 @@ def answer_of(line: Connection, process: BaseProcess, which: str, advice: str) -
 
 
 def _serve(line: Connection, work: Callable[..., Any]) -> None:
-    """Work until the other end of the connection is closed, or, even in the middle of it, until the parent is gone."""
+    """Work until the other end of the connection is closed or the parent process is gone, even during the work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes
     threading.Thread(target=_end_with_parent, name="starling-parent", daemon=True).start()
     with suppress(EOFError, OSError):

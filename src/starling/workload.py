@@ -20,8 +20,8 @@ Number = Annotated[int, Field(ge=0)]
 Unit = Literal["utterances", "frames"]
 """The unit of a mini-batch's size; an utterance is any example."""
 Weighting = Literal["batches", Unit]
-"""The weights of mini-batches in the mean gradient of learners that step together: equal (`batches`), or proportional
-to their size."""
+"""Weights of mini-batches in the mean gradient of learners that step together: equal (`batches`), or proportional to
+their size."""
 
 
 class Examples(Protocol):
@@ -51,13 +51,13 @@ class Ticket:
     """
 
     epoch: Number
-    """From 0."""
+    """Number of the epoch, from 0."""
     index: Number
-    """The number of the mini-batch in its epoch, from 0."""
+    """Number of the mini-batch in its epoch, from 0."""
     step: Number
-    """The number of earlier tickets in the run."""
+    """Number of earlier tickets in the run."""
     part: Annotated[int, Field(exclude=True)] = 0
-    """The part of a divided data set; 0 unless the data are divided. Files do not have it."""
+    """Part of a divided data set; 0 unless the data are divided. Files do not have it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Position:
     """The data position of a run: every ticket before `next_ticket` is completed, except the `outstanding` ones."""
 
     next_ticket: Ticket = Ticket(epoch=0, index=0, step=0)
-    """The first ticket that was never handed out."""
+    """First ticket that was never handed out."""
     outstanding: tuple[Ticket, ...] = ()
     """Tickets that were handed out and not completed, in order. A run that resumes here re-issues them first."""
 
@@ -80,7 +80,7 @@ class Workload(ABC, Generic[ExamplesT]):
     ticket, not on the number of learners or on the learner that computes it."""
 
     num_parts: int = 1
-    """The number of parts into which the data are divided, for studies: learner r draws from part r modulo this."""
+    """Number of parts into which the data are divided, for studies: learner r draws from part r modulo this number."""
 
     @abstractmethod
     def make_model(self) -> nn.Module:

@@ -217,7 +217,7 @@ def test_a_learner_that_stands_still_is_waited_for_or_taken_for_dead(name: str) 
         outcome, record = run(name, Pause(pause=2, at_event=event, seconds=60.0))
         check(outcome, record)
         for loss in outcome.losses:  # unless the others had done everything by then
-            assert "learner 2 gave no sign of life for 5 s" in loss.reason
+            assert "learner 2 sent no heartbeat for 5 s" in loss.reason
             assert outcome.seconds < 60.0
 
 

@@ -406,7 +406,7 @@ def test_a_job_is_not_run_before_a_strategy_has_been_chosen(tree: Tree) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, "does not tell it"),
+        (None, "does not name it"),
         ({"strategy": {"name": "auto"}}, "was written before a strategy was chosen"),
         ({"strategy": {"name": "hadpsgd", "per_node": 3}}, "hadpsgd, which does not fit 2 learners"),
     ],

@@ -1,4 +1,4 @@
-"""How the ranks of an island divide a model and its optimizer's state."""
+"""Division of a model and its optimizer's state among the ranks of an island."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,14 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """How `size` ranks divide a model: each parameter along one dimension into equal parts, the last of which are
-    padded with zeros. So all ranks have a vector `[P']` of the same size, slightly more than P / size."""
+    """How `size` ranks divide a model: each parameter is cut along one dimension into equal parts, and the last parts
+    are padded with zeros. So all ranks have a vector `[P']` of the same size, slightly more than P / size."""
 
     size: int
     shapes: tuple[tuple[int, ...], ...]
     """The parameters' shapes, in the order of the weights `[P]`."""
     dims: tuple[int, ...] = ()
-    """The dimension along which each parameter is divided, under tensor parallelism; empty: the first of all."""
+    """Dimension along which each parameter is divided, under tensor parallelism; if empty, every parameter is divided
+    along its first."""
 
     @cached_property
     def _dims(self) -> tuple[int, ...]:
@@ -35,11 +36,11 @@ class Cut:
 
     @property
     def local_numbers(self) -> int:
-        """P', the numbers of one rank's vector."""
+        """P', the size of one rank's vector."""
         return sum(math.prod(shape) for shape in self.local_shapes)
 
     def part(self, whole: Tensor, member: int) -> Tensor:
-        """The vector `[P']` of one rank, from that of the whole model `[P]`."""
+        """The vector `[P']` of one rank, from the vector `[P]` of the whole model."""
         parts, start = [], 0
         for shape, dim in zip(self.shapes, self._dims, strict=True):
             size = math.prod(shape)
@@ -48,7 +49,7 @@ class Cut:
         return torch.cat(parts)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """The vector of the whole model `[P]`, from those of all ranks."""
+        """The vector `[P]` of the whole model, from the vectors of all ranks."""
         found, start = [], 0
         for shape, local, dim in zip(self.shapes, self.local_shapes, self._dims, strict=True):
             size = math.prod(local)
@@ -58,12 +59,12 @@ class Cut:
         return torch.cat(found)
 
     def part_of_optimizer(self, whole: dict[str, Any], member: int, order: Sequence[int]) -> dict[str, Any]:
-        """The `state_dict` of one rank's optimizer, from that of the whole model's, whose parameters are in the order
-        of the numbers `order`."""
+        """The `state_dict` of one rank's optimizer, from the whole model's `state_dict`, whose parameters are in the
+        order of the numbers `order`."""
         return _with_state(whole, lambda place, value: part_of(value, self.size, member, self._dims[order[place[0]]]))
 
     def whole_of_optimizer(self, parts: Sequence[dict[str, Any]], order: Sequence[int]) -> dict[str, Any]:
-        """The `state_dict` of the whole model's optimizer from those of all ranks' optimizers, whose parameters are in
+        """The `state_dict` of the whole model's optimizer, from those of all ranks' optimizers, whose parameters are in
         the order of the numbers `order`."""
         states = [part["state"] for part in parts]
 
@@ -77,7 +78,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class ShardOfIsland:
-    """Which part of a model a learner's state holds."""
+    """The part of a model that a learner's state holds."""
 
     cut: Cut
     member: int
@@ -86,15 +87,15 @@ class ShardOfIsland:
     """The numbers of the parameters in the order of the optimizer's `state_dict`."""
 
     def encode(self) -> dict[str, Any]:
-        """The shard's place as JSON: an index of an island's files."""
+        """The shard's place as JSON: an index into the files of an island."""
         cut = self.cut
         dims = {"dims": cut.dims} if cut.dims else {}
         return {"size": cut.size, "shapes": cut.shapes, **dims, "member": self.member, "order": self.order}
 
     @classmethod
     def decode(cls, scalars: dict[str, Any], num_weights: int) -> "ShardOfIsland":
-        """The inverse of `encode`, for a shard of so many weights. May raise KeyError, TypeError or ValueError for
-        other JSON."""
+        """The inverse of `encode`, for a shard of `num_weights` weights. May raise KeyError, TypeError or ValueError
+        for other JSON."""
         shapes = tuple(tuple(map(int, shape)) for shape in scalars["shapes"])
         dims = tuple(map(int, scalars.get("dims", ())))
         cut, member = Cut(int(scalars["size"]), shapes, dims), int(scalars["member"])
@@ -116,14 +117,14 @@ def part_of(whole: Tensor, size: int, member: int, dim: int = 0) -> Tensor:
 
 
 def span_of(length: int, size: int, member: int) -> tuple[int, int]:
-    """Where rank `member`'s part of so many rows begins, and how many rows it has."""
+    """The first row of rank `member`'s part of `length` rows, and the number of its rows."""
     rows = -(-length // size)
     start = min(member * rows, length)
     return start, min(rows, length - start)
 
 
 def _with_state(state_dict: dict[str, Any], change: Callable[[tuple[int, str], Tensor], Tensor]) -> dict[str, Any]:
-    """A copy with another tensor in the place of each that has a number for each weight."""
+    """A copy of a `state_dict` in which `change` has replaced each tensor that has one number per weight."""
     state = {
         number: {
             name: change((number, name), value) if isinstance(value, Tensor) and value.dim() > 0 else value

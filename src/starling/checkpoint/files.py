@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PARTIAL = ".partial"
-"""The suffix of a folder that is being written or removed."""
+"""Suffix of a folder that is being written or removed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_JSON_BYTES = 256 << 20
-"""The largest JSON file that is read. A learner's has a few kilobytes, plus some bytes per parameter tensor."""
+"""Size of the largest JSON file that is read. A learner's file has a few kilobytes, plus some bytes per parameter
+tensor."""
 
 
 def partial_folder(final: Path) -> Path:
@@ -68,7 +69,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous and without shared memory, as safetensors requires."""
+    """Copies of the tensors on the CPU, contiguous and without shared memory, as safetensors requires."""
     import torch
 
     seen: set[int] = set()

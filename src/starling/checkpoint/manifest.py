@@ -12,10 +12,10 @@ from starling.files import sha256
 from starling.workload import Position, Ticket
 
 FORMAT = 6
-"""The format of Starling 0.2. Later versions will read it; earlier formats are not read."""
+"""Format of checkpoints since Starling 0.2. Later versions will read it; earlier formats are not read."""
 MANIFEST = "manifest.json"
 MODEL = "model"
-"""The folder of the consensus model inside a checkpoint."""
+"""Folder of the consensus model inside a checkpoint."""
 
 
 class FileEntry(Config):
@@ -29,24 +29,24 @@ class Manifest(Config):
     """A checkpoint's description."""
 
     next_ticket: Ticket
-    """The first ticket that had not been claimed when the learners saved."""
+    """First ticket that had not been claimed when the learners saved."""
     outstanding: tuple[Ticket, ...] = ()
     """Tickets that had been claimed and not completed."""
     format: int = FORMAT
     starling: str
-    """The version of Starling that wrote the checkpoint."""
+    """Version of Starling that wrote the checkpoint."""
     fingerprints: dict[str, str]
     """Digests of the parts of the recipe that a resume may not change, by section."""
     world: int = Field(ge=1)
-    """The number of learners that trained."""
+    """Number of learners that trained."""
     learners: int = Field(ge=0)
-    """How many of them saved their state: all, or none in a checkpoint that cannot be resumed."""
+    """Number of learners that saved their state: all, or none in a checkpoint that cannot be resumed."""
     sync_group_size: int | None = Field(default=None, ge=1)
-    """How many learners claimed mini-batches together; None: all."""
+    """Number of learners that claimed mini-batches together; None means all."""
     epochs_ended: int | None = Field(default=None, ge=0)
-    """How many epochs had ended; None unless the checkpoint was saved at the end of an epoch."""
+    """Number of epochs that had ended; None unless the checkpoint was saved at the end of an epoch."""
     minutes: float = Field(ge=0)
-    """The longest training time among the learners when they saved."""
+    """Longest training time among the learners when they saved, in minutes."""
     consensus_distance: float | None = Field(default=None, ge=0)
     """(1/L) sum_l |w_l - mean|^2 of the saved weights; None if it is not finite."""
     is_finite: bool
@@ -62,7 +62,7 @@ class Manifest(Config):
         return Position(self.next_ticket, self.outstanding)
 
     def with_digest(self) -> "Manifest":
-        """A copy whose `digest` is set."""
+        """A copy of the manifest with its `digest` set."""
         return self.model_copy(update={"digest": digest(self.model_dump(mode="json", exclude={"digest"}))})
 
 
@@ -80,9 +80,10 @@ def checkpoint_name(position: Position) -> str:
 
 
 def sort_key(name: str) -> tuple[int, ...]:
-    """Orders checkpoints by name, oldest first; empty for a name that no checkpoint has.
+    """The key that sorts checkpoints by name, oldest first; empty for a name that no checkpoint can have.
 
-    The key is the two numbers in the name, because names with more than eight digits do not sort correctly as text.
+    The key consists of the two numbers in the name, because names with more than eight digits do not sort correctly as
+    text.
     """
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else ()

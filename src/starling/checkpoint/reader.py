@@ -1,4 +1,4 @@
-"""Reads checkpoints after verifying every file, and says which may be removed: never the newest that is good."""
+"""Reads checkpoints after verifying every file, and tells which of them may be removed: never the newest good one."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class Checkpoint:
         return parts[0] if shard is None else shard.cut.whole(parts)
 
     def start(self, rank: int, world: int, strategy: str, island: Island = NO_ISLANDS) -> LearnerState:
-        """The state from which learner `rank` of `world` resumes under a `strategy`, as `Strategy.described` has it,
-        with islands like `island`.
+        """The state from which learner `rank` of `world` resumes under a `strategy`, in the form of
+        `Strategy.described`, with islands like `island`.
 
-        If nothing of this has changed, each learner resumes from its own state. Otherwise (`what_changed`) all resume
+        If none of these has changed, each learner resumes from its own state. Otherwise (`what_changed`) all resume
         from the consensus weights, without the strategy's state, and with the optimizer state of former learner 0, or
         of the first island: learners with different momentum would not keep one model. Learner r takes the buffers of
         former learner r modulo their number. With islands the state is then that of a whole model. Under the same
@@ -112,7 +112,7 @@ class Checkpoint:
         )
 
     def what_changed(self, world: int, strategy: str, island: Island = NO_ISLANDS) -> str:
-        """Why learners cannot each resume from their own state, as the end of a sentence; empty: they can."""
+        """Why learners cannot each resume from their own state, as the end of a sentence; empty if they can."""
         if self.manifest.learners == 0:
             return ""
         first = self.learner(0)
@@ -126,7 +126,8 @@ class Checkpoint:
         return ""
 
     def _shards(self) -> dict[tuple[int, int], ShardState]:
-        """All saved model shards by their place in the weights; if several learners saved one, the first learner's."""
+        """All saved model shards by their place in the weights; of a shard that several learners saved, the first
+        learner's copy."""
         found: dict[tuple[int, int], ShardState] = {}
         for rank in reversed(range(self.manifest.learners)):
             scalars = read_json(self.folder / f"learner-{rank}.json")
@@ -136,7 +137,8 @@ class Checkpoint:
 
 
 def _other_strategy(before: str, now: str) -> str:
-    """How the strategy that saved a checkpoint differs from that of a run; both as `Strategy.described` has them."""
+    """Differences between the strategy that saved a checkpoint and the strategy of a run, both in the form of
+    `Strategy.described`."""
     if not before:
         return "it does not say under which strategy it was saved"
     try:
@@ -160,8 +162,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def load(folder: Path) -> Checkpoint:
     """Load a checkpoint after verifying the SHA-256 of every file.
 
-    Raises a CheckpointError that names the file which is missing, damaged or of another format, and the newest older
-    checkpoint in the same folder that is intact. Starling does not switch to that one: the user decides.
+    Raises a CheckpointError that names the file that is missing, damaged or in another format, and the newest intact
+    older checkpoint in the same folder. Starling does not switch to that checkpoint: the user decides.
     """
     try:
         return _load(folder)
@@ -192,7 +194,7 @@ def _load(folder: Path) -> Checkpoint:
 
 
 def latest(experiment: Path) -> Path:
-    """The newest complete checkpoint of an experiment folder; if `experiment` is a checkpoint, itself.
+    """The newest complete checkpoint of an experiment folder, or `experiment` itself if it is a checkpoint.
 
     Raises CheckpointError if there is none.
     """
@@ -207,8 +209,8 @@ def latest(experiment: Path) -> Path:
 
 
 def surplus(folder: Path, keep: int, written: Path | None = None) -> list[Path]:
-    """The checkpoints that may be removed, oldest first: all except the newest `keep`, and except the newest one that
-    is intact and finite.
+    """The checkpoints that may be removed, oldest first: all except the newest `keep` and the newest intact and finite
+    one.
 
     `written` was just written and is known to be intact. Older ones are verified only if it is not finite.
     """

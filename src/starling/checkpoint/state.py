@@ -1,4 +1,4 @@
-"""The state of one learner, and how it becomes named tensors and plain JSON, without pickle."""
+"""The state of one learner, and its conversion to named tensors and plain JSON, without pickle."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
 _TENSOR, _PAIRS, _TUPLE, _FLOAT = "$tensor", "$pairs", "$tuple", "$float"
 _TAGS = (_TENSOR, _PAIRS, _TUPLE, _FLOAT)
 _BUFFER = "buffer."
-"""Begins the names of the tensors that are the model's buffers."""
+"""Prefix of the names of the model's buffers."""
 OWN_PREFIX = "own."
-"""Begins the names of those parts of a strategy's state that differ between learners."""
+"""Prefix of the names of those parts of a strategy's state that differ between learners."""
 MEMBERSHIP_PREFIX = OWN_PREFIX + "membership."
-"""Begins the names of those that are void once the membership changes."""
+"""Prefix of the names of those parts that become invalid when the membership changes."""
 ROUNDS_PREFIX = OWN_PREFIX + "rounds."
-"""Begins the names of those that are not, and change with the weights in averaging rounds."""
+"""Prefix of the names of those parts that outlive a membership and change with the weights in averaging rounds."""
 
 
 def name_of_state(name: str, is_common: bool, for_membership: bool, of_rounds: bool) -> str:
-    """The name under which a state stores what `Learner.strategy_state` returns."""
+    """The name under which a state stores the tensor that `Learner.strategy_state` returns."""
     if for_membership or of_rounds:
         return (MEMBERSHIP_PREFIX if for_membership else ROUNDS_PREFIX) + name
     return name if is_common else OWN_PREFIX + name
 
 
 def beyond_membership(strategy: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a strategy's state is valid in other memberships, too."""
+    """The part of a strategy's state that is valid in other memberships, too."""
     return {name: each for name, each in strategy.items() if not name.startswith(MEMBERSHIP_PREFIX)}
 
 
 def counted(strategy: Mapping[str, Tensor]) -> int:
-    """The sum of a strategy's common counts. Of learners that have done as many mini-batches, one that has used a mean
-    for which others still wait has counted more."""
+    """The sum of a strategy's common counts. Among learners that have done equally many mini-batches, a learner that
+    has used a mean for which others still wait has counted more."""
     counts = (each for name, each in strategy.items() if not name.startswith(OWN_PREFIX))
     return sum(int(each) for each in counts if each.numel() == 1 and not each.is_floating_point())
 
 
 def has_common(strategy: Mapping[str, Tensor]) -> bool:
-    """Whether a strategy's state includes what all learners have in common."""
+    """Whether a strategy's state includes anything that all learners have in common."""
     return any(not name.startswith(OWN_PREFIX) for name in strategy)
 
 
@@ -62,7 +62,7 @@ class ShardState:
     stop: int
     """The shard is `weights[start:stop]` of the model's weights `[P]`."""
     weights: Tensor
-    """`[stop - start]`, on the CPU."""
+    """Weights of the shard, `[stop - start]`, on the CPU."""
     optimizer: dict[str, Any]
     """The `state_dict` of the shard's optimizer."""
 
@@ -84,29 +84,31 @@ class LearnerState:
     minutes: float
     """Time spent training, on the engine's clock."""
     weights: Tensor
-    """Flat, `[P]`, on the CPU."""
+    """Weights, flat, `[P]`, on the CPU."""
     buffers: dict[str, Tensor]
     """The model's buffers by name, on the CPU."""
     optimizer: dict[str, Any]
     """The optimizer's `state_dict`."""
     epochs_ended: int | None = None
-    """How many epochs have ended; None unless this is the state at the end of an epoch."""
+    """Number of epochs that have ended; None unless this is the state at the end of an epoch."""
     shards: tuple[ShardState, ...] = ()
     """The model shards that this learner keeps. Their weights are also in `weights`. If any learner keeps shards, the
     shards are the model."""
     strategy: dict[str, Tensor] = field(default_factory=dict)
-    """What the strategy keeps between its steps, by name, on the CPU; see `Learner.strategy_state`."""
+    """Tensors that the strategy keeps between its steps, by name, on the CPU; see `Learner.strategy_state`."""
     shard_of_island: ShardOfIsland | None = None
-    """Which part of an island's model `weights` `[P']` and `optimizer` are; None: they are those of a whole model."""
+    """The part of an island's model that `weights` `[P']` and `optimizer` hold; None if they are those of a whole
+    model."""
     of_strategy: str = ""
-    """The strategy under which it trained, with its options, as `Strategy.described` has it; empty: unknown."""
+    """Strategy under which the learner trained, with its options, in the form of `Strategy.described`; empty if
+    unknown."""
     under_shards: Tensor | None = None
-    """The weights with which a worker computes, where `weights` has those of its shards: `[n]`, for all its shards in
-    their order. None: they are the shards'."""
+    """Weights with which a worker computes if `weights` holds the weights of its shards: `[n]`, for all its shards in
+    their order. None means that both are the same."""
     is_worker: bool = True
-    """Whether it computes gradients. The weights of a learner that does not are valid only in its shards."""
+    """Whether the learner computes gradients. If it does not, its weights are valid only in its shards."""
     is_complete: bool = True
-    """False: the states of other learners may have averaging rounds that this one lacks; do not save it."""
+    """False if the states of other learners may include averaging rounds that this state lacks; do not save it."""
 
     def copy(self) -> LearnerState:
         """A deep copy in CPU memory, which later training does not change."""
@@ -120,7 +122,7 @@ class LearnerState:
         return replace(self, strategy=own(common) | mine)
 
     def for_computing(self) -> LearnerState:
-        """This state with the weights with which the learner computes, also where it keeps shards."""
+        """This state with the weights with which the learner computes, even if it keeps shards."""
         if self.under_shards is None:
             return self
         weights, start = self.weights.clone(), 0
@@ -132,11 +134,11 @@ class LearnerState:
 
     @property
     def kept(self) -> list[tuple[int, int]]:
-        """`start` and `stop` of each of its shards."""
+        """`start` and `stop` of each of the learner's shards."""
         return [(shard.start, shard.stop) for shard in self.shards]
 
     def encode(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The state as JSON and named tensors. Raises CheckpointError for what cannot be saved."""
+        """The state as JSON and named tensors. Raises CheckpointError for content that cannot be saved."""
         tensors = {"weights": self.weights} | {_BUFFER + name: buffer for name, buffer in self.buffers.items()}
         if self.under_shards is not None:
             tensors["under_shards"] = self.under_shards

@@ -54,11 +54,12 @@ class CheckpointWriter:
     write_model: WriteModel
     fingerprints: dict[str, str]
     keep: int = 2
-    """How many checkpoints are kept: the newest ones; see `surplus`."""
+    """Number of checkpoints to keep: the newest ones; see `surplus`."""
     sync_group_size: int | None = None
-    """How many learners claim mini-batches together; None: all."""
+    """Number of learners that claim mini-batches together; None means all."""
     has_one_model: bool = False
-    """Learners whose weights differ by more than rounding are an error, and no checkpoint."""
+    """Whether the strategy keeps one model: then learners whose weights differ by more than rounding are an error, and
+    no checkpoint is written."""
 
     def save(self, state: LearnerState) -> Checkpoint | None:
         """Write this learner's part; return the checkpoint if that completed it, else None.
@@ -106,7 +107,7 @@ class CheckpointWriter:
         own: LearnerState,
         num_saved: int,
     ) -> Checkpoint:
-        """Add the consensus model and the manifest, and publish the checkpoint, which has the states of so many
+        """Add the consensus model and the manifest, and publish the checkpoint, which has the states of `num_saved`
         learners. `own` is one of the states."""
         partial, shard = partial_folder(final), own.shard_of_island
         size = 1 if shard is None else shard.cut.size
@@ -191,7 +192,7 @@ class BackgroundWriter:
 
 
 class _Saved:
-    """A learner's state in its files. Only the tensors that are asked for are read."""
+    """A learner's state in its files. Only the requested tensors are read."""
 
     def __init__(self, path: Path) -> None:
         scalars = read_json(path.with_suffix(".json"))
@@ -227,7 +228,7 @@ def _check_one_model(final: Path, weights: Iterable[Tensor], size: int = 1, memb
 
 
 def mean_of_buffers(buffers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of each floating-point buffer; other buffers are those of the first learner."""
+    """The mean of each floating-point buffer; other buffers are the first learner's."""
     return {
         name: rank_ordered_mean(each[name] for each in buffers) if first.is_floating_point() else first
         for name, first in buffers[0].items()

@@ -30,11 +30,11 @@ from starling.training.job import EpochReport, Job, Observer, StepReport
 
 CURVE_POINTS = 50
 LAST = 0.9
-"""The share of the budget after which losses count as the last ones."""
+"""Share of the budget after which losses count as the last ones."""
 
 
 class Watcher(Observer):
-    """An observer that keeps what a comparison reports of a run."""
+    """An observer that keeps the figures that a comparison reports about a run."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -72,7 +72,7 @@ class Watcher(Observer):
 
 
 def _trained_on(points: Sequence[Point]) -> dict[str, Any]:
-    """The fields of a result that tell the training loss, from that of each mini-batch, and the samples."""
+    """The fields of a result about the training loss, from the loss of each mini-batch, and about the samples."""
     finite = [point for point in points if math.isfinite(point.loss)]
     last = [point.loss for point in finite if point.share >= LAST]
     parts: dict[int, list[Point]] = {}
@@ -87,7 +87,7 @@ def _trained_on(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResult:
-    """Train and score a cell. Numbers that stop being finite are a result: the cell is `diverged`.
+    """Train and score a cell. If numbers stop being finite, the cell's result is `diverged`.
 
     A run of real learners is in the folder `runs`, which keeps its log and no checkpoint. An error is raised with a
     note that names the cell.
@@ -111,7 +111,7 @@ def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResul
 
 
 def _simulated(subject: Subject, job: Job, cell: Cell) -> tuple[nn.Module | None, dict[str, Any]]:
-    """The consensus model, None if it diverged, and what was measured."""
+    """The consensus model, or None if it diverged, and the measured fields of the result."""
     # results must not depend on how many cores there are
     torch.set_num_threads(subject.engine(cell).get("threads") or 1)
     watcher, model = Watcher(), None
@@ -134,7 +134,7 @@ def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Mod
 
 
 def _measured(folder: Path) -> dict[str, Any]:
-    """The fields of a result, from a run's record of its mini-batches, and from its events."""
+    """The fields of a result, from a run's record of its mini-batches and from its events."""
     events, stretches = read_events(folder / "log" / "events.jsonl"), read_timeline(folder / "seen")
     total, done, samples = sum(each.batches for each in stretches), 0, 0
     points = []
@@ -159,5 +159,5 @@ def _measured(folder: Path) -> dict[str, Any]:
 
 
 def _cpu_seconds() -> float:
-    """The processor time of this process and of those that it waited for."""
+    """The processor time of this process and of the child processes that it waited for."""
     return sum(os.times()[:4])

@@ -34,7 +34,7 @@ from starling.training.job import Job
 from starling.worker_processes import answer_of, worker_processes
 
 _LONGEST_GRID = 12
-"""Rates of a row at which its grid stops growing."""
+"""Number of rates of a row at which its grid stops growing."""
 
 
 def load_comparison(
@@ -42,8 +42,8 @@ def load_comparison(
 ) -> Subject:
     """The comparison of a recipe file with `key=value` overrides.
 
-    `strategies` are arms of its `compare:` section, or strategies; of the other `options` of that section, those that
-    are not None replace the recipe's. Raises one ConfigError that lists all problems.
+    `strategies` are arms of its `compare:` section, or strategies; `options` of that section that are not None replace
+    the recipe's. Raises one ConfigError that lists all problems.
     """
     tree: Tree = apply_overrides(read_recipe(path), overrides)
     task = task_of(tree)
@@ -78,31 +78,33 @@ def compare(
     console: Console | None = None,
     **options: Any,
 ) -> Comparison:
-    """Compare strategies on any job, each at its own best learning rate. The same call continues what was interrupted.
+    """Compare strategies on any job, each at its own best learning rate. The same call continues an interrupted
+    comparison.
 
     Args:
         job: What to train; or a function that makes it for a seed, needed unless its workload is a `DataWorkload`.
         strategies: Names; or arms by label, each a name or a mapping with `strategy`, `learners`, `rates`, `seeds`,
             `summary` and fields of the job.
         learners: Numbers of learners.
-        rates: The grid that each arm is tuned over: learning rates, or multiples of the job's (`"0.5x"`).
+        rates: The grid over which each arm is tuned: learning rates, or multiples of the job's (`"0.5x"`).
         seeds: Seeds of the first weights, the order of the data and the times of the cluster.
         validate: Chooses rates: a function of the trained model, or a workload, for its mean loss.
-        test: What arms are compared by, and nothing is chosen by; None: the validation result.
+        test: Compares arms, as `validate` does rates; no choice depends on it. None uses the validation result.
         higher_is_better: Whether larger results are better, as accuracies are.
         limits: Results at which everything is right, and wrong: arms there are not compared.
         cluster: How fast simulated machines and links are.
         threads: The number of threads of a simulated cell, or of each real learner.
         name: The folder inside `exp` that keeps every finished cell.
         exp: Where experiments are.
-        key: What else results depend on, for changes that a job's settings, first losses and scores do not show.
-        console: Where progress goes; None: standard error.
+        key: Anything else on which results depend, for changes that a job's settings, first losses and scores do not
+            show.
+        console: Where progress goes; None uses standard error.
         options: `baseline`, `target`, `engine`, `jobs`, `tuning_seeds`, `bracket`, `by`, as in a recipe's section
             `compare`.
 
     Raises:
-        ConfigError: for all settings that cannot work, before anything is computed.
-        Stopped: after SIGINT or SIGTERM; finished cells are kept.
+        ConfigError: Some settings cannot work; raised before anything is computed, with all problems.
+        Stopped: SIGINT or SIGTERM was received; finished cells are kept.
 
     Example:
         >>> table = starling.compare(job, ["allreduce", "adpsgd"], [4, 16], rates=["0.5x", 1, "2x"])  # doctest: +SKIP
@@ -131,7 +133,8 @@ def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
 
     The subject's folder holds compare.yaml (what is compared), env.txt, ready/ (models before training), cells/ (one
     JSON file for each), runs/ (logs of real learners), table.md and results.json. The table goes to `tell`, everything
-    else to `console`. What was stopped continues where it was; a cell of which anything has changed is computed again.
+    else to `console`. A comparison that was stopped continues where it was; a cell is computed again if anything about
+    it has changed.
     """
     say, section, folder = say_on(console), subject.section, subject.folder
     with writing(folder):
@@ -168,7 +171,7 @@ def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
 
 
 class _Cells:
-    """Completes cells: those that are finished are read, the others computed."""
+    """Completes cells: finished ones are read, the others computed."""
 
     def __init__(self, subject: Subject, say: Say, bars: Bars) -> None:
         self._subject, self._folder = subject, subject.folder
@@ -177,7 +180,7 @@ class _Cells:
         self._num_done = self._total = 0
 
     def complete(self, cells: Sequence[Cell], num_more: int = 0) -> list[CellResult]:
-        """The results of cells, in their order; `num_more` will follow, which are not known yet."""
+        """The results of cells, in their order; `num_more` cells, which are not known yet, will follow."""
         digests = {cell: self._subject.digest(cell) for cell in cells}
         found = {cell: CellResult.read(self._kept, cell, digest) for cell, digest in digests.items()}
         results = {cell: result for cell, result in found.items() if result is not None}
@@ -206,7 +209,7 @@ class _Cells:
         return sorted(cells, key=lambda cell: (seeds.index(cell.seed), first[keys[cell]]))
 
     def _computed(self, digests: dict[Cell, str]) -> dict[Cell, CellResult]:
-        """The results of cells, each of which is kept as soon as it is there."""
+        """The results of cells, each of which is kept as soon as it is computed."""
         jobs, name = self._subject.section.jobs, self._folder.name
         results = {}
         self._bars(name, self._num_done, self._total)
@@ -232,7 +235,8 @@ class _Cells:
 
 @contextmanager
 def _terminable() -> Generator[None, None, None]:
-    """SIGTERM stops what is computed here as Ctrl-C does, with its number as the argument of the KeyboardInterrupt."""
+    """Within this context SIGTERM stops the computation here as Ctrl-C does, with its number as the argument of the
+    KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -248,8 +252,8 @@ def _terminable() -> Generator[None, None, None]:
 
 
 def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) -> Generator[CellResult, None, None]:
-    """The results of all cells, given with their digests, as they come, from `jobs` processes; with one job from this
-    process. Real learners log in the folder `runs`.
+    """The results of all cells, given with their digests, in the order in which `jobs` processes compute them; one job
+    runs in this process. Real learners log in the folder `runs`.
     """
     if jobs == 1 or len(cells) == 1:
         for cell, digest in cells.items():

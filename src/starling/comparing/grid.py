@@ -1,5 +1,5 @@
-"""The `compare:` section of a recipe: arms, numbers of learners, learning rates and seeds; the cells that they make,
-and what each cell found, in a JSON file of its own.
+"""The `compare:` section of a recipe: arms, numbers of learners, learning rates and seeds; the cells that they form,
+and the result of each cell, in a JSON file of its own.
 """
 
 import re
@@ -23,16 +23,16 @@ _LABEL = r"[A-Za-z0-9][A-Za-z0-9.-]*"
 Label = Annotated[str, Field(pattern=rf"^{_LABEL}$", max_length=30)]
 """A name that becomes part of a file's name, in which an underscore separates labels."""
 ONE = "one"
-"""The arm that is added as the baseline where none is named and no arm has one learner: a lone learner."""
+"""Name of the arm, a lone learner, that is added as the baseline if none is named and no arm has one learner."""
 
 
 def _listed(value: object) -> object:
-    """A single value where a list may stand."""
+    """The value as a list, if it is a single value where a list may stand."""
     return value if isinstance(value, list | tuple) else (value,)
 
 
 def _rate(value: object) -> object:
-    """A learning rate, or how many times the arm's own: `0.5x`."""
+    """A learning rate, or a multiple of the arm's own rate: `0.5x`."""
     if isinstance(value, str):
         if not re.fullmatch(r"\d*\.?\d+([eE][-+]?\d+)?x", value.strip()):
             raise ValueError(
@@ -49,7 +49,7 @@ Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_list
 
 
 def rate_of(rate: Rate, own: float) -> float:
-    """The learning rate that a rate stands for, where the arm's own is `own`; six digits, as in the name of a cell."""
+    """The learning rate that `rate` stands for if the arm's own rate is `own`; six digits, as in the name of a cell."""
     found = own * float(rate[:-1]) if isinstance(rate, str) else rate
     return float(f"{found:.6g}")
 
@@ -60,21 +60,21 @@ class Arm(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, arbitrary_types_allowed=True)
 
     strategy: StrategyChoice | None = None
-    """None: that of the recipe."""
+    """Strategy of the arm; None uses the recipe's."""
     summary: str = ""
-    """What it is, for the legend of the table."""
+    """Description of the arm, for the legend of the table."""
     learners: Counts | None = None
-    """Its numbers of learners; None: those of the comparison."""
+    """Numbers of learners of the arm; None uses those of the comparison."""
     rates: Rates | None = None
-    """Its learning rates; None: those of the comparison."""
+    """Learning rates of the arm; None uses those of the comparison."""
     seeds: Seeds | None = None
-    """Its seeds; None: those of the comparison."""
+    """Seeds of the arm; None uses those of the comparison."""
     settings: Annotated[tuple[str, ...], BeforeValidator(_listed)] | None = None
-    """The settings of the comparison in which it is compared; None: all."""
+    """Settings of the comparison in which the arm is compared; None means all."""
 
     @property
     def keys(self) -> Tree:
-        """What it changes besides the strategy."""
+        """Keys that the arm changes besides the strategy."""
         return dict(self.model_extra or {})
 
 
@@ -83,33 +83,33 @@ class Row:
     """One arm with one number of learners in one setting: a row of the table."""
 
     setting: str
-    """Empty where the recipe has no settings."""
+    """Name of the setting; empty if the recipe has no settings."""
     arm: str
     learners: int
 
     def cell(self, rate: float, seed: int) -> "Cell":
-        """One of its runs."""
+        """One run of the row."""
         return Cell(setting=self.setting, arm=self.arm, learners=self.learners, rate=rate, seed=seed)
 
 
 class Cell(Config):
-    """One run."""
+    """One run: an arm in a setting, with a number of learners, a learning rate and a seed."""
 
     setting: str = ""
     arm: str
     learners: int
     rate: float
-    """The peak learning rate."""
+    """Peak learning rate."""
     seed: int
 
     @property
     def row(self) -> Row:
-        """The row that it belongs to."""
+        """The row to which the cell belongs."""
         return Row(self.setting, self.arm, self.learners)
 
     @property
     def name(self) -> str:
-        """The name of its file."""
+        """The name of the cell's file."""
         setting = f"{self.setting}_" if self.setting else ""
         rate = f"{self.rate:.6g}".replace("+", "")
         return f"{setting}{self.arm}_{self.learners}_lr{rate}_seed{self.seed}"
@@ -125,7 +125,8 @@ class CompareConfig(Config):
     learners: Counts = (4,)
     """Numbers of learners: one, or a list."""
     rates: Rates = ()
-    """The grid that each arm is tuned over: learning rates, or multiples of the arm's own (`0.5x`); empty: its own."""
+    """The grid that each arm is tuned over: learning rates, or multiples of the arm's own (`0.5x`); if empty, each arm
+    uses its own rate."""
     bracket: bool = False
     """Whether a row's grid grows, by the factor between its last two rates, while its best rate lies at an end.
 
@@ -134,18 +135,20 @@ class CompareConfig(Config):
     seeds: Seeds = (1, 2, 3)
     """Seeds of the first weights, the order of the data and the times of the cluster."""
     tuning_seeds: int | None = Field(default=None, ge=1)
-    """How many seeds the best rate is chosen with; the others are run at that rate alone. None: all."""
+    """Number of seeds with which the best rate is chosen; the others are run at that rate alone. None means all."""
     baseline: str | None = None
-    """The arm that others are compared with, at their number of learners if it has that; None: a lone learner."""
+    """Arm with which the others are compared, at their number of learners if it has that number; None means a lone
+    learner."""
     by: Literal["score", "loss"] = "score"
-    """What rates are chosen and arms compared by: the score, or the training loss of the last tenth of the budget. The
-    loss shows what training suffers where scores are too coarse to; scores are reported beside it."""
+    """Quantity by which rates are chosen and arms compared: the score, or the training loss of the last tenth of the
+    budget. The loss shows effects on training for which scores are too coarse; scores are reported beside it."""
     target: float | None = None
-    """A training loss; the time and the samples until it is reached are measured, and speed-ups are those."""
+    """Training loss; the time and the number of samples until it is reached are measured, and speed-ups refer to
+    these."""
     engine: Literal["virtual", "processes"] = "virtual"
-    """Simulated learners, or processes on this machine, a cell at a time."""
+    """Engine of the cells: simulated learners, or processes on this machine, one cell at a time."""
     jobs: int = Field(default=1, ge=1, le=256)
-    """Processes that compute simulated cells side by side; results do not depend on it."""
+    """Number of processes that compute simulated cells side by side; results do not depend on it."""
 
     @field_validator("learners", "rates", "seeds")
     @classmethod
@@ -180,7 +183,7 @@ class CompareConfig(Config):
 
     @cached_property
     def all_arms(self) -> Mapping[str, Arm]:
-        """The arms, after a lone learner where that is the baseline and none of them."""
+        """The arms, preceded by a lone learner if that is the baseline and not among them."""
         if self._base in self.arms:
             return self.arms
         lone = Arm(strategy=StrategyChoice(name="allreduce"), summary="one learner", learners=(1,))
@@ -188,21 +191,21 @@ class CompareConfig(Config):
 
     @property
     def _base(self) -> str:
-        """The baseline: the arm that is named so, or else the first with one learner."""
+        """The baseline: the named arm, or else the first arm with one learner."""
         return self.baseline or next((label for label, arm in self.arms.items() if self.learners_of(arm) == (1,)), ONE)
 
     def learners_of(self, arm: Arm) -> tuple[int, ...]:
-        """Its numbers of learners."""
+        """Numbers of learners of an arm."""
         return arm.learners or self.learners
 
     def rates_of(self, row: Row, own: float) -> tuple[float, ...]:
-        """The learning rates of a row whose own is `own`, in ascending order, each once."""
+        """The learning rates of a row whose own rate is `own`, in ascending order, each once."""
         arm = self.all_arms[row.arm]
         rates = self.rates if arm.rates is None else arm.rates
         return tuple(sorted({rate_of(rate, own) for rate in rates or (own,)}))
 
     def baseline_of(self, row: Row) -> Row:
-        """What a row is compared with; the row itself where it is the baseline."""
+        """The row with which a row is compared; the row itself if it is the baseline."""
         counts = self.learners_of(self.all_arms[self._base])
         return Row(row.setting, self._base, row.learners if row.learners in counts else counts[0])
 
@@ -218,7 +221,7 @@ class CompareConfig(Config):
         ]
 
     def seeds_of(self, row: Row, is_tuning: bool) -> tuple[int, ...]:
-        """The seeds that a row is tuned with, or the others."""
+        """The seeds with which a row is tuned, or the other seeds."""
         seeds = self.all_arms[row.arm].seeds or self.seeds
         count = self.tuning_seeds or len(seeds)
         return seeds[:count] if is_tuning else seeds[count:]
@@ -231,30 +234,30 @@ def beyond(rates: Sequence[float], edge: str) -> float:
 
 
 def chosen_arms(section: Any, names: Sequence[str]) -> Tree:
-    """The arms of these names: those of the section that are called so, and otherwise strategies."""
+    """The arms with these names: arms of the section, and otherwise strategies."""
     arms = section.get("arms") if isinstance(section, dict) else None
     known = arms if isinstance(arms, dict) else {}
     return {re.sub(r"[^A-Za-z0-9.-]", "-", name): known.get(name, {"strategy": name}) for name in names}
 
 
 class Metric(Config):
-    """What arms are compared by."""
+    """The quantity by which arms are compared."""
 
     name: str
     higher_is_better: bool = False
     all_right: float | None = None
-    """Values at or beyond this say that everything is right, and nothing about which arm is better."""
+    """Bound at or beyond which a value says only that everything is right, and nothing about which arm is better."""
     all_wrong: float | None = None
-    """Values at or beyond this say that everything is wrong."""
+    """Bound at or beyond which a value says that everything is wrong."""
     diverged: float | None = None
-    """What a run counts whose numbers stopped being finite; None: it cannot be compared."""
+    """Value that counts for a run whose numbers stopped being finite; None if such a run cannot be compared."""
     of_loss: bool = False
-    """Whether it is the training loss, in place of what is scored."""
+    """Whether the metric is the training loss, in place of a score."""
     beside: str = ""
-    """With `of_loss`: the name of the score that is reported beside it."""
+    """Name of the score that is reported beside the loss if `of_loss` is set."""
 
     def limit(self, value: float) -> str:
-        """At which end of the scale a value is; empty inside."""
+        """The end of the scale at which a value is; empty inside."""
         sign = -1.0 if self.higher_is_better else 1.0
         if self.all_right is not None and sign * value <= sign * self.all_right:
             return "everything right"
@@ -280,34 +283,34 @@ class CellResult(Config):
 
     cell: Cell
     digest: str
-    """The digest of all that the result depends on."""
+    """Digest of everything on which the result depends."""
     diverged: bool
-    """A loss or the weights stopped being finite; nothing was scored then."""
+    """Whether a loss or the weights stopped being finite; if so, nothing was scored."""
     valid: float | None = None
-    """The validation result: rates are chosen by it."""
+    """Validation result, by which rates are chosen."""
     test: float | None = None
-    """The test result. No choice depends on it."""
+    """Test result. No choice depends on it."""
     errors: int | None = None
-    """Words wrong in the test sets, of `words`."""
+    """Number of wrong words in the test sets, out of `words`."""
     words: int | None = None
     loss: float | None
-    """The mean training loss of the last tenth of the budget; None where none of it was trained on."""
+    """Mean training loss of the last tenth of the budget; None if no training took place in it."""
     curve: tuple[Point, ...]
     num_gradients: int
-    """Mini-batches computed by all learners."""
+    """Number of mini-batches that all learners computed."""
     num_samples: float
-    """Training examples in them."""
+    """Number of training examples in these mini-batches."""
     seconds: Seconds
-    """The time of training, simulated or real."""
+    """Duration of training, simulated or real."""
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the end."""
     mean_staleness: float
-    """Changes of the weights between reading them for a gradient and the gradient's step."""
+    """Mean number of changes of the weights between reading them for a gradient and the gradient's step."""
     largest_staleness: int
     bytes_sent: int
-    """By all learners."""
+    """Number of bytes that all learners sent."""
     computing: float
-    """Shares of the time of the learners that compute, in per cent."""
+    """Share of the workers' time spent computing, in per cent; the next two fields are the shares spent waiting."""
     waiting_for_data: float
     waiting_for_peers: float
     cpu_seconds: Seconds
@@ -319,7 +322,7 @@ class CellResult(Config):
         return self.valid if self.test is None else self.test
 
     def when(self, target: float) -> Point | None:
-        """Where the training loss first falls to a target, linear between points; None if it does not."""
+        """The point at which the training loss first falls to a target, linear between points; None if it does not."""
         before: Point | None = None
         for point in self.curve:
             if point.loss <= target:
@@ -331,13 +334,13 @@ class CellResult(Config):
         return None
 
     def write(self, folder: Path) -> None:
-        """Keep it as a JSON file."""
+        """Write the result as a JSON file."""
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / f"{self.cell.name}.json", self.model_dump_json(indent=1))
 
     @classmethod
     def read(cls, folder: Path, cell: Cell, digest: str) -> "CellResult | None":
-        """The result of a cell in a folder, if all that it depends on has this digest.
+        """The result of a cell in a folder; None unless everything on which it depends has this digest.
 
         Raises DataError for a file that cannot be read.
         """

@@ -1,4 +1,4 @@
-"""What is compared: the runs of a recipe, or any job."""
+"""The subject of a comparison: the runs of a recipe, or any job."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,19 +26,20 @@ from starling.training.shards import MakeOptimizer
 from starling.workload import Ticket, Workload, mean_loss
 
 Scorer = Workload[Any] | Callable[[nn.Module], float]
-"""What a trained model is scored by: a function, or a workload, for its mean loss over that workload's first epoch."""
+"""Scores a trained model: a function, or a workload, whose mean loss over its first epoch is the score."""
 
 
 class Subject(Protocol):
-    """What is compared: it turns a cell into a job, and scores the model. Processes that compute cells get a copy."""
+    """The subject of a comparison: it turns a cell into a job, and scores the model. Processes that compute cells get a
+    copy."""
 
     @property
     def section(self) -> CompareConfig:
-        """Which cells there are, and how they are compared."""
+        """The cells, and how they are compared."""
 
     @property
     def metric(self) -> Metric:
-        """What models are compared by."""
+        """The metric by which models are compared."""
 
     @property
     def folder(self) -> Path:
@@ -46,19 +47,19 @@ class Subject(Protocol):
 
     @property
     def described(self) -> str:
-        """What is compared, as YAML."""
+        """Description of the subject, as YAML."""
 
     def own_rate(self, row: Row) -> float:
         """The learning rate of a row before any tuning."""
 
     def digest(self, cell: Cell) -> str:
-        """The digest of all that the result of a cell depends on: one with another digest is computed again."""
+        """The digest of everything on which the result of a cell depends: if it differs, the cell is computed again."""
 
     def batches_key(self, cell: Cell) -> str:
-        """Equal for cells that load equal mini-batches."""
+        """A key that is equal for cells that load equal mini-batches."""
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
-        """Make ready what cells share."""
+        """Prepare what cells share."""
 
     def job(self, cell: Cell) -> Job:
         """The job of a cell."""
@@ -70,7 +71,7 @@ class Subject(Protocol):
         """The engine options of its learners; of simulated ones, `threads` alone has a meaning."""
 
     def score(self, cell: Cell, model: nn.Module) -> dict[str, Any]:
-        """The fields of a result that say how good a trained model is."""
+        """The fields of a result about the quality of a trained model."""
 
 
 @runtime_checkable
@@ -78,12 +79,12 @@ class Comparable(Protocol):
     """A task whose recipes `starling compare` can compare."""
 
     def comparison(self, tree: Tree, where: str) -> Subject:
-        """What is compared, from a recipe with a section `compare`; `where` names it in the ConfigError that lists all
-        problems."""
+        """The subject of the comparison in a recipe with a section `compare`; `where` names the recipe in the
+        ConfigError that lists all problems."""
 
 
 def compared_by(section: CompareConfig, score: Metric) -> Metric:
-    """What a comparison is by, where models are scored by `score`."""
+    """The metric of a comparison whose models are scored by `score`."""
     return Metric(name="training loss", of_loss=True, beside=score.name) if section.by == "loss" else score
 
 
@@ -123,7 +124,7 @@ class JobSubject:
         return yaml.safe_dump({"compare": self.section.model_dump(mode="json", fallback=str)}, sort_keys=False)
 
     def check(self) -> None:
-        """Raises one ConfigError that lists all problems of the arms."""
+        """Raise one ConfigError that lists all problems of the arms."""
         found = [f"arms.{row.arm}: {problem}" for row in self.section.rows for problem in self._problems(row)]
         tuned = [row for row in self.section.rows if len(self.section.rates_of(row, self.own_rate(row))) > 1]
         if tuned and self.validate is None and not self.metric.of_loss:

@@ -1,4 +1,4 @@
-"""The answer of a comparison: each arm at its best rate, its paired difference from the baseline, and what it cost."""
+"""The result of a comparison: each arm at its best rate, its paired difference from the baseline, and its costs."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Value = str | int | float | None
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95 % interval, mean - half to mean + half, by Student's t; no half for one value."""
+    """A mean with its 95 % interval, mean - half to mean + half, by Student's t; one value has no half."""
 
     mean: float
     half: float | None
@@ -32,13 +32,14 @@ class Best:
 
     rate: float
     edge: str = ""
-    """`lowest` or `highest` where it lies at that end of its grid, so that a better one may lie beyond."""
+    """`lowest` or `highest` if the rate is at that end of its grid, so that a better one may lie beyond."""
 
 
 def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric) -> Best:
     """The rate whose mean validation result is best; a rate with a run that diverged is worse than any other.
 
-    Of equal validation results, that with the lower training loss is better; it alone counts with `metric.of_loss`.
+    Of equal validation results, the one with the lower training loss is better; with `metric.of_loss`, only the
+    training loss counts.
     """
     if len(rates) == 1:
         return Best(rates[0])
@@ -65,8 +66,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 def paired(before: dict[int, float], after: dict[int, float]) -> tuple[Estimate | None, float | None]:
     """The difference of values by seed over the seeds that both have, and the p value of a paired t-test.
 
-    Equal differences, as coarse results have them, do not show that there is no noise: then both sides' own spread
-    counts (Welch's test).
+    Equal differences, which are common among coarse results, do not show that there is no noise: then both sides' own
+    spread counts (Welch's test).
     """
     from scipy import stats
 
@@ -86,18 +87,18 @@ def paired(before: dict[int, float], after: dict[int, float]) -> tuple[Estimate 
 
 @dataclass
 class Comparison:
-    """What `starling compare` and `starling.compare` find; `rows` has a row for each arm and number of learners."""
+    """The result of `starling.compare` and `starling compare`; `rows` has a row for each arm and number of learners."""
 
     folder: Path
-    """The folder of table.md and results.json."""
+    """Folder of table.md and results.json."""
     section: CompareConfig
-    """What was compared."""
+    """The settings of the comparison."""
     metric: Metric
-    """What arms are compared by."""
+    """The metric by which arms are compared."""
     best: dict[Row, Best]
-    """The best learning rate of each row."""
+    """Best learning rate of each row."""
     results: Sequence[CellResult]
-    """Every cell, at every rate."""
+    """Results of every cell, at every rate."""
 
     def at_best(self, row: Row) -> list[CellResult]:
         """A row's results at its best rate, one for each seed."""
@@ -125,7 +126,7 @@ class Comparison:
         return rows
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """`rows` as a pandas.DataFrame. Raises MissingExtraError where pandas is not installed."""
+        """`rows` as a pandas.DataFrame. Raises MissingExtraError if pandas is not installed."""
         try:
             import pandas
         except ModuleNotFoundError as error:
@@ -133,14 +134,14 @@ class Comparison:
         return pandas.DataFrame(self.rows())
 
     def value(self, result: CellResult) -> float | None:
-        """What a run is compared by: its test result, else that of the validation, else its training loss; with
-        `metric.of_loss` the last."""
+        """The value by which a run is compared: its test result, else its validation result, else its training loss;
+        with `metric.of_loss`, the training loss."""
         if result.diverged:
             return self.metric.diverged
         return result.loss if self.metric.of_loss or result.score is None else result.score
 
     def _values(self, row: Row) -> dict[int, float]:
-        """By seed; nothing where a run has no value."""
+        """The values of a row by seed; empty if a run has no value."""
         values = {result.cell.seed: self.value(result) for result in self.at_best(row)}
         return {} if None in values.values() else {seed: value for seed, value in values.items() if value is not None}
 
@@ -173,7 +174,7 @@ class Comparison:
         }
 
     def _beside(self, found: list[CellResult]) -> dict[str, Any]:
-        """The score where arms are compared by the training loss."""
+        """The score beside the training loss by which arms are compared."""
         if not self.metric.of_loss:
             return {}
         scores = [each.score for each in found if each.score is not None]
@@ -188,7 +189,8 @@ class Comparison:
         return ""
 
     def _costs(self, own: list[CellResult], base: list[CellResult]) -> dict[str, Any]:
-        """Times, traffic and waits, means over seeds; speed-up by the time to the target, or else by the throughput."""
+        """Times, traffic and waits, as means over seeds; the speed-up is by the time to the target, or else by the
+        throughput."""
         reached, ours, theirs = self._reached(own), self._slowness(own), self._slowness(base)
         speedup = theirs / ours if ours and theirs else None
         learners = base[0].cell.learners / own[0].cell.learners
@@ -201,14 +203,14 @@ class Comparison:
         }
 
     def _reached(self, results: list[CellResult]) -> Point | None:
-        """Where runs reach the target, in the mean; None unless all do."""
+        """The mean point at which runs reach the target; None unless all do."""
         target = self.section.target
         points = [each.when(target) for each in results if target is not None]
         there = [point for point in points if point is not None]
         return Point(*map(fmean, zip(*there, strict=True))) if len(there) == len(results) else None
 
     def _slowness(self, results: list[CellResult]) -> float | None:
-        """Mean seconds to the target, or for a sample where there is none."""
+        """Mean seconds to the target, or per sample if there is no target."""
         if self.section.target is not None:
             reached = self._reached(results)
             return reached and reached.seconds
@@ -216,7 +218,7 @@ class Comparison:
         return sum(each.seconds for each in results) / samples if samples else None
 
     def warnings(self) -> list[str]:
-        """Rows whose best rate lies at an end of its grid."""
+        """Warnings about rows whose best rate lies at an end of its grid."""
         return [
             f"warning: {_named(row)}: the best rate, {best.rate:g}, is the {best.edge} of its grid; a better one may "
             f"lie beyond, so add {'lower' if best.edge == 'lowest' else 'higher'} rates"
@@ -225,7 +227,7 @@ class Comparison:
         ]
 
     def content(self) -> dict[str, Any]:
-        """Everything, for results.json."""
+        """The whole comparison, for results.json."""
         return {
             "compare": self.section.model_dump(mode="json", fallback=str),
             "metric": self.metric.model_dump(mode="json"),
@@ -235,7 +237,7 @@ class Comparison:
         }
 
     def markdown(self) -> list[str]:
-        """The table for a terminal."""
+        """The lines of the table for a terminal."""
         has_settings = bool(self.section.settings)
         time = "seconds" if self.section.target is None else f"seconds to loss {self.section.target:g}"
         titles = ["arm", "learners", "rate", self.metric.name, "difference", "p", "verdict", time, "speed-up"]
@@ -253,7 +255,7 @@ class Comparison:
         return _table(["setting", *titles] if has_settings else titles, lines)
 
     def page(self) -> list[str]:
-        """table.md."""
+        """The lines of table.md."""
         arms = [f"- `{label}`: {arm.summary}" for label, arm in self.section.all_arms.items() if arm.summary]
         pages = [f"# {self.metric.name}: {self.folder.name}", "", *_LEGEND, "", *arms, "", *self.markdown(), ""]
         pages += self.warnings()
@@ -262,7 +264,7 @@ class Comparison:
         return [*pages, "", "## Everything measured", "", *_table(["arm", "learners", *keys], lines), "", *self._grid()]
 
     def _grid(self) -> list[str]:
-        """Validation results at every rate."""
+        """The lines of a table of validation results at every rate."""
         lines = []
         for row in self.section.rows:
             own = [each for each in self.results if each.cell.row == row]
@@ -303,7 +305,7 @@ def _named(row: Row) -> str:
 
 
 def _text(mean: Value, half: Value = None, sign: str = "", digits: int | None = None) -> str:
-    """A mean with its interval, with two digits of what is below 10."""
+    """A mean with its interval as text, with two digits for values below 10."""
     if not isinstance(mean, float | int):
         return "—"
     size = max(abs(mean), half if isinstance(half, float) else 0.0)
@@ -328,6 +330,6 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _mean_of(values: Sequence[float | None]) -> float | None:
-    """The mean of the values that are there."""
+    """The mean of the values that are not None."""
     there = [value for value in values if value is not None]
     return fmean(there) if there else None

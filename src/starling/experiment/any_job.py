@@ -74,8 +74,8 @@ def train(
     Args:
         job: What to train, how, and for how long.
         learners: The number of processes.
-        strategy: A name that `starling strategies` lists, `module:name`, or a mapping with `name` and options; `auto`:
-            chosen by measuring this machine first; None: the job's strategy.
+        strategy: A name that `starling strategies` lists, `module:name`, or a mapping with `name` and options; `auto`
+            chooses one by measuring this machine first. None uses the job's strategy.
         name: The experiment's folder inside `exp`. An earlier run there is moved aside.
         exp: The folder of all experiments.
         resume: An experiment or a checkpoint to resume from.
@@ -84,7 +84,7 @@ def train(
         checkpoints: Options of a recipe's `checkpoints` section: `minutes`, `epochs`, `every`, `keep`.
         engine: Options of a recipe's `engine` section: `device`, `threads`, `timeout_seconds`, `explain_seconds`.
         launch: Where the learners run: `local`, `ray`, or a mapping as in a recipe's `launch` section.
-        console: Where progress is shown; None: standard error.
+        console: Where progress is shown; None uses standard error.
 
     Raises:
         ConfigError: The settings cannot be used; raised before any process starts.
@@ -121,7 +121,7 @@ def train(
 
 
 def train_quietly(job: Job, learners: int, **given: Any) -> Trained:
-    """Train to measure: without output and without checkpoints by time; a lost learner ends the run."""
+    """Train to measure: without output and without checkpoints by time; if a learner is lost, the run ends."""
     quiet, rarely = Console(file=io.StringIO()), {"minutes": None}
     return train(job, learners, overwrite=True, on_loss="stop", checkpoints=rarely, console=quiet, **given)
 
@@ -140,7 +140,7 @@ class GivenJob(Task[RunConfig]):
         return replace(self.job, autocast=autocast, **settings_of(recipe))
 
     def set_up(self, recipe: RunConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
-        """Raises ConfigError for a job that cannot be sent to learners."""
+        """Check that the job can be sent to learners. Raises ConfigError if not."""
         if not is_learner():
             pack(self.job, recipe)
 

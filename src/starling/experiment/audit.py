@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class EpochAudit:
-    """What learners saw in one epoch. Mini-batches are identified by their index in the epoch, from 0."""
+    """The record of what learners saw in one epoch. Mini-batches are identified by their index in the epoch, from 0."""
 
     epoch: int
     num_batches: int
-    """Mini-batches in the epoch's plan."""
+    """Number of mini-batches in the epoch's plan."""
     batches: Counter[int] = field(default_factory=Counter)
-    """How often each mini-batch was computed."""
+    """Number of times that each mini-batch was computed."""
     by_learner: Counter[int] = field(default_factory=Counter)
-    """How many mini-batches each learner computed."""
+    """Number of mini-batches that each learner computed."""
     examples: Counter[str] = field(default_factory=Counter)
-    """How often each example was seen."""
+    """Number of times that each example was seen."""
     num_skipped: int = 0
-    """Planned examples that could not be used."""
+    """Number of planned examples that could not be used."""
     mismatched: list[int] = field(default_factory=list)
-    """Mini-batches whose examples are not those of the plan."""
+    """Mini-batches whose examples differ from the plan."""
 
     def add(self, batch: SeenBatch, planned: Iterable[str] | None, skipped: Collection[str]) -> None:
         """Count a mini-batch, and compare it with the plan, if there is one; `skipped` are the utterances that were
@@ -134,7 +134,7 @@ def _table(epochs: list[EpochAudit]) -> Table:
 
 
 def _expected(plan: MiniBatches, epochs: list[EpochAudit]) -> str:
-    """How often examples were seen, compared with how often they should have been."""
+    """A sentence that compares how often examples were seen with how often they should have been."""
     if plan.num_parts > 1:
         return f"learners drew {plan.examples} at random from their parts"
     complete = [each for each in epochs if len(each.batches) == each.num_batches]

@@ -1,6 +1,6 @@
 """`strategy: auto`: the learners of a run measure the machines together, and learner 0 asks the planner.
 
-Starling's launcher starts the learners twice, first to measure. Those of torchrun or Slurm measure, and then train.
+Starling's launcher starts the learners twice, first to measure. Learners of torchrun or Slurm measure, and then train.
 """
 
 import time
@@ -46,20 +46,20 @@ from starling.training.job import Job, Observer
 
 _FIGURES, _CHOICE = "auto/figures/{}", "auto/choice"
 _MORE_THAN_ENOUGH = 1 << 40
-"""Mini-batches of the budget while measuring, which ends earlier."""
+"""Number of mini-batches in the budget while measuring, which ends earlier."""
 _NOTABLE = 0.1
-"""The share of its time that a learner loses to rounds of averaging from which the reasons mention it."""
+"""Share of a learner's time lost to averaging rounds above which the reasons mention it."""
 
 
 class Choice(Config):
-    """What `auto` chose, and why."""
+    """The choice of `auto`, with its reasons."""
 
     strategy: StrategyChoice
-    """The choice, for a recipe."""
+    """Chosen strategy with its options, as in a recipe."""
     lines: tuple[str, ...]
-    """What and why, and how far the second choice is behind."""
+    """Lines that say what was chosen and why, and how far the second choice is behind."""
     notes: dict[str, Any]
-    """The figures behind it, for people: how many learners, what was predicted and measured."""
+    """Figures behind the choice, for people: the number of learners, the predictions and the measurements."""
 
 
 _LONE = Choice(
@@ -67,11 +67,11 @@ _LONE = Choice(
     lines=("strategy auto: allreduce, because a single learner has no other to agree with",),
     notes={"learners": 1, "predicted": [{"strategy": {"name": "allreduce"}}], "measured": {}},
 )
-"""One learner is plain SGD under every strategy."""
+"""Choice for one learner, which is plain SGD under every strategy."""
 
 
 def kept(run: RunT, say: Say) -> RunT:
-    """A run that resumes, with the strategy that was chosen when it began. Any other is returned as it is."""
+    """A resuming run, with the strategy that was chosen when it began. Any other run is returned as it is."""
     if run.resume is None or not run.strategy.is_auto:
         return run
     config = ExperimentFolder(run.resume.parent.parent).config
@@ -80,7 +80,7 @@ def kept(run: RunT, say: Say) -> RunT:
         choice = StrategyChoice.model_validate(tree["strategy"])
     except (OSError, KeyError, TypeError, ValidationError) as error:
         raise ConfigError(
-            f"strategy auto: a resumed run keeps its strategy, but {config} does not tell it ({error}); name the "
+            f"strategy auto: a resumed run keeps its strategy, but {config} does not name it ({error}); name the "
             "strategy"
         ) from None
     if choice.is_auto:
@@ -90,7 +90,7 @@ def kept(run: RunT, say: Say) -> RunT:
     except ConfigError as error:
         raise ConfigError(
             f"strategy auto: a resumed run keeps its strategy, {choice.name}, which does not fit {run.learners} "
-            f"learners ({error}); resume with as many as before, or name a strategy"
+            f"learners ({error}); resume with as many learners as before, or name a strategy"
         ) from None
     say(f"strategy auto: the run resumes with {Arm.of(choice)}, as before")
     return run.model_copy(update={"strategy": choice})
@@ -104,8 +104,8 @@ def settled(
     say: Say | None,
     decide: Callable[[Job], Choice],
 ) -> RunT:
-    """The run, with the strategy that is chosen for its job if it is to be chosen: say why, note it in the claimed
-    folder, and write it in place of `auto` into the experiment's config.yaml; without `say`, another learner does."""
+    """The run, with the strategy that `decide` chooses if it is `auto`. The reasons go to `say`, and into the claimed
+    folder, where the choice also replaces `auto` in config.yaml; without `say`, another learner does both."""
     if not run.strategy.is_auto:
         return run
     job = task.make_job(run, folder, learners_here)
@@ -127,7 +127,7 @@ def settled(
 
 
 def launched_choice(run: RunConfig, folder: ExperimentFolder, say: Say, job: Job) -> Choice:
-    """Start the learners of a run to measure, and return what they choose."""
+    """Start the learners of a run to measure, and return their choice."""
     where = "this machine" if run.launch.kind == "local" else "the cluster"
     say(f"strategy auto: {run.learners} learners measure {where}")
     with packed_command(job, run, folder) as command:
@@ -138,7 +138,7 @@ def launched_choice(run: RunConfig, folder: ExperimentFolder, say: Say, job: Job
 
 
 def simulated_choice(run: RunConfig, cluster: Cluster, job: Job) -> Choice:
-    """What is chosen for a simulated cluster, which needs no measuring."""
+    """The choice for a simulated cluster, which needs no measuring."""
     costs = Costs(
         job=facts_of(job), compute=cluster.compute, messages=cluster.link, means=cluster.link, source="cluster"
     )
@@ -146,7 +146,7 @@ def simulated_choice(run: RunConfig, cluster: Cluster, job: Job) -> Choice:
 
 
 def measured_choice(run: RunConfig, place: Place, job: Job) -> Choice:
-    """What the learners of a run choose after measuring; all of them call this, and get the same."""
+    """The choice of a run's learners after measuring; all of them call this, and get the same result."""
     options = cast(AutoOptions, run.strategy.options)
     place.use_threads(run.engine.threads)
     per_node = place.local_world if place.local_world < place.world else 1
@@ -212,7 +212,7 @@ def choice(machines: Machines, run: RunConfig, job: Job) -> Choice:
 
 
 def _reasons(decision: Decision, machines: Machines) -> Iterator[str]:
-    """What was chosen and why, and how far the second choice is behind."""
+    """Lines that say what was chosen and why, and how far the second choice is behind."""
     chosen, second = decision.chosen, decision.second
     yield (
         f"strategy auto: {chosen.arm} for {chosen.learners} learners, {1.0 / chosen.seconds_per_gradient:.3g} "
@@ -232,7 +232,7 @@ def _reasons(decision: Decision, machines: Machines) -> Iterator[str]:
 
 
 def _because(machines: Machines) -> str:
-    """What was measured, or what is simulated, in words."""
+    """The measurements, or the properties of the simulated cluster, in words."""
     costs, measured, slow = machines.costs, machines.costs.measured, machines.stragglers.slow
     if measured is None:
         times = f" ({max(slow.values()):g} times as long on the slowest learner)" if slow else ""

@@ -22,7 +22,7 @@ from starling.reporting.progress import Bars, Say
 from starling.workload import Position
 
 _OF_SET_UP = ("initial", "frames", "too_short.tsv")
-"""What a task may write to the experiment's folder when it sets up a run."""
+"""Files that a task may write to the experiment's folder when it sets up a run."""
 _PACKAGES = ("starling-asr", "torch", "numpy", "lhotse", "kaldialign", "sentencepiece", "safetensors")
 
 
@@ -33,8 +33,8 @@ def set_up_and_claim(task: Task[RunT], run: RunT, say: Say, bars: Bars | None = 
     they are removed and the experiment's folder is unchanged.
 
     Raises:
-        ConfigError: As `check_claim` and `claim_folder`, or the task's own.
-        StarlingError: The task's own.
+        ConfigError: `check_claim`, `claim_folder` or the task raises it.
+        StarlingError: The task raises it.
     """
     check_claim(run)
     stage = ExperimentFolder(run.exp / f".{run.name}{PARTIAL}")
@@ -57,7 +57,7 @@ def set_up_and_claim(task: Task[RunT], run: RunT, say: Say, bars: Bars | None = 
 
 
 def resolve_resume(task: Task[RunT], run: RunT) -> RunT:
-    """The run, with `resume` replaced by the checkpoint that it names, after checking that it can resume from it.
+    """The run, with `resume` replaced by the checkpoint that it names, after checking that the run can resume from it.
 
     Raises CheckpointError if the checkpoint is missing, damaged, not finite, or of another model or data, and
     ConfigError if the budget is already spent.
@@ -133,7 +133,7 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
 
     If the run resumes from a checkpoint of this folder, the folder is kept. Otherwise an earlier run with a checkpoint
     is moved to `<name>.1`, `<name>.2` and so on, unless the run has `overwrite`; an earlier run without one is removed.
-    Raises ConfigError as `check_claim`, or if the folder cannot be written.
+    Raises ConfigError in the cases of `check_claim`, or if the folder cannot be written.
     """
     folder = ExperimentFolder(run.folder)
     check_claim(run)
@@ -170,7 +170,7 @@ def _is_new(run: RunConfig) -> bool:
 
 
 def describe_environment() -> str:
-    """Versions, commit and machine. Contains no environment variables, which may be secret."""
+    """Versions, commit and machine, as text. It contains no environment variables, which may be secret."""
     import torch
 
     lines = [f"{name} {_version(name)}" for name in _PACKAGES]

@@ -26,7 +26,7 @@ from starling.checkpoint.manifest import sort_key
 from starling.errors import ConfigError
 
 SCORE = "score.json"
-"""Beside a model in `best/`: its score."""
+"""Name of the file beside a model in `best/` that holds its score."""
 
 
 class ExperimentFolder:
@@ -52,7 +52,7 @@ class ExperimentFolder:
         self.report = path / "report.html"
 
     def clear(self) -> None:
-        """Remove the files of an earlier run; other files in the folder stay, and a file in place of a folder."""
+        """Remove the files of an earlier run; other files in the folder stay, as does a file in place of a folder."""
         for path in {*vars(self).values()} - {self.path}:
             if path.is_dir():
                 shutil.rmtree(path)

@@ -36,7 +36,7 @@ _WIDTH = 120
 
 @contextmanager
 def recorded(run: RunConfig, folder: ExperimentFolder, say: Say) -> Generator[Events, None, None]:
-    """The context of a whole run: its events in `log/events.jsonl`, from its start to its end."""
+    """A context for a whole run, which records its events in `log/events.jsonl`, from its start to its end."""
     events = Events(folder.log / "events.jsonl", lambda path, error: say(unusable(path, error)))
     events.write(
         "start",
@@ -104,7 +104,7 @@ class Following:
         self._write()
 
     def end_training(self) -> None:
-        """Training has ended well; its model is scored next."""
+        """Note that training has ended well; its model is scored next."""
         self._stage, self._seconds = "scoring", self.roster.clock() - self.roster.began_at
         self._report_stalls()  # those that ended less than a second ago
         self._write()
@@ -176,7 +176,7 @@ class Following:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The command that this process was started with, for a shell."""
+    """The command line with which this process was started, for a shell."""
     program, *rest = arguments or ["starling"]
     is_own = Path(program).name == "starling" or Path(program).parts[-2:] == ("starling", "__main__.py")
     return shlex.join(["starling", *rest] if is_own else ["python", program, *rest])
@@ -188,7 +188,7 @@ def unusable(path: Path, error: Exception) -> str:
 
 
 def _ending(error: BaseException | None, verdict: str) -> tuple[int, str]:
-    """The exit code of a run, and how it ended in words: without an error by the verdict on its model, if there is
+    """The exit code of a run, and how it ended in words: without an error, by the verdict on its model, if there is
     one."""
     if error is None:
         return 0, verdict or "ended well"
@@ -202,15 +202,16 @@ class Counts:
     """Counts from a run's record of mini-batches, without the runs that it resumed."""
 
     num_computed: Mapping[int, int] = field(default_factory=dict)
-    """Mini-batches computed by each learner; empty if there is no record."""
+    """Number of mini-batches that each learner computed; empty if there is no record."""
     num_again: int = 0
-    """Mini-batches that were re-issued after a change of the membership."""
+    """Number of mini-batches that were re-issued after a membership change."""
     num_skipped: int = 0
-    """Utterances that could not be used, in each epoch."""
+    """Number of utterances that could not be used, summed over epochs."""
 
 
 def read_record(seen: Path, first_segment: str) -> Counts:
-    """Sum up what learners recorded since the start of segment `first_segment`. Raises DataError if it is damaged."""
+    """Sum up the records of learners since the start of segment `first_segment`. Raises DataError if a record is
+    damaged."""
     begun = segments(seen)
     names = [each.name for each in begun]
     own = begun[names.index(first_segment) if first_segment in names else 0 :]
@@ -235,7 +236,7 @@ def _table(roster: Roster, counts: Counts) -> Table:
 
 
 def _lines(roster: Roster, counts: Counts, waits: Sequence[str], experiment: Path) -> Iterator[Text]:
-    """The lines below the table. `waits` are those about stalls that have ended."""
+    """The lines below the table. `waits` are the lines about stalls that have ended."""
     lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.lost]
     joined = [str(each.learner_id) for each in roster.learners.values() if each.num_joins]
     if joined:

@@ -26,13 +26,13 @@ from starling.reporting.progress import Display, Say
 from starling.training.faults import Join, only_simulated
 
 MAX_LEARNERS_PER_CORE = 4
-"""More learners than this are likely a mistake, and cause a warning."""
+"""Number of learners per core above which a warning is shown, because more are likely a mistake."""
 
 
 def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console: Console, following: Following) -> None:
     """Run the learners of `run`, each a process of the task's command, until all have exited.
 
-    Their messages are shown and then passed to the task's scoring, by which they may save and end early. Raises the
+    Their messages are shown and then passed to the task's scoring, which may let them save and end early. Raises the
     error that ended the run; if there is a checkpoint, with a note on how to resume.
     """
     title = f"{run.name}: {run.learners} learners, {run.strategy.name}"
@@ -83,7 +83,7 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
 
 @contextmanager
 def _monitoring(run: RunConfig, roster: Roster, display: Display) -> Generator[None, None, None]:
-    """Within this context, the metrics of a run are served if it asks for that."""
+    """Within this context, the metrics of a run are served if it requests them."""
     if run.launch.metrics_port is None:
         yield
         return
@@ -109,8 +109,8 @@ def crowding_warning(learners: int, cores: int) -> str | None:
 
 
 def check_engine(run: RunConfig) -> None:
-    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, simulated faults, a
-    cluster that cannot be reached, and a folder that another run is using."""
+    """Raise ConfigError for settings that real processes cannot have: CUDA without a device, simulated faults, an
+    unreachable cluster, or a folder that another run is using."""
     if problems := list(only_simulated(run.faults)):
         raise ConfigError("\n".join(problems))
     if run.launch.kind == "ray":
@@ -140,7 +140,7 @@ def resumable(error: StarlingError, folder: ExperimentFolder, how_to_resume: str
 
 
 def machines_of(run: RunConfig, say: Say) -> Machines:
-    """Where the learners run."""
+    """The machines on which the learners run."""
     if run.launch.kind == "local":
         return this_machine
     resources = {"CPU": 1.0} | ({"GPU": 1.0} if run.engine.device == "cuda" else {}) | run.launch.resources

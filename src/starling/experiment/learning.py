@@ -87,7 +87,7 @@ def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int |
 def checkpoint_writer(
     task: Task[RunT], run: RunT, folder: ExperimentFolder, arrive: Callable[[str], int], write_model: WriteModel
 ) -> CheckpointWriter:
-    """Makes the writer of a run's checkpoints."""
+    """The writer of a run's checkpoints."""
     has_one_model, size = run.strategy.strategy.has_one_model, run.sync_group_size
     keep, fingerprints = run.checkpoints.keep, task.fingerprints(run)
     return CheckpointWriter(folder.checkpoints, arrive, write_model, fingerprints, keep, size, has_one_model)
@@ -117,7 +117,7 @@ def _warning(tell: Callable[[LearnerMessage], None]) -> Warn:
 
 
 def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:
-    """The state from which this learner resumes; None: it begins, or joins a running experiment."""
+    """The state from which this learner resumes; None if it begins, or joins a running experiment."""
     if not run.resume or joins():
         return None
     return load(run.resume).start(place.rank, place.world, job.strategy.described(job.options), run.island)
@@ -138,7 +138,7 @@ class HeartbeatSource:
     long_seconds: Seconds = 10.0
     clock: Callable[[], Seconds] = time.monotonic
     _last: Stall | None = None
-    """The stall that was logged last."""
+    """Stall that was logged last."""
     _again_at: Seconds = 0.0
 
     def __post_init__(self) -> None:

@@ -25,11 +25,11 @@ from starling.workload import Position
 Listener = Callable[[Progress], None]
 Seconds = float
 EXACT = 1000
-"""Stretches of a learner that hold one mini-batch each, before they grow."""
+"""Number of stretches of a learner that hold one mini-batch each, before stretches grow."""
 _EVEN_OF_MANY = 50
-"""The fewest such stretches of a learner, however many learners share its process."""
+"""Smallest number of such stretches of a learner, however many learners share its process."""
 _ALL_LEARNERS = 16_000
-"""The most such stretches of all learners of one process, if each has more than `_EVEN_OF_MANY`."""
+"""Largest number of such stretches of all learners of one process together, if each has more than `_EVEN_OF_MANY`."""
 
 
 class Paced:
@@ -219,7 +219,7 @@ class Skips:
 
 
 Keep = Literal["checkpoint", "model", ""]
-"""What is saved at the end of an epoch; `""`: nothing."""
+"""Kind of save at the end of an epoch; `""` saves nothing."""
 Moment = Literal["epoch", "barrier", "end"]
 
 
@@ -249,7 +249,7 @@ class Saver(Observer, AbstractContextManager["Saver"]):
         self._curves = curves
         self._last: Position | None = None
         self._chosen = defaultdict[Position, list[tuple[Keep, Moment]]](list)
-        """What is saved at the ends of epochs whose states are not complete yet."""
+        """Pending saves at the ends of epochs whose states are not complete yet."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -336,7 +336,7 @@ class Together(Observer):
 def save_choice(
     checkpoints: int | None, validate: int | None, folder: ExperimentFolder, agree: Callable[[str, str], str]
 ) -> Callable[[EpochReport], Keep]:
-    """Makes the function that chooses what learners save at the end of an epoch.
+    """The function that chooses what learners save at the end of an epoch.
 
     A checkpoint every `checkpoints` epochs and at the end of the run; otherwise a model to score every `validate`
     epochs, if the launcher is waiting for one. None means never. The first learner to reach the end of the epoch checks

@@ -16,7 +16,7 @@ from starling.training.job import Job
 
 
 def pack(job: Job, run: RunConfig) -> bytes:
-    """Pickle what a learner needs: how to import this script, the settings, and the job.
+    """Pickle everything that a learner needs: how to import this script, the settings, and the job.
 
     Raises ConfigError for a job that cannot be pickled.
     """
@@ -44,7 +44,8 @@ def pack(job: Job, run: RunConfig) -> bytes:
 
 @contextmanager
 def packed_command(job: Job, run: RunConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
-    """The command of a learner that reads a packed job, whose file comes last; it is there within this context."""
+    """The command of a learner that reads a packed job. Its last argument is the job's file, which exists within this
+    context."""
     shared = None if run.launch.kind == "local" else folder.path  # where learners on other machines find it
     with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared) as scratch:
         file = Path(scratch) / "job"
@@ -53,7 +54,7 @@ def packed_command(job: Job, run: RunConfig, folder: ExperimentFolder) -> Genera
 
 
 def unpack(packed: bytes) -> tuple[Job, RunConfig]:
-    """The inverse of `pack`; only for bytes from this process's own launcher."""
+    """The inverse of `pack`; call it only with bytes from this process's own launcher."""
     buffer = io.BytesIO(packed)
     preparation = pickle.load(buffer)  # noqa: S301 - written by this learner's own launcher
     process = current_process()
@@ -72,7 +73,7 @@ def unpack(packed: bytes) -> tuple[Job, RunConfig]:
 
 
 def refuse_if_importing(caller: str) -> None:
-    """Raise ConfigError where a learner, or a process that computes cells, imports the script that makes the call."""
+    """Raise ConfigError if a learner, or a process that computes cells, is importing the script that makes the call."""
     if getattr(current_process(), "_inheriting", False):
         raise ConfigError(
             f"{caller} was called while another process imported this script; put the call under "

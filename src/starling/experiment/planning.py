@@ -1,5 +1,5 @@
-"""`starling.profile`: the costs of a job, measured on the machine at hand with real learner processes; and what
-`starling profile` and `starling plan` print and write.
+"""`starling.profile`: the costs of a job, measured on the machine at hand with real learner processes; also the output
+of `starling profile` and `starling plan`.
 """
 
 import sys
@@ -34,11 +34,11 @@ from starling.training.job import Job
 from starling.training.speeds import Stragglers
 
 GRADIENTS = 40
-"""Measured by the lone learner; each validation computes as many for each of its two learners."""
+"""Number of gradients that the lone learner measures; each validation computes as many for each of its two learners."""
 MEANS = 8
-"""Means of gradients that two learners make."""
+"""Number of means of gradients that two learners make."""
 VALIDATED = ("allreduce", "adpsgd")
-"""Strategies that two learners then train with, to see how far the predictions are off."""
+"""Strategies with which two learners then train, to find how far the predictions are off."""
 
 
 def profile(
@@ -53,21 +53,23 @@ def profile(
 ) -> Profile:
     """Measure what a job costs on this machine, with one and with two learner processes.
 
-    Learners are started as by `starling.train`, whose rules for scripts hold here, too: what the job refers to must be
-    importable, and the call under `if __name__ == "__main__":`. Injected stragglers and faults of the job are left out.
+    Learners are started as by `starling.train`, whose rules for scripts apply here, too: everything to which the job
+    refers must be importable, and the call must be under `if __name__ == "__main__":`. Injected stragglers and faults
+    of the job are ignored.
 
     Args:
         job: What to measure; its strategy and budget do not matter.
-        gradients: How many the lone learner measures; each validation computes as many for each of its two learners.
+        gradients: How many gradients the lone learner measures; each validation computes as many for each of its two
+            learners.
         engine: Options of a recipe's `engine` section, such as `device` and `threads`.
         validate: Whether to train for a moment with two learners afterwards, and compare predictions with that.
-        command: The command that the profile records as its origin; None: this process's command line.
-        facts: What a plan needs to know of the job; None: found out here.
-        say: Is told what is being measured.
+        command: The command that the profile records as its origin; None records this process's command line.
+        facts: The facts that a plan needs about the job; None determines them here.
+        say: Called with a line for each thing that is being measured.
 
     Raises:
-        ConfigError: if the job cannot be sent to learner processes, or too few gradients are asked for.
-        StarlingError: whatever ends the learners.
+        ConfigError: The job cannot be sent to learner processes, or `gradients` is too small.
+        StarlingError: The error that ended the learners.
 
     Example:
         >>> measured = starling.profile(job)  # doctest: +SKIP
@@ -98,7 +100,7 @@ def profile(
 
 
 def _figures(job: Job, learners: int, steps: int, engine: Mapping[str, Any] | None) -> list[Figures]:
-    """What each learner notes that measures with a budget of `steps`."""
+    """The figures of each learner that measures, with a budget of `steps`."""
     with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
         measuring = {"name": MEASURE, "folder": name}
         train_quietly(replace(job, budget=Budget(steps=steps)), learners, exp=name, engine=engine, strategy=measuring)
@@ -106,7 +108,7 @@ def _figures(job: Job, learners: int, steps: int, engine: Mapping[str, Any] | No
 
 
 def _seconds(job: Job, strategy: str, steps: int, engine: Mapping[str, Any] | None) -> float:
-    """The time that two learners take under a strategy."""
+    """Training time of two learners under a strategy."""
     with tempfile.TemporaryDirectory(prefix="starling-profile-") as name:
         run = train_quietly(replace(job, budget=Budget(steps=steps)), 2, exp=name, engine=engine, strategy=strategy)
         events = read_events(ExperimentFolder(run.folder).log / "events.jsonl")
@@ -115,8 +117,8 @@ def _seconds(job: Job, strategy: str, steps: int, engine: Mapping[str, Any] | No
 
 
 def profile_recipe(task: Task[RecipeT], recipe: RecipeT, output: Path, tell: Say, console: Console) -> Profile:
-    """Measure a recipe's job on this machine, and write what was found to `output`. Of islands, it tells what memory
-    their ranks would need; times are those of learners with whole models."""
+    """Measure a recipe's job on this machine, and write the profile to `output`. For islands, it reports the memory
+    that their ranks would need; times are those of learners with whole models."""
     say = say_on(console)
     with _job_of(task, recipe, say) as job, console.status("measuring") as status:
         facts = facts_of(job, counts_flops=True).model_copy(update={"trains": f"the recipe {recipe.name}"})
@@ -193,7 +195,8 @@ def plan_recipe(
 
 
 def _choices(recipe: RecipeConfig, strategies: str | None) -> list[str | Mapping[str, Any]]:
-    """The strategies that were named, or those that are planned; the recipe's own with its options."""
+    """The strategies that were named, or else those that are planned by default; the recipe's own strategy has its
+    options."""
     own = recipe.strategy
     names = [name.strip() for name in strategies.split(",")] if strategies else usual_strategies(own.name)
     if not (strategies or own.is_auto or own.name in names):
@@ -202,7 +205,7 @@ def _choices(recipe: RecipeConfig, strategies: str | None) -> list[str | Mapping
 
 
 def _numbers(text: str) -> list[int]:
-    """`4,16` as numbers."""
+    """A text such as `4,16` as a list of numbers."""
     try:
         return [int(each) for each in text.split(",")]
     except ValueError:
@@ -211,7 +214,7 @@ def _numbers(text: str) -> list[int]:
 
 @contextmanager
 def _job_of(task: Task[RecipeT], recipe: RecipeT, say: Say) -> Iterator[Job]:
-    """The job of a recipe, set up in a folder that is gone after the context; its data stay where they belong."""
+    """The job of a recipe, set up in a folder that is removed after the context; its data stay in their usual place."""
     with tempfile.TemporaryDirectory(prefix="starling-plan-") as name:
         folder = ExperimentFolder(Path(name))
         task.set_up(recipe, folder, say)
@@ -235,7 +238,7 @@ _COLUMNS: Mapping[str, Callable[[Forecast], str]] = {
 
 
 def _lines(plan: Plan, explains: bool) -> Iterator[str]:
-    """What stands below the table; with `explains`, also what the columns mean and what was assumed."""
+    """The lines below the table; with `explains`, also what the columns mean and what was assumed."""
     yield f"recommended: {plan.recommended}"
     yield from (f"  {line}" for line in plan.reason)
     if plan.crossings:
@@ -246,16 +249,16 @@ def _lines(plan: Plan, explains: bool) -> Iterator[str]:
     if not explains:
         yield from (f"note: {note}" for note in plan.notes if "left out" in note or "rank of" in note)
         return
-    yield "what this rests on:"
+    yield "assumptions and columns:"
     yield from (f"  {note}" for note in plan.notes)
     yield from (f"  {line}" for line in _EXPLANATIONS)
 
 
 _EXPLANATIONS = (
-    "hours: the steady speed of the strategy's own text on the simulated clock, the median of 3 seeds",
+    "hours: the steady speed of the strategy's own code on the simulated clock, the median of 3 seeds",
     "interval: these seeds, the 95 % interval of the gradient time, and the error of the last validation",
-    "wait: what is left of the waiting where every message arrives at once; exchange: what a faster link would end",
-    "MB/s: what a learner sends in a second of the run; stale: mean staleness, and the 95 % quantile",
-    "recommended: the most progress, which is speed times what a mini-batch is worth, or, within 5 % of that, the "
+    "wait: the waiting that remains if every message arrives at once; exchange: what a faster link would end",
+    "MB/s: megabytes that a learner sends per second of the run; stale: mean staleness, and the 95 % quantile",
+    "recommended: the most progress, which is speed times the worth of a mini-batch, or, within 5 % of that, the "
     "strategy whose mini-batches are worth most",
 )

@@ -1,4 +1,4 @@
-"""The record in the experiment's folder of what each learner saw and when it computed; see docs/events.md.
+"""The record, in the experiment's folder, of what each learner saw and when it computed; see docs/events.md.
 
     exp/<name>/seen/from-00000000/start.json       the data position at which the segment starts
     exp/<name>/seen/from-00000000/learner-0.jsonl  learner 0's stream of events: mini-batches, skips, stretches of time
@@ -42,7 +42,7 @@ training, and counts."""
 def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
     """Create the folder of a segment that starts at `position`, and remove segments that start there or later.
 
-    If the run resumes from another experiment, `earlier` is the record of that one; it is copied.
+    If the run resumes from another experiment, `earlier` is that experiment's record, which is copied.
     """
     segment = folder / f"from-{position.num_done:08d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,8 +66,8 @@ def segments(folder: Path) -> list[Path]:
 
 
 def _begin(segment: Path) -> int:
-    """How many mini-batches were done when a segment started: the sort key, because names with more than eight digits
-    do not sort correctly as text."""
+    """Number of mini-batches that were done when a segment started. It is the sort key, because names with more than
+    eight digits do not sort correctly as text."""
     number = segment.name.removeprefix("from-")
     return int(number) if number.isdecimal() else 0
 
@@ -82,8 +82,8 @@ class SeenBatch:
 
 
 def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
-    """The mini-batches in the weights of a checkpoint at `end`: those of all segments, without the ones that the start
-    of a later segment dropped.
+    """The mini-batches in the weights of a checkpoint at `end`: those of all segments, except mini-batches that the
+    start of a later segment dropped.
 
     Raises DataError if the record is missing or damaged.
     """
@@ -97,8 +97,8 @@ def read_seen(folder: Path, end: Position) -> Iterator[SeenBatch]:
 
 
 def batches_in(found: Sequence[Path], ends: Sequence[Position | None]) -> Iterator[SeenBatch]:
-    """The mini-batches of segments that are in the weights of a checkpoint at the end of each; None: all of them.
-    Raises DataError if the record is damaged."""
+    """The mini-batches of segments that are in the weights of a checkpoint at the end of each; an end of None includes
+    all of them. Raises DataError if the record is damaged."""
     for segment, end in zip(found, ends, strict=True):
         for learner, place, event in _events_in(segment):
             if event is None:
@@ -128,8 +128,8 @@ def read_skipped(found: Iterable[Path]) -> dict[int, set[str]]:
 
 
 def ends_of(found: Sequence[Path]) -> list[Position | None]:
-    """The positions at which these segments, in order, were ended by the next one; None of the last one, and where that
-    is damaged."""
+    """The positions at which the next segment ended each of these segments, in order; None for the last one, and where
+    that position is damaged."""
     ends: list[Position | None] = [None] * len(found)
     for place, following in enumerate(found[1:]):
         with suppress(DataError):
@@ -145,7 +145,7 @@ def start_of(segment: Path) -> Position:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     if position.num_done != _begin(segment):
-        raise DataError(f"{path}: it says step {position.num_done}, and its folder {_begin(segment)}")
+        raise DataError(f"{path}: it has step {position.num_done}, but its folder has {_begin(segment)}")
     return position
 
 

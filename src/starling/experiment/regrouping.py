@@ -30,7 +30,8 @@ class SharedCounts:
         return int(self._place.store.add(self._key(name), number))
 
     def agree(self, name: str, own: str) -> str:
-        """Return `own` of the first learner of this membership that calls this with `name`: the same for all."""
+        """Return the `own` of the first learner of this membership that calls this with `name`: the result is the same
+        for all."""
         return self._place.store.compare_set(self._key(name), "", own).decode()
 
     def arrive(self, name: str) -> int:
@@ -52,7 +53,7 @@ class Regrouping(MembershipObserver):
     """Carries the record, counts and checkpoints of one learner, or of all learners of a simulation, from one
     membership to the next. Checkpoints that the previous membership has not completed are dropped.
 
-    `tell` is called with each new membership but the first, and a line about it, on one learner.
+    On one learner, `tell` is called with each new membership but the first, and a line about it.
     """
 
     folder: ExperimentFolder

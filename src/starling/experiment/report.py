@@ -1,4 +1,4 @@
-"""`starling report`: one HTML page that shows experiments, from what their folders hold."""
+"""`starling report`: one HTML page that shows experiments, from the contents of their folders."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 MAX_POINTS = 100
-"""The most points of one experiment's loss curve: with more, the noise of single mini-batches hides the curve."""
+"""Largest number of points of one experiment's loss curve: with more, the noise of single mini-batches hides the
+curve."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A page that was written, and what it shows."""
+    """A page that was written, and its contents."""
 
     path: Path
     experiments: tuple[Evidence, ...]
@@ -46,16 +47,17 @@ class Report:
 def report(experiments: Path | str | Sequence[Path | str], output: Path | str | None = None) -> Report:
     """Write one self-contained HTML page that shows one or several experiments, real or simulated.
 
-    What an experiment did not record is left out, and the page says so. Of a comparison, the page shows the training
-    losses: for each row of its table, the mean over seeds.
+    Data that an experiment did not record are left out, and the page says so. For a comparison, the page shows the
+    training losses: for each row of its table, the mean over seeds.
 
     Args:
         experiments: Folders that `starling train`, `starling simulate`, `starling compare` or `starling.train` wrote.
-        output: The page; None: `report.html` in the experiment's folder, or in the current one for several.
+        output: The path of the page; None writes `report.html` to the experiment's folder, or to the current one for
+            several.
 
     Raises:
-        ConfigError: for a folder that is no experiment, or a page that cannot be written.
-        MissingExtraError: without plotly, which the extra `report` installs.
+        ConfigError: A folder is no experiment, or the page cannot be written.
+        MissingExtraError: plotly is not installed; the extra `report` installs it.
 
     Example:
         >>> starling.report(["exp/sync", "exp/async"], "strategies.html").path  # doctest: +SKIP
@@ -84,7 +86,7 @@ def report(experiments: Path | str | Sequence[Path | str], output: Path | str | 
 
 
 def write_report(experiments: Sequence[Path], output: Path | None, tell: Say) -> None:
-    """Write the page, and tell where it is and what it lacks."""
+    """Write the page, and print its path and what is missing from it."""
     written = report(experiments, output)
     for each in written.experiments:
         for sentence in each.missing.values():
@@ -135,7 +137,7 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
 
 
 def _read_comparison(path: Path) -> Mapping[str, Any] | None:
-    """What `starling compare` found; None for the folder of anything else."""
+    """The results of `starling compare`; None for any other folder."""
     try:
         content = json.loads((path / "results.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -166,7 +168,7 @@ def _key_of(result: Event) -> Event:
 
 
 def _mean_curve(cells: Sequence[Event]) -> Iterator[CurvePoint]:
-    """The mean over the cells of several seeds, as far as all of them went."""
+    """The mean over the cells of several seeds, up to where the shortest of them ended."""
     curves = [{share: rest for share, *rest in cell["curve"]} for cell in cells]
     examples_per_batch = fmean(cell["num_samples"] / max(1, cell["num_gradients"]) for cell in cells)
     for share in sorted(set.intersection(*map(set, curves))):
@@ -178,14 +180,14 @@ def _mean_curve(cells: Sequence[Event]) -> Iterator[CurvePoint]:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """The names of folders; with their paths where two have one name."""
+    """The names of folders; with their paths if several have the same name."""
     names = [path.resolve().name for path in paths]
     return [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
 
 
 def _strategy(settings: Tree) -> tuple[str, bool]:
-    """The strategy with its options, and whether it is one of Starling's that keep the weights of all learners the
-    same."""
+    """The strategy with its options as text, and whether it is one of Starling's strategies that keep the weights of
+    all learners the same."""
     given = settings.get("strategy", "?")
     options = dict(given) if isinstance(given, dict) else {"name": given}
     name = str(options.pop("name", "?"))
@@ -206,7 +208,8 @@ def _outcome(folder: ExperimentFolder, events: Sequence[Event]) -> str:
 
 
 def _curve_of(found: Iterable[Stretch]) -> list[CurvePoint]:
-    """Means over equally many mini-batches each, over all learners: at least one of each."""
+    """The points of a loss curve over all learners; each is a mean over the same number of mini-batches, at least one
+    per learner."""
     stretches = sorted(found, key=attrgetter("end"))
     begin = min((each.begin for each in stretches), default=0.0)
     size = max(len({each.learner for each in stretches}), math.ceil(merged(stretches).batches / MAX_POINTS))
@@ -221,7 +224,7 @@ def _curve_of(found: Iterable[Stretch]) -> list[CurvePoint]:
 
 
 def _read_tensorboard(folder: Path) -> Iterator[Stretch]:
-    """The points of learners' loss curves, each as if it were a stretch of one frame; nothing without TensorBoard."""
+    """The points of learners' loss curves, each as if it were a stretch of one frame; no points without TensorBoard."""
     for place, learner in enumerate(sorted(folder.glob("learner-*"))):
         try:
             from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
@@ -244,7 +247,7 @@ def _curve_of_epochs(events: Sequence[Event]) -> list[CurvePoint]:
 
 
 def _sets(folder: ExperimentFolder, settings: Tree, missing: dict[Section, str]) -> tuple[ScoredSet, ...]:
-    """The scored sets, with audio where the prepared data are there."""
+    """The scored sets, with audio if the prepared data are there."""
     files = sorted(folder.decode.glob("recogs-*.txt"))
     if not files:
         missing["scores"] = "No set was scored (`starling evaluate`)."

@@ -1,4 +1,4 @@
-"""Looks after a running experiment from another terminal: `starling status` shows it, `starling join` adds learners."""
+"""`starling status` and `starling join`: show a running experiment, and add learners to it, from another terminal."""
 
 import os
 import time
@@ -58,7 +58,7 @@ def read_status(experiment: Path) -> Status:
 
 
 def is_alive(status: Status) -> bool:
-    """Whether the launcher that wrote a status still runs: the status is recent, and the process exists, where this
+    """Whether the launcher that wrote a status still runs: the status is recent, and the process exists, as far as this
     machine can tell."""
     is_recent, is_here = time.time() - status.written < STATUS_FRESH, status.machine in ("", os.uname().nodename)
     try:
@@ -88,8 +88,7 @@ def learners_of(roster: Roster) -> Iterator[LearnerStatus]:
 
 
 def state_of(record: LearnerRecord, roster: Roster) -> str:
-    """A learner's state as text: that it is silent, else its state, and during training what it computes or waits
-    for."""
+    """A learner's state as text: `silent`, or else its state; during training, its computation or its wait."""
     if silence := roster.silence(record):
         return f"silent for {duration(silence)}"
     if record.state is LearnerState.READY:

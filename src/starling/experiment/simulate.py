@@ -58,8 +58,8 @@ class Simulated:
         return model.eval()
 
     def loss(self, digits: int = 2) -> float:
-        """The mean loss of the consensus model over the mini-batches of the first epoch, to so many significant digits:
-        further ones may differ between machines."""
+        """The mean loss of the consensus model over the mini-batches of the first epoch, to `digits` significant
+        digits: further ones may differ between machines."""
         return float(f"{mean_loss(self.model(), self.job.workload):.{digits}g}")
 
 
@@ -72,7 +72,7 @@ def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulat
     Args:
         job: What to train, how, and for how long.
         learners: The number of virtual learners.
-        cluster: The speeds of machines and links; None: the default of `starling.Cluster`.
+        cluster: The speeds of machines and links; None uses the default of `starling.Cluster`.
 
     Raises:
         Deadlock: All learners wait for each other.
@@ -90,7 +90,7 @@ def simulate_recipe(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Co
     """Train with `learners` virtual learners on the recipe's cluster, then score the model.
 
     Scores, the simulated time and the event hash go to `tell`, everything else to `console`. The experiment is
-    `<name>-virtual`. Its checkpoint has only the final consensus model, so that it cannot be resumed.
+    `<name>-virtual`. Its checkpoint has only the final consensus model, so the run cannot be resumed.
     """
     say = say_on(console)
     recipe = kept(resolve_resume(task, recipe.model_copy(update={"name": f"{recipe.name}-virtual"})), say)

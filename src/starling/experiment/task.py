@@ -1,7 +1,8 @@
-"""The door by which a package says what its recipes train: their own keys, their data, the job, and how it is scored.
+"""The interface by which a package defines what its recipes train: their own keys, their data, the job, and how it is
+scored.
 
 A recipe names its task with the key `task`: the entry point of an installed package in the group `starling.tasks`, or
-`module:name`. Without the key, it is `speech`, which comes in by the same door.
+`module:name`. Without the key, the task is `speech`, which uses the same interface.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ if TYPE_CHECKING:
 RunT = TypeVar("RunT", bound=RunConfig)
 RecipeT = TypeVar("RecipeT", bound=RecipeConfig)
 DEFAULT = "speech"
-"""The task of a recipe without the key `task`."""
+"""Task of a recipe without the key `task`."""
 
 OF_BOTH = ("seed", "island", "batch_shares", "budget", "stragglers", "faults")
-"""What a job and the settings of a run have alike."""
+"""Fields that a job and the settings of a run have in common."""
 
 
 class TaskRecipe(RecipeConfig):
     """The keys of a recipe of any task but speech; a task adds its own by inheriting from this class."""
 
     task: str
-    """What is trained: a task that an installed package offers, or `module:name`."""
+    """Task that is trained: one that an installed package offers, or `module:name`."""
 
 
 class Scoring:
-    """What scores models while a run trains; this one scores none."""
+    """Scores models while a run trains; this class scores none."""
 
     def hear(self, message: LearnerMessage) -> None:
         """Take a learner's message, perhaps that it has saved a model to be scored."""
@@ -63,11 +64,11 @@ class Scoring:
 
 
 class MiniBatches:
-    """The examples that a task plans for each mini-batch, by which `starling audit` judges a run; this one plans none:
-    each mini-batch of a workload is loaded to learn its examples' names."""
+    """The examples that a task plans for each mini-batch, by which `starling audit` checks a run; this class plans
+    none: each mini-batch of a workload is loaded to learn its examples' names."""
 
     examples = "examples"
-    """What examples are called, in the plural."""
+    """Word for examples, in the plural."""
 
     def __init__(self, workload: Workload[Any]) -> None:
         self._workload = workload
@@ -76,11 +77,11 @@ class MiniBatches:
 
     @property
     def num_examples(self) -> int:
-        """Examples of an epoch."""
+        """Number of examples in an epoch."""
         return sum(len(list(self.ids(Ticket(0, index, index)))) for index in range(self.num_batches(0)))
 
     def num_batches(self, epoch: int) -> int:
-        """Mini-batches of an epoch."""
+        """Number of mini-batches in an epoch."""
         return self._workload.num_batches(epoch)
 
     def ids(self, ticket: Ticket) -> Iterable[str]:
@@ -88,15 +89,16 @@ class MiniBatches:
         return (name for part in self._workload.load(ticket) for name in getattr(part, "ids", ()))
 
     def passes(self, times: Counter[str]) -> str | None:
-        """Describes how often each example was seen in complete epochs; None where each should be seen once in each."""
+        """A sentence about how often each example was seen in complete epochs; None if each should be seen once in each
+        epoch."""
         return None
 
 
 class Task(ABC, Generic[RunT]):
-    """What recipes of one kind train, and how. Methods get a recipe that `check` has returned."""
+    """The training task of recipes of one kind. Methods get a recipe that `check` has returned."""
 
     settings: ClassVar[type[RunConfig]]
-    """The typed tree of the recipe's keys."""
+    """Typed tree of the recipe's keys."""
 
     def require(self, command: str) -> None:
         """Raise MissingExtraError if something that `command` needs is not installed."""
@@ -106,7 +108,8 @@ class Task(ABC, Generic[RunT]):
         return checked(self.settings, tree, f"recipe {where}")  # type: ignore[return-value]
 
     def check_resolved(self, tree: Tree, where: str) -> RunT:
-        """The same for the tree that an experiment's folder holds, perhaps of an earlier version."""
+        """The recipe of the tree that an experiment's folder holds, perhaps written by an earlier version; otherwise as
+        `check`."""
         return self.check(tree, where)
 
     @abstractmethod
@@ -122,7 +125,7 @@ class Task(ABC, Generic[RunT]):
         return load_weights(self.make_job(recipe, folder).workload.make_model(), latest(folder.path))
 
     def model_writer(self, recipe: RunT, folder: ExperimentFolder) -> WriteModel:
-        """What writes the model into checkpoints; by default, its state as `model.safetensors`."""
+        """The function that writes the model into checkpoints; by default, its state as `model.safetensors`."""
         from starling.training.flat import write_weights
 
         return partial(write_weights, self.make_job(recipe, folder).workload.make_model())
@@ -141,48 +144,49 @@ class Task(ABC, Generic[RunT]):
         return ""
 
     def set_up(self, recipe: RunT, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
-        """Make ready what learners need, in `folder`. What is wrong is raised here, before a run claims its folder."""
+        """Prepare what learners need, in `folder`. Errors are raised here, before a run claims its folder."""
 
     def learner_command(self, recipe: RunT, folder: ExperimentFolder) -> AbstractContextManager[list[str]]:
-        """The command that starts a learner; what it reads exists within this context."""
+        """The command that starts a learner; the files that it reads exist within this context."""
         return nullcontext([sys.executable, "-m", "starling", "train", str(folder.config)])
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
-        """What the user runs to resume from the newest checkpoint."""
+        """The command with which the user resumes from the newest checkpoint."""
         return f"starling train {folder.config} resume={folder.path}"
 
     def max_skipped(self, recipe: RunT, job: Job) -> int:
-        """How many examples of an epoch may be skipped; if it is more, the run fails."""
+        """Number of examples of an epoch that may be skipped; if there are more, the run fails."""
         return 0
 
     def validate_every(self, recipe: RunT) -> int | None:
-        """The number of epochs between two models that the launcher scores; None: it scores none."""
+        """The number of epochs between two models that the launcher scores; None if it scores none."""
         return None
 
     def scoring(
         self, recipe: RunT, folder: ExperimentFolder, say: Say, on_score: Callable[[Score], None]
     ) -> AbstractContextManager[Scoring]:
-        """What scores models while the run trains."""
+        """A context with the object that scores models while the run trains."""
         return nullcontext(Scoring())
 
     def score(
         self, recipe: RunT, folder: ExperimentFolder, tell: Say, console: Console, may_be_best: bool = False
     ) -> str | None:
-        """Score the trained model; the best one of those that were scored during training if it `may_be_best`. Returns
-        why the model does not work and what to do, in a line; empty if it works, and None if nothing was scored."""
+        """Score the trained model or, with `may_be_best`, the best model that was scored during training. Returns a
+        line that says why the model does not work and what to do; empty if it works, and None if nothing was scored."""
         return None
 
     def scored_set(self, folder: ExperimentFolder, file: Path) -> tuple[ScoredSet, str]:
-        """What a report shows of a file `recogs-SET.txt`, and why something is missing. Raises DataError."""
+        """The contents of a file `recogs-SET.txt` for a report, and why something is missing. Raises DataError."""
         raise ConfigError(f"{file}: this task has no scored sets")
 
     def mini_batches(self, recipe: RunT, folder: ExperimentFolder) -> MiniBatches:
-        """The plan of a run's mini-batches; by default, what the workload loads, whose examples may have `ids`."""
+        """The plan of a run's mini-batches; by default, the mini-batches that the workload loads, whose examples may
+        have `ids`."""
         return MiniBatches(self.make_job(recipe, folder).workload)
 
 
 def job_of(recipe: RecipeConfig, workload: Workload[Any], **fields: Any) -> Job:
-    """The job that trains a workload with all settings of a recipe; `fields` are further ones of `starling.Job`."""
+    """The job that trains a workload with all settings of a recipe; `fields` are other fields of `starling.Job`."""
     from starling.training.job import Job
 
     return Job(
@@ -197,7 +201,7 @@ def job_of(recipe: RecipeConfig, workload: Workload[Any], **fields: Any) -> Job:
 
 
 def settings_of(run: RunConfig) -> dict[str, Any]:
-    """The fields of a job that the settings of any run decide."""
+    """The fields of a job that the settings of any run determine."""
     choice, own = run.strategy, {name: getattr(run, name) for name in OF_BOTH}
     return own | {"strategy": choice.strategy, "options": choice.options, "checkpoint_every": run.checkpoints.every}
 
@@ -208,7 +212,7 @@ _TASKS = Registry[Task[RecipeConfig]](
 
 
 def task_of(tree: Tree) -> Task[RecipeConfig]:
-    """The task of a recipe's tree. Raises ConfigError if there is none of that name."""
+    """The task of a recipe's tree. Raises ConfigError if there is no task of that name."""
     name = tree.get("task", DEFAULT)
     if not isinstance(name, str):
         raise ConfigError(f"task: must be a name or `module:name`, not {name!r}")
@@ -218,8 +222,8 @@ def task_of(tree: Tree) -> Task[RecipeConfig]:
 def load_recipe(
     path: Path, overrides: Sequence[str] = (), learners: int | None = None, command: str = ""
 ) -> tuple[Task[RecipeConfig], RecipeConfig]:
-    """The recipe in a file with `key=value` overrides, with `learners` learners if that is given, and its task, which
-    must have what `command` needs.
+    """The recipe in a file with `key=value` overrides, and with `learners` learners if given; also its task, which must
+    have everything that `command` needs.
 
     Raises one ConfigError that lists all problems.
     """

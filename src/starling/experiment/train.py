@@ -24,11 +24,11 @@ from starling.reporting.progress import Bars, Say, say_on
 from starling.timeouts import SET_UP
 
 _RESUMES = "set up"
-"""The key in the store under which learner 0 says that the run is set up, and from which checkpoint it resumes."""
+"""Key in the store under which learner 0 tells that the run is set up, and from which checkpoint it resumes."""
 
 
 def train_recipe(path: Path, overrides: Sequence[str], tell: Say, console: Console, command: str) -> None:
-    """Train the recipe in a file: as the launcher, or, where a launcher has started this process, as a learner."""
+    """Train the recipe in a file: as the launcher or, if a launcher has started this process, as a learner."""
     if not is_learner():
         train(*load_recipe(path, overrides, command=command), tell, console)
         return
@@ -42,7 +42,7 @@ def train_recipe(path: Path, overrides: Sequence[str], tell: Say, console: Conso
 
 
 def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
-    """Train with `learners` processes, then score the model; return the recipe with what was chosen for it.
+    """Train with `learners` processes, then score the model; return the recipe with the chosen strategy.
 
     Scores go to `tell`, everything else to `console`.
     """
@@ -61,7 +61,8 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
 
 
 def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Say, console: Console) -> RunT:
-    """The same as one learner, started by Starling's launcher if there is a `link` to it, else by torchrun or Slurm.
+    """Train as one learner, started by Starling's launcher if there is a `link` to it, else by torchrun or Slurm;
+    otherwise as `train`.
 
     Without Starling's launcher, learner 0 sets up the run while the others wait, and scores the model at the end.
     """
@@ -90,7 +91,8 @@ def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Sa
 
 
 def _set_up(task: Task[RunT], recipe: RunT, say: Say, console: Console) -> RunT:
-    """Check what a run needs, set it up and claim its folder; the recipe with the checkpoint that it resumes from."""
+    """Check the needs of a run, set it up and claim its folder; return the recipe with the checkpoint from which it
+    resumes."""
     recipe = kept(resolve_resume(task, recipe), say)
     check_engine(recipe)
     with Bars(console) as bars:

@@ -1,6 +1,7 @@
 """Other libraries' training loops as learners. Each module needs its library, and is imported only where it is used.
 
-Here is what they share: the learner of a host framework's training, and the process group before its processes join.
+This module has their common parts: the learner of a host framework's training, and the process group before its
+processes join.
 """
 
 from collections.abc import Generator
@@ -23,15 +24,16 @@ _NUM_GROUPS = count()
 
 
 class HostLearner:
-    """What every adapter does with its learner. `options` are the keywords of `starling.attach`."""
+    """The learner of an adapter, with the operations that all adapters need. `options` are the keywords of
+    `starling.attach`."""
 
     def __init__(self, strategy: str, options: dict[str, Any]) -> None:
         self.strategy, self.options = strategy, options
         self.learner: JoinedLearner | None = None
-        """The newest one, which may have left."""
+        """Newest learner, which may have left."""
         self._training: JoinedLearner | None = None  # the same, between joining and leaving
         self.survives = options.get("on_loss") == "continue"
-        """Whether it continues when others are lost."""
+        """Whether the learner continues when others are lost."""
         self._num_started = 1
         self._is_showing = False  # the model holds a consensus
 

@@ -78,8 +78,8 @@ class StarlingSGD:
         return self._host.learner
 
     def step(self) -> None:
-        """Call it after `optimizer.step()`, as with `LocalSGD`. That was the learner's step; this only makes the first
-        survivor accelerate's main process if learner 0 has been lost."""
+        """Update accelerate's main process; call this after `optimizer.step()`, as with `LocalSGD`. That was the
+        learner's step; this only makes the first survivor accelerate's main process if learner 0 has been lost."""
         if self._host.has_lost:
             self._set(process_index=self.learner.rank)
 
@@ -112,14 +112,14 @@ class StarlingSGD:
             open_host_group(self._accelerator.state.backend)
 
     def _set(self, **state: Any) -> None:
-        """Change what accelerate knows of its processes."""
+        """Change accelerate's record of its processes."""
         for shared in (PartialState(), AcceleratorState()):
             for name, value in state.items():
                 setattr(shared, name, value)
 
 
 def _give_copies(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Let `state_dict` return tensors of their own. A learner's weights are views of one tensor; of tensors that share
+    """Let `state_dict` return separate tensors. A learner's weights are views of one tensor; of tensors that share
     memory, accelerate saves only one."""
     copies: dict[object, Tensor] = {}  # tied weights stay tied
     for name, value in state.items():

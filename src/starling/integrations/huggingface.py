@@ -31,7 +31,7 @@ from transformers import (  # noqa: E402 - after `require`, whose error names th
 )
 
 _SAMPLER = "SharedSampler"
-"""Its key in the state that the Trainer saves."""
+"""Key of the sampler in the state that the Trainer saves."""
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
@@ -66,21 +66,21 @@ class StarlingArguments(TrainingArguments):  # type: ignore[misc]
 
 
 class StarlingTrainer(Trainer):  # type: ignore[misc]
-    """A `Trainer` of which each process is a learner. It needs `StarlingArguments`.
+    """A `Trainer` whose processes are learners. It needs `StarlingArguments`.
 
     Learners join when training starts, after a checkpoint has been loaded. `evaluate` and checkpoints see the mean of
     all learners; after `train` the model is the mean of all final weights. Learner 0 saves.
 
     Under an asynchronous strategy a `starling.SharedSampler` divides a map-style dataset: an epoch ends when all its
-    samples have been given out, and a checkpoint knows which have. The learning rate follows the share of the samples
-    that has been given out, so it is the same for all learners at any speeds. Where learners step together, they get
-    equal shares.
+    samples have been given out, and a checkpoint records which ones have. The learning rate follows the share of the
+    samples that has been given out, so it is the same for all learners at any speeds. Where learners step together,
+    they get equal shares.
 
     With `options={"on_loss": "continue"}` training survives the loss of any process. If learner 0 is lost, the first
     survivor saves.
 
     Args:
-        args: As in `Trainer`, like all others but the last two.
+        args: As in `Trainer`.
         strategy: A name that `starling strategies` lists, or a `module:name`.
         options: The other keywords of `starling.join`, and the strategy's options, such as `{"pattern": "random"}`.
         others: The other arguments of `Trainer`, by name.
@@ -112,7 +112,7 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def learner(self) -> JoinedLearner | None:
-        """The learner of the newest `train`, None before the first; its `stats()` may be read afterwards."""
+        """The learner of the newest `train`; None before the first. Its `stats()` may be read afterwards."""
         return self._host.learner
 
     # training
@@ -182,7 +182,8 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
         return _EqualShares(len(data), self._train_batch_size, self.args.process_index, self._world, is_shuffled, seed)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """See `Trainer`. The steps are those of a learner that gets all data: one may get any share of it."""
+        """Set the numbers of steps; see `Trainer`. They are those of a learner that gets all data: one may get any
+        share of it."""
         self._is_limited = args.max_steps > 0
         if not self._is_shared(dataloader):
             return super().set_initial_training_values(args, dataloader)
@@ -207,7 +208,7 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
 
 
 class _Follow(TrainerCallback):  # type: ignore[misc]
-    """Lets the Trainer follow what the other learners do."""
+    """Lets the Trainer follow the progress of the other learners."""
 
     def __init__(self, trainer: StarlingTrainer) -> None:
         self._trainer, self._num_steps = trainer, 0
@@ -218,13 +219,13 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
         self._num_steps = state.global_step
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """The first survivor saves if learner 0 has been lost."""
+        """Let the first survivor save if learner 0 has been lost."""
         args.__dict__["_rank"] = self._trainer._host.rank(args.process_index)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """An epoch ends for all learners, however many of its samples one of them got: perhaps none."""
+        """End the epoch for all learners, however many of its samples this one got: perhaps none."""
         if self._trainer._sampler is None:
             return
         if state.global_step == self._num_steps:
@@ -235,7 +236,7 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
 
 
 class _EqualShares(Sampler[int]):
-    """Batch by batch in turn, as accelerate divides them; the last ones begin again from the first."""
+    """A sampler that deals out batches in turn, as accelerate does; the last batches begin again from the first."""
 
     def __init__(self, num: int, batch_size: int, rank: int, world: int, is_shuffled: bool, seed: int) -> None:
         self._num, self._batch_size, self._rank, self._world = num, batch_size, rank, world
@@ -269,8 +270,8 @@ class _Sized:
 def _following(
     factor: Callable[[int], float], last: int, sampler: SharedSampler | None, per_epoch: float
 ) -> Callable[[int], float]:
-    """A learning rate's factor at the step that the samples given out correspond to, at most `last`. A function:
-    schedules save other callables."""
+    """A function from a step to a learning rate's factor, at the step that the samples given out correspond to, at most
+    `last`. It is a function, because schedules save other callables."""
 
     def at(step: int) -> float:
         return factor(min(step if sampler is None else int(sampler.progress * per_epoch), last))
@@ -280,7 +281,7 @@ def _following(
 
 @contextmanager
 def _alone() -> Generator[None, None, None]:
-    """Within this context the environment is that of a process that was started alone."""
+    """A context in which the environment is that of a process that was started alone."""
     hidden = {name: os.environ.pop(name) for name in _PLACE if name in os.environ}
     try:
         yield

@@ -79,12 +79,12 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def learner(self) -> JoinedLearner | None:
-        """The learner of the newest `fit`, None before the first; its `stats()` may be read afterwards."""
+        """The learner of the newest `fit`; None before the first. Its `stats()` may be read afterwards."""
         return self._host.learner
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes checkpoints: learner 0, or the first survivor once that is lost."""
+        """Whether this process writes checkpoints: learner 0, or the first survivor once learner 0 is lost."""
         return self._host.rank(self.global_rank) == 0
 
     # processes and model
@@ -107,7 +107,7 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
             open_host_group(self._process_group_backend, self._timeout, self._host.has_lost)
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepare to train, or to evaluate. Lightning asks a loader without a length for data before learners join."""
+        """Prepare to train, or to evaluate. Before learners join, Lightning asks a loader without a length for data."""
         if self._host.survives and trainer.state.fn == TrainerFn.FITTING and is_learner():
             prepare_to_survive(self._host.options.get("timeout_seconds", CONNECT))
         super().setup(trainer)
@@ -151,7 +151,7 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
     # the consensus
 
     def on_validation_start(self) -> None:
-        """Show the mean of all learners' models."""
+        """Load the mean of all learners' models."""
         super().on_validation_start()
         self._evaluation = ExitStack()
         self._evaluation.enter_context(self._host.consensus())

@@ -30,30 +30,30 @@ if TYPE_CHECKING:
 
 Seconds = float
 LINK = "coordinator/link"
-"""The key in the store that holds the port on which the coordinator hears learners."""
+"""Key in the store that holds the port on which the coordinator hears learners."""
 OVER = "the run is ending"
 PATIENCE: Seconds = 9.0
-"""The machine of a learner, or the coordinator's, is lost after so long without an answer."""
+"""Time without an answer after which the machine of a learner, or the coordinator's, is lost."""
 _TOGETHER: Seconds = 0.01
-"""Changes so close to each other make one membership."""
+"""Time between changes below which they make one membership."""
 
 
 class Coordinator:
     """Lets learners in at `listener`, and announces memberships until the last learner has gone.
 
-    The first membership needs as many learners as they say the run has. The other end of `parent` is held by the
-    process that started this one until it has connected.
+    The first membership needs as many learners as they say the run has. The process that started this one holds the
+    other end of `parent` until it has connected.
     """
 
     def __init__(self, listener: socket.socket, parent: socket.socket) -> None:
         self._listener, self._parent = listener, parent
         self._roster = Roster(0)
-        """Its lock guards what follows, too."""
+        """Roster of the learners, whose lock also guards the following attributes."""
         self._switchboard = Switchboard(self._roster, self._hear)
         self._patience: dict[int, Seconds] = {}
-        """The silence after which each learner is lost."""
+        """Silence after which each learner is lost."""
         self._lost: dict[int, str] = {}
-        """Members that were lost since the last announcement, and how."""
+        """Members that were lost since the last announcement, with the reasons."""
         self._world = 0
         self._is_over = False
 
@@ -76,7 +76,7 @@ class Coordinator:
         return is_anyone_here or not poll.poll(0)
 
     def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
-        """Let a learner in. `who` is its id, the number of learners with which its run starts, and the silence after
+        """Admit a learner. `who` is its id, the number of learners with which its run starts, and the silence after
         which it is lost."""
         learner_id, world, silence = int(who[0]), int(who[1]), float(who[2])
         process = LearnerProcess(line=Line(connection))
@@ -153,8 +153,8 @@ def store_at(listener: socket.socket, address: str) -> "TCPStore":
 
 @contextmanager
 def started_coordinator(address: str, port: int) -> Generator[int, None, None]:
-    """Start a coordinator whose store listens on `port`, or on any if that is 0; yields that. It stays within this
-    context, and as long as learners are there. `ProtocolError` if nothing can listen there."""
+    """Start a coordinator whose store listens on `port`, or on any port if that is 0; yields the port. The coordinator
+    runs within this context, and as long as learners are there. `ProtocolError` if nothing can listen there."""
     ours, theirs = socket.socketpair()
     with ours:
         try:
@@ -177,7 +177,7 @@ def started_coordinator(address: str, port: int) -> Generator[int, None, None]:
 
 
 def main(store: int, link: int, parent: int) -> None:
-    """Be a coordinator, with the descriptors of two sockets that listen, for the store and for learners, and of one
+    """Run a coordinator, given the descriptors of two sockets that listen, for the store and for learners, and of one
     that the parent process holds."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # learners decide when the run ends
         signal.signal(number, signal.SIG_IGN)

@@ -1,6 +1,7 @@
-"""How a joined loop that survives losses finds its coordinator, or starts it, and hears of memberships.
+"""The connection of a joined loop that survives losses to its coordinator: finding or starting it, and hearing of
+memberships.
 
-The coordinator listens on MASTER_PORT. Where something else holds a store there (torchrun's agent, or learner 0 for the
+The coordinator listens on MASTER_PORT. If something else holds a store there (torchrun's agent, or learner 0 for the
 process group of a host framework), it takes any free port, which learner 0 publishes in that store.
 """
 
@@ -77,7 +78,8 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorFeed:
 
     `host_store` is the store at MASTER_PORT, if all learners have already connected to one.
 
-    Raises `ConfigError` for an invalid environment variable, `ProtocolError` if no coordinator answers or takes it.
+    Raises `ConfigError` for an invalid environment variable, `ProtocolError` if no coordinator answers or admits the
+    learner.
     """
     own = rendezvous.place_of_environment(may_join=True)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -116,9 +118,9 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorFeed:
 
 
 def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> tuple[Store, socket.socket]:
-    """The coordinator's store, and a connection over which it has taken this learner.
+    """The coordinator's store, and a connection over which it has admitted this learner.
 
-    Raises `OSError` if no coordinator answers yet, or one whose run is ending.
+    Raises `OSError` if no coordinator answers yet, or the run of the one that answers is ending.
     """
     rendezvous.check_store(rank, address, port, seconds)
     try:

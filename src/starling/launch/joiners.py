@@ -41,15 +41,15 @@ Requests = Callable[[], Iterable["Request"]]
 
 @dataclass(eq=False)
 class Request:
-    """A request at the launcher's end, from its arrival to its answer."""
+    """A request at the launcher, from its arrival to its answer."""
 
     learners: int
-    """How many to add; 0, which is refused, if it could not be read."""
+    """Number of learners to add; 0, which is refused, if it could not be read."""
     path: Path
-    """The file of its answer."""
+    """File of the request's answer."""
     outcomes: dict[int, str | None] = field(default_factory=dict)
-    """By learner, once it was granted: why it has failed, empty for one that has joined, None for one that has done
-    neither yet."""
+    """Outcome of each learner, once the request was granted: why it has failed, empty if it has joined, None if neither
+    has happened yet."""
 
     def answer(self, answer: JoinAnswer) -> None:
         """Write the answer."""
@@ -73,7 +73,7 @@ def _take(folder: Path) -> Generator[Request, None, None]:
 
 @contextmanager
 def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
-    """Take requests inside the context; None if the folder cannot be written, or another launcher takes requests
+    """Take requests inside the context; yields None if the folder cannot be written, or another launcher takes requests
     there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,16 +102,16 @@ class Changes:
     """How the set of learners may change during a run, and what is called when it does."""
 
     on_loss: Literal["stop", "continue", "replace"] = "stop"
-    """What happens when a learner is killed: the run ends, the others continue, or it is restarted as well."""
+    """Reaction to a killed learner: the run ends, the others continue, or it is restarted as well."""
     silence_seconds: Seconds = math.inf
-    """A learner that sends no heartbeat for so long is killed."""
+    """Time without a heartbeat after which a learner is killed."""
     succession: Succession = lambda members, lost, joining: (*(each for each in members if each not in lost), *joining)
     joins: Sequence[Join] = ()
     """Learners that join at a given time."""
     requests: Requests | None = None
-    """Takes the new requests of other processes for more learners; None if there can be none."""
+    """Function that takes the new requests of other processes for more learners; None if there can be none."""
     is_enough: Callable[[], bool] = lambda: False
-    """Whether the learners shall save and end before their budget is spent, which is no error."""
+    """Whether the learners should save and end before their budget is spent, which is no error."""
     say: Callable[[str], None] = lambda line: None
     on_lost: Callable[[Loss], None] = lambda loss: None
     """Called when the others continue without a learner."""
@@ -131,7 +131,7 @@ class Joiners:
         self._changes, self._roster, self._start = changes, roster, start
         self._wanted: list[int] = []
         self._requests: list[Request] = []
-        """Those that were granted, until each of their learners trains or has failed."""
+        """Granted requests, until each of their learners trains or has failed."""
         self._timed = sorted(changes.joins, key=lambda join: join.at_seconds)
         self._begin: float | None = None
         self._next_look = 0.0
@@ -235,7 +235,7 @@ class Joiners:
         return [*(each.learner_id for each in self._roster.joining(is_member=False)), *self._wanted]
 
     def _grant(self, request: Request, is_ending: bool) -> str:
-        """Request the learners that a request asks for; return why that cannot be, or an empty text."""
+        """Request the learners that a request asks for; return the reason if that is impossible, or an empty text."""
         if is_ending or self._changes.on_loss == "stop":
             return "the run is ending" if is_ending else "the run was started with on_loss: stop"
         coming = self._coming()
@@ -260,7 +260,7 @@ class Joiners:
         return [*free, *range(known[-1] + 1, known[-1] + 1 + number)][:number]
 
     def _note(self, learner_id: int, failure: str) -> None:
-        """Note in its request that a learner trains or, with the reason, has failed."""
+        """Note in its request that a learner trains or, with a reason, has failed."""
         for request in list(self._requests):
             if request.outcomes.get(learner_id, "") is None:
                 request.outcomes[learner_id] = failure
@@ -272,7 +272,7 @@ class Joiners:
 
 
 def launcher_id(folder: Path) -> bytes | None:
-    """Identifies the launcher that takes requests in this folder now; None if there is none."""
+    """An identifier of the launcher that takes requests in this folder now; None if there is none."""
     try:
         with (folder / _LOCK).open("rb") as lock:
             # a shared lock, so that several processes can look at the same time

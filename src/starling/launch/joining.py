@@ -1,7 +1,7 @@
 """`starling.join`: turns an existing PyTorch training loop into one learner of several.
 
-Here is also what of a loop learners cannot train together, what it still has from its life under
-DistributedDataParallel, and what would harm learners."""
+The module also checks for parts of a loop that learners cannot train together, for remains of DistributedDataParallel
+in it, and for anything else that would harm learners."""
 
 import inspect
 import warnings
@@ -105,8 +105,8 @@ def _check(
     most_not_finite: int,
     on_loss: str,
 ) -> None:
-    """Raise `ConfigError` for arguments of `join` that are out of their range or do not suit the strategy, such as an
-    optimizer whose steps cannot be made by servers, or in shared memory."""
+    """Raise `ConfigError` for arguments of `join` that are out of range or do not suit the strategy, such as an
+    optimizer whose steps servers cannot make, or that cannot step in shared memory."""
     for member in members_of(optimizer) if strategy.is_served or not strategy.steps_itself else ():
         kind = type(member).__name__
         if callable(getattr(member, "train", None)) and callable(getattr(member, "eval", None)):
@@ -150,13 +150,13 @@ def attach(
 
     Call it once, after the optimizer was made and before the first step. The arithmetic is that of
     `JoinedLearner.step`, to the bit. A step with a closure works, too. A process that ends without an error closes its
-    learner. What the loop itself saves are this learner's own weights; save within `consensus()` of the result instead.
+    learner. The loop itself saves this learner's own weights; save within `consensus()` of the result instead.
 
     The optimizer's other hooks act once for each step. Those registered before see this learner's own gradient.
 
     Args:
-        optimizer: The loop's optimizer, or a list of its optimizers: each call of one's `step` is then a step of the
-            learner with that one alone.
+        optimizer: The loop's optimizer, or a list of its optimizers: each call of `step` is then a step of the learner
+            with that optimizer alone.
         model: The model that it trains.
         strategy: As in `starling.join`.
         scaler: The loop's `GradScaler`, whose `step` becomes the learner's as well. Without it, a step that the scaler
@@ -164,9 +164,9 @@ def attach(
         options: The other keywords of `starling.join`, and the strategy's options.
 
     Raises:
-        ConfigError: As `starling.join`.
-        ProtocolError: As `starling.join`.
-        PeerLost: As `starling.join`.
+        ConfigError: `starling.join` raises it.
+        ProtocolError: `starling.join` raises it.
+        PeerLost: `starling.join` raises it.
     """
     learner = join(model, optimizer, strategy, **options)
     learner.take_over(scaler)
@@ -185,7 +185,7 @@ def steps_together(strategy: str, options: dict[str, Any]) -> bool:
 
 def shared_place(timeout_seconds: float = CONNECT) -> Place:
     """This process's place, with the store that all calls of `join` share: a process connects to it once, because
-    learner 0 may own it. One learner alone has a store of its own."""
+    learner 0 may own it. A lone learner has a store of its own."""
     if not is_learner():
         return Place(0, 1, 0, 1, HashStore())
     if not _places:
@@ -201,7 +201,7 @@ def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
 
 
 def newest_place() -> Place:
-    """This process's place in the newest run, with its coordinator's store if that survives losses."""
+    """This process's place in the newest run, with its coordinator's store if the run survives losses."""
     return _surviving[0] if _surviving else shared_place()
 
 

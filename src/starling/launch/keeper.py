@@ -27,31 +27,32 @@ from starling.launch.rendezvous import OWN_DEVICE, loopback_interface
 from starling.timeouts import READ, TERMINATION, UNREACHABLE
 
 _ADDRESS_OF = 0x8915
-"""Linux's SIOCGIFADDR."""
+"""Linux's SIOCGIFADDR, a request for the address of an interface."""
 
 
 @dataclass(frozen=True)
 class Errand:
-    """What a keeper is to start. It travels through Ray, and so it holds no secret: the run's token is in a file."""
+    """A keeper's order to start a learner. It travels through Ray, and therefore holds no secret: the run's token is in
+    a file."""
 
     program: Program
-    """With an empty token. Its command is executed by the node's own Python."""
+    """Program to start, with an empty token. The node's own Python executes its command."""
     folder: Path
-    """The launcher's current folder, from which relative paths start."""
+    """Launcher's current folder, from which relative paths start."""
     token_file: Path
-    """A file in the experiment's folder that holds the run's token."""
+    """Path of a file in the experiment's folder that holds the run's token."""
     address: str
-    """The launcher's machine."""
+    """Address of the launcher's machine."""
     door: int
-    """The port on which the launcher waits for keepers."""
+    """Port on which the launcher waits for keepers."""
     store: int
-    """The port of the store."""
+    """Port of the store."""
     resources: Mapping[str, float]
-    """What Ray reserves for each learner."""
+    """Resources that Ray reserves for each learner."""
     learner_id: int = 0
     joins: bool = False
     name: str = ""
-    """Identifies this start of the learner."""
+    """Identifier of this start of the learner."""
 
 
 class Keeper:
@@ -62,8 +63,8 @@ class Keeper:
         self._scratch: Path | None = None
 
     def keep(self, errand: Errand) -> int | None:
-        """Run a learner to its end; return its exit code, or None if this ended the learner, because the launcher could
-        not be reached any more. Raises ConfigError if the learner cannot be started on this node."""
+        """Run a learner to its end; return its exit code, or None if this method ended the learner, because the
+        launcher could no longer be reached. Raises ConfigError if the learner cannot be started on this node."""
         node, address, num_cpus = _this_node()
         try:
             token = errand.token_file.read_text(encoding="utf-8").strip()

@@ -91,7 +91,7 @@ def launch(
     Args:
         command: The command line of a learner.
         world: The number of learners at the start.
-        log_folder: Created if it is missing.
+        log_folder: The folder of the logs; created if it is missing.
         on_message: Called with each message and the id of its sender.
         changes: Whether the other learners continue when a learner is killed, and which may join or be restarted.
         roster: Where the learners are recorded; pass one to read it during the run.
@@ -124,17 +124,17 @@ class Supervisor:
 
     def __init__(self, site: Site, roster: Roster, changes: Changes, on_message: OnMessage) -> None:
         self.processes: list[LearnerProcess] = []
-        """All that were started."""
+        """All processes that were started."""
         self.received: list[int] = []
-        """The stop signals to this process, or to one of its learners."""
+        """Stop signals to this process, or to one of its learners."""
         self._site, self._roster, self._changes, self._on_message = site, roster, changes, on_message
         self._switchboard = Switchboard(roster, self._hear)
         self._joiners = Joiners(changes, roster, self.start)
         self._asked_to_stop: Seconds | None = None
         self._exited: set[int] = set()
-        """The learners that had exited when exits were last handled, and had not been lost before."""
+        """Learners that had exited when exits were last handled, and had not been lost before."""
         self._node_lost_at: Seconds | None = None
-        """When the first learner of a lost node was noticed, while others on that node still seem to run."""
+        """Time at which the first learner of a lost node was noticed, while others on that node still seem to run."""
 
     def start(self, learner_id: int, joins: bool = True) -> None:
         """Start a process for a learner that has none running."""
@@ -186,8 +186,8 @@ class Supervisor:
             raise Stopped(f"stopped by {name}; the learners had not saved after {STOP:g} s", number)
 
     def _counted(self) -> list[LearnerRecord]:
-        """The learners whose failure is a failure of the run: not those that the others train without, and not
-        joiners."""
+        """The learners whose failure is a failure of the run: neither joiners nor learners without which the others
+        train."""
         return [each for each in self._roster.learners.values() if not each.is_out and not each.is_joining]
 
     def _handle_exits(self) -> bool:
@@ -217,7 +217,7 @@ class Supervisor:
         return self._continue_without(failed, never_came) if failed or never_came else True
 
     def _others_may_follow(self, failed: list[LearnerRecord]) -> bool:
-        """Whether to wait for the other learners of a lost node, so that one new membership is without all of them."""
+        """Whether to wait for the other learners of a lost node, so that one new membership excludes all of them."""
         nodes = {each.process.node for each in failed if each.process.lost} - {""}
         if not any(each.process.node in nodes and each.process.is_running for each in self._roster.learners.values()):
             self._node_lost_at = None

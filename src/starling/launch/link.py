@@ -40,11 +40,11 @@ from starling.timeouts import DOOR, FULL_PAUSE, HEARTBEAT_EVERY, TERMINATION
 
 VARIABLE = "STARLING_LINK_FD"
 SCRATCH = "STARLING_SCRATCH"
-"""Environment variable: the folder for the temporary files of this run."""
+"""Environment variable with the folder for the temporary files of this run."""
 WATCHED = "STARLING_WATCHED"
 """Environment variable: 1 if the launcher announces memberships after losses."""
 ORPHANED = 3
-"""The exit code of a learner whose launcher died."""
+"""Exit code of a learner whose launcher died."""
 Seconds = float
 MessageT = TypeVar("MessageT", bound=LauncherMessage)
 Admit = Callable[[tuple[str, ...], socket.socket, Greeted], None]
@@ -55,30 +55,30 @@ _LOOK_EVERY = 0.5
 class Line:
     """One end of a connection that carries messages; it never waits for the other end.
 
-    Until it is connected, it keeps what it is told.
+    Until it is connected, it keeps the messages that it should send.
     """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
         self.connection = connection
         self.closed_at = 0.0
-        """When it was closed, on the monotonic clock; 0 before."""
+        """Time at which the connection was closed, on the monotonic clock; 0 before."""
         self.unread = bytearray()
-        """The received part of an incomplete message."""
+        """Received part of an incomplete message."""
         self.untold = bytearray()
-        """Messages that the other end, which does not read, has left no room for."""
+        """Messages for which the other end, which does not read, has left no room."""
 
     def fileno(self) -> int:
         """The descriptor; -1 before it is connected, and after it was closed."""
         return -1 if self.connection is None else self.connection.fileno()
 
     def tell(self, message: LauncherMessage) -> None:
-        """Send a message, or later, with `tell_rest`, what there is no room for. It is dropped if the connection is
-        lost."""
+        """Send a message; any part for which there is no room is sent later, by `tell_rest`, or dropped if the
+        connection is lost."""
         self.untold += encode(message)
         self.tell_rest()
 
     def tell_rest(self) -> None:
-        """Send what there was no room for."""
+        """Send the messages for which there was no room."""
         if self.connection is not None:
             try:
                 del self.untold[: self.connection.send(self.untold, socket.MSG_DONTWAIT)]
@@ -132,7 +132,7 @@ class Link:
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
         """Makes the message that is sent every `HEARTBEAT_EVERY` seconds."""
         self.leftovers = [Path(os.environ[SCRATCH])] if SCRATCH in os.environ else []
-        """The folders that are removed if the launcher dies, which removes them otherwise."""
+        """Folders that are removed if the launcher dies, which removes them otherwise."""
         threading.Thread(target=self._hear, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
@@ -149,8 +149,8 @@ class Link:
             self._connection.sendall(line)
 
     def listen(self, kind: type[MessageT], listener: Callable[[MessageT], None]) -> None:
-        """Call `listener` with each message of a kind, too: at once with earlier ones, in the link's thread with later
-        ones."""
+        """Call `listener` with each message of a kind, in addition to other listeners: at once with earlier messages,
+        in the link's thread with later ones."""
         with self._listening:
             self._listeners.append((kind, listener))
             for message in self._heard:
@@ -187,7 +187,7 @@ class Link:
             self._on_end(error)
 
     def _exit(self, error: Exception) -> None:
-        """End this learner and its loading processes, and remove what its launcher has left."""
+        """End this learner and its loading processes, and remove the launcher's leftovers."""
         code, reason = (
             (error.exit_code, error) if isinstance(error, ProtocolError) else (ORPHANED, "the launcher is gone")
         )
@@ -223,12 +223,13 @@ def letting_in(
     admit: Admit,
     look_after: Callable[[], None] = lambda: None,
 ) -> Generator[None, None, None]:
-    """Within this context, let those in that know the run's token, each in a thread of its own, so that a stranger
+    """Within this context, admit processes that know the run's token, each in a thread of its own, so that a stranger
     delays none of them.
 
-    `admit` is called in that thread with who comes, the connection, and the welcome that it sends first. It raises
-    `ProtocolError` to refuse, `KeyError` or `ValueError` for what no honest process says. `look_after` is called twice
-    a second. If the machine of one that was let in does not answer for `unreachable` seconds, its connection fails.
+    `admit` is called in that thread with the sender's `who`, the connection, and the welcome that it sends first. It
+    raises `ProtocolError` to refuse, and `KeyError` or `ValueError` for messages that no honest process sends.
+    `look_after` is called twice a second. If the machine of an admitted process does not answer for `unreachable`
+    seconds, its connection fails.
     """
     is_closed = threading.Event()
 
@@ -280,7 +281,7 @@ def _answer(line: socket.socket, token: str, unreachable: Seconds, admit: Admit)
 
 
 def knock(address: str, port: int, token: str, unreachable: Seconds, *who: str) -> socket.socket:
-    """Connect to a door as `who`. `unreachable` is as for the door.
+    """Connect to a door as `who`. `unreachable` has the same meaning as for the door.
 
     Raises `OSError` if there is none, `ProtocolError` if it refuses, or does not know the token.
     """
@@ -300,7 +301,7 @@ def knock(address: str, port: int, token: str, unreachable: Seconds, *who: str) 
 
 
 def _settle(line: socket.socket, unreachable: Seconds) -> socket.socket:
-    """Let a connection last, until the other machine has not answered for `unreachable` seconds. The kernel of a
+    """Set up a connection to last until the other machine has not answered for `unreachable` seconds. The kernel of a
     machine answers even while its processes are stopped or busy."""
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

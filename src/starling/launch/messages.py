@@ -29,14 +29,14 @@ Seconds = float
 _STRICT = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
 _NOT_KNOWN = "this version does not understand"
 _SHOWN = 120
-"""How many bytes of an invalid message its error shows."""
+"""Number of bytes of an invalid message that its error shows."""
 
 
 class _Message:
     __pydantic_config__ = _STRICT
 
     def __init_subclass__(cls, kind: str = "") -> None:
-        """Give a message that travels over a socket its last field, `kind`, by which the other end knows it."""
+        """Give a message that travels over a socket a last field, `kind`, by which the other end recognises it."""
         if kind:
             cls.__annotations__["kind"] = Literal[kind]
             cls.kind = field(default=kind, kw_only=True)  # type: ignore[attr-defined]
@@ -55,12 +55,12 @@ class LauncherMessage(_Message):
 
 @dataclass(frozen=True)
 class Heartbeat(LearnerMessage, kind="heartbeat"):
-    """The learner's process runs."""
+    """The learner's process is running."""
 
     num_steps: int | None = None
-    """Mini-batches that this process has computed; None before it trains."""
+    """Number of mini-batches that this process has computed; None before it trains."""
     stall: Stall | None = None
-    """Its current wait, if that is a long one."""
+    """Current wait of the learner, if it is a long one."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Hello(LearnerMessage, kind="hello"):
     """The first message over a connection of its own, to the launcher or the coordinator."""
 
     who: tuple[str, ...]
-    """Who comes, and what the other side must know of it."""
+    """Identity of the sender, and anything that the other side must know about it."""
     challenge: str
-    """A random number, over which the other side proves that it knows the run token."""
+    """Random number, over which the other side proves that it knows the run token."""
     proof: str
-    """Shows, over the other side's random number, that the sender knows the run token."""
+    """Proof, over the other side's random number, that the sender knows the run token."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Reached(LearnerMessage, kind="reached"):
     """The learner has reached a stage on its way into a membership."""
 
     stage: Stage
-    """ready: it waits for a membership that includes it; arrived: it waits for the other members; entered: all have
-    met, and it trains."""
+    """Stage on the way. ready: the learner waits for a membership that includes it; arrived: it waits for the other
+    members; entered: all have met, and it trains."""
     generation: int
-    """The membership's generation; -1 if it waits for its first one."""
+    """Generation of the membership; -1 if the learner waits for its first one."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Failed(LearnerMessage, kind="failed"):
     """An error ends the learner."""
 
     error: str
-    """The name of the exception's class."""
+    """Name of the exception's class."""
     text: str
 
 
@@ -116,7 +116,7 @@ class Ended(LearnerMessage, kind="ended"):
 
 @dataclass
 class Stretch:
-    """What one learner did for some time; or several learners or stretches together, whose numbers are sums.
+    """The work of one learner during some time, or of several learners or stretches together, whose numbers are sums.
 
     A loss that is not finite is excluded, and counted elsewhere. `end` is the time of training since the beginning of
     the run.
@@ -125,43 +125,43 @@ class Stretch:
     learner: int = -1
     end: Seconds = 0.0
     seconds: Seconds = 0.0
-    """How long it took."""
+    """Duration of the stretch."""
     step: int = -1
-    """The index in the run of the last mini-batch, from 0; all learners share the numbering."""
+    """Index in the run of the last mini-batch, from 0; all learners share the numbering."""
     batches: int = 0
     examples: int = 0
     frames: int = 0
     losses: float = 0.0
-    """Losses times frames."""
+    """Sum of losses times frames."""
     audio: Seconds = 0.0
     computing: Seconds = 0.0
     """Time spent on gradients and steps."""
     waiting_for_data: Seconds = 0.0
     waiting_for_peers: Seconds = 0.0
     rounds: int = 0
-    """Averaging rounds; this and the next three are counted when an epoch ends."""
+    """Number of averaging rounds; this and the next three fields are counted when an epoch ends."""
     bytes_sent: int = 0
-    """Bytes sent to other learners."""
+    """Number of bytes sent to other learners."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of gradients by staleness."""
     num_not_finite: int = 0
-    """Gradients that were skipped because they were not finite."""
+    """Number of gradients that were skipped because they were not finite."""
 
     def add(self, other: "Stretch") -> None:
-        """Make this one of both."""
+        """Add another stretch to this one."""
         own, more = vars(self), vars(other)
         for name in _SUMMED:
             own[name] = own[name] + more[name]  # not in place, because copies share the counter
         self.learner, self.end, self.step = other.learner, max(self.end, other.end), max(self.step, other.step)
 
     def since(self, before: "Stretch") -> "Stretch":
-        """What has been added since this one was `before`."""
+        """The work that has been added since this stretch was `before`."""
         more: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _SUMMED}
         return Stretch(self.learner, self.end, step=self.step, **more)
 
     @property
     def begin(self) -> Seconds:
-        """When it began, if it is of one learner."""
+        """The time at which the stretch began, if it is of one learner."""
         return self.end - self.seconds
 
     @property
@@ -180,24 +180,25 @@ _SUMMED = tuple(each.name for each in fields(Stretch) if each.name not in ("lear
 
 @dataclass(frozen=True)
 class Progress(LearnerMessage, kind="progress"):
-    """What a learner has done; sent from time to time, and whenever it has ended an epoch."""
+    """A learner's progress; sent from time to time, and whenever the learner has ended an epoch."""
 
     learner_id: int
     new: Stretch
-    """What it has done since its previous progress; without frames if only time has passed."""
+    """Work since the learner's previous progress; without frames if only time has passed."""
     so_far: Stretch
-    """What it has done in the epoch."""
+    """Work in the epoch so far."""
     epoch: int = 0
     batch: int = -1
-    """The index in the epoch, from 0, of the mini-batch that was computed last; all learners share the numbering."""
+    """Index in the epoch, from 0, of the mini-batch that was computed last; all learners share the numbering."""
     num_batches: int = 0
-    """Mini-batches in the epoch."""
+    """Number of mini-batches in the epoch."""
     learning_rate: float | None = None
-    """The learning rate of the last gradient; None before the first."""
+    """Learning rate of the last gradient; None before the first."""
     fraction: float = 0.0
-    """The spent fraction of the budget."""
+    """Spent fraction of the budget."""
     ended_at: int | None = None
-    """Mini-batches of all learners from the start of the run to the end of the epoch; None while it is under way."""
+    """Number of mini-batches of all learners from the start of the run to the end of the epoch; None while the epoch is
+    under way."""
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the epoch's end; None if unknown."""
 
@@ -214,7 +215,7 @@ class Saved(LearnerMessage, kind="saved"):
 
     folder: str
     moment: Literal["epoch", "barrier", "end"]
-    """The end of an epoch, a checkpoint barrier inside one, or the end of the run."""
+    """Moment of the save: the end of an epoch, a checkpoint barrier inside one, or the end of the run."""
     consensus_distance: float | None = None
 
 
@@ -237,9 +238,9 @@ class Activity(LearnerMessage, kind="activity"):
     """The activity of a learner's program, and values that it reports to the program that called `launch`."""
 
     doing: str = ""
-    """Empty: unchanged."""
+    """Activity as text; empty if it is unchanged."""
     values: dict[str, JsonValue] = field(default_factory=dict)
-    """Passed to `on_message` of `launch`; Starling itself ignores them."""
+    """Values that are passed to `on_message` of `launch`; Starling itself ignores them."""
 
 
 # From a launcher to its learners
@@ -264,9 +265,9 @@ class Greeted(LauncherMessage, kind="greeted"):
     """The answer to `Hello`."""
 
     refused: str = ""
-    """Why the sender may not take part; empty: it may."""
+    """Reason why the sender may not take part; empty if it may."""
     proof: str = ""
-    """Shows that the other side knows the run token."""
+    """Proof that the other side knows the run token."""
 
 
 # Between `starling join` and a launcher
@@ -277,9 +278,9 @@ class JoinRequest(_Message):
     """A request for more learners."""
 
     learners: int
-    """How many to add."""
+    """Number of learners to add."""
     id: str = ""
-    """Part of the file's name."""
+    """Identifier that is part of the file's name."""
 
 
 @dataclass(frozen=True)
@@ -287,13 +288,13 @@ class JoinAnswer(_Message):
     """The outcome of a join request."""
 
     refused: str = ""
-    """Why the request was refused; empty if it was granted."""
+    """Reason why the request was refused; empty if it was granted."""
     joined: tuple[int, ...] = ()
-    """The ids of the learners that joined."""
+    """Ids of the learners that joined."""
     failed: tuple[str, ...] = ()
-    """Why each of the others did not join."""
+    """Reasons why each of the others did not join."""
     learners: int = 0
-    """The number of learners that train now."""
+    """Number of learners that train now."""
 
 
 # From a launcher to `starling status`
@@ -301,22 +302,23 @@ class JoinAnswer(_Message):
 
 @dataclass(frozen=True)
 class LearnerStatus(_Message):
-    """One learner."""
+    """The status of one learner."""
 
     learner_id: int
     rank: int | None
-    """Its rank in the newest membership; None if it is not a member."""
+    """Rank of the learner in the newest membership; None if it is not a member."""
     state: str
-    """Its state or activity as text."""
+    """State or activity of the learner as text."""
     num_steps: int
     loss: float | None
-    """The newest training loss that it reported."""
+    """Newest training loss that the learner reported."""
     heard: Seconds | None
-    """The time since its last message; None before the first."""
+    """Time since the learner's last message; None before the first."""
     log: str
-    """The path of its log, relative to the experiment's folder."""
+    """Path of the learner's log, relative to the experiment's folder."""
     node: str = ""
-    """The cluster's node on which it runs; empty on the launcher's machine, and before it has one."""
+    """Node of the cluster on which the learner runs; empty on the launcher's machine, and before the learner has a
+    node."""
 
 
 @dataclass(frozen=True)
@@ -329,22 +331,22 @@ class Status(_Message):
     began: float
     written: float
     pid: int
-    """The launcher's process id."""
+    """Process id of the launcher."""
     generation: int
-    """The generation of the newest membership that a learner has entered; -1 before the first."""
+    """Generation of the newest membership that a learner has entered; -1 before the first."""
     learners: tuple[LearnerStatus, ...]
     losses: tuple[str, ...]
-    """How each lost learner was lost."""
+    """Reasons why each lost learner was lost."""
     saved: str
-    """The newest checkpoint of this run; empty if there is none."""
+    """Newest checkpoint of this run; empty if there is none."""
     saved_age: Seconds
-    """The time since the newest checkpoint was completed."""
+    """Time since the newest checkpoint was completed."""
     exit_code: int | None
-    """None until the run has ended."""
+    """Exit code of the run; None until it has ended."""
     message: str
-    """How the run ended; empty until then."""
+    """Outcome of the run as text; empty until it has ended."""
     machine: str = ""
-    """The name of the launcher's machine; empty in what earlier versions wrote."""
+    """Name of the launcher's machine; empty in files that earlier versions wrote."""
     format: Literal[2] = 2
 
 

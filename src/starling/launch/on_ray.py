@@ -1,6 +1,6 @@
 """Learners on the nodes of a running Ray cluster; each is a process that a `Keeper` actor starts and watches.
 
-Ray places the actors, gives them CPUs and GPUs, and says when one is lost. Everything else is as on one machine: the
+Ray places the actors, gives them CPUs and GPUs, and reports when one is lost. Everything else is as on one machine: the
 launcher runs the store and receives the learners' messages, over one TCP connection for each learner.
 """
 
@@ -31,10 +31,10 @@ from starling.timeouts import DOOR, LOADERS, NODE_SILENT, ROOM, UNREACHABLE
 Seconds = float
 TOKEN_FILE = "run-token"
 MOST_PLACES = 20
-"""So many actors in succession may be lost before they start a learner, as happens until Ray has noticed that a node is
-dead, which takes it half a minute by default."""
+"""Number of successive actors that may be lost before they start a learner. Such losses happen until Ray has noticed
+that a node is dead, which takes it half a minute by default."""
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""With 0 in this variable, Ray keeps loopback addresses, in place of the machine's outward address."""
+"""Environment variable: with 0, Ray keeps loopback addresses, in place of the machine's outward address."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class RayMachines:
     """The nodes of a running Ray cluster."""
 
     address: str = "auto"
-    """The cluster's address, `HOST:PORT`; auto: the cluster to which this machine belongs, or `RAY_ADDRESS`."""
+    """Address of the cluster, `HOST:PORT`; auto: the cluster to which this machine belongs, or `RAY_ADDRESS`."""
     per_node: int = 1
-    """Learners with successive ids share a node in groups of this size, as far as they start with the run."""
+    """Size of the groups of learners with successive ids that share a node, if they start with the run."""
     super_learner: int = 1
-    """Later joiners share a node in groups of this size."""
+    """Size of the groups in which later joiners share a node."""
     resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
-    """What Ray reserves for each learner."""
+    """Resources that Ray reserves for each learner."""
     say: Callable[[str], None] = lambda line: None
 
     @contextmanager
@@ -86,28 +86,29 @@ class _Process(LearnerProcess):
         super().__init__(log)
         self.errand = errand
         self.why_again = ""
-        """Why its last actor was lost before it started the learner; empty while there is one, which may still wait
-        for room in the cluster."""
+        """Reason why the last actor was lost before it started the learner; empty while there is an actor, which may
+        still wait for room in the cluster."""
         self._num_places = 0
         self._actor: Any = None
         self._is_killed = self._is_removed = False
         self.started_at = time.monotonic()
         self.num_said = 0
-        """How often the run has said that it waits for room in the cluster."""
+        """Number of times that the run has reported that the learner waits for room in the cluster."""
         self._ended: Future[tuple[int, float]] = Future()
-        """Its exit code, and when that was known."""
+        """Exit code of the learner, and the time at which it was known."""
         self.clearing: Any = None
-        """Ray's reference to the removal of what the learner left."""
+        """Ray's reference to the removal of the learner's leftovers."""
 
     def give_place(self, actor: Any) -> None:
-        """Let a new actor start the learner: the first one, or one after an actor that was lost before it could."""
+        """Let a new actor start the learner: the first one, or one that replaces an actor that was lost before it
+        could."""
         self._actor, self.why_again = actor, ""
         self._num_places += 1
         actor.keep.remote(self.errand).future().add_done_callback(self._on_end)
 
     @property
     def has_begun(self) -> bool:
-        """Whether its keeper has connected."""
+        """Whether the learner's keeper has connected."""
         return self.line.connection is not None
 
     @property
@@ -148,7 +149,7 @@ class _Process(LearnerProcess):
             self.clearing = self._actor.clear.remote()
 
     def remove_actor(self) -> None:
-        """Give its CPUs and devices back to the cluster, also for a restart of the learner."""
+        """Give the learner's CPUs and devices back to the cluster, also for a restart of the learner."""
         import ray
 
         if not self._is_removed:
@@ -244,7 +245,8 @@ class _Nodes:
         process.node, process.line.connection = node, connection
 
     def look_after_waiting(self) -> None:
-        """Let new actors start the learners whose actors were lost before they could, and say which wait for room."""
+        """Let new actors start the learners whose actors were lost before they could, and report which learners wait
+        for room."""
         due = []
         for process in list(self._processes.values()):
             if process.clearing is not None and self._ray.wait([process.clearing], timeout=0)[0]:
@@ -270,12 +272,12 @@ class _Nodes:
 def connected(
     address: str, what: str = "launch: ray", otherwise: str = "launch=local needs none"
 ) -> Generator[Any, None, None]:
-    """Ray, connected to a running cluster; ends the connection unless it was there before.
+    """A context with Ray connected to a running cluster; ends the connection unless it existed before.
 
     Args:
         address: The cluster's address, `HOST:PORT`, or `auto`.
         what: The setting that needs the cluster, for errors.
-        otherwise: What needs no cluster, for errors.
+        otherwise: The setting that needs no cluster, for errors.
 
     Raises:
         MissingExtraError: Ray is not installed.

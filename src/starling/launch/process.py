@@ -1,8 +1,8 @@
 """A learner's process: how a launcher starts it, and ends it together with its child processes; signals to stop; and
 what the process hears from its launcher: memberships and stop requests.
 
-`LearnerProcess`, `Site` and `Machines` are what the launcher knows of the place where learners run. `LocalProcess` is a
-process on this machine; `starling.launch.on_ray` has the processes on a Ray cluster.
+`LearnerProcess`, `Site` and `Machines` are the launcher's interface to the place where learners run. `LocalProcess` is
+a process on this machine; `starling.launch.on_ray` has the processes on a Ray cluster.
 """
 
 import os
@@ -33,16 +33,16 @@ Seconds = float
 
 @dataclass(frozen=True)
 class Program:
-    """What every learner of a run executes."""
+    """The program that every learner of a run executes."""
 
     command: tuple[str, ...]
-    """The command line."""
+    """Command line of the program."""
     world: int
-    """The number of learners at the start."""
+    """Number of learners at the start."""
     log_folder: Path
-    """A learner's output goes to `learner-<id>.log` in it."""
+    """Folder of the learners' output: a learner's output goes to `learner-<id>.log` in it."""
     token: str = field(repr=False)
-    """The run's token; see `run_token`."""
+    """Token of the run; see `run_token`."""
     is_watched: bool
     """Whether the launcher announces memberships after losses."""
 
@@ -60,33 +60,33 @@ class LearnerProcess:
 
     log: Path = Path()
     line: Line = field(default_factory=Line)
-    """The launcher's end of the connection to it."""
+    """Launcher's end of the connection to the process."""
     node: str = ""
-    """The cluster's node on which it runs; empty on the launcher's machine."""
+    """Node of the cluster on which the process runs; empty on the launcher's machine."""
     lost: str = ""
-    """How it was lost, if not by a signal; empty otherwise."""
+    """How the process was lost, if not by a signal; empty otherwise."""
     error: StarlingError | None = None
-    """Why it could not be started, or by which error it says that it failed."""
+    """Error with which the process could not be started, or that it reported when it failed."""
     killed_because: str = ""
-    """Why the launcher killed it; empty if it did not."""
+    """Reason why the launcher killed the process; empty if it did not."""
     can_stop: bool = False
-    """Whether it is able to save and end together with the others on a stop request."""
+    """Whether the process is able to save and end together with the others on a stop request."""
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative if a signal killed it, or its machine was lost."""
+        """The exit code of the process; None while it runs, negative if a signal killed it or its machine was lost."""
         return 0 if self.line.closed_at else None
 
     @property
     def is_running(self) -> bool:
-        """Whether it runs, or is still to be started."""
+        """Whether the process runs, or is still to be started."""
         return self.exit_code is None
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
+        """Send the process a signal, if it runs."""
 
     def wait(self, seconds: Seconds) -> bool:
-        """Wait for it to exit; return whether it has."""
+        """Wait for the process to exit; return whether it has."""
         return True
 
     def kill(self) -> None:
@@ -94,26 +94,26 @@ class LearnerProcess:
         self.line.hang_up()
 
     def signal_group(self, number: int) -> bool:
-        """Signal it and its loading processes; return whether one exists. Number 0 only looks."""
+        """Signal the process and its loading processes; return whether one of them exists. Number 0 only checks."""
         return False
 
     def forget(self) -> None:
-        """Release what belonged to it; it and its loading processes are gone."""
+        """Release the resources of the process; it and its loading processes are gone."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where the learners of one run are started, for as long as it runs."""
+    """The place where the learners of one run are started, for as long as the run lasts."""
 
     start: Callable[[int, bool], LearnerProcess]
-    """Starts a learner, by its id, and whether it joins a running experiment."""
+    """Starts a learner, given its id and whether it joins a running experiment."""
     abandon: Callable[[], None]
-    """Removes what the learners' start has left in files: the run has ended, or this process is about to exit."""
+    """Removes the files that the start of learners has left: the run has ended, or this process is about to exit."""
 
 
 Machines = Callable[[Program], AbstractContextManager[Site]]
-"""The machines on which learners can be started, this one or those of a cluster: gets ready to start learners, which
-find their store at the site."""
+"""The machines on which learners can be started, this one or those of a cluster: a context that prepares the start of
+learners, which find their store at the site."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class LocalProcess(LearnerProcess):
 
     popen: "Popen[bytes]" = field(kw_only=True)
     _is_cleared: bool = False
-    """Whether it and its child processes are gone. Their process group's number may have been reused."""
+    """Whether the process and its child processes are gone. Their process group's number may have been reused."""
 
     @property
     def exit_code(self) -> int | None:
@@ -165,13 +165,13 @@ def start(
     """Start a learner on this machine.
 
     Args:
-        program: What it executes.
+        program: The program that it executes.
         learner_id: Its id, which is also its first rank.
         joins: Whether it joins a running experiment.
         scratch: The folder for its temporary files.
         place: Environment variables that say where it runs, and where its store is.
         line: Its end of the connection to the launcher, which it inherits.
-        folder: Its current folder; None: this process's.
+        folder: Its current folder; None uses this process's.
     """
     log = program.log(learner_id)
     environment = {

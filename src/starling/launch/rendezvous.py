@@ -39,7 +39,7 @@ def is_learner() -> bool:
     """Whether this process was started as one learner among several.
 
     It stays one when another library deletes WORLD_SIZE, as Lightning does after a fit. Raises `ConfigError` if other
-    variables are missing beside RANK: each process would train alone in silence.
+    variables are missing beside RANK: each process would silently train alone.
     """
     if "RANK" not in os.environ:
         return False
@@ -57,7 +57,7 @@ def is_learner() -> bool:
 
 
 def number_of_learners() -> int:
-    """How many learners were started with this one; 1 without any other."""
+    """The number of learners that were started, including this one."""
     return _number("WORLD_SIZE") if is_learner() else 1
 
 
@@ -128,18 +128,19 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 _QUESTION = struct.pack("<BIB", 0, 0x3C85F7CE, 7)
-"""In the protocol of torch's TCPStore: the number with which each connection begins, and how many keys there are."""
+"""Bytes in the protocol of torch's TCPStore: the number with which each connection begins, and a request for the number
+of keys."""
 _MOST_KEYS = 1 << 40
 USUAL_SECONDS = 5.0
-"""A store answers within milliseconds, once its process has loaded torch."""
+"""Time within which a store answers, once its process has loaded torch: usually milliseconds."""
 _RETRY_SECONDS = 0.1
 _LOG = logging.getLogger("starling")
 
 
 def check_store(rank: int, address: str, port: int, seconds: float) -> None:
-    """Ask what listens at an address whether it is a store.
+    """Check whether the service that listens at an address is a store.
 
-    Raises `OSError` if nothing listens there or it hangs up, `ProtocolError` if something else answers, or nothing does
+    Raises `OSError` if nothing listens there or it hangs up, and `ProtocolError` if it is no store or does not answer
     within `seconds`.
     """
     where, deadline = f"learner {rank}: what listens at {address}:{port}", time.monotonic() + seconds
@@ -169,7 +170,7 @@ def _unreachable(rank: int, address: str, port: int, why: str) -> ProtocolError:
 
 
 def await_store(rank: int, address: str, port: int, seconds: float) -> float:
-    """Wait until a store answers at an address; the seconds that remain. Raises `ProtocolError`."""
+    """Wait until a store answers at an address, and return the remaining seconds. Raises `ProtocolError`."""
     deadline = time.monotonic() + seconds
     while True:
         try:

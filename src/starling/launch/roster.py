@@ -58,64 +58,65 @@ _OUT = (LearnerState.LEFT, LearnerState.LOST)
 
 @dataclass
 class Attempt:
-    """What is known of a learner's newest process. Times are on the roster's clock."""
+    """The state of a learner's newest process. Times are on the roster's clock."""
 
     started_at: float
     doing_since: float
     is_joiner: bool = False
-    """Whether it was started as a joiner."""
+    """Whether the process was started as a joiner."""
     generation: int = -1
-    """The last membership that it has entered; -1 before the first."""
+    """Generation of the last membership that the process has entered; -1 before the first."""
     arrived: int = -1
-    """The last membership in which it began to wait for the other members; -1 before the first."""
+    """Generation of the last membership in which the process began to wait for the other members; -1 before the
+    first."""
     arrived_at: float = 0.0
     heard_at: float | None = None
-    """When its last message came; None before the first."""
+    """Time of the process's last message; None before the first."""
     doing: str = "starting"
-    """Its activity as text."""
+    """Activity of the process as text."""
     has_computed: bool = False
-    """Whether it has reported progress since it entered a membership."""
+    """Whether the process has reported progress since it entered a membership."""
     wait: Stall | None = None
-    """Its current long wait, as last reported."""
+    """Current long wait of the process, as last reported."""
     wait_began_at: float = 0.0
 
     def does(self, doing: str, now: float) -> None:
-        """Note what it does from now on."""
+        """Note the activity of the process from now on."""
         self.doing, self.doing_since = doing, now
         self.has_computed = self.has_computed or self.generation >= 0
 
 
 @dataclass
 class LearnerRecord:
-    """One learner, over all its processes."""
+    """The record of one learner, over all its processes."""
 
     learner_id: int
     attempt: Attempt
     process: LearnerProcess = field(default_factory=LearnerProcess)
-    """Its newest process; in a roster that only follows messages, one without a connection."""
+    """Newest process of the learner; in a roster that only follows messages, a process without a connection."""
     state: LearnerState = LearnerState.STARTING
     rank: int | None = None
-    """Its rank in the present membership; None if it is not a member."""
+    """Rank of the learner in the present membership; None if it is not a member."""
     num_steps: int = 0
-    """Mini-batches that all its processes have computed."""
+    """Number of mini-batches that all processes of the learner have computed."""
     num_before: int = 0
-    """Mini-batches that its earlier processes have computed."""
+    """Number of mini-batches that its earlier processes have computed."""
     num_joins: int = 0
-    """How many of its processes have joined the run after the start."""
+    """Number of the learner's processes that have joined the run after the start."""
     newest: Progress | None = None
-    """Its last progress with gradients."""
+    """Last progress with gradients."""
     done: Stretch = field(default_factory=Stretch)
-    """What all its processes have done, as far as they have reported."""
+    """Work of all processes of the learner, as far as they have reported it."""
     epochs: list[Progress] = field(default_factory=list)
-    """The ends of epochs that it has reported."""
+    """Ends of epochs that the learner has reported."""
 
     @property
     def loss(self) -> float | None:
-        """The training loss of its last progress."""
+        """The training loss of the learner's last progress."""
         return None if self.newest is None else self.newest.new.loss
 
     def report(self, progress: Progress) -> None:
-        """Note its progress."""
+        """Note the learner's progress."""
         self.done.add(progress.new)
         if progress.new.frames:
             self.newest = progress
@@ -124,36 +125,36 @@ class LearnerRecord:
 
     @property
     def has_failed(self) -> bool:
-        """Whether its process exited with an error or was killed."""
+        """Whether the learner's process exited with an error or was killed."""
         return bool(self.process.exit_code)
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended its process, and it reported no error."""
+        """Whether a signal ended the learner's process, and it reported no error."""
         return (self.process.exit_code or 0) < 0 and self.process.error is None
 
     @property
     def is_out(self) -> bool:
-        """Whether the others train without it."""
+        """Whether the others train without the learner."""
         return self.state in _OUT
 
     @property
     def is_joining(self) -> bool:
-        """Whether its process was started as a joiner, and has neither trained nor failed since."""
+        """Whether the learner's process was started as a joiner, and has neither trained nor failed since."""
         return self.attempt.is_joiner and self.attempt.generation < 0 and self.state is not LearnerState.LOST
 
     @property
     def is_present(self) -> bool:
-        """Whether it is starting, ready or training."""
+        """Whether the learner is starting, ready or training."""
         return self.state not in (*_OUT, LearnerState.ENDED)
 
     def kill(self, because: str = "") -> None:
-        """Kill its process, and note the reason."""
+        """Kill the learner's process, and note the reason."""
         self.process.killed_because = because
         self.process.kill()
 
     def describe_exit(self) -> str:
-        """How its process ended, and what it was doing then, as text."""
+        """A text that says how the learner's process ended, and what it was doing then."""
         name, doing, process = f"learner {self.learner_id}", self.attempt.doing, self.process
         if process.killed_because:
             return f"{name} {process.killed_because} while {doing} and was killed"
@@ -168,7 +169,7 @@ class LearnerRecord:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a learner that the others survived, and which may have joined again since."""
+    """The loss of a learner that the others survived; the learner may have joined again since."""
 
     learner: int
     reason: str
@@ -185,18 +186,18 @@ class Roster:
     """
 
     world: int
-    """The number of learners at the start; 0: none is known before it comes."""
+    """Number of learners at the start; 0 if none is known before it comes."""
     clock: Callable[[], float] = time.monotonic
     learners: dict[int, LearnerRecord] = field(default_factory=dict)
     membership: Membership = _NONE
-    """The newest membership that was announced."""
+    """Newest membership that was announced."""
     lost: list[Loss] = field(default_factory=list)
-    """Every loss of a learner that trained, in order."""
+    """All losses of learners that trained, in order."""
     saved: str = ""
-    """The newest checkpoint."""
+    """Newest checkpoint."""
     saved_at: float = 0.0
     num_saved: int = 0
-    """Checkpoints completed so far."""
+    """Number of checkpoints completed so far."""
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def __post_init__(self) -> None:

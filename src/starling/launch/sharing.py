@@ -17,18 +17,18 @@ from starling.launch.joining import newest_place
 T = TypeVar("T")
 _NUM_SAMPLERS = itertools.count()
 Part = tuple[int, int]
-"""Positions in the order of an epoch: from the first on, and before the second."""
+"""A range of positions in the order of an epoch, as (start, stop), stop exclusive."""
 _TRIES = 50
 
 
 class Claims:
     """Divides the positions of an epoch among learners, each once. One object for each learner and epoch.
 
-    `remaining` are the parts to give out, and `size` the most positions of a claim; all learners pass the same. Without
-    an end (None) positions are given out until no learner asks.
+    `remaining` are the parts to give out, and `size` is the largest number of positions in a claim; all learners pass
+    the same values. Without an end (None), positions are given out until no learner asks.
 
     In the store, the number of claims that were given out is a counter, so that no claim is given twice; each learner
-    records its claims before it gets them, and how many of their positions it is done with.
+    records its claims before it gets them, and how many of their positions are done.
     """
 
     def __init__(self, store: Store, rank: int, remaining: Sequence[tuple[int, int | None]], size: int) -> None:
@@ -47,7 +47,8 @@ class Claims:
             yield part
 
     def done(self, num_positions: int) -> None:
-        """Record that this learner is done with so many more of its positions, in the order it got them."""
+        """Record that this learner is done with `num_positions` more of its positions, in the order in which it got
+        them."""
         self._num_done += num_positions
         while self._first in self._sizes and self._num_done >= self._sizes[self._first]:
             self._num_done -= self._sizes.pop(self._first)
@@ -55,14 +56,14 @@ class Claims:
         self._store.set(f"done/{self._rank}", json.dumps([self._first, self._num_done]))
 
     def reissue(self, rank: int) -> None:
-        """Give what a lost learner was not done with to those that ask next; further calls do nothing."""
+        """Give the unfinished positions of a lost learner to the learners that ask next; further calls do nothing."""
         if self._count(f"lost/{rank}", 1) == 1:
             for part in self._outstanding(rank):
                 self._store.set(f"again/{self._count('again')}", json.dumps(part))
                 self._count("again", 1)
 
     def remaining(self) -> list[tuple[int, int | None]]:
-        """What no learner is done with."""
+        """The parts with which no learner is done."""
         for _ in range(_TRIES):  # a learner may be about to record its claim
             given, again, taken = self._count("given"), self._count("again"), self._count("taken")
             ranks = [int(self._store.get(f"learner/{number}")) for number in range(self._count("learners"))]
@@ -85,7 +86,7 @@ class Claims:
         return None
 
     def _not_given(self, given: int) -> Iterator[tuple[int, int | None]]:
-        """What remains of the parts after so many claims."""
+        """The rest of the parts after `given` claims."""
         for start, stop in self._remaining:
             num_claims = given if stop is None else min(given, -(-(stop - start) // self._size))
             first = start + num_claims * self._size
@@ -94,7 +95,7 @@ class Claims:
             given -= num_claims
 
     def _outstanding(self, rank: int) -> list[Part]:
-        """What a learner has claimed and is not done with; nothing if it never said."""
+        """The positions that a learner has claimed and not finished; none if it never recorded any as done."""
         if not self._store.check([f"done/{rank}"]):
             return []
         first, num_done = json.loads(self._store.get(f"done/{rank}"))
@@ -111,7 +112,7 @@ class Claims:
 
 
 class _Shared(Sampler[T], Generic[T]):
-    """What both samplers have: epochs, and the state of the present one."""
+    """The common part of both samplers: epochs, and the state of the present one."""
 
     def __init__(self, remaining: list[tuple[int, int | None]], claim_size: int, **identity: object) -> None:
         if claim_size < 1:
@@ -124,7 +125,7 @@ class _Shared(Sampler[T], Generic[T]):
         self._present: Claims | None = None
 
     _end: int | None = None
-    """How many positions there are, where only the end of a pass shows it."""
+    """Number of positions, if only the end of a pass shows it."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, the same on all learners. Without it, each pass is the next epoch."""
@@ -132,7 +133,8 @@ class _Shared(Sampler[T], Generic[T]):
             self._epoch, self._remaining, self._has_ended, self._present = epoch, self._whole, False, None
 
     def done(self, num: int) -> None:
-        """Record that this learner has trained on `num` more of what it got, in that order: samples, or batches.
+        """Record that this learner has trained on `num` more of its samples, or batches, in the order in which it got
+        them.
 
         `state_dict` and `reissue` then return only the rest. They take all that a learner got as done if it never calls
         this.
@@ -140,12 +142,13 @@ class _Shared(Sampler[T], Generic[T]):
         self._claims().done(num)
 
     def reissue(self, rank: int) -> None:
-        """Give what a lost learner had not recorded as done to those that ask next. It happens once, even if several
-        learners call it."""
+        """Give the samples that a lost learner had not recorded as done to the learners that ask next. It happens once,
+        even if several learners call it."""
         self._claims().reissue(rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which part of the present epoch remains, for all learners together: small, and made of numbers and lists."""
+        """The part of the present epoch that remains, for all learners together: small, and made of numbers and
+        lists."""
         remaining = [part for part in self._claims().remaining() if self._end is None or part[0] < self._end]
         epoch = self._epoch
         if self._has_ended and not remaining:
@@ -153,7 +156,7 @@ class _Shared(Sampler[T], Generic[T]):
         return {"epoch": epoch, "remaining": [list(part) for part in remaining], **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass give what remained. All learners load the same state.
+        """Let the next pass give out the rest of a saved epoch. All learners load the same state.
 
         Raises:
             ConfigError: The state is of other data, or of another seed.
@@ -189,9 +192,9 @@ class _Shared(Sampler[T], Generic[T]):
 class SharedSampler(_Shared[int]):
     """A sampler that gives each sample of an epoch to exactly one learner, at any speeds: a fast one gets more of them.
 
-    Give it to a `DataLoader` as `sampler`. All learners make it, in the same order if there are several. It has no
-    length, because what a learner gets depends on the others. The order of samples in an epoch depends only on seed and
-    epoch. A pass ends once all samples have been given out.
+    Give it to a `DataLoader` as `sampler`. All learners create it; if there are several samplers, in the same order. It
+    has no length, because what a learner gets depends on the others. The order of samples in an epoch depends only on
+    seed and epoch. A pass ends once all samples have been given out.
 
     Args:
         data: A map-style dataset, or the number of its samples.

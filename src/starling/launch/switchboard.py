@@ -1,4 +1,4 @@
-"""What a launcher and a coordinator have in common: the connections to their learners, and the roster of these."""
+"""The common part of a launcher and a coordinator: the connections to their learners, and the roster of these."""
 
 import selectors
 from collections.abc import Callable, Sequence
@@ -10,7 +10,8 @@ from starling.launch.roster import LearnerRecord, Roster
 from starling.training.membership import Membership
 
 LONGEST_MESSAGE = 1 << 26
-"""Bytes. A learner that sends more without the end of a line would fill this process's memory."""
+"""Length of the longest message in bytes. A learner that sent more without the end of a line would fill this process's
+memory."""
 Seconds = float
 
 
@@ -42,9 +43,9 @@ class Switchboard:
         return membership
 
     def read_for(self, seconds: Seconds) -> None:
-        """Handle messages for so long, or until a learner closes its line, which may mean that it was lost.
+        """Handle messages for `seconds`, or until a learner closes its line, which may mean that it was lost.
 
-        All else that a supervisor does takes time in proportion to the number of learners: it must not do so for each
+        A supervisor's other work takes time in proportion to the number of learners, so it must not be done for each
         message.
         """
         self._register()
@@ -68,8 +69,8 @@ class Switchboard:
             pass
 
     def _register(self) -> None:
-        """Prepare to read from each learner's newest process that is connected, and send it what there was no room
-        for."""
+        """Prepare to read from each learner's newest process that is connected, and send it the messages for which
+        there was no room."""
         with self._roster.lock:
             for record in self._roster.learners.values():
                 line = record.process.line
@@ -84,7 +85,8 @@ class Switchboard:
                 self._selector.register(line, selectors.EVENT_READ, (record, record.process))
 
     def _read_from(self, record: LearnerRecord, process: LearnerProcess) -> bool:
-        """Handle what has come from one learner; return whether anything has. At end-of-file, close the line."""
+        """Handle the messages that have come from one learner; return whether any have. At end-of-file, close the
+        line."""
         try:
             lines = process.line.hear()
             if len(process.line.unread) > LONGEST_MESSAGE:

@@ -1,5 +1,5 @@
-"""The costs of a job on some machines, on which predictions rest: from a profile, from the data sheets of a preset, or
-measured by the learners of a run.
+"""The costs of a job on some machines, which are the basis of predictions: from a profile, from the data sheets of a
+preset, or measured by the learners of a run.
 """
 
 from collections.abc import Mapping
@@ -17,56 +17,56 @@ from starling.recipe.file import parse_yaml
 
 Seconds = float
 SHORTEST: Seconds = 1e-6
-"""The least that a mean of gradients or a round of averaging is taken to last, even where it overlaps completely."""
+"""Shortest time that a mean of gradients or an averaging round is taken to last, even if it overlaps completely."""
 PASSES_OF_A_CHANGE = 3
-"""Changing weights reads them, reads the change, and writes them."""
+"""Number of passes over memory in a change of weights: it reads them, reads the change, and writes them."""
 PRESETS = Path(__file__).parent / "presets"
 Rounded = Annotated[Seconds, PlainSerializer(lambda seconds: round(seconds, 6))]
-"""Seconds that are shown in microseconds."""
+"""Seconds, rounded to microseconds in files."""
 
 
 class JobFacts(Config):
-    """What a plan needs to know of a job."""
+    """The facts that a plan needs about a job."""
 
     trains: str
-    """What it trains, for people."""
+    """Name of the workload, for people."""
     model_bytes: int = Field(ge=1)
-    """The size of the weights that learners exchange."""
+    """Size of the weights that learners exchange."""
     batches_per_epoch: int = Field(ge=1)
     flops_per_gradient: float | None = Field(default=None, gt=0.0)
-    """Floating-point operations of forward and backward of one mini-batch; only presets need them."""
+    """Number of floating-point operations of forward and backward of one mini-batch; only presets need it."""
 
 
 class Validation(Config):
-    """How far predictions were from measurements when they were last compared."""
+    """The difference between predictions and measurements when they were last compared."""
 
     error: float = Field(ge=0.0)
-    """The largest |predicted / measured - 1|."""
+    """Largest |predicted / measured - 1|."""
     against: str
-    """What was measured, and when."""
+    """Description of the measurement, with its date."""
 
 
 class GradientTimes(Config):
-    """How long one gradient takes on a learner: loading, forward and backward."""
+    """Times of one gradient on a learner: loading, forward and backward."""
 
     num_measured: int = Field(ge=2)
     seconds: Seconds = Field(gt=0.0)
-    """The mean."""
+    """Mean time of a gradient."""
     low: Seconds = Field(gt=0.0)
-    """95 % interval of the mean, by bootstrap."""
+    """Lower end of the 95 % interval of the mean, by bootstrap; `high` is the upper end."""
     high: Seconds = Field(gt=0.0)
     jitter: float = Field(ge=0.0)
-    """Standard deviation / mean."""
+    """Standard deviation divided by the mean."""
     quantiles: dict[str, Seconds]
     fitted: ComputeModel
-    """The distribution that simulations draw from."""
+    """Distribution from which simulations draw."""
 
 
 class MeasuredLink(Config):
-    """What messages of several sizes took between two learners, and the line through them."""
+    """Times of messages of several sizes between two learners, and the line through them."""
 
     seconds_by_bytes: dict[int, Seconds]
-    """Medians."""
+    """Median times by message size."""
     fitted: LinkModel
 
 
@@ -82,38 +82,38 @@ class MachineFacts(Config):
 
 
 class Profile(Config):
-    """The costs of a job as measured on a machine: what `starling profile` writes."""
+    """The costs of a job as measured on a machine: the content of a file that `starling profile` writes."""
 
     format: int = 1
-    """The format of the file."""
+    """Format of the file."""
     date: str
-    """When it was measured."""
+    """Date of the measurement."""
     command: str
-    """The command that measured it."""
+    """Command that measured the profile."""
     machine: MachineFacts
-    """Where it was measured."""
+    """Machine on which the profile was measured."""
     job: JobFacts
-    """What was measured."""
+    """Job that was measured."""
     gradient: GradientTimes
-    """What a gradient takes."""
+    """Times of a gradient."""
     step_seconds: Seconds = Field(ge=0.0)
-    """What each gradient costs besides: the copy of the weights, and the optimizer's step."""
+    """Time that each gradient costs in addition: the copy of the weights, and the optimizer's step."""
     mixing_bandwidth: float = Field(gt=0.0)
-    """Bytes of weights that a learner changes per second by `apply`."""
+    """Number of bytes of weights per second that a learner changes by `apply`."""
     exchange: MeasuredLink
-    """A model to a neighbour and one from it, both ways at once, copied and applied."""
+    """Times of an exchange: a model to a neighbour and one from it, both ways at once, copied and applied."""
     mean: MeasuredLink
-    """A mean of two learners, as two messages of half the size."""
+    """Times of a mean of two learners, as two messages of half the size."""
     gradient_mean: MeasuredLink
-    """What the mean of two learners' gradients takes beyond the gradient, which may hide a part of it."""
+    """Time that the mean of two learners' gradients adds to the gradient, which may hide a part of it."""
     memory_per_learner_bytes: int = Field(ge=0)
-    """Resident memory of a learner process at its peak, on the accelerator where there is one."""
+    """Peak resident memory of a learner process, on the accelerator if there is one."""
     validation: Validation | None = None
-    """How good earlier predictions were; None: never compared."""
+    """Accuracy of earlier predictions; None if they were never compared."""
 
     @property
     def costs(self) -> "Costs":
-        """What simulations need of it."""
+        """The costs that simulations need from the profile."""
         return Costs(
             job=self.job,
             compute=with_step(self.gradient.fitted, self.step_seconds),
@@ -129,14 +129,15 @@ class Profile(Config):
 
 
 class Preset(Config):
-    """Machines as their data sheets describe them, with one fitted number: the share of the peak that is reached."""
+    """Machines as their data sheets describe them, with one fitted number: the share of the peak that gradients
+    reach."""
 
     summary: str
     device: str
     peak_flops: float = Field(gt=0.0)
     """Floating-point operations per second of one device, in the precision of training."""
     efficiency: float = Field(gt=0.0, le=1.0)
-    """The share of `peak_flops` that a gradient reaches."""
+    """Share of `peak_flops` that a gradient reaches."""
     devices_per_node: int = Field(ge=1)
     inside: LinkModel
     """The link between two devices of a node."""
@@ -147,7 +148,8 @@ class Preset(Config):
     validation: Validation | None = None
 
     def costs(self, job: JobFacts, name: str) -> "Costs":
-        """What simulations need of it, for a job. ConfigError where the job's operations are unknown."""
+        """The costs that simulations need from the preset, for a job. ConfigError if the job's operations are
+        unknown."""
         if job.flops_per_gradient is None:
             raise ConfigError(
                 f"preset {name}: the operations of {job.trains} are unknown, so that data sheets cannot tell its "
@@ -166,42 +168,43 @@ class Preset(Config):
 
 
 class MeasuredRun(Config):
-    """What the learners of a run measured together: by learner, or their mean."""
+    """The measurements that the learners of a run made together: by learner, or as a mean over learners."""
 
     gradient_seconds: tuple[Rounded, ...]
-    """Without averaging."""
+    """Time of a gradient on each learner, without averaging."""
     gradients_measured: tuple[int, ...]
     step_seconds: Rounded
-    """The rest of a step."""
+    """Time of the rest of a step."""
     mean_seconds: Rounded
-    """A mean of the model."""
+    """Time of a mean of the model."""
     mean_of_gradients_seconds: Rounded
-    """What the mean of all gradients takes beyond the slowest of them."""
+    """Time that the mean of all gradients takes beyond the slowest of them."""
     exchange_seconds: dict[str, Rounded]
-    """By pattern: a round of averaging while all learners compute gradients."""
+    """Time of an averaging round while all learners compute gradients, by pattern."""
     lost_to_exchanges: tuple[Annotated[float, PlainSerializer(lambda share: round(share, 3))], ...]
-    """The share of its time that a learner loses while a round is under way."""
+    """Share of its time that each learner loses while a round is under way."""
     model_bytes: int
 
 
 class Costs(Config):
-    """What simulations of a job need to know."""
+    """The costs that simulations of a job need."""
 
     job: JobFacts
     compute: ComputeModel
     uncertainty: tuple[float, float] = (1.0, 1.0)
-    """The 95 % interval of the mean gradient time, as factors of it."""
+    """95 % interval of the mean gradient time, as factors of it."""
     messages: LinkModel
-    """The link between learners on different nodes, or a node's uplink where several learners share a node."""
+    """Link between learners on different nodes, or a node's uplink if several learners share a node."""
     means: LinkModel
     gradient_means: LinkModel | None = None
-    """The link for means of gradients; None: that of other means."""
+    """Link for means of gradients; None uses the link of other means."""
     inside: LinkModel | None = None
-    """The link between learners of one node; None: it is like that between nodes."""
+    """Link between learners of one node; None if it is like the link between nodes."""
     devices_per_node: int = 1
     measured: MeasuredRun | None = None
-    """What the learners of a run measured together. It holds for as many learners, and predictions use it in place of
-    the links for messages. Waiting for a node's link is in it, because all learners sent at once."""
+    """Measurements that the learners of a run made together. They are valid for the same number of learners, and
+    predictions use them in place of the links for messages. They include waiting for a node's link, because all
+    learners sent at once."""
     memory_bandwidth: float | None = None
     """Bytes per second of the memory in which a server keeps the model."""
     memory_bytes: int | None = None
@@ -215,7 +218,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def find_preset(name: str) -> Preset:
-    """A preset by its name, or in a file of one's own. ConfigError if there is none."""
+    """The preset with the name `name`, or in the file of that path. ConfigError if there is none."""
     known = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
     path = known.get(name, Path(name))
     if name not in known and path.suffix not in (".yaml", ".yml"):
@@ -228,7 +231,7 @@ def find_preset(name: str) -> Preset:
 
 def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advice: str) -> ConfigT:
     """A configuration from a YAML file or a mapping, perhaps below the key `what`. ConfigError with all problems, or
-    with advice if it is no mapping."""
+    with advice if the content is no mapping."""
     where, tree = what, given
     if isinstance(given, Path):
         where = f"{what} {given}"
@@ -250,6 +253,6 @@ def dump(config: Config, comment: str) -> str:
 
 
 def with_step(gradient: ComputeModel, seconds: Seconds) -> ComputeModel:
-    """What a gradient takes with the rest of its step, which does not vary."""
+    """The times of a gradient with the rest of its step, which does not vary."""
     total = gradient.seconds + seconds
     return gradient.model_copy(update={"seconds": total, "spread": gradient.spread * gradient.seconds / total})

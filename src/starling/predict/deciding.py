@@ -1,4 +1,5 @@
-"""What is compared on some machines, and what is chosen: the one rule of `starling plan` and of `strategy: auto`.
+"""The comparison of strategies on some machines, and the choice among them: the common rule of `starling plan` and of
+`strategy: auto`.
 
 Strategies are compared by progress, mini-batches per second times the worth of a mini-batch. Of those that predictions
 cannot tell apart, the one whose mini-batches are worth most is chosen, and of these the plainest (decision 0019).
@@ -19,19 +20,20 @@ from starling.strategies.islands import between_islands
 from starling.training.job import Job
 
 TIE = 0.05
-"""Progress within this share of the most counts as equal. In one setting, predictions were 2.9 and 2.5 % off for two of
-these strategies (docs/planning.md), so they do not show differences of less than about 5 %."""
+"""Share of the most progress within which progress counts as equal. In one setting, predictions were 2.9 and 2.5 % off
+for two of these strategies (docs/planning.md), so they do not show differences of less than about 5 %."""
 PERIODS = (2, 4, 8, 16)
-"""Averaging periods beside 1, tried one after the other as long as the progress grows."""
+"""Averaging periods, in addition to 1, that are tried one after the other as long as the progress grows."""
 
 
 def is_clearly_ahead(progress: float, of: float) -> bool:
-    """Whether predictions tell the first progress from the second."""
+    """Whether predictions can tell the first progress from the second."""
     return of < (1.0 - TIE) * progress
 
 
 def ranked(found: Sequence[Prediction]) -> list[Prediction]:
-    """The choice first, then the others, the most progress first. `found` has the plainest strategies first."""
+    """The predictions with the choice first, and then by decreasing progress. `found` has the plainest strategies
+    first."""
     most = max(each.progress for each in found)
     near = [each for each in found if not is_clearly_ahead(most, each.progress)]
     best = max(near, key=lambda each: each.worth)  # the first of those that are worth as much
@@ -40,12 +42,13 @@ def ranked(found: Sequence[Prediction]) -> list[Prediction]:
 
 @dataclass(frozen=True)
 class Decision:
-    """Predictions for some learners, and what follows from them."""
+    """Predictions for a number of learners, and the choice that follows from them."""
 
     tried: Sequence[Sequence[Prediction]]
-    """For each strategy that fits, in the order in which they were named: its predictions with all options tried."""
+    """Predictions of each strategy that fits, with all options that were tried, in the order in which the strategies
+    were named."""
     notes: Sequence[str]
-    """Why other strategies were left out."""
+    """Reasons why other strategies were left out."""
 
     @cached_property
     def best(self) -> Sequence[Prediction]:
@@ -54,17 +57,17 @@ class Decision:
 
     @cached_property
     def chosen(self) -> Prediction:
-        """The choice."""
+        """The chosen prediction."""
         return ranked(self.best)[0]
 
     @property
     def second(self) -> Prediction | None:
-        """The second choice: another strategy, not the same with other options; None: there is none."""
+        """The second choice: another strategy, not the same with other options; None if there is none."""
         return next(iter(ranked(self.best)[1:]), None)
 
     @property
     def predictions(self) -> Sequence[Prediction]:
-        """All predictions: that of the choice first, then the most progress first."""
+        """All predictions: the choice first, then by decreasing progress."""
         others = [each for each in chain(*self.tried) if each is not self.chosen]
         return [self.chosen, *sorted(others, key=lambda each: -each.progress)]
 
@@ -81,9 +84,9 @@ def choose(
     Args:
         machines: Where the learners run.
         learners: How many learners there are.
-        choices: What is compared, the plainest first.
-        job: What is trained. Its weighting limits the choice, and its own strategy keeps its options.
-        say: Is told what is being simulated.
+        choices: The strategies to compare, the plainest first.
+        job: The job. Its weighting limits the choice, and its own strategy keeps its options.
+        say: Called with a line for each simulation.
 
     Raises:
         ConfigError: The options of a choice are wrong.
@@ -102,7 +105,7 @@ def choose(
 
 def _ladders(choice: StrategyChoice, machines: Machines, learners: int, job: Job | None) -> list[list[Arm]]:
     """A strategy with the options that are worth a try, unless it has some: for each pattern, longer and longer
-    periods. Raises ConfigError for options that are wrong."""
+    periods. Raises ConfigError for wrong options."""
     strategy, given = choice.strategy, dict(choice.model_extra or {})
     fields = strategy.options.model_fields
     if not given and job is not None and job.strategy.name == strategy.name:

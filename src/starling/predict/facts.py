@@ -1,4 +1,4 @@
-"""What a plan needs to know of a job: its model, mini-batches and operations, and the memory that a learner needs.
+"""The facts that a plan needs about a job: its model, mini-batches and operations, and the memory that a learner needs.
 
 Weights, gradients and optimizer are computed from the model; activations and operations are measured on one mini-batch.
 """
@@ -20,7 +20,8 @@ from starling.workload import Ticket
 
 
 def facts_of(job: Job, counts_flops: bool = False) -> JobFacts:
-    """What a plan needs to know of a job; with `counts_flops`, by computing one gradient on the CPU."""
+    """The facts that a plan needs about a job; `counts_flops` counts operations by computing one gradient on the
+    CPU."""
     workload = job.workload
     model = workload.make_model()
     return JobFacts(
@@ -32,7 +33,8 @@ def facts_of(job: Job, counts_flops: bool = False) -> JobFacts:
 
 
 def _flops(job: Job) -> float | None:
-    """Floating-point operations of the matrix products and convolutions of one gradient; None if there are none.
+    """Number of floating-point operations of the matrix products and convolutions of one gradient; None if there are
+    none.
 
     Recurrent layers are computed in steps here, because the counter does not see into the libraries' own.
     """
@@ -49,21 +51,21 @@ def _flops(job: Job) -> float | None:
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """What one learner holds, in bytes, or one rank of an island. Not counted are copies that a strategy makes, and the
-    libraries of the process."""
+    """The memory of one learner, or of one rank of an island, in bytes, without copies that a strategy makes and
+    without the libraries of the process."""
 
     weights: int
     gradients: int
     optimizer: int
     gathered: int
-    """Parameters that are not its own while it computes: of a sharded island, what is in no block, and the largest
-    block with its gradient; of a tensor island, what is not cut."""
+    """Parameters of other ranks that are held while this rank computes: in a sharded island, parameters in no block,
+    and the largest block with its gradient; in a tensor island, parameters that are not cut."""
     activations: int
-    """What backward needs of the largest micro-batch of the first mini-batch, measured with a whole model."""
+    """Tensors that backward needs for the largest micro-batch of the first mini-batch, measured with a whole model."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all fields."""
         return sum(astuple(self))
 
     def __str__(self) -> str:
@@ -91,14 +93,14 @@ def memory_of(job: Job) -> LearnerMemory:
 
 
 def _bytes_in(block: nn.Module, seen: set[nn.Parameter]) -> int:
-    """The bytes of a block's parameters that are in no block seen before, which may be a part of it."""
+    """The bytes of a block's parameters that were in no earlier block; an earlier block may be a part of this one."""
     own = [each for each in block.parameters() if each.requires_grad and each not in seen]
     seen.update(own)
     return sum(each.nbytes for each in own)
 
 
 def _vectors(job: Job) -> int:
-    """How many numbers the optimizer keeps for each weight."""
+    """The number of values that the optimizer keeps for each weight."""
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
     optimizer = job.make_optimizer([parameter])
@@ -108,7 +110,7 @@ def _vectors(job: Job) -> int:
 
 
 def _activations(job: Job, model: nn.Module) -> int:
-    """Bytes of what backward needs of a forward pass, besides parameters and buffers."""
+    """The bytes of the tensors that backward needs from a forward pass, besides parameters and buffers."""
     own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     most = 0
     for examples in job.workload.load(Ticket(0, 0, 0)):

@@ -35,7 +35,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 HARDLY_ANY = 0.002
 """Standard deviation / mean below which the gradient times of a profile are taken to be constant."""
 STEADY = 0.1
-"""Standard deviation / mean up to which the few gradient times of a run are taken to be constant, for which one
+"""Standard deviation / mean up to which the few gradient times of a run are taken to be constant, so that one
 simulation is enough."""
 DRAWS_OF_A_ROUND = 1000
 
@@ -83,7 +83,7 @@ def _machine(device: str) -> MachineFacts:
 
 
 def costs_of(figures: Sequence[Figures], per_node: int) -> Costs:
-    """The costs of a run by the figures of all its learners, by rank; a node has `per_node` learners."""
+    """The costs of a run from the figures of all its learners, by rank; a node has `per_node` learners."""
     world, num_bytes = len(figures), figures[0].num_bytes
     means = [fmean(each.gradients) for each in figures]
     relative = np.concatenate([np.asarray(each.gradients) / mean for each, mean in zip(figures, means, strict=True)])
@@ -116,20 +116,20 @@ def costs_of(figures: Sequence[Figures], per_node: int) -> Costs:
 
 
 def _slowest_of_a_round(figures: Sequence[Figures]) -> Seconds:
-    """How long the slowest gradient of a round takes, expected from the distributions of all learners."""
+    """The expected time of the slowest gradient of a round, from the distributions of all learners."""
     generator = np.random.default_rng(0)
     drawn = [generator.choice(np.asarray(each.gradients), DRAWS_OF_A_ROUND) for each in figures]
     return float(np.max(drawn, axis=0).mean())
 
 
 def _ring(seconds: Seconds, num_bytes: int, world: int) -> LinkModel:
-    """The link on which a ring all-reduce of so many learners takes this long."""
+    """The link on which a ring all-reduce of `world` learners takes `seconds`."""
     messages = 2 * (world - 1)
     return LinkModel(latency=0.0, bandwidth=messages * -(-num_bytes // world) / seconds)
 
 
 def gradient_times(seconds: Sequence[float]) -> GradientTimes:
-    """Mean, interval, quantiles and the distribution that fits best."""
+    """Mean, interval, quantiles and the best-fitting distribution of gradient times."""
     times = np.asarray(seconds, dtype=np.float64)
     generator = np.random.default_rng(0)
     means = generator.choice(times, (RESAMPLES, len(times))).mean(axis=1)

@@ -1,7 +1,7 @@
-"""What learners measure of their machines: for a profile, as a strategy that one and two learners run; for
-`strategy: auto`, all learners of a run together, which finds slow learners and links that many share.
+"""The measurements that learners make of their machines: for a profile, as a strategy that one and two learners run;
+for `strategy: auto`, by all learners of a run together, which finds slow learners and links that many share.
 
-Learners are started, connected and watched as in any run, so that what is measured is what training will pay.
+Learners are started, connected and watched as in any run, so that the measured costs are those of training.
 """
 
 import resource
@@ -31,68 +31,71 @@ from starling.training.job import Job
 
 Seconds = float
 MEASURE = f"{__name__}:MEASURING"
-"""The name of the profile's strategy, `MEASURING`."""
+"""Name of the profile's strategy, `MEASURING`."""
 WARM_UP = 3
-"""Measurements of each kind that a profile makes first and does not count."""
+"""Number of measurements of each kind that a profile makes first and does not count."""
 REPEATS = 15
-"""Exchanges and means of each size in a profile."""
+"""Number of exchanges and means of each size in a profile."""
 SHARES = (0.0, 1 / 16, 1 / 4, 1.0)
-"""The sizes of a profile's exchanges, as shares of the model; at least `SMALLEST` numbers."""
+"""Sizes of a profile's exchanges, as shares of the model; at least `SMALLEST` numbers."""
 SMALLEST = 256
 SHARE = 0.03
-"""The share of a run's expected time that measuring may take, unless the least that it needs takes longer."""
+"""Share of a run's expected time that measuring may take, unless the necessary minimum takes longer."""
 MOST_GRADIENTS, FEWEST_GRADIENTS = 40, 2
 MOST_REPEATS = 8
 PARTS = 5
-"""The share of a third of the allowance that a mean of the model takes, as one pattern of four does."""
+"""Number of parts into which a third of the allowance is divided; a mean of the model takes one, as does one pattern of
+four."""
 DRAWS = 3
-"""The fewest rounds of pairs: they cross a slow link more or less often."""
+"""Smallest number of rounds of pairs: they cross a slow link more or less often."""
 TELLING = 4.0
-"""Rounds tell how they slow a learner down if they last as long as so many of its gradients."""
+"""Number of gradients for which rounds must last to show how they slow a learner down."""
 MOST_LOST = 0.95
 CLEARLY = 0.5
-"""Steps of `allreduce` are not measured where it would make less than this share of the gradients that the learners
-make without waiting, even if as much of a mean as possible were hidden behind the gradient."""
+"""Steps of `allreduce` are not measured if it would make less than this share of the gradients that learners make
+without waiting, even with as much of a mean as possible hidden behind the gradient."""
 PROBE = 16
-"""The probe of a message is this part of the model. Where the model would take too long, the probe is scaled up."""
+"""Divisor of the model's size that gives the size of a message's probe. If the whole model would take too long, the
+probe is scaled up."""
 INSIDE, ACROSS = "inside a node", "across nodes"
-"""Rounds with the learners of the same node; of a share of the model with the learners' counterparts on other nodes."""
+"""Names of two patterns: rounds with the learners of the same node, and rounds of a share of the model with the
+learners' counterparts on other nodes."""
 
 
 class Figures(BaseModel):
-    """What one learner measured, in seconds."""
+    """The measurements of one learner, in seconds."""
 
     gradients: list[Seconds] = []
-    """The time of each gradient from its claim, loading included."""
+    """Times of gradients from their claims, including loading."""
     steps: list[Seconds] = []
-    """The copy of the weights and the optimizer's step."""
+    """Times of the copy of the weights and the optimizer's step."""
     synchronous: list[Seconds] = []
-    """Steps of `allreduce`: from the claim until the mean of all gradients is there. Empty where none was made, because
-    one takes too long, or `allreduce` would be slow anyway."""
+    """Times of `allreduce` steps, from the claim until the mean of all gradients is there. Empty if none was made,
+    because one takes too long, or `allreduce` would be slow anyway."""
     applies: list[Seconds] = []
-    """Changing the whole model by a vector."""
+    """Times of changing the whole model by a vector."""
     exchanges: dict[int, Seconds] = {}
-    """By bytes: the median time to send a part of the weights to a neighbour, receive its own, mix and apply."""
+    """Median time to send a part of the weights to a neighbour, receive its own, mix and apply, by bytes."""
     means: dict[int, Seconds] = {}
-    """By bytes: the time of a mean of all learners."""
+    """Time of a mean of all learners, by bytes."""
     rounds: dict[str, Seconds] = {}
-    """By pattern: a round of averaging while all learners average and compute gradients."""
+    """Time of an averaging round while all learners average and compute gradients, by pattern."""
     num_bytes: int = 0
-    """The size of the weights."""
+    """Size of the weights in bytes."""
     lost: float = 0.0
-    """The share of its time that this learner loses while a round is under way: its gradients wait for processor,
-    memory and links, claims for answers behind the weights."""
+    """Share of its time that this learner loses while a round is under way: its gradients wait for processor, memory
+    and links, and its claims for answers behind the weights."""
     memory_bytes: int = 0
     device: str = "cpu"
 
     @classmethod
     def file(cls, folder: Path, rank: int) -> Path:
-        """The file in which learner `rank` leaves its figures for the process that asked."""
+        """The file in which learner `rank` leaves its figures for the process that requested them."""
         return folder / f"figures-{rank}.json"
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> "Figures":
-        """What learner `rank` left."""
+        """The figures that learner `rank` left."""
         return cls.model_validate_json(cls.file(folder, rank).read_bytes())
 
 
@@ -100,7 +103,7 @@ class MeasureOptions(Config):
     """The options of the strategy that measures."""
 
     folder: Path
-    """Where each learner writes its figures."""
+    """Folder in which each learner writes its figures."""
 
 
 async def measure(me: Learner, options: MeasureOptions) -> None:
@@ -108,8 +111,8 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
     or the mean of both learners' gradients.
 
     Args:
-        me: The learner that measures. Its model is trained meanwhile, by plain local steps.
-        options: Where the figures go.
+        me: The learner that measures. Meanwhile, plain local steps train its model.
+        options: The folder for the figures.
     """
     figures = Figures(num_bytes=me.weights.nbytes)
     if me.world == 2:
@@ -132,7 +135,8 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
 
 
 def bare(job: Job, **changes: Any) -> Job:
-    """A job as it is measured: without faults, checkpoints within an epoch, and weights or shares of mini-batches."""
+    """A job in the form in which it is measured: without faults, checkpoints within an epoch, and weights or shares of
+    mini-batches."""
     return replace(job, faults=(), checkpoint_every=None, weighting="batches", batch_shares={}, **changes)
 
 
@@ -141,7 +145,7 @@ async def timed_step(
 ) -> bool:
     """Claim, compute a gradient with a copy of the weights, and apply it; False if the budget is spent.
 
-    The seconds of the first two are appended to `gradients`, those of the rest and of the copy to `steps`.
+    The seconds of claim and gradient are appended to `gradients`, those of the rest and of the copy to `steps`.
     """
     begin = now(me)
     if not me.claim():
@@ -158,7 +162,7 @@ async def timed_step(
 
 
 async def timed(me: Learner, work: Callable[[], Awaitable[object]], repeats: int) -> list[Seconds]:
-    """The seconds that `work` takes each time."""
+    """The seconds of each of `repeats` repetitions of `work`."""
     found = []
     for _ in range(repeats):
         begin = now(me)
@@ -168,27 +172,27 @@ async def timed(me: Learner, work: Callable[[], Awaitable[object]], repeats: int
 
 
 async def exchange(me: Learner, topology: Topology, tags: Iterator[int], size: int) -> None:
-    """Average so many weights with neighbours, once."""
+    """Average the first `size` weights with neighbours, once."""
     piece = slice(0, size)
     me.apply(await Mixing(me, topology, next(tags), piece, Encoder()).delta(), piece)
 
 
 async def _medians(me: Learner, work: Callable[[int], Awaitable[object]]) -> dict[int, Seconds]:
-    """The seconds that `work` takes on parts of the weights, by bytes."""
+    """The median seconds of `work` on parts of the weights, by bytes."""
     number, item = len(me.weights), me.weights.element_size()
     sizes = sorted({min(number, max(SMALLEST, int(share * number))) for share in SHARES})
     return {size * item: median((await timed(me, partial(work, size), WARM_UP + REPEATS))[WARM_UP:]) for size in sizes}
 
 
 def now(me: Learner) -> Seconds:
-    """The time, once the learner's device has done what was asked of it."""
+    """The time when the learner's device has finished its pending work."""
     if me.weights.device.type == "cuda":
         torch.cuda.synchronize(me.weights.device)
     return time.monotonic()
 
 
 def _note_memory(me: Learner, figures: Figures) -> None:
-    """The learner's device, and the most memory that it or this process has used."""
+    """Note the learner's device, and the peak memory of the device or of this process."""
     device = me.weights.device
     if device.type == "cuda":
         figures.device = torch.cuda.get_device_name(device)
@@ -198,8 +202,8 @@ def _note_memory(me: Learner, figures: Figures) -> None:
 
 
 def peak_memory() -> int:
-    """The most memory that this process has used, in bytes. On Linux, `getrusage` would also count what the process
-    that started it had used."""
+    """The peak memory of this process, in bytes. On Linux, `getrusage` would include the peak memory of the parent
+    process."""
     with suppress(OSError, StopIteration), Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -207,21 +211,21 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True)
 class Allowance:
-    """How long measuring may take."""
+    """Time that measuring may take."""
 
     budget: Budget
-    """The budget of the run."""
+    """Budget of the run."""
     batches_per_epoch: int
     most: Seconds
 
     def seconds(self, each: Sequence[Seconds]) -> Seconds:
-        """For learners whose gradients take `each`."""
+        """The allowance in seconds for learners whose gradients take `each`."""
         per_gradient = 1.0 / sum(1.0 / max(seconds, 1e-9) for seconds in each)
         return min(self.most, SHARE * self.budget.seconds(self.batches_per_epoch, per_gradient))
 
 
 class Measuring:
-    """Measures with a learner, in step with all others, what the machines cost, and fills in `found`."""
+    """Measures the costs of the machines with a learner, in step with all others, and fills in `found`."""
 
     def __init__(self, me: Learner, allowance: Allowance, found: Figures) -> None:
         self._me, self._allowance, self._found = me, allowance, found
@@ -230,8 +234,8 @@ class Measuring:
     async def apart(self, per_node: int) -> None:
         """Measure gradients, and averaging rounds while gradients are computed.
 
-        The learner's model is a copy, and is trained meanwhile. It is a sync group alone, so that it claims as it does
-        under an asynchronous strategy: by asking the store. A node has `per_node` learners; 1: there are no nodes.
+        The learner's model is a copy, and is trained meanwhile. The learner is a sync group alone, so that it claims as
+        under an asynchronous strategy: through the store. A node has `per_node` learners; with 1 there are no nodes.
         """
         me, found = self._me, self._found
         found.num_bytes = me.weights.nbytes
@@ -248,7 +252,7 @@ class Measuring:
         await self._measure_rounds(patterns, per_node, box / (len(patterns) + 1))
 
     async def together(self) -> None:
-        """Measure a mean of the model, and steps of `allreduce` where they may be worth it. All learners are one sync
+        """Measure a mean of the model, and steps of `allreduce` if they may be worth it. All learners are one sync
         group, as under `allreduce`."""
         me, found = self._me, self._found
         every = await self._gather(median(found.gradients))
@@ -267,10 +271,10 @@ class Measuring:
 
     async def _measure_rounds(self, patterns: Mapping[str, Topology], per_node: int, box: Seconds) -> None:
         """Time the rounds of each pattern in the background while this learner computes gradients, as in a run, and
-        find what the rounds cost the gradients."""
+        find the cost of the rounds for the gradients."""
         me, found, most = self._me, self._found, self._allowance.most / 3.0 / (len(patterns) + 1)
         under_way: list[Seconds] = []
-        """What each round took."""
+        """Duration of each round."""
         is_done = False
 
         async def average() -> None:
@@ -293,7 +297,7 @@ class Measuring:
             found.lost = min(MOST_LOST, max(0.0, now(me) - begin - len(made) * alone) / sum(under_way))
 
     async def _gather(self, value: float) -> list[float]:
-        """Every learner's value, by rank; all of them wait for it."""
+        """Every learner's value, by rank; all learners wait for it."""
         me, tag = self._me, next(self._tags)
         own = me.weights.new_full((1,), value)
         others = {peer: me.exchange(peer, own, tag) for peer in range(me.world) if peer != me.rank}
@@ -308,10 +312,10 @@ class Measuring:
         most: Seconds,
         times: list[Seconds],
     ) -> Seconds:
-        """Seconds that `work` takes on 1 / `share` of the model, the mean over learners.
+        """The seconds of `work` on 1 / `share` of the model, as a mean over learners.
 
-        It is repeated for about `box` seconds, and at least `fewest` times. A probe tells how often, and whether that
-        would take more than `most`. All seconds are appended to `times`.
+        It is repeated for about `box` seconds, and at least `fewest` times. A probe determines how often, and whether
+        that would take more than `most`. All seconds are appended to `times`.
         """
 
         async def mean_of(size: int, repeats: int) -> Seconds:
@@ -335,7 +339,7 @@ class Measuring:
 
 
 def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
-    """What is averaged with whom, by name: the patterns that differ for so many learners, and those of nodes."""
+    """The topologies to measure, by name: the patterns that differ for so many learners, and those of nodes."""
     found: dict[str, Topology] = {"ring": find_topology("ring", world, 0)}
     if world > 2:
         found["pairs"] = Alike(world, _on_a_circle, period=_places(world))
@@ -346,7 +350,7 @@ def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
 
 
 def has_nodes(world: int, per_node: int) -> bool:
-    """Whether so many learners form several nodes of the same size."""
+    """Whether the learners form several nodes of the same size."""
     return 1 < per_node < world and world % per_node == 0
 
 
@@ -356,11 +360,11 @@ def _places(world: int) -> int:
 
 
 def _on_a_circle(k: int, rank: int, world: int, seed: int) -> Sequence[int]:
-    """Pairs in which all learners meet each other once before any meet again: a few rounds of it cross a slow link as
-    often as random pairs do on average, and all of them exactly as often.
+    """Pairs in which all learners meet each other once before any meet again: a few rounds cross a slow link about as
+    often as random pairs do on average, and all rounds together exactly as often.
 
-    Those whose places on a circle add up to `k` meet. The one that would meet itself meets the last learner, which
-    has no place there, or has no partner if their number is odd.
+    Learners whose places on a circle add up to `k` meet. The learner that would meet itself meets the last learner,
+    which has no place there, or has no partner if the number of learners is odd.
     """
     places = _places(world)
     alone = k * (places + 1) // 2 % places

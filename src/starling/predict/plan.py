@@ -1,4 +1,4 @@
-"""`starling.plan`: what each strategy would give with so many learners, and which to choose."""
+"""`starling.plan`: predictions for each strategy and number of learners, and a recommendation."""
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,19 +30,20 @@ from starling.training.tensor_plan import traffic_of
 
 SECONDS_PER_HOUR = 3600.0
 CROSSING_ROUNDS = 12
-"""Gradients of each learner in half a simulation that looks for a crossing point."""
+"""Number of gradients of each learner in half a simulation that looks for a crossing point."""
 NOT_PLANNED = (
     *("hogwild", "delayed"),
     *("gossip-pga", "choco", "qg-dsgdm", "d2", "gradient-tracking", "a2cid2"),
 )
-"""Strategies that are left out unless they are asked for: one needs a single machine, one is for studies, and the
-others differ from `dpsgd` and `adpsgd` in what a gradient is worth, which a plan does not know."""
+"""Strategies that are left out unless they are requested: one needs a single machine, one is for studies, and the
+others differ from `dpsgd` and `adpsgd` in the worth of a gradient, which a plan does not know."""
 NO_PERIODIC = (
-    "the periodic strategies are left out unless they are named: the longer their periods, the faster they are, and "
-    "what an epoch is then worth this does not know"
+    "the periodic strategies are left out unless they are named: the longer their periods, the faster they are, but "
+    "a plan does not know the worth of an epoch then"
 )
 SLOWEST, BANDWIDTHS = (1.5, 4.0, 10.0, 100.0), (10.0, 100.0, 1000.0)
-"""How far crossing points are looked for: a learner that many times slower; links that many times slower or faster."""
+"""Limits of the search for crossing points: factors by which one learner is slower, and by which links are slower or
+faster."""
 
 
 @dataclass(frozen=True)
@@ -53,33 +54,34 @@ class Forecast:
     learners: int
     hours_per_epoch: float
     hours: float
-    """For the whole run."""
+    """Hours of the whole run."""
     hours_low: float
-    """With `hours_high`: what seeds, the interval of the gradient time and the last validation's error leave open."""
+    """Lower end, with `hours_high` as upper end, of the range that seeds, the interval of the gradient time and the
+    last validation's error leave open."""
     hours_high: float
     computing: float
-    """Shares of a learner's time, which sum up to 1."""
+    """Share of a learner's time spent computing; `computing`, `waiting` and `exchanging` sum to 1."""
     waiting: float
-    """For data or for slower learners: what is left of the waiting where messages arrive at once."""
+    """Share of waiting for data or for slower learners: the waiting that remains if messages arrive at once."""
     exchanging: float
-    """Waiting that only a faster link would end."""
+    """Share of waiting that only a faster link would end."""
     gigabytes_per_link: float
-    """What a learner sends in an epoch, in units of 10^9 bytes; the mean over learners."""
+    """Data that a learner sends in an epoch, in units of 10^9 bytes; the mean over learners."""
     megabytes_per_second: float
-    """What a learner sends in a second of the run: the load of its link, in units of 10^6 bytes."""
+    """Data that a learner sends in a second of the run: the load of its link, in units of 10^6 bytes."""
     staleness_mean: float
     staleness_median: int
     staleness_95: int
-    """95 % of the gradients are no staler."""
+    """95 % quantile of the staleness of gradients."""
     staleness_max: int
     memory_gigabytes: float | None
-    """Memory of a learner, as measured, or of a rank of an island, as predicted; None: nothing was measured."""
+    """Memory of a learner, as measured, or of a rank of an island, as predicted; None if nothing was measured."""
     cost: float | None
     """Price per device and hour x learners x hours; None without a price."""
     worth: float = 1.0
-    """What the recommendation counts a mini-batch, relative to one of `allreduce`."""
+    """Worth of a mini-batch in the recommendation, relative to one of `allreduce`."""
     options: str = ""
-    """The best options of the strategy, where several sets were tried."""
+    """Best options of the strategy, if several sets were tried."""
 
     def __str__(self) -> str:
         return f"{self.strategy} ({self.options})" if self.options else self.strategy
@@ -87,16 +89,17 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value from which another strategy makes more progress than the recommended one, by more than a tie."""
+    """A value beyond which another strategy makes more progress than the recommended one, by more than a tie."""
 
     what: str
-    """`bandwidth`, in bytes per second, or `slowness`: how many times longer one learner's gradients take."""
+    """Quantity that is varied: `bandwidth`, in bytes per second, or `slowness`, a factor of the time of one learner's
+    gradients."""
     learners: int
     value: float
     now: float
     chosen: str
     faster: str
-    """The strategy that makes more progress beyond `value`."""
+    """Strategy that makes more progress beyond `value`."""
 
     def __str__(self) -> str:
         if self.what == "slowness":
@@ -111,18 +114,19 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `starling.plan` finds. `pandas.DataFrame(plan.rows)` is its table."""
+    """The result of `starling.plan`. `pandas.DataFrame(plan.rows)` is its table."""
 
     rows: tuple[Forecast, ...]
-    """The predictions, one for each strategy and number of learners."""
+    """Predictions, one for each strategy and number of learners."""
     recommended: Forecast
-    """The row to choose."""
+    """Row that is recommended."""
     reason: tuple[str, ...]
-    """Three lines: what and why, how far the second choice is behind, and how far to trust it."""
+    """Three lines: the choice with its reason, how far the second choice is behind, and how far to trust the
+    prediction."""
     crossings: tuple[Crossing, ...]
-    """Where one strategy becomes faster than another."""
+    """Points at which one strategy becomes faster than another."""
     notes: tuple[str, ...]
-    """What was left out, and what was assumed."""
+    """Strategies that were left out, and assumptions."""
 
     def records(self) -> list[dict[str, Any]]:
         """The rows as dictionaries."""
@@ -152,27 +156,27 @@ def plan(
 ) -> Plan:
     """Predict how long a job takes with each strategy and number of learners, and recommend one.
 
-    The strategies' own texts run on the simulated clock, without gradients, with the costs that a profile measured or
-    that a preset takes from data sheets. A prediction is of time; the recommendation also counts what a mini-batch is
-    worth, by the rule of `strategy: auto`. Where options are not given, those that `auto` would try are tried.
+    The strategies' own code runs on the simulated clock, without gradients, with the costs that a profile measured or
+    that a preset takes from data sheets. A prediction is of time; the recommendation also counts the worth of a
+    mini-batch, by the rule of `strategy: auto`. If options are not given, those that `auto` would try are tried.
 
     Args:
         job: What to train. A profile knows its job, so None then plans that one.
         profile: What `starling.profile` returned, or the file that `starling profile` wrote.
         preset: The name of a preset, its file, or a `Preset`; in place of a profile.
-        cluster: What the machines' network is, where it is not the one that was measured: a file or a mapping with the
-            keys of a recipe's `cluster` section. What it leaves out is as measured.
+        cluster: The machines' network, if it is not the one that was measured: a file or a mapping with the keys of a
+            recipe's `cluster` section. Missing keys are as measured.
         learners: Numbers of learners.
-        strategies: Names, or mappings with `name` and options; None: all that run on several machines, but for the
+        strategies: Names, or mappings with `name` and options; None plans all that run on several machines, except the
             periodic ones.
         price: The price of one device for an hour, in your currency.
-        budget: Of the run; None: the job's, or one epoch where there is only a profile.
-        stragglers: Slowness to assume; None: the job's, or none.
+        budget: The run's budget; None uses the job's, or one epoch if there is only a profile.
+        stragglers: Slowness to assume; None uses the job's, if any.
         crossings: Whether to look for crossing points, which takes most of the time.
-        say: Is told what is being simulated.
+        say: Called with a line for each simulation.
 
     Raises:
-        ConfigError: if an argument does not fit; the message says which.
+        ConfigError: An argument does not fit; the message says which.
 
     Example:
         >>> import pandas
@@ -216,7 +220,7 @@ def plan(
 
 
 def usual_strategies(own: str | None) -> list[str]:
-    """The strategies to plan if none is named: that of the job is among them."""
+    """The strategies that are planned if none is named; the job's own is among them."""
     planned = [name for name, each in STRATEGIES.items() if name not in NOT_PLANNED and each.kind != "periodic"]
     return [name for name in STRATEGIES if name in (own, *planned)]
 
@@ -260,7 +264,7 @@ def _row(found: Prediction, machines: Machines, budget: Budget, price: float | N
 
 
 def _crossings(machines: Machines, decision: Decision, say: Say) -> Iterator[Crossing]:
-    """Where another strategy makes more progress than the recommended one."""
+    """The points at which another strategy makes more progress than the recommended one."""
     chosen = decision.chosen
     others, world = [each.arm for each in decision.best if each is not chosen], chosen.learners
     if world == 1 or not others:
@@ -284,7 +288,7 @@ def _crossings(machines: Machines, decision: Decision, say: Say) -> Iterator[Cro
 
 
 def _assumptions(machines: Machines) -> Iterator[str]:
-    """What the plan rests on."""
+    """The assumptions of a plan."""
     job = machines.costs.job
     yield f"costs are those of {machines.costs.source}; {job.trains}, {job.model_bytes / 1e6:.3g} MB"
     yield (
@@ -296,14 +300,15 @@ def _assumptions(machines: Machines) -> Iterator[str]:
 
 
 def _ahead(others: Sequence[Arm], chosen: Prediction, make: Callable[[float], Machines], factor: float) -> Arm | None:
-    """The strategy that is clearly ahead of the chosen one on the machines that `make` makes with a factor."""
+    """The strategy that is clearly ahead of the chosen one on the machines that `make` creates for a factor; None if
+    there is none."""
     predict = partial(simulate, learners=chosen.learners, machines=make(factor), rounds=CROSSING_ROUNDS)
     best = max(map(predict, others), key=lambda each: each.progress)
     return best.arm if is_clearly_ahead(best.progress, predict(chosen.arm).progress) else None
 
 
 def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Config]:
-    """The sections of a cluster that a file or a mapping gives. ConfigError for anything else."""
+    """The sections of a cluster in a file or a mapping. ConfigError for any other content."""
     if cluster is None:
         return {}
     advice = "give keys of a recipe's section, such as `link: {bandwidth: 1.25e9}`"
@@ -312,12 +317,12 @@ def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Co
 
 
 def gigabits(bytes_per_second: float) -> str:
-    """A bandwidth in words."""
+    """A bandwidth as text."""
     return f"{bytes_per_second * 8 / 1e9:.3g} Gbit/s"
 
 
 def _costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, preset: Preset | str | None) -> Costs:
-    """The costs of a job by a profile or a preset, of which exactly one is given."""
+    """The costs of a job from a profile or a preset, of which exactly one is given."""
     if (profile is None) == (preset is None):
         raise ConfigError("plan: give either a profile, made by `starling profile`, or a preset such as v100-2019")
     if preset is not None:
@@ -339,7 +344,7 @@ def _costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, pre
 
 
 def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[str, ...]:
-    """Why, in three lines."""
+    """The reason for the choice, in three lines."""
     first = (
         f"{chosen} with {chosen.learners} learners: {chosen.hours:.3g} h ({chosen.hours_low:.3g} to "
         f"{chosen.hours_high:.3g} h); learners compute {chosen.computing:.0%} of the time, mean staleness "

@@ -1,5 +1,5 @@
-"""How fast learners would be, and what that is worth: a strategy's own text on the simulated clock, with the costs of a
-job.
+"""Predictions of the speed of learners, and of its worth: a strategy's own code on the simulated clock, with the costs
+of a job.
 """
 
 import math
@@ -29,35 +29,35 @@ AVERAGING = (
     *("allreduce", "delay-by-one", "delayed", "local-sgd", "post-local-sgd"),
     *("bmuf", "slowmo", "diloco", "streaming-diloco"),
 )
-"""Strategies that exchange nothing but means. One from outside is simulated with the link of messages."""
+"""Strategies that exchange nothing but means. A strategy from outside is simulated with the link of messages."""
 MOST_BYTES_PER_SECOND = 1e18
-"""The bandwidth of the links in a simulation in which everything arrives at once."""
+"""Bandwidth of the links in a simulation in which everything arrives at once."""
 GRADIENTS = 480
-"""Simulated for each prediction, shared by the learners."""
+"""Number of gradients that are simulated for each prediction, shared by the learners."""
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
-"""Gradients of each learner in a simulation."""
+"""Smallest and largest number of gradients of each learner in a simulation."""
 SEEDS = 3
-"""Simulations of each prediction, where times are drawn at random."""
+"""Number of simulations for each prediction, if times are drawn at random."""
 CYCLES = 4
-"""Rounds of averaging in a simulation, at least: twice as many as a learner may be behind."""
+"""Smallest number of averaging rounds in a simulation: twice as many as a learner may be behind."""
 LONGER = 1.5
-"""How many times as long measured rounds of averaging may last. A period too long costs little
-(`WORTH_OF_A_DOUBLING`), one too short makes learners wait; and rounds are not all the same: random pairs cross a slow
-link more or less often, and others may use it later."""
+"""Factor by which averaging rounds may last longer than measured. Too long a period costs little
+(`WORTH_OF_A_DOUBLING`), while too short a period makes learners wait; and rounds are not all the same: random pairs
+cross a slow link more or less often, and others may use it later."""
 LIKE = 1.05
-"""Learners whose gradients take less than this many times those of the fastest count as equally fast."""
+"""Factor of the fastest learner's gradient time below which learners count as equally fast."""
 
 WORTH = 0.6
-"""What a mini-batch is worth relative to one of `allreduce`, where gradients are stale or learners' models differ.
+"""Worth of a mini-batch relative to one of `allreduce`, if gradients are stale or learners' models differ.
 
-Measured to one early loss with 16 equal learners: 476 mini-batches under `allreduce`, about 800 under `adpsgd`, which
-is 0.60 (docs/results/stragglers.md). The runs that chose the rates there had 0.69 for `delay-by-one`, 0.65 for `dpsgd`
-and 0.64 for `adpsgd` (stragglers/rates.md, one seed). A difference between the three was not shown, and nothing like it
-has been measured for other strategies: one number serves for all.
+It was measured up to one early loss with 16 equal learners: 476 mini-batches under `allreduce`, about 800 under
+`adpsgd`, which gives 0.60 (docs/results/stragglers.md). The runs that chose the rates there gave 0.69 for
+`delay-by-one`, 0.65 for `dpsgd` and 0.64 for `adpsgd` (stragglers/rates.md, one seed). A difference between the three
+was not shown, and nothing like it has been measured for other strategies: one number is used for all.
 """
 WORTH_OF_A_DOUBLING = 0.98
-"""The factor of `WORTH` for each doubling of the averaging period. Not measured: of equally fast periods, it takes the
-shortest."""
+"""Factor of `WORTH` for each doubling of the averaging period. It was not measured: of equally fast periods, it selects
+the shortest."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Arm:
     strategy: Strategy
     options: Config
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The options that are named in words."""
+    """Options that are named in texts."""
 
     @classmethod
     def of(cls, given: StrategyChoice | Mapping[str, Any]) -> "Arm":
@@ -82,12 +82,12 @@ class Arm:
 
     @property
     def words(self) -> str:
-        """The options that were given, as `pattern: ring, period: 4`."""
+        """The options that were given, as in `pattern: ring, period: 4`."""
         return ", ".join(f"{key}: {value}" for key, value in self.given.items())
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether learners average gradients, all or those of a group."""
+        """Whether learners average gradients, either all learners or those of a group."""
         return self.strategy.averages_gradients(self.options)
 
     def __str__(self) -> str:
@@ -96,19 +96,19 @@ class Arm:
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What simulations of some learners under a strategy found: the candidates of every choice."""
+    """The results of simulations of some learners under a strategy: a candidate of every choice."""
 
     arm: Arm
     learners: int
     seconds: tuple[Seconds, ...]
-    """By seed: the time of the run from one gradient of any learner to the next."""
+    """Time of the run from one gradient of any learner to the next, for each seed."""
     waiting: float
-    """The share of a learner's time in which it waits for data or peers, exchanges included."""
+    """Share of a learner's time in which it waits for data or peers, exchanges included."""
     bytes_sent: float
-    """Bytes that all learners together send for each gradient."""
+    """Number of bytes that all learners together send for each gradient."""
     staleness: Counter[int]
     caution: float = 1.0
-    """The share of the speed that counts, because rounds of averaging may take longer than they did."""
+    """Share of the speed that counts, because averaging rounds may take longer than in the simulation."""
 
     @property
     def seconds_per_gradient(self) -> Seconds:
@@ -128,43 +128,43 @@ class Prediction:
 
     @property
     def progress(self) -> float:
-        """Mini-batches per second, with caution, each counted by its worth: what is compared."""
+        """Mini-batches per second, with caution, each counted by its worth: the quantity that is compared."""
         return self.caution * self.worth / self.seconds_per_gradient
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines for which predictions are made: costs, the slowness that is assumed, and what a user says of the
+    """The machines for which predictions are made: costs, the assumed slowness, and the user's settings of the
     cluster."""
 
     costs: Costs
     stragglers: Stragglers = field(default_factory=Stragglers)
-    """Learners that are slower than the costs say, where the learners of a run have not measured it."""
+    """Assumed slowness of learners beyond the costs, if the learners of a run have not measured it."""
     given: Mapping[str, Config] = field(default_factory=dict)
-    """Sections of the cluster that replace what the costs say."""
+    """Sections of the cluster that replace the costs' own."""
     bandwidth: float = 1.0
-    """How many times as fast links between nodes are taken to be."""
+    """Factor by which links between nodes are taken to be faster."""
     compute: float = 1.0
-    """How many times as long gradients are taken to last."""
+    """Factor by which gradients are taken to last longer."""
     at_once: bool = False
     """Whether everything is taken to arrive at once."""
     longer: float = 1.0
-    """Measured rounds of averaging are taken to last so many times as long."""
+    """Factor by which measured averaging rounds are taken to last longer."""
     island: Island = NO_ISLANDS
     """How learners form islands."""
     traffic: Traffic | None = None
-    """What the ranks of a tensor island send each other."""
+    """Traffic between the ranks of a tensor island."""
 
     @property
     def per_node(self) -> int:
-        """Learners of a node."""
+        """Number of learners of a node."""
         nodes = self.given.get("nodes")
         return nodes.size if isinstance(nodes, NodeModel) else self.costs.devices_per_node
 
     def patterns(self, learners: int) -> Sequence[str]:
-        """The patterns of `adpsgd` that are worth a try, that with the fewest messages first. A fixed ring is one only
-        where its rounds are faster than those of pairs. Random rings send twice as many messages as pairs, and cannot
-        be faster."""
+        """The patterns of `adpsgd` that are worth a try, the one with the fewest messages first. A fixed ring is worth
+        it only if its rounds are faster than those of pairs. Random rings send twice as many messages as pairs, and
+        cannot be faster."""
         if learners <= 2:
             return ["ring"]
         rounds = self.costs.measured.exchange_seconds if self.costs.measured else {}
@@ -176,8 +176,8 @@ class Machines:
         A cluster has one kind of link between nodes, and one inside. Means and messages were measured apart, because
         they cost differently: learners that only average use the link of means, and super-learners use it inside.
 
-        Messages queue at their node's link, unless what was measured holds that wait already. Where nodes stand for
-        sync groups only, each learner brings a link of its own.
+        Messages queue at their node's link, unless the measurements already include that wait. If nodes stand for sync
+        groups only, each learner brings a link of its own.
         """
         costs, num_models = self.costs, learners // self.island.size
         group, averages = arm.strategy.sync_groups(arm.options, num_models).size, arm.averages_gradients
@@ -201,7 +201,7 @@ class Machines:
         return self._assumed(Cluster.model_validate(found | dict(self.given)))
 
     def _assumed(self, cluster: Cluster) -> Cluster:
-        """The cluster with what is assumed of its links and gradients."""
+        """The cluster with the assumptions about its links and gradients."""
         link: dict[str, Any] = {"bandwidth": cluster.link.bandwidth * self.bandwidth}
         nodes: dict[str, Any] = {"uplink": cluster.uplink * self.bandwidth if cluster.uplink else "unlimited"}
         if self.at_once:
@@ -212,8 +212,8 @@ class Machines:
         return cluster.model_copy(update=new)
 
     def _messages(self, arm: Arm, learners: int) -> tuple[LinkModel, LinkModel | None]:
-        """The link of messages between nodes and, where it is another one, inside; by the rounds of averaging of the
-        strategy's own pattern where the learners of a run have measured them."""
+        """The link of messages between nodes and, if it differs, the one inside; from the averaging rounds of the
+        strategy's own pattern if the learners of a run have measured them."""
         costs, measured = self.costs, self.costs.measured
         if measured is None or (pattern := self._pattern(arm)) is None:
             return costs.messages, None if measured else costs.inside
@@ -225,18 +225,19 @@ class Machines:
         return _link(num_bytes, self.longer * seconds[pattern]), _link(measured.model_bytes, seconds[INSIDE])
 
     def _pattern(self, arm: Arm) -> str | None:
-        """The measured pattern that is most like a strategy's own; None: there is none."""
+        """The measured pattern that is most like a strategy's own; None if there is none."""
         pattern = ACROSS if arm.name == "hadpsgd" else getattr(arm.options, "pattern", None)
         if self.costs.measured is None or pattern is None:
             return None
         return pattern if pattern in self.costs.measured.exchange_seconds else "ring"
 
     def slowness(self, arm: Arm) -> Stragglers:
-        """How much slower than the fastest gradient those of each learner are, between and during rounds of averaging.
+        """Factors by which each learner's gradients are slower than the fastest, between and during averaging rounds.
 
-        Of a learner's time, a share u is spent with a round under way, in which it loses a share `lost`. With gradients
-        of g seconds without averaging, those take g / (1 - lost u); with rounds of E seconds, one for each `period`
-        gradients of the fastest learner, u = E / (period g) (1 - lost u), or 1 if rounds take longer than that.
+        A round is under way for a share u of a learner's time, in which the learner loses a share `lost`. Gradients
+        that take g seconds without averaging then take g / (1 - lost u); with rounds of E seconds, one for each
+        `period` gradients of the fastest learner, u = E / (period g) (1 - lost u), or 1 if rounds take longer than
+        that.
         """
         measured, pattern = self.costs.measured, self._pattern(arm)
         if measured is None:
@@ -251,21 +252,21 @@ class Machines:
         return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
 
     def with_slow(self, rank: int, factor: float) -> "Machines":
-        """The same machines, one of which takes `factor` times as long for its gradients."""
+        """The same machines, except that learner `rank` takes `factor` times as long for its gradients."""
         slow = {**self.stragglers.slow, rank: factor}
         return replace(self, stragglers=self.stragglers.model_copy(update={"slow": slow}))
 
 
 def _link(num_bytes: int, seconds: Seconds) -> LinkModel:
-    """The link that carries so many bytes in this time."""
+    """The link that carries `num_bytes` in `seconds`."""
     return LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, seconds))
 
 
 def predict(arm: Arm, learners: int, machines: Machines) -> Prediction:
-    """What simulations of a strategy say, of several seeds where a time is drawn at random.
+    """The results of simulations of a strategy, with several seeds if times are drawn at random.
 
-    Where the learners of a run have measured rounds, its progress is the mean of that with rounds as measured, and that
-    with longer ones: measuring is short, and rounds are not all the same.
+    If the learners of a run have measured rounds, the progress is the mean of two: with rounds as measured, and with
+    longer ones, because measuring is short, and rounds are not all the same.
     """
     cluster, jitter = machines.cluster(arm, learners), machines.slowness(arm).jitter
     is_random = cluster.compute.distribution != "constant" or max(cluster.link.jitter, jitter) > 0.0
@@ -283,11 +284,11 @@ def predict(arm: Arm, learners: int, machines: Machines) -> Prediction:
 
 
 def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Prediction:
-    """The steady speed of a strategy: what the second half of a simulation took.
+    """The steady speed of a strategy: that of the second half of a simulation.
 
-    The beginning of a run, and its end, where learners wait for the last of them, are in both simulations, that of the
-    first half and that of the whole, and cancel out. Where both end with the same gradient of the slowest learner, the
-    speed is the sum of the learners' own paces. `rounds` is how many gradients each learner makes in a half, or a few
+    The beginning of a run, and its end, where learners wait for the last of them, are in both simulations, of the first
+    half and of the whole, and cancel out. If both end with the same gradient of the slowest learner, the speed is the
+    sum of the learners' own paces. `rounds` is the number of gradients that each learner makes in a half, or a few
     more: a strategy that does something every H steps is simulated for whole periods. A warm-up is left out.
     """
     each = rounds or max(FEWEST_ROUNDS, min(MOST_ROUNDS, GRADIENTS // learners))
@@ -311,7 +312,7 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
 
 
 def run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int = 0) -> TimingOutcome:
-    """A simulation of so many gradients, without what a strategy does to warm up."""
+    """A simulation of `steps` gradients, without the warm-up of a strategy."""
     num_bytes, cluster = machines.costs.job.model_bytes // 4 * 4, machines.cluster(arm, learners)
     options, slowness, island, traffic = arm.options, machines.slowness(arm), machines.island, machines.traffic
     if getattr(options, "warm_up", 0):
@@ -331,7 +332,7 @@ def run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int = 0) 
 def bisect(holds: Callable[[float], object], low: float, high: float) -> float:
     """The place between `low` and `high`, both positive, at which `holds` changes, within 3 %.
 
-    `holds` must differ at the two ends; which of them it is true at does not matter.
+    `holds` must differ at the two ends; it may be true at either.
     """
     at_low = holds(low)
     while max(high / low, low / high) > 1.03:

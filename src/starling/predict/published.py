@@ -1,4 +1,4 @@
-"""The published training times of SWB2000 beside predictions: data sheets, and one number fitted on one row."""
+"""The published training times of SWB2000 beside predictions, from data sheets and one number fitted on one row."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,24 +12,28 @@ COMMAND = "starling plan --published"
 TEMPLATE = Path(__file__).parent / "published.md"
 MOST_ITERATIONS = 20
 ROUNDS = 4
-"""Gradients of a device in half a simulation: devices are alike, and their pace is steady from the beginning."""
+"""Number of gradients of a device in half a simulation: devices are alike, and their pace is steady from the
+beginning."""
 EPOCHS = 16
 UTTERANCE_WINDOWS = 34_300_000
-"""Sub-sequences of 21 frames in 2,000 hours of frames of 10 ms: an epoch."""
+"""Number of sub-sequences of 21 frames in an epoch, which has 2,000 hours of frames of 10 ms."""
 FRAMES = 21
 LAYERS, UNITS, INPUT, BOTTLENECK, STATES = 6, 512, 260, 256, 32_000
-"""6 bidirectional layers of 512 units a direction, input 260, bottleneck 256, 32,000 tied states."""
+"""Sizes of the published network: 6 bidirectional layers of 512 units per direction, input 260, bottleneck 256, 32,000
+tied states."""
 
 
 def network_weights() -> int:
-    """The weights of the published network: LSTM layers with two biases a gate, a bottleneck, an output layer."""
+    """The number of weights of the published network: LSTM layers with two biases per gate, a bottleneck, an output
+    layer."""
     sizes = [INPUT, *[2 * UNITS] * (LAYERS - 1)]
     recurrent = sum(2 * 4 * UNITS * (size + UNITS + 2) for size in sizes)
     return recurrent + (2 * UNITS + 1) * BOTTLENECK + (BOTTLENECK + 1) * STATES
 
 
 def flops_per_sequence() -> float:
-    """Operations of forward and backward of one sub-sequence: 6 for each weight and frame (2 forward, 4 backward)."""
+    """Number of operations of forward and backward of one sub-sequence: 6 for each weight and frame (2 forward, 4
+    backward)."""
     return 6.0 * network_weights() * FRAMES
 
 
@@ -41,16 +45,16 @@ class Published:
     preset: str
     devices: int
     strategy: dict[str, Any] | None
-    """The one of ours that is simulated; None: gradients alone, without any exchange."""
+    """Strategy of Starling that is simulated; None simulates gradients alone, without any exchange."""
     hours: float
     source: str
     not_comparable: str = ""
-    """Why the prediction cannot be expected to meet the published time; empty where it can."""
+    """Reason why the prediction cannot be expected to meet the published time; empty if it can."""
     batch: int = 128
-    """Sequences of one device."""
+    """Number of sequences in a mini-batch of one device."""
 
     def costs(self, efficiency: float) -> Costs:
-        """What a simulation needs, at a share of the peak."""
+        """The costs that a simulation needs, at a share of the peak."""
         preset = find_preset(self.preset).model_copy(update={"efficiency": efficiency})
         return preset.costs(job_of(self.batch), self.preset)
 
@@ -70,12 +74,12 @@ class Published:
 
     @property
     def error(self) -> float:
-        """predicted / published - 1."""
+        """The relative error: predicted / published - 1."""
         return self.predicted / self.hours - 1.0
 
 
 WHOLE: dict[str, Any] = {"piece_megabytes": 256}
-"""The model travels in one piece."""
+"""Options under which the model travels in one piece."""
 RING, RANDOM = ({"name": "adpsgd", "pattern": pattern, **WHOLE} for pattern in ("ring", "random"))
 HYBRID = {"name": "hadpsgd", "per_node": 8, "pattern": "ring", **WHOLE}
 OTHER_GPU = "another GPU, which reaches another share of its peak; and faster than linear scaling from the fitted row"
@@ -102,7 +106,7 @@ ROWS = (
 
 
 def job_of(batch: int) -> JobFacts:
-    """The published network and data, with mini-batches of so many sequences on each device."""
+    """The published network and data, with mini-batches of `batch` sequences on each device."""
     return JobFacts(
         trains="the BLSTM acoustic model of SWB2000",
         model_bytes=4 * network_weights(),
@@ -113,7 +117,7 @@ def job_of(batch: int) -> JobFacts:
 
 @cache
 def fitted_efficiency() -> float:
-    """The share of the peak at which the fitted row is met: the only number that is fitted."""
+    """The share of the peak at which the prediction meets the fitted row: the only number that is fitted."""
     efficiency = 0.2
     for _ in range(MOST_ITERATIONS):
         ratio = FITTED.hours_at(efficiency) / FITTED.hours  # hours fall about as 1 / efficiency

@@ -1,5 +1,5 @@
-"""Recipe files, and those in the package: YAML in which 1e-3 is a number and no key is given twice, merged with the
-recipe's base and with `key=value` arguments."""
+"""Recipe files, including the recipes in the package: YAML in which 1e-3 is a number and no key is given twice, merged
+with the recipe's base and with `key=value` arguments."""
 
 import copy
 import re
@@ -16,13 +16,13 @@ from starling.files import writing
 
 Tree = dict[str, Any]
 SHIPPED = Path(__file__).parents[1] / "recipes"
-"""The folder of the recipes in the package, which may be given by name."""
+"""Folder of the recipes in the package, which may be given by name."""
 MAX_LENGTH = 1 << 20
-"""The maximum length of a recipe, in characters."""
+"""Maximum length of a recipe, in characters."""
 MAX_VALUES = 20_000
-"""The maximum number of keys and values in a recipe, with its aliases expanded."""
+"""Maximum number of keys and values in a recipe, with its aliases expanded."""
 MAX_DEPTH = 50
-"""The maximum depth of nesting."""
+"""Maximum depth of nesting."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,7 +52,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse a YAML text. `where` names its source in the ConfigError for an invalid one."""
+    """The content of a YAML text. `where` names its source in the ConfigError for an invalid one."""
     if len(text) > MAX_LENGTH:
         raise ConfigError(f"{where}: {len(text):,} characters, but a recipe may have at most {MAX_LENGTH:,}")
     try:
@@ -97,7 +97,7 @@ def _check_size(root: yaml.Node, where: str) -> None:
 
 
 def read_recipe(path: Path) -> Tree:
-    """The tree in a recipe file, merged over that of its `base:` (a path relative to the recipe), if it has one.
+    """The tree in a recipe file, merged over the tree of its `base:` (a path relative to the recipe), if it has one.
 
     Both may also be the names of recipes in the package. Raises ConfigError for a file that is missing or not a YAML
     mapping, and for circular bases.
@@ -109,7 +109,7 @@ def read_recipe(path: Path) -> Tree:
 
 
 def _with_bases(path: Path) -> Iterator[tuple[Path, Tree]]:
-    """The file of a recipe, that of its base and so on, each with its own keys."""
+    """The file of a recipe, the file of its base and so on, each with its own keys."""
     seen: list[Path] = []
     path = _located(path, str(path))
     while True:
@@ -127,13 +127,13 @@ def _with_bases(path: Path) -> Iterator[tuple[Path, Tree]]:
 
 
 def _located(path: Path, name: str) -> Path:
-    """The recipe of the package with this name, unless there is such a file or no such recipe: then `path`."""
+    """The recipe of the package with this name; `path` if such a file exists, or there is no such recipe."""
     shipped = _shipped().get(name)
     return path if shipped is None or path.exists() else shipped
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Merge `above` over `below`: mappings are merged unless both state a `kind` and these differ; other values are
+    """Merge `above` over `below`: mappings are merged unless both state a `kind` and the kinds differ; other values are
     replaced."""
     merged = dict(below)
     for key, value in above.items():
@@ -169,7 +169,7 @@ _SHORTHANDS = ("strategy",)  # keys whose plain value is short for {name: value}
 def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
     """A copy of `tree` with each `dotted.key=value` applied in order; values are YAML.
 
-    Raises a ConfigError that lists every argument of another form, or whose key lies inside a plain value.
+    Raises a ConfigError that lists every argument that has another form, or whose key lies inside a plain value.
     """
     result = copy.deepcopy(tree)
     problems: list[str] = []

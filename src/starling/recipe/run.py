@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 KNOWN_TO_WORK = ("adam", "adamw", "sgd")
-"""Without options, these need no trial step, so that commands which do not train can read a recipe without torch."""
+"""Optimizers that need no trial step without options, so that commands that do not train can read a recipe without
+torch."""
 
 
 class OptimizerConfig(Config):
@@ -103,17 +104,17 @@ class OptimizerConfig(Config):
 AUTO = "auto"
 Candidate = Literal["allreduce", "delay-by-one", "dpsgd", "adpsgd", "hadpsgd"]
 CANDIDATES = get_args(Candidate)
-"""What `auto` chooses from, the plainest first. `hogwild` needs one machine, and `parameter-server` gives learners away
-as servers."""
+"""Strategies from which `auto` chooses, the plainest first. `hogwild` needs one machine, and `parameter-server` uses
+learners as servers."""
 
 
 class AutoOptions(Config):
-    """The options of `strategy: auto`, whose choice is made from measurements before the run and takes its place."""
+    """The options of `strategy: auto`, whose choice is made from measurements before the run and replaces it."""
 
     among: tuple[Candidate, ...] = Field(default=CANDIDATES, min_length=1)
     """The strategies to choose from."""
     seconds: float = Field(default=60.0, gt=0.0, le=600.0)
-    """The longest that measuring should take. It takes less where the run is short: about 3 % of it."""
+    """The longest time that measuring should take. In a short run it takes less: about 3 % of the run."""
 
 
 async def _unchosen(me: Learner, options: AutoOptions) -> None:
@@ -169,7 +170,7 @@ class StrategyChoice(BaseModel):
 
     @property
     def described(self) -> str:
-        """The strategy and all its options, as a checkpoint names them."""
+        """The strategy with all its options, in the form in which a checkpoint names it."""
         return self.strategy.described(self.options)
 
     def check_for(self, learners: int, island: Island = NO_ISLANDS, batch_shares: BatchShares | None = None) -> None:
@@ -193,23 +194,23 @@ class EngineConfig(Config):
     """How a learner computes, and how long it waits; the `engine:` section of a recipe."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if available, else the CPU."""
+    """The learner's device. auto: CUDA if available, else the CPU."""
     autocast: Literal["none", "bf16"] = "none"
-    """bf16: compute losses under `torch.autocast` in bfloat16."""
+    """The precision of losses. bf16: they are computed under `torch.autocast` in bfloat16."""
     threads: int | None = Field(default=None, ge=1)
     """Threads per learner; null: the number of cores divided by the number of learners on the machine, and 1 in a
     simulation."""
     timeout_seconds: float = Field(default=600.0, gt=0.0)
-    """The longest time that learners wait for each other. A learner that sends no heartbeat for so long is lost."""
+    """The longest time that learners wait for each other. A learner that sends no heartbeat for that long is lost."""
     explain_seconds: float = Field(default=10.0, gt=0.0)
-    """The run explains waits that are longer than this, and more than ten times as long as usual."""
+    """Waits are explained if they are longer than this, and more than ten times as long as usual."""
 
 
 class CheckpointConfig(Config):
     """When a run saves checkpoints, and how many it keeps."""
 
     keep: int = Field(default=2, ge=1)
-    """How many checkpoints to keep. Older ones are removed, except the newest one that is intact and finite."""
+    """Number of checkpoints to keep. Older ones are removed, except the newest one that is intact and finite."""
     minutes: float | None = Field(default=5.0, gt=0.0)
     """Minutes of training between two checkpoints, also inside an epoch; null: no checkpoints by time. There is always
     one at the end of the run; a simulation saves only that one."""
@@ -223,20 +224,20 @@ class LaunchConfig(Config):
     """Where the learners of `starling train` run; the `launch:` section of a recipe, or only its `kind`."""
 
     kind: Literal["local", "ray"] = "local"
-    """local: as processes of this machine; ray: on the nodes of a Ray cluster that is running."""
+    """The place of the learners. local: as processes of this machine; ray: on the nodes of a running Ray cluster."""
     address: str = "auto"
     """The Ray cluster, HOST:PORT; auto: the one to which this machine belongs, or that of RAY_ADDRESS."""
     learners_per_node: int | None = Field(default=None, ge=1)
-    """How many learners with successive numbers Ray must place on one node; null: as many as a super-learner has.
+    """Number of learners with successive numbers that Ray must place on one node; null: as many as a super-learner has.
     Groups of learners share a node if it has room for them."""
     resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
-    """What Ray reserves for each learner, such as {CPU: 4, GPU: 1}. CPU is 1 unless given, and so is GPU if
+    """Resources that Ray reserves for each learner, such as {CPU: 4, GPU: 1}. CPU is 1 unless given, and so is GPU if
     engine.device is cuda."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """The port at which the launcher serves figures of the run to Prometheus; 0: any free one; null: none. Needs the
+    """The port at which the launcher serves figures of the run to Prometheus; 0: any free port; null: none. Needs the
     extra `monitoring`."""
     metrics_address: str = "127.0.0.1"
-    """The address of the interface on which it serves them; 127.0.0.1: only to this machine."""
+    """The address of the interface on which the launcher serves them; 127.0.0.1: only to this machine."""
 
     _of_kind = short_for("kind")
 
@@ -252,12 +253,12 @@ class RunConfig(Config):
     """How many learners train: processes, or coroutines of a simulation. Some may be servers."""
     island: Island = NO_ISLANDS
     """Learners that hold one model together, because it does not fit into the memory of one: in shards, {sharded: 2},
-    or with its large layers cut, {tensor: 2}. The strategy then holds between islands."""
+    or with its large layers cut, {tensor: 2}. The strategy then applies between islands."""
     batch_shares: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] | Literal["auto"] = Field(
         default_factory=dict
     )
-    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. auto:
-    as many as its speed allows, measured when the run begins. For learners of unequal speed that step together."""
+    """Number of mini-batches in each learner's gradient of a step, such as {0: 2}; 1 unless given. auto: as many as its
+    speed allows, measured when the run begins. For learners of unequal speed that step together."""
     strategy: StrategyChoice = Field(default=DEFAULT_STRATEGY, validate_default=True)
     """How learners agree: a strategy's name, or a mapping with its `name` and options."""
     budget: Budget
@@ -269,11 +270,11 @@ class RunConfig(Config):
     stragglers: Stragglers = Stragglers()
     """Learners to slow down on purpose, in training and in simulation."""
     faults: tuple[Fault, ...] = ()
-    """Faults on purpose, for tests: {kill: 2, at_step: 40}, {pause: 1, seconds: 5}, {nan: 3, at_step: 10}. Steps are
-    the learner's own mini-batches, from 1. {join: 2, at_seconds: 30}: a lost or a new learner joins.
+    """Faults injected on purpose, for tests: {kill: 2, at_step: 40}, {pause: 1, seconds: 5}, {nan: 3, at_step: 10}.
+    Steps are the learner's own mini-batches, from 1. {join: 2, at_seconds: 30}: a lost or a new learner joins.
     """
     on_loss: Literal["continue", "replace", "stop"] = "continue"
-    """What happens when a learner is lost that Starling's launcher started. continue: the others continue without it;
+    """What happens when a learner that Starling's launcher started is lost. continue: the others continue without it;
     replace: it is also restarted and joins them; stop: the run ends with exit code 3."""
     checkpoints: CheckpointConfig = CheckpointConfig()
     """When the run saves checkpoints, and how many it keeps."""
@@ -334,23 +335,24 @@ class RunConfig(Config):
 
     @property
     def between(self) -> Strategy:
-        """The strategy, as it holds between islands."""
+        """The strategy, as applied between islands."""
         return between_islands(self.strategy.strategy, self.island)
 
     @property
     def num_workers(self) -> int:
-        """How many learners compute gradients, each of its own mini-batches; a tensor island counts as one."""
+        """The number of learners that compute gradients, each of its own mini-batches; a tensor island counts as
+        one."""
         groups = self.between.sync_groups(self.strategy.options, self.learners)
         return groups.num_workers // self.island.tensor
 
     @property
     def sync_group_size(self) -> int:
-        """How many learners claim mini-batches together."""
+        """The number of learners that claim mini-batches together."""
         return self.between.sync_groups(self.strategy.options, self.learners).size
 
     @property
     def super_learner_size(self) -> int:
-        """How many learners step together as one of several super-learners; 1 if there are none."""
+        """The number of learners that step together as one of several super-learners; 1 if there are none."""
         size = self.sync_group_size
         return size if size < self.learners else self.island.size
 
@@ -383,5 +385,5 @@ def dump_recipe(recipe: RunConfig) -> str:
 
 
 def recipe_digest(recipe: RunConfig) -> str:
-    """SHA-256 of the resolved tree without `overwrite`, which learners compare."""
+    """SHA-256 of the resolved tree without `overwrite`; learners compare it."""
     return digest(recipe.model_dump(mode="json", exclude={"overwrite"}))

@@ -1,4 +1,5 @@
-"""The statistics of learners: of one from the reports of its gradients, and of all in one line for each epoch."""
+"""The statistics of learners: of one learner from the reports of its gradients, and of all in one line for each
+epoch."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
 
 Seconds = float
 SPENT = ("computing", "waiting_for_data", "waiting_for_peers")
-"""The kinds of a learner's time."""
+"""Kinds of a learner's time."""
 FAR = 255
-"""The index of the last count of `by_staleness`, which is of this and any larger staleness."""
+"""Index of the last count of `by_staleness`, which includes any larger staleness."""
 _MUCH = 5.0
-"""A learner is named if its share of time spent computing is so many percentage points below that of all learners."""
+"""Percentage points by which a learner's share of time spent computing must be below that of all learners for the
+learner to be named."""
 _EPOCHS_BEHIND = 2
-"""A learner that is so many epochs behind another is not waited for."""
+"""Number of epochs behind another learner from which a learner is not waited for."""
 
 
 def merged(group: Iterable[Stretch]) -> Stretch:
@@ -34,12 +36,12 @@ def merged(group: Iterable[Stretch]) -> Stretch:
 
 
 class Tally:
-    """Adds up what one learner does. Readers keep copies of `all`, and tell what has been added since."""
+    """Adds up the work of one learner. Readers keep copies of `all`, and report what has been added since."""
 
     def __init__(self) -> None:
         self.all = self._epoch_began = Stretch()
         self.ended: EpochReport | None = None
-        """The epoch that has ended since the last gradient."""
+        """Epoch that has ended since the last gradient, if any."""
         self._num_done = 0  # mini-batches of all learners at its end
         self._last: StepReport | None = None
         self._booked: Mapping[str, Seconds] = {}  # the part of `all` that was spent in the epoch under way
@@ -70,7 +72,7 @@ class Tally:
         self.ended, self._num_done, self._booked = report, num_done, {}
 
     def progress(self, before: Stretch) -> Progress:
-        """What has been done since `all` was `before`, and in the epoch."""
+        """The progress since `all` was `before`, and in the epoch."""
         progress = Progress.between(before, self._epoch_began, self.all)
         if (last := self._last) is not None:
             progress = replace(
@@ -94,7 +96,7 @@ class Tally:
         )
 
     def _book(self, spent: Spent) -> None:
-        """Add what was spent in the epoch since the last call."""
+        """Add the times spent in the epoch since the last call."""
         for name, seconds in vars(spent).items():
             more = max(0.0, seconds - self._booked.get(name, 0.0))
             setattr(self.all, name, getattr(self.all, name) + more)
@@ -102,7 +104,7 @@ class Tally:
 
 
 def _agreed(report: EpochReport) -> dict[str, Any]:
-    """What is counted when an epoch ends."""
+    """The fields that are counted when an epoch ends."""
     return {**vars(report.averaging), "num_not_finite": report.num_not_finite}
 
 
@@ -116,13 +118,13 @@ class Score:
     cer: float
     """Character error rate in per cent."""
     epochs: int | None
-    """Epochs for which it was trained; None unless it was saved at the end of an epoch."""
+    """Number of epochs for which the model was trained; None unless it was saved at the end of an epoch."""
     steps: int
-    """Mini-batches on which it was trained."""
+    """Number of mini-batches on which the model was trained."""
     line: str
     """Both rates in Kaldi's format."""
     verdict: str = ""
-    """Why the model does not work, and what to do; empty: it does, or it is too early to say."""
+    """Why the model does not work, and what to do; empty if it works, or it is too early to tell."""
 
     @property
     def trained(self) -> str:
@@ -140,13 +142,13 @@ class EpochSummary:
     """The combined statistics of an epoch."""
 
     ends: tuple[Progress, ...]
-    """The epoch's end as each learner has reported it, in order of `learner_id`."""
+    """Ends of the epoch as each learner has reported them, in order of `learner_id`."""
     missing: tuple[int, ...] = ()
     """Members that are too far behind and have not reported the epoch."""
 
     @property
     def epoch(self) -> int:
-        """Its number, from 0."""
+        """The epoch's number, from 0."""
         return self.ends[0].epoch
 
     def line(self, score: Score | None = None) -> str:
@@ -174,7 +176,7 @@ class EpochSummary:
         return f"{begin}: {', '.join(parts)}"
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the event."""
+        """The fields of the epoch's event."""
         work = merged(each.so_far for each in self.ends)
         distances = (each.consensus_distance for each in self.ends if each.consensus_distance is not None)
         return {
@@ -191,7 +193,7 @@ class EpochSummary:
 
     @property
     def _workers(self) -> Sequence[Progress]:
-        """Those that computed anything; else all."""
+        """The learners that computed anything; all of them if none did."""
         return [each for each in self.ends if each.so_far.batches] or self.ends
 
     @property
@@ -200,7 +202,7 @@ class EpochSummary:
 
     @property
     def _learning_rate(self) -> float | None:
-        """The smallest and thus the newest one, as schedules decay."""
+        """The smallest learning rate, which is the newest one, as schedules decay."""
         return min((each.learning_rate for each in self._workers if each.learning_rate is not None), default=None)
 
 
@@ -230,8 +232,9 @@ def by_staleness(counts: Mapping[int, int]) -> list[int]:
 def ended_epochs(roster: Roster, after: int, is_over: bool = False) -> Iterator[EpochSummary]:
     """The epochs after epoch `after` that have ended, in order.
 
-    An epoch has ended when every member has reported it or a later one; a learner that is `_EPOCHS_BEHIND` another one
-    is not waited for, and its statistics are then only in its own log. If the run `is_over`, no learner is.
+    An epoch has ended when every member has reported it or a later one; a learner that is `_EPOCHS_BEHIND` epochs
+    behind another one is not waited for, and its statistics are then only in its own log. If the run `is_over`, no
+    learner is waited for.
     """
     last = {learner: each.epochs[-1].epoch for learner, each in roster.learners.items() if each.epochs}
     newest = max(last.values(), default=-1)

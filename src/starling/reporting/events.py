@@ -22,11 +22,11 @@ _SEAL = ', "crc": "'
 _HEX = 8
 
 Warn = Callable[[Path, Exception], None]
-"""Warns that a file cannot be used."""
+"""Warns that a file cannot be used, with the error."""
 
 
 def once(warn: Warn) -> Warn:
-    """`warn`, of which only the first call counts; from any thread."""
+    """A function that passes only the first call on to `warn`; usable from any thread."""
     left = iter([warn])
     return lambda path, error: next(left, lambda path, error: None)(path, error)
 
@@ -87,7 +87,8 @@ class Events:
             self.warn(self._stream.path, error)
 
     def judge(self, verdict: str, say: Callable[[str], None]) -> None:
-        """Record the verdict on the newest model; empty: it works. `say` is told only if the model before it worked."""
+        """Record the verdict on the newest model; it is empty if the model works. `say` is called only if the model
+        before it worked."""
         before, self.verdict = self.verdict, verdict
         if verdict != before:
             self.write("verdict", text=verdict)

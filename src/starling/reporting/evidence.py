@@ -18,9 +18,9 @@ from starling.reporting.events import Event
 
 Seconds = float
 Section = Literal["training", "validation", "timeline", "staleness", "consensus", "scores", "audio", "events"]
-"""A part of the page that some experiments have no data for."""
+"""A part of the page for which some experiments have no data."""
 MAX_EVENTS = 200
-"""The most events in the table of one experiment: the first and the last ones are shown."""
+"""Largest number of events in the table of one experiment: the first and the last ones are shown."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class CurvePoint:
     """The training loss at one moment."""
 
     seconds: Seconds | None
-    """The time of training; None if it was not recorded."""
+    """Time of training; None if it was not recorded."""
     step: int
-    """Mini-batches of all learners so far."""
+    """Number of mini-batches of all learners so far."""
     examples: int | None
-    """Utterances, or other examples, of all learners so far; None where that is not recorded."""
+    """Number of utterances, or other examples, of all learners so far; None if it was not recorded."""
     loss: float
     """The mean loss per frame since the previous point."""
     low: float | None = None
-    """The lowest loss of several runs, as `high` is the highest; None for one run."""
+    """Lowest loss of several runs, with `high` as the highest; None for one run."""
     high: float | None = None
 
 
@@ -52,7 +52,7 @@ class Utterance:
     alignment: tuple[tuple[str, str], ...]
     """Pairs of a word of the reference and one of the hypothesis; empty for no word."""
     audio: str | None = None
-    """A `data:` URI."""
+    """Audio as a `data:` URI."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ScoredSet:
     wer: float
     """Word error rate, in per cent."""
     interval: tuple[float, float] | None
-    """95 % bootstrap interval of the WER, in per cent; None: too few words."""
+    """95 % bootstrap interval of the WER, in per cent; None if there are too few words."""
     cer: float
     words: int
     insertions: int
@@ -73,27 +73,28 @@ class ScoredSet:
     num_wrong: int
     utterances: tuple[Utterance, ...]
     confusions: tuple[tuple[str, str, int], ...]
-    """The most frequent errors: the word of the reference and what was recognised, empty for none, and how often."""
+    """Most frequent errors: the word of the reference and the recognised word, empty for none, and the number of
+    occurrences."""
     num_confusions: int
-    """The number of different errors, of which `confusions` holds the most frequent ones."""
+    """Number of different errors, of which `confusions` holds the most frequent ones."""
 
 
 @dataclass(frozen=True)
 class Happening:
-    """An event of a run that is in no figure."""
+    """An event of a run that appears in no figure."""
 
     at: Seconds | None
-    """Since the run began; None on a simulated clock."""
+    """Time since the run began; None on a simulated clock."""
     kind: str
     text: str
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that an experiment's folder tells."""
+    """All data in an experiment's folder."""
 
     label: str
-    """Names the experiment among those of the page."""
+    """Name of the experiment among those of the page."""
     path: Path
     strategy: str
     learners: int
@@ -101,13 +102,13 @@ class Evidence:
     outcome: str
     """How the run ended, in words."""
     unit: str = "utterances"
-    """What its mini-batches are made of."""
+    """Unit of the examples in its mini-batches."""
     events: Sequence[Event] = ()
     stretches: Sequence[Stretch] = ()
     curve: Sequence[CurvePoint] = ()
     sets: Sequence[ScoredSet] = ()
     missing: dict[Section, str] = field(default_factory=dict)
-    """Why a part is not there, in a sentence."""
+    """Reasons why parts are missing, each in a sentence."""
 
     @property
     def settings(self) -> str:
@@ -116,7 +117,7 @@ class Evidence:
 
     @property
     def environment(self) -> str:
-        """Versions and machine."""
+        """Versions and machine, as text."""
         return _text(self.path / "env.txt")
 
     @property
@@ -126,18 +127,19 @@ class Evidence:
 
     @property
     def verdict(self) -> str:
-        """Why the model does not work, and what to do, as the newest run said last; empty: it said nothing."""
+        """Why the model does not work, and what to do, as the newest run reported last; empty if it reported
+        nothing."""
         told = [each for each in self.events if each["kind"] in ("start", "verdict")]
         return str(told[-1].get("text", "")) if told else ""
 
     @cached_property
     def whole(self) -> Stretch:
-        """The run of all learners as one stretch, which lasts from the first beginning to the last end."""
+        """The run of all learners as one stretch, from the first beginning to the last end."""
         whole = merged(self.stretches)
         return replace(whole, seconds=whole.end - min((each.begin for each in self.stretches), default=0.0))
 
     def share(self, what: Literal["computing", "waiting_for_data", "waiting_for_peers"]) -> float | None:
-        """A kind of the learners' time, in per cent of what is recorded of it."""
+        """The share of one kind of the learners' time, in per cent of all recorded time."""
         recorded = sum(getattr(self.whole, each) for each in SPENT)
         return 100.0 * float(getattr(self.whole, what)) / recorded if recorded > 0.0 else None
 
@@ -148,7 +150,7 @@ class Evidence:
 
     @property
     def throughput(self) -> float | None:
-        """Examples per second of all learners; None where that is not recorded."""
+        """Examples per second of all learners; None if it was not recorded."""
         return self.whole.examples / seconds if (seconds := self.whole.seconds) else None
 
     @property
@@ -168,15 +170,15 @@ class Evidence:
 
     @property
     def staleness(self) -> list[int]:
-        """The number of gradients with a staleness of 0, 1, 2, …; the last number may count all larger ones, too."""
+        """The number of gradients with a staleness of 0, 1, 2, …; the last number may include all larger ones."""
         given = [each.get("staleness") for each in newest(self.events, "epoch")]
         counts = [each for each in given if isinstance(each, list) and all(isinstance(count, int) for count in each)]
         return [sum(each) for each in zip_longest(*counts, fillvalue=0)]
 
     @property
     def distances(self) -> list[tuple[int, float]]:
-        """Consensus distances, each after how many mini-batches: from checkpoints, whose names tell these, and from
-        epochs of simulations."""
+        """Consensus distances, each with the number of mini-batches so far: from checkpoints, whose names contain that
+        number, and from epochs of simulations."""
         found: dict[int, float] = {}
         for each in self.events:
             step, distance = each.get("step"), each.get("consensus_distance")
@@ -189,7 +191,7 @@ class Evidence:
 
     @property
     def happenings(self) -> list[Happening]:
-        """The events that are in no figure, in words."""
+        """The events that appear in no figure, in words."""
         began = next((each["time"] for each in self.events if is_number(each.get("time"))), 0.0)
         told = []
         for event in self.events:
@@ -203,7 +205,7 @@ class Evidence:
 
 
 def newest(events: Sequence[Event], kind: str) -> Iterator[Event]:
-    """Events of a kind, each step once: a resumed run tells again what it computes again."""
+    """Events of a kind, each step once: a resumed run reports again what it computes again."""
     by_step = {step: each for each in events if each["kind"] == kind and is_number(step := each.get("step"))}
     return (by_step[step] for step in sorted(by_step))
 

@@ -1,4 +1,4 @@
-"""Log lines, in which epochs and batches are counted from 1."""
+"""Log lines. They count epochs and batches from 1."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,12 +7,12 @@ from starling.launch.messages import Progress, Stretch
 _BUSY = 90.0  # a learner that computes for at least this percentage of its time gets no advice
 _LITTLE = 5.0  # waiting for less than this percentage of the time causes no advice
 _ADVICE = {"data": "raise batches.num_workers if cores are idle", "peers": "another strategy may wait less"}
-"""What to do about a learner's waits, by what it waits for."""
+"""Advice about a learner's waits, by what it waits for."""
 
 
 def progress_line(progress: Progress) -> str:
-    """A learner's progress: epoch, batch, loss and its number of frames, running loss, learning rate, speed, time
-    left."""
+    """A line with a learner's progress: epoch, batch, loss and its number of frames, running loss, learning rate,
+    speed, time left."""
     new = progress.new
     line = (
         f"epoch {progress.epoch + 1}, batch {progress.batch + 1}/{progress.num_batches}: loss {new.loss:.4f} over "
@@ -25,8 +25,8 @@ def progress_line(progress: Progress) -> str:
 
 
 def epoch_line(progress: Progress) -> str:
-    """A learner's statistics of an epoch: steps, time, the shares of computing and waiting, and those of asynchronous
-    averaging."""
+    """A line with a learner's statistics of an epoch: steps, time, the shares of computing and waiting, and the figures
+    of asynchronous averaging."""
     work = progress.so_far
     steps = "step" if work.batches == 1 else "steps"
     parts = [
@@ -42,7 +42,8 @@ def epoch_line(progress: Progress) -> str:
 
 
 def agreement(work: Stretch) -> Iterator[str]:
-    """Averaging rounds and staleness, unless the strategy is synchronous, and gradients that were left out."""
+    """Texts about averaging rounds and staleness, unless the strategy is synchronous, and about gradients that were
+    left out."""
     if work.rounds and work.batches:
         yield f"{work.rounds / work.batches:.2f} rounds per gradient"
     if work.rounds or any(work.staleness):
@@ -52,7 +53,7 @@ def agreement(work: Stretch) -> Iterator[str]:
 
 
 class Advice:
-    """Advice for those of `world` learners that wait for much of an epoch, each piece once."""
+    """Advice for those of `world` learners that wait for a large part of an epoch, each piece once."""
 
     def __init__(self, world: int) -> None:
         self._world = world
@@ -94,6 +95,6 @@ def duration(seconds: float) -> str:
 
 
 def mean_staleness(counts: Mapping[int, int]) -> float:
-    """The mean over gradients that are counted by staleness; 0 without any."""
+    """The mean over gradients that are counted by staleness; 0 if there are none."""
     total = sum(counts.values())
     return sum(staleness * count for staleness, count in counts.items()) / total if total else 0.0

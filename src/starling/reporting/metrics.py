@@ -1,6 +1,6 @@
 """Figures of a run for other programs: curves for TensorBoard, and metrics for Prometheus.
 
-Both are of what learners report anyway. A scrape reads the roster; learners send nothing for it.
+Both use only what learners report anyway. A scrape reads the roster; learners send nothing for it.
 """
 
 import math
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 _Sample = tuple[bool, str, str, Mapping[str, object], float | None]
-"""Whether it is a counter, else a gauge; name, description, labels; and the value, if there is one yet."""
+"""Sample of a metric: whether it is a counter, else a gauge; name, description, labels; and the value, if there is one
+yet."""
 
 
 class Curves:
-    """A listener that writes what learners report as event files, each learner's in a folder of its own inside
+    """A listener that writes the reports of learners as event files, each learner's in a separate folder inside
     `folder`. Steps count the mini-batches of the whole run.
 
     Writes nothing if TensorBoard is not installed; the extra `speech` installs it.
@@ -35,7 +36,7 @@ class Curves:
         self._writers: dict[str, SummaryWriter] = {}
 
     def __call__(self, progress: Progress) -> None:
-        """Add loss, learning rate and throughput; and at the end of an epoch, its time and averaging statistics by
+        """Add loss, learning rate and throughput; at the end of an epoch, also its time and averaging statistics by
         epoch (counted from 1), and the consensus distance, if known, by step."""
         name, new, work = f"learner-{progress.learner_id}", progress.new, progress.so_far
         if new.frames and progress.learning_rate is not None:
@@ -148,15 +149,15 @@ def _of_learner(roster: Roster, record: LearnerRecord) -> Iterator[_Sample]:
     yield True, "steps", "Mini-batches computed.", own, record.num_steps
     yield True, "samples", "Examples computed.", own, done.examples
     yield True, "frames", "Frames computed.", own, done.frames
-    yield False, "loss", "Training loss per frame, of the last report.", own, record.loss
-    yield False, "learning_rate", "The learning rate of the last report.", own, rate
-    text = "Seconds of audio trained on per second, in the last report."
+    yield False, "loss", "Training loss per frame in the last report.", own, record.loss
+    yield False, "learning_rate", "The learning rate in the last report.", own, rate
+    text = "Seconds of audio trained on per second in the last report."
     yield False, "audio_seconds_per_second", text, own, audio_rate
     yield False, "silence_seconds", "The time since the last message.", own, roster.since_heard(record)
     yield False, "wait_seconds", "How long the present wait has lasted; waits below 1 s count as 0.", own, waited
     yield True, "computing_seconds", "Time spent on gradients and steps.", own, done.computing
     for what, seconds in (("data", done.waiting_for_data), ("peers", done.waiting_for_peers)):
-        yield True, "waiting_seconds", "Time spent waiting, by what for.", {**own, "what": what}, seconds
+        yield True, "waiting_seconds", "Time spent waiting for data or peers.", {**own, "what": what}, seconds
     yield True, "rounds", "Averaging rounds, up to the last epoch.", own, done.rounds
     yield True, "sent_bytes", "Bytes sent to other learners, up to the last epoch.", own, done.bytes_sent
     text = "Gradients left out because they were not finite, up to the last epoch."

@@ -27,13 +27,13 @@ from starling.reporting.lines import duration
 
 _TEMPLATE = Path(__file__).parent / "page.html.jinja"
 COLOURS = ("#3b82c4", "#e07b39", "#3a9d5d", "#b05cc6", "#c9a227", "#d1495b", "#5aa9a5", "#8d6e63")
-"""The colours of experiments, readable on white and on black."""
+"""Colours of experiments, readable on white and on black."""
 COLOURS_OF_TIME = ("#3a9d5d", "#e0a539", "#d1495b")
-"""The colours of computing, waiting for data, and waiting for peers."""
+"""Colours of computing, waiting for data, and waiting for peers."""
 MAX_STRETCHES = 3000
-"""The most stretches in all timelines of a page together; each adds about 100 bytes to the page."""
+"""Largest number of stretches in all timelines of a page together; each adds about 100 bytes to the page."""
 MAX_ROWS = 64
-"""Learners in one timeline."""
+"""Largest number of learners in one timeline."""
 _WINDOW = 20
 """The timeline's buttons zoom to the duration of the first learner's first `_WINDOW` + 1 stretches."""
 
@@ -86,7 +86,7 @@ def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure:
 
 
 def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure:
-    """Training loss against mini-batches; a button shows it against utterances, where these are recorded."""
+    """Training loss against mini-batches; a button shows it against utterances, if these are recorded."""
     shown = [each for each in experiments if each.curve]
     drawing, unit = _Drawing("mini-batches of all learners", "training loss", experiments), _unit_of_examples(shown)
     x: dict[str, list[list[float]]] = {"mini-batches": [], unit: []}
@@ -111,8 +111,8 @@ def validation(experiments: Sequence[Evidence]) -> go.Figure:
 
 
 def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
-    """Throughput relative to the experiments with the fewest learners, beside the ideal line. Empty where all have the
-    same number of learners, or some clocks are real and others simulated."""
+    """Throughput relative to the experiments with the fewest learners, beside the ideal line. It is empty if all have
+    the same number of learners, or some clocks are real and others simulated."""
     shown = sorted((each for each in experiments if each.throughput), key=attrgetter("strategy", "learners"))
     if len({each.learners for each in shown}) < 2 or len({each.is_virtual for each in shown}) > 1:
         return go.Figure()
@@ -140,7 +140,8 @@ def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
 
 
 def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
-    """When each learner computed and when it waited; `num_shown` stretches at most, of up to `MAX_ROWS` learners."""
+    """A chart of when each learner computed and when it waited, with at most `num_shown` stretches of up to `MAX_ROWS`
+    learners."""
     learners = sorted({each.learner for each in experiment.stretches})[:MAX_ROWS]
     if not learners:
         return go.Figure()
@@ -209,7 +210,7 @@ def staleness(experiments: Sequence[Evidence]) -> go.Figure:
 
 
 def consensus(experiments: Sequence[Evidence]) -> go.Figure:
-    """How far the learners' weights were from their mean."""
+    """Distance of the learners' weights from their mean."""
     drawing = _Drawing("mini-batches of all learners", "consensus distance", experiments)
     drawing.update_yaxes(type="log", exponentformat="power")
     for each in experiments:
@@ -249,7 +250,8 @@ class _Drawing(go.Figure):  # type: ignore[misc]
             )
 
     def losses(self, experiment: Evidence, points: Sequence[CurvePoint], x: Sequence[float]) -> list[list[float]]:
-        """Draw a line, and the area between the lowest and the highest of several runs; gives the x values of both."""
+        """Draw a line, and the area between the lowest and the highest of several runs; returns the x values of
+        both."""
         self.line(experiment, list(zip(x, (point.loss for point in points), strict=True)))
         every = _x_of_losses(points, x)
         for area in every[1:]:
@@ -297,8 +299,8 @@ def _x_of_losses(points: Sequence[CurvePoint], x: Sequence[float]) -> list[list[
 def _spans(
     rows: Sequence[Sequence[Stretch]], attribute: str
 ) -> tuple[NDArray[np.float64], NDArray[np.int16], list[list[Any]]]:
-    """The lines of one kind of time: begin, middle, end and a gap each. A stretch ends with the computing of
-    its gradient; the wait for peers, which follows the previous gradient, and the wait for data come before it."""
+    """The lines of one kind of time, each with begin, middle, end and a gap. A stretch ends with the computing of its
+    gradient; the wait for peers, which follows the previous gradient, and the wait for data come before it."""
     x: list[float] = []
     y: list[int] = []
     custom: list[list[Any]] = []
@@ -338,5 +340,5 @@ def _unit(longest: Seconds) -> tuple[float, str]:
 
 
 def _safe(text: str) -> str:
-    """Plotly reads some HTML in its texts."""
+    """The text without the HTML that plotly would interpret."""
     return html.escape(text, quote=False)

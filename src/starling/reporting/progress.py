@@ -23,13 +23,13 @@ from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
 Say = Callable[[str], None]
 """Prints a line."""
 MAX_ROWS = 16
-"""How many learners the table shows."""
+"""Largest number of learners in the table."""
 
 
 class Display:
     """Displays a run on the screen, and writes everything to `events` too; a context manager.
 
-    It shows what `roster` knows, which hears everything first. Its methods may be called from any thread; `clock`
+    It shows the state of `roster`, which hears everything first. Its methods may be called from any thread; `clock`
     returns seconds.
     """
 
@@ -44,15 +44,15 @@ class Display:
         self._clock = clock
         self._lock = threading.RLock()
         self._last_epoch = -1
-        """The last epoch that was told."""
+        """Last epoch that was reported."""
         self._advice = Advice(roster.world)
         self._score: Score | None = None
-        """The newest score if it has not been printed yet."""
+        """Newest score if it has not been printed yet."""
         self._score_at = 0.0
         self._has_told_saved = False
         """Whether a checkpoint was printed since the last line about all learners."""
         self._told_at = clock()
-        """When the last line about all learners was printed."""
+        """Time at which the last line about all learners was printed."""
         self._live: Live | None = None
         self._drawn_at = -math.inf
 
@@ -74,9 +74,9 @@ class Display:
                 self._live = None
 
     def hear(self, message: LearnerMessage) -> None:
-        """Show a learner's message, if it is of a kind that is displayed: progress, the statistics of an epoch, which
-        is printed once it is complete, a line, or a checkpoint. At most one checkpoint is printed between two lines
-        about all learners, and always the final one."""
+        """Show a learner's message, if its kind is displayed: progress, the statistics of an epoch, which are printed
+        once they are complete, a line, or a checkpoint. At most one checkpoint is printed between two lines about all
+        learners, and always the final one."""
         with self._lock:
             match message:
                 case Progress():
@@ -95,7 +95,7 @@ class Display:
                         self._print(f"saved {folder}{apart}")
 
     def tell_epochs(self, is_over: bool = False) -> None:
-        """Report the epochs that have ended, with advice. Another membership may have ended some."""
+        """Report the epochs that have ended, with advice. A membership change may also have ended some."""
         with self._lock:
             for summary in ended_epochs(self._roster, self._last_epoch, is_over):
                 self._last_epoch = summary.epoch

@@ -17,7 +17,7 @@ from starling.reporting.lines import duration
 
 Seconds = float
 TIMES_AS_LONG = 10.0
-"""A wait is unusual if it takes so many times the usual time between two such waits."""
+"""Factor of the usual time between two waits above which a wait is unusual."""
 DATA = "data"
 """`Stall.what` of a wait for the learner's own mini-batch."""
 
@@ -27,14 +27,14 @@ class _Episode:
     """A reported stall: one or several learners that wait for the same cause."""
 
     cause: tuple[int, ...] | str
-    """The learners that are late, or `Stall.what` if they are unknown."""
+    """Learners that are late, or `Stall.what` if they are unknown."""
     waits: dict[int, int]
     """`Stall.number` of each learner that still waits."""
     learners: set[int]
     """All learners that have waited in this stall."""
     since: float
     again_at: Seconds = 0.0
-    """The duration at which the stall is reported again."""
+    """Duration at which the stall is reported again."""
 
     def unite(self, other: _Episode) -> None:
         """Add a stall that turned out to have the same cause."""
@@ -44,7 +44,8 @@ class _Episode:
 
 
 class Stalls:
-    """Reports stalls, that is, unusual waits: one line for each, another whenever it has doubled, and one when it ends.
+    """Reports stalls, that is, unusual waits: one line for each stall, another whenever its duration has doubled, and
+    one when it ends.
 
     A wait is unusual if it is longer than `long_seconds` and than `TIMES_AS_LONG` times the usual time. Lines name the
     logs of learners in the folder `logs`.
@@ -56,7 +57,7 @@ class Stalls:
         self._long_seconds = long_seconds
         self._episodes: list[_Episode] = []
         self.ended: list[str] = []
-        """The lines about stalls that have ended."""
+        """Lines about stalls that have ended."""
 
     def look(self) -> list[tuple[str, str]]:
         """The lines to print now, each with the kind of its event; call this about once a second."""
@@ -82,7 +83,7 @@ class Stalls:
         return told
 
     def _begun(self, waiting: Mapping[int, Stall]) -> Iterator[_Episode]:
-        """The unusual waits that no stall has yet, each as a stall."""
+        """The unusual waits that belong to no stall yet, each as a stall."""
         known = {(learner, number) for episode in self._episodes for learner, number in episode.waits.items()}
         for own, wait in waiting.items():
             if (own, wait.number) not in known and wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
@@ -132,7 +133,7 @@ def resumed_line(waiters: Sequence[int], seconds: Seconds, cause: Sequence[int] 
 
 
 def _waited(waiters: Sequence[int], wait: Stall, whom: Sequence[int] = ()) -> str:
-    """How long learners have waited, in what, and, where the wait itself does not say that, for whom."""
+    """A text that says how long learners have waited, in what, and for whom, unless the wait itself tells that."""
     usual = f"one every {wait.usual:.2g} s until then" if wait.usual else ""
     beside = "; ".join(filter(None, (usual, "behind its training" if wait.is_behind else "")))
     verb = "has" if len(waiters) == 1 else "have"

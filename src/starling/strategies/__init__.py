@@ -44,7 +44,7 @@ _REGISTRY = Registry(
 
 
 def strategy_names() -> list[str]:
-    """The names that need no module: Starling's own strategies, then those of installed packages."""
+    """The names that need no module: those of Starling's own strategies, then those of installed packages."""
     return _REGISTRY.names()
 
 

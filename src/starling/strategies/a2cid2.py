@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STEP_WITHOUT = 0.5
-"""alpha~ with which averaging changes x and x~ alike."""
+"""Value of alpha~ with which averaging changes x and x~ alike."""
 
 
 class Acceleration(Config):
@@ -71,10 +71,10 @@ def _check(options: A2Cid2Options, world: int) -> None:
     check=_check,
 )
 async def a2cid2(me: Learner, options: A2Cid2Options) -> None:
-    """As `adpsgd`, with a momentum of averaging: learners on a sparse graph agree sooner, with the same messages.
+    """Works as `adpsgd`, with a momentum of averaging: learners on a sparse graph agree sooner, with the same messages.
 
-    Equation, for learner l with weights x, a companion x~ that no message carries, initially x, and delta what a round
-    of averaging changes, sum_j T_jl (x_j - x)::
+    Equation, for learner l with weights x, a companion x~ that no message carries, initially x, and delta the change of
+    a round of averaging, sum_j T_jl (x_j - x)::
 
         in a round       x <- x + delta,          x~ <- x~ + 2 alpha~ delta
         between rounds   dx = eta (x~ - x) dt,    dx~ = eta (x - x~) dt
@@ -118,7 +118,7 @@ async def a2cid2(me: Learner, options: A2Cid2Options) -> None:
 
 
 class AveragingMomentum:
-    """The difference y = x~ - x, which is all that is kept of x~.
+    """The difference y = x~ - x, which is kept instead of x~.
 
     A step of any optimizer leaves it as it is. From one round to the next, x and x~ move towards each other by
     c = (1 - exp(-2 eta)) / 2 of it. So a round is::
@@ -140,7 +140,7 @@ class AveragingMomentum:
             self._y = me.strategy_state("momentum", me.weights.new_zeros(len(me.weights)), for_membership=True)
 
     def change(self, delta: Tensor, piece: slice) -> Tensor:
-        """What a round changes in a piece of the weights, from delta."""
+        """The change that a round makes to a piece of the weights, from delta."""
         if self._y is None or piece.stop > len(self._y):
             return delta
         y = self._y[piece]

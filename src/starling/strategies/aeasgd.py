@@ -35,7 +35,7 @@ class AeasgdOptions(Served):
 
 @registered(
     "aeasgd",
-    "step alone, drawn to a server's weights and these to them; no learner waits",
+    "step alone, elastically tied to a server's weights; no learner waits",
     AeasgdOptions,
     kind="periodic",
     sync_group_size=one_learner,
@@ -54,8 +54,8 @@ async def aeasgd(me: Learner, options: AeasgdOptions) -> None:
     What learners and theta give each other adds up to nothing: their sum moves by the gradients alone.
 
     At the end all learners push once more and take theta. A learner that begins alone has no server, and its steps are
-    all there is. When a membership begins, and after a resume, a worker first pushes again the D of which it does not
-    know whether it has arrived. A server takes a push only once.
+    all there is. When a membership begins, and after a resume, a worker first pushes again the D that may not have
+    arrived. A server takes a push only once.
 
     In the paper a learner asks for theta and answers at once. Here it asks when its gradient begins, so that theta
     travels while the gradient is computed, and theta may be older by one gradient.

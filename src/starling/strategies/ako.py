@@ -1,4 +1,4 @@
-"""Ako: partial gradient exchange, in which each learner sends a part of what it has gathered to all others."""
+"""Ako: partial gradient exchange, in which each learner sends a part of its accumulated steps to all others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DROPPED = ("k", "acc")
-"""A part that is under way when a membership ends: `known` has it, where it was sent and where it came."""
+"""Attributes that are dropped with a membership: `known` includes a part under way, both where it was sent and where it
+arrived."""
 
 
 class AkoOptions(RoundOptions):
@@ -111,7 +112,7 @@ async def _exchange(me: Learner, options: AkoOptions, known: Tensor) -> None:
 
 
 async def _what_all_know(me: Learner) -> Tensor:
-    """The weights `[P]` without what this learner has not sent, the same on all when a membership begins."""
+    """The weights `[P]` without this learner's unsent steps, the same on all learners when a membership begins."""
     import torch
 
     known = me.strategy_state("known", me.weights, of_rounds=True)
@@ -128,6 +129,6 @@ async def _what_all_know(me: Learner) -> Tensor:
 
 
 async def _of_all(me: Learner, vector: Tensor) -> list[Tensor]:
-    """What all learners give in exchange for `vector`, in the order of ranks, so that sums have the same bits."""
+    """The vectors that all learners pass as `vector`, in the order of ranks, so that sums have the same bits."""
     exchanges = [me.exchange(peer, vector, tag=0) if peer != me.rank else None for peer in range(me.world)]
     return [vector if each is None else await each for each in exchanges]

@@ -41,7 +41,7 @@ async def allreduce(me: Learner, options: AllReduceOptions) -> None:
 
     On the `processes` engine learners on one machine average in shared memory. Otherwise torch's
     DistributedDataParallel computes the mean while backward is still running. With `compression` learners encode their
-    gradients, after backward, and the mean is that of what is decoded.
+    gradients, after backward, and the mean is that of the decoded gradients.
 
     Waits:
         Every learner waits for the slowest one, in each step.

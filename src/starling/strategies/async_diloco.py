@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo: learners step alone, and a server with delayed Nesterov momentum takes what they have moved."""
+"""Asynchronous DiLoCo: learners step alone, and a server with delayed Nesterov momentum takes their changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AsyncDilocoOptions(Served):
     every: int = Field(default=100, ge=1)
     """H, the steps of the fastest learner from one push to the next."""
     by_speed: bool = True
-    """Whether H of each learner is in proportion to its speed; otherwise all make as many steps."""
+    """Whether each learner's H is in proportion to its speed; otherwise all make the same number of steps."""
     rate: float = Field(default=0.1, gt=0.0)
     """eta, the rate of the server's optimizer."""
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
@@ -59,7 +59,7 @@ def _check(options: AsyncDilocoOptions, world: int) -> None:
     of=ServedStrategy,
 )
 async def async_diloco(me: Learner, options: AsyncDilocoOptions) -> None:
-    """Each learner steps alone, and every H steps pushes what it has moved to a server that keeps theta.
+    """Each learner steps alone, and every H steps pushes its change to a server that keeps theta.
 
     Equation, for every learner l of L, with theta_l the theta that it pulled last::
 
@@ -72,14 +72,14 @@ async def async_diloco(me: Learner, options: AsyncDilocoOptions) -> None:
 
     with a the step size of the local optimizer, whose own state stays with each learner; m and B the server's momentum
     and sum, initially 0; eta, beta, N and c the options `rate`, `momentum`, `delay` and `spread`. The momentum takes N
-    pushes at once, because momentum multiplies what is stale in each of them. With `by_speed` H of a learner is
-    H n_l / max_j n_j, n_l being the steps that it has pushed.
+    pushes at once, because momentum multiplies the staleness of each of them. With `by_speed` a learner's H is H n_l /
+    max_j n_j, n_l being the steps that it has pushed.
 
     At the end all learners push once more and take theta. A learner that begins alone has no server, and its steps are
-    all there is. When a membership begins, and after a resume, a worker first pushes what it has not pushed:
-    theta_l - x_l. A server takes a push only once.
+    all there is. When a membership begins, and after a resume, a worker first pushes its unpushed change, theta_l -
+    x_l. A server takes a push only once.
 
-    The paper takes each learner's speed as known; here the steps that were pushed tell it.
+    The paper takes each learner's speed as known; here it follows from the pushed steps.
 
     Waits:
         No learner waits for another, only for its push to arrive and theta to come back, once in H steps.
@@ -90,7 +90,7 @@ async def async_diloco(me: Learner, options: AsyncDilocoOptions) -> None:
 
     Args:
         me: The learner that runs this coroutine: a worker, a server, or both.
-        options: How often learners push, what the server makes of it, and where the servers run.
+        options: How often learners push, the server's optimizer, and where the servers run.
 
     References:
         Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135 (Algorithm 3).

@@ -16,12 +16,12 @@ class NoOptions(Config):
 
 
 def all_learners(options: Config, world: int) -> int:
-    """All learners."""
+    """The sync group size of a strategy in which all learners step together."""
     return world
 
 
 def one_learner(options: Config, world: int) -> int:
-    """One learner."""
+    """The sync group size of a strategy in which each learner steps alone."""
     return 1
 
 
@@ -63,35 +63,36 @@ class Strategy:
     is_served = False
     """Whether servers keep the model. If not, the model is the mean of all learners' weights."""
     name: str
-    """The name in a recipe."""
+    """Name of the strategy in a recipe."""
     summary: str
-    """One line, for `starling strategies`."""
+    """Description in one line, for `starling strategies`."""
     run: Run
     """The algorithm, a coroutine function: `run(learner)`, or `run(learner, options)` if the strategy has options."""
     sync_group_size: Callable[[Any, int], int] = all_learners
-    """How many learners claim mini-batches together, one each, and compute in step, from the options and the number of
-    learners: all by default; 1 if no learner waits for another's gradient."""
+    """Number of learners that claim mini-batches together, one each, and compute in step, from the options and the
+    number of learners: all by default; 1 if no learner waits for another's gradient."""
     options: type[Config] = NoOptions
     """The strategy's options: a subclass of `starling.Config`."""
     check: Callable[[Any, int], None] | None = None
-    """Raises ConfigError if the options do not fit this number of learners; `validate` calls it. None: all fit."""
+    """Raises ConfigError if the options do not fit this number of learners; `validate` calls it. None means that all
+    fit."""
     averages_gradients: Callable[[Any], bool] = never
     """Whether, with these options, a step uses the mean gradient of a sync group."""
     has_one_model: bool = False
     """Whether all learners have the same weights after each step."""
     keeps_state: bool = False
-    """Whether it keeps a common `Learner.strategy_state`."""
+    """Whether the strategy keeps a common `Learner.strategy_state`."""
     kind: str = "others"
     """The heading under which `starling strategies` lists it, such as `gossip`."""
     adopts_changes: Callable[[Any], bool] = always
     """Whether, with these options, a change of the weights between two gradients that is no step of the learner, such
-    as `load_state_dict` in a user's loop, moves the mean of all learners' weights by its own mean. If not, it would be
-    lost or taken for progress, and the loop's next step refuses it."""
+    as `load_state_dict` in a user's loop, moves the mean of all learners' weights by its own mean. If not, the change
+    would be lost or taken for progress, and the loop's next step refuses it."""
     steps_itself: bool = True
     """Whether each gradient of a learner becomes a step of its own optimizer, in the order of its claims."""
 
     def described(self, options: Config) -> str:
-        """The strategy's name and all its options as JSON, the same for equal ones: what a checkpoint says of it."""
+        """The strategy's name and all its options as JSON, which is the same for equal ones; checkpoints contain it."""
         return canonical({"name": self.name, "options": options.model_dump(mode="json")})
 
     def begins_equal(self, options: Config, has_common: bool) -> bool:
@@ -118,7 +119,7 @@ class Strategy:
         return [rank for rank in range(world) if rank not in lost]
 
     def has_common_state(self, options: Config) -> bool:
-        """Whether it keeps a common `Learner.strategy_state` with these options."""
+        """Whether the strategy keeps a common `Learner.strategy_state` with these options."""
         return self.keeps_state or self.compresses_gradients(options)
 
     def compresses_gradients(self, options: Config) -> bool:
@@ -146,7 +147,7 @@ class Strategy:
         return following
 
     def weighting_problem(self, options: Config, weighting: str) -> str | None:
-        """Why mini-batches cannot be weighted by `weighting`; None if they can."""
+        """The reason why mini-batches cannot be weighted by `weighting`; None if they can."""
         if weighting == "batches" or self.averages_gradients(options):
             return None
         return (
@@ -179,7 +180,8 @@ def _registered(name: str) -> Strategy:
 def registered(
     name: str, summary: str, options: type[Config] = NoOptions, of: type[Strategy] = Strategy, **more: Any
 ) -> Callable[[Run], Run]:
-    """Register a coroutine function as a strategy of Starling, `of` a class; `more` are other fields of `Strategy`."""
+    """Register a coroutine function as a strategy of Starling of the class `of`; `more` are other fields of
+    `Strategy`."""
 
     def register(run: Run) -> Run:
         REGISTERED[name] = of(name, summary, run, options=options, **more)
@@ -189,5 +191,5 @@ def registered(
 
 
 gossip, periodic = partial(registered, kind="gossip"), partial(registered, kind="periodic", keeps_state=True)
-"""The same for strategies that average with neighbours, and for those that agree every few steps and keep common state,
-as `parts.local_steps` does."""
+"""Variants of `registered` for strategies that average with neighbours, and for those that agree every few steps and
+keep common state, as `parts.local_steps` does."""

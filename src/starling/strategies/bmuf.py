@@ -1,4 +1,4 @@
-"""BMUF: blockwise model-update filtering, speech's own way to average rarely."""
+"""BMUF: blockwise model-update filtering, a method from speech recognition with rare averages."""
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ class BmufOptions(Config):
     every: int = Field(default=50, ge=1)
     """H, the steps of each learner in a block."""
     warm_up: int = Field(default=500, ge=0)
-    """The first steps of each learner, which all make together, as under `allreduce`."""
+    """Number of first steps of each learner, which all learners make together, as under `allreduce`."""
     rate: float = Field(default=1.0, gt=0.0)
     """zeta, the block learning rate."""
     momentum: float | None = Field(default=None, ge=0.0, lt=1.0)
@@ -34,7 +34,7 @@ class BmufOptions(Config):
     "bmuf", "step alone, filter the mean of every block of steps with momentum", BmufOptions, adopts_changes=never
 )
 async def bmuf(me: Learner, options: BmufOptions) -> None:
-    """Each learner steps alone through a block of H steps, and momentum filters what the blocks change on average.
+    """Each learner steps alone through a block of H steps, and momentum filters the average change of the blocks.
 
     Equation, with W the filtered model and M its momentum, initially 0::
 

@@ -1,4 +1,4 @@
-"""CHOCO-SGD: neighbours send each other, encoded, what has changed in their weights."""
+"""CHOCO-SGD: neighbours send each other encoded changes of their weights."""
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ class ChocoOptions(MixingOptions):
     """The options of `choco`. Its pattern must have the same neighbours in each step."""
 
     compression: Differences = "int8"
-    """C, how what has changed in weights is encoded: `int8`, `int4`, or the largest numbers alone, `top_k`."""
+    """C, the encoding of changes in weights: `int8`, `int4`, or the largest numbers alone, `top_k`."""
     consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
     """gamma, the share of a round's change that is made. The coarser the encoding, the smaller it must be."""
     order: Order = "at-once"
@@ -26,7 +26,7 @@ class ChocoOptions(MixingOptions):
     check=lambda options, world: check_fixed_neighbours(options.pattern, world),
 )
 async def choco(me: Learner, options: ChocoOptions) -> None:
-    """Each learner averages with its neighbours in each step, of whose weights it knows public copies (CHOCO-SGD).
+    """In each step, each learner averages with its neighbours, whose weights it knows as public copies (CHOCO-SGD).
 
     Equation, for all learners together::
 
@@ -36,11 +36,11 @@ async def choco(me: Learner, options: ChocoOptions) -> None:
     with W `[P, L]` the weights, one column for each learner; Y `[P, L]` their public copies, which neighbours know
     because they have received each Q; C the encoding; T the mixing matrix, given by `options.pattern`; gamma
     `options.consensus_rate`; a the step size of the local optimizers; g `[P, L]` the gradients, each taken at its own
-    column. With `order: adapt-first` W is replaced by W - a g(W) before, as in the paper; at once, the exchange takes
-    place during the gradient.
+    column. With `order: adapt-first` W is first replaced by W - a g(W), as in the paper; with `at-once`, the exchange
+    takes place during the gradient.
 
-    What C leaves out stays in W - Y, and is sent later: without gradients, all learners reach the exact mean. In the
-    first step of a membership Q is W, as float32; in the paper Y begins at 0.
+    Whatever C leaves out stays in W - Y, and is sent later: without gradients, all learners reach the exact mean. In
+    the first step of a membership Q is W, as float32; in the paper Y begins at 0.
 
     Waits:
         Neighbours wait for each other, in each step.

@@ -35,8 +35,8 @@ async def d2(me: Learner, options: D2Options) -> None:
 
     The columns of C add up to the zero vector, and X_k - a g_k is the step of the local optimizer, whatever it is.
 
-    S has no negative eigenvalue, as exact diffusion has it; D2 allows T itself if its eigenvalues are above -1/3. In a
-    new membership C is 0 again.
+    S has no negative eigenvalue, as in exact diffusion; D2 allows T itself if its eigenvalues are above -1/3. In a new
+    membership C is 0 again.
 
     Waits:
         Neighbours wait for each other, in each step, after their gradients.

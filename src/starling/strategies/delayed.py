@@ -19,7 +19,8 @@ class DelayOptions(Config):
     """The options of `delayed`."""
 
     delay: int = Field(default=1, ge=0)
-    """d, the staleness of each gradient: the steps made between reading the weights and applying the gradient."""
+    """d, the staleness of each gradient: the number of steps made between reading the weights and applying the
+    gradient."""
 
 
 @registered(
@@ -78,7 +79,7 @@ class Late:
     """The gradients that wait for their step, at most d and the newest; the same on all learners.
 
     In a new membership the mini-batches that have been claimed since the last one began and have made no step are
-    computed again. As many gradients are dropped, the newest ones: so each is applied once.
+    computed again. The same number of gradients, the newest ones, is dropped, so that each mini-batch is applied once.
     """
 
     def __init__(self, me: Learner, delay: int) -> None:
@@ -104,7 +105,7 @@ class Late:
         return int(self._counts[1])
 
     def append(self, gradient: Tensor) -> None:
-        """Let a gradient `[P]` wait that was taken at the present weights."""
+        """Let a gradient `[P]` wait, which was computed at the present weights."""
         num_steps, num_waiting, _ = self._counts.tolist()
         place = (num_steps + num_waiting) % len(self._gradients)
         self._gradients[place].copy_(gradient)

@@ -39,7 +39,7 @@ async def dpsgd(me: Learner, options: DpsgdOptions) -> None:
     `options.pattern`; a the step size of the local optimizers; g `[P, L]` the gradients, each taken at its own column.
 
     Waits:
-        Neighbours wait for each other, in each step. At once, they average during the gradient.
+        Neighbours wait for each other, in each step. With `at-once`, they average during the gradient.
 
     Use when:
         Learners are many and equally fast, and a mean over all would take longer than a gradient. Where learners differ

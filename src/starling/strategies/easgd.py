@@ -20,7 +20,7 @@ class EasgdOptions(Config):
     every: int = Field(default=10, ge=1)
     """H, the steps of each learner from one agreement to the next."""
     rate: float = Field(default=0.9, gt=0.0)
-    """eta = L r: of its difference from the centre, a learner moves by eta / L."""
+    """eta = L r: at an agreement, a learner moves by eta / L of its difference from the centre."""
     compression: Encoded = "none"
     """How the difference from the centre is encoded for sending: none, bfloat16, int8 or int4; errors are fed back."""
 
@@ -35,7 +35,7 @@ def _check(options: EasgdOptions, world: int) -> None:
 
 @periodic(
     "easgd",
-    "step alone, drawn to a common centre and this to all, every few steps",
+    "step alone, elastically tied to a common centre every few steps",
     EasgdOptions,
     check=_check,
     adopts_changes=never,

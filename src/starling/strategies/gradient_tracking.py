@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_AHEAD = 4
-"""How many of its newest steps a learner can take back."""
+"""Number of its newest steps that a learner can take back."""
 
 
 class GradientTrackingOptions(MixingOptions):
@@ -88,13 +88,14 @@ async def gradient_tracking(me: Learner, options: GradientTrackingOptions) -> No
 
 
 class _NewestSteps:
-    """What the newest steps of a learner contained beside its own gradients, and how a membership begins with it.
+    """The content of a learner's newest steps beside its own gradients, and the correction with which a membership
+    begins.
 
-    In step k these are X_k (T_k - I) and Y_k - g_k. The columns of each sum to 0 once all learners have made the step.
-    When a membership ends, some may be steps ahead of others, and mini-batches would count twice, or not at all. So
-    at the beginning of the next one, learners compare how many steps each has made. What steps contained that not all
-    survivors have made is then taken back: each learner, joiners too, subtracts the mean over the survivors in its
-    first step. Of each learner's steps, the newest `_MOST_AHEAD` can be taken back.
+    In step k it is X_k (T_k - I) and Y_k - g_k. The columns of each sum to 0 once all learners have made the step. When
+    a membership ends, some may be steps ahead of others, and mini-batches would count twice, or not at all. So at the
+    beginning of the next one, learners compare how many steps each has made. The content of steps that not all
+    survivors have made is then taken back: each learner, including joiners, subtracts the mean over the survivors in
+    its first step. The newest `_MOST_AHEAD` steps of each learner can be taken back.
     """
 
     def __init__(self, me: Learner) -> None:
@@ -110,7 +111,7 @@ class _NewestSteps:
     # place like a step; and the last one before what is still to be taken back. -1: none
 
     async def compare(self) -> None:
-        """Find out which steps of the last membership not all survivors have made, and what they contained."""
+        """Find the steps of the last membership that not all survivors have made, and their content."""
         if self._is_compared:
             return
         me, mine = self._me, self._counts.clone()
@@ -131,7 +132,7 @@ class _NewestSteps:
         self._is_compared.fill_(1)
 
     def correct(self, gradient: Tensor) -> Tensor:
-        """Make the correction of the weights, if there is one, and return a gradient `[P]` that is corrected."""
+        """Correct the weights, if a correction is due, and return the corrected gradient `[P]`."""
         _, newest, kept = self._counts.tolist()
         if kept == newest:
             return gradient
@@ -141,7 +142,7 @@ class _NewestSteps:
 
     def add(self, mixed: list[tuple[slice, Tensor]], excess: Tensor | None) -> None:
         """Count a step in which averaging changed pieces of the weights, and which contained `excess` `[P]` beside its
-        gradient; None: its gradient was not finite."""
+        gradient, or None if its gradient was not finite."""
         _, newest, kept = self._counts.tolist()
         self._counts[0] += 1
         if kept < newest and excess is None:  # the correction is still to be made
@@ -157,7 +158,7 @@ class _NewestSteps:
         self._counts[1:] = step
 
     def _sum(self, kept: int) -> Tensor:
-        """What the steps after `kept` contained, and a correction that is still to be made: `[2, P]`, of the weights
+        """The content of the steps after `kept`, and any correction that is still to be made: `[2, P]`, of the weights
         and of the gradient."""
         _, newest, correct = self._counts.tolist()
         total = self._contents.new_zeros(2, self._contents.shape[-1])

@@ -12,14 +12,15 @@ from starling.strategies.parts.mixing import Mixing, one_ahead
 from starling.topology import Topology, find_topology
 
 DROPPED = ("k", "encoder")
-"""As of the background of `adpsgd`: a round under way when a membership ends is left out."""
+"""Attributes that are dropped with a membership, as in the background of `adpsgd`: a round under way is left out."""
 
 
 class HierarchicalOptions(BackgroundOptions):
     """The options of `hadpsgd`."""
 
     per_node: int = Field(ge=1)
-    """Learners per super-learner, usually one for each device of a node. Learners 0 to per_node - 1 form the first."""
+    """Number of learners per super-learner, usually one for each device of a node. Learners 0 to per_node - 1 form the
+    first."""
 
 
 def _check(options: HierarchicalOptions, world: int) -> None:
@@ -31,7 +32,7 @@ def _check(options: HierarchicalOptions, world: int) -> None:
 
 
 class OfSuperLearners(Strategy):
-    """A super-learner that lost a learner cannot continue."""
+    """A strategy in which a super-learner that lost a learner cannot continue."""
 
     def survivors(self, options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
         broken = {rank // options.per_node for rank in lost}

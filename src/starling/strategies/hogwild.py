@@ -14,8 +14,8 @@ class HogwildOptions(Config):
     """The options of `hogwild`."""
 
     piece_megabytes: float = Field(default=16.0, gt=0.0)
-    """The model is read and changed in pieces of this size. On the virtual engine other learners may read or change it
-    between two pieces; on the processes engine at any time."""
+    """Size of the pieces in which the model is read and changed. On the virtual engine other learners may read or
+    change it between two pieces; on the processes engine at any time."""
     scale_by_staleness: bool = False
     """Divide the learning rate of a step on a piece by the gradient's staleness there, if that is above 1."""
 
@@ -47,7 +47,7 @@ async def hogwild(me: Learner, options: HogwildOptions) -> None:
 
     Use when:
         All learners are processes of one user on one Linux machine, and differ in speed. Each reads and changes the
-        whole model for each gradient: if that takes long beside the gradient, take `adpsgd`.
+        whole model for each gradient: if that takes long compared with the gradient, take `adpsgd`.
 
     Args:
         me: The learner that runs this coroutine.

@@ -15,11 +15,12 @@ class Island(Config):
     """How the learners of a run form islands; the `island:` section of a recipe."""
 
     sharded: int = Field(default=1, ge=1, le=64)
-    """Learners that together hold one model: each keeps 1/n of its weights, gradients and optimizer state, by torch's
-    `fully_shard`, and computes mini-batches of its own. 1: each learner has a model of its own."""
+    """Number of learners that together hold one model: each keeps 1/n of its weights, gradients and optimizer state, by
+    torch's `fully_shard`, and computes mini-batches of its own. With 1, each learner has a model of its own."""
     tensor: int = Field(default=1, ge=1, le=64)
-    """Learners that together compute one mini-batch: the layers in the model's `tensor_plan` are cut into n parts, by
-    torch's tensor parallelism. All keep 1/n of the weights and of the optimizer state. 1: no layer is cut."""
+    """Number of learners that together compute one mini-batch: the layers in the model's `tensor_plan` are cut into n
+    parts, by torch's tensor parallelism. Each keeps 1/n of the weights and of the optimizer state. With 1, no layer is
+    cut."""
 
     @model_validator(mode="after")
     def _one_dimension(self) -> Self:
@@ -34,7 +35,7 @@ class Island(Config):
 
 
 NO_ISLANDS = Island()
-"""Each learner has a model of its own."""
+"""Setting under which each learner has a model of its own."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class IslandStrategy(Strategy):
 
 
 def between_islands(strategy: Strategy, island: Island) -> Strategy:
-    """`strategy` between such islands; itself between learners alone."""
+    """`strategy` between such islands; `strategy` itself if each island is one learner."""
     between = strategy.between if isinstance(strategy, IslandStrategy) else strategy
     if island.size == 1:
         return between

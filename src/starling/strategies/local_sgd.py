@@ -63,7 +63,7 @@ async def local_sgd(me: Learner, options: LocalSgdOptions) -> None:
 
     Use when:
         Links are slow and learners about equally fast: H times fewer bytes than `allreduce`. With many steps between
-        two averages learners drift apart; `diloco` bears more of them.
+        two averages learners drift apart; `diloco` tolerates more.
 
     Args:
         me: The learner that runs this coroutine.

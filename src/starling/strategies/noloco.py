@@ -23,7 +23,8 @@ class NoLoCoOptions(Config):
     momentum: float = Field(default=0.5, ge=0.0, lt=1.0)
     """mu, the momentum of the outer optimizer."""
     pull: float | None = Field(default=None, ge=0.0)
-    """gamma, how far theta goes towards the pair's mean of theta; null: eta, for which half of the bytes are enough."""
+    """gamma, the distance by which theta moves towards the pair's mean of theta; null: eta, for which half of the bytes
+    are enough."""
 
 
 @periodic(
@@ -40,8 +41,9 @@ async def noloco(me: Learner, options: NoLoCoOptions) -> None:
                                 theta_l <- theta_l + m_l
                                 x_l <- theta_l
 
-    with x_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch. The
-    learner that remains of an odd number is a pair with itself. Learners differ, also after the last agreement.
+    with x_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch. If
+    the number of learners is odd, the remaining one is a pair with itself. Learners differ even after the last
+    agreement.
 
     Here m = -eta v, with v <- mu v + D and D = theta_l - mean(x) + (gamma / eta - 1) (theta_l - mean(theta)). In the
     paper's experiments gamma is eta, and D needs x alone.
@@ -50,8 +52,8 @@ async def noloco(me: Learner, options: NoLoCoOptions) -> None:
         A learner waits for its partner, at each agreement.
 
     Use when:
-        A mean of all learners is slow or fails: many learners, links of unequal speed. Nothing is sent but to one
-        other.
+        A mean of all learners is slow or fails: many learners, links of unequal speed. Each sends to one
+        other only.
 
     Args:
         me: The learner that runs this coroutine.

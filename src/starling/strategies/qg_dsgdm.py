@@ -1,4 +1,4 @@
-"""QG-DSGDm: averaging with neighbours, and a momentum of what the averaged model does."""
+"""QG-DSGDm: averaging with neighbours, and a momentum that follows the averaged model."""
 
 from pydantic import Field
 
@@ -11,9 +11,9 @@ class QgDsgdmOptions(RoundedOptions):
     """The options of `qg-dsgdm`."""
 
     beta: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """The share of the quasi-global momentum in a step."""
+    """Share of the quasi-global momentum in a step."""
     mu: float = Field(default=0.1, gt=0.0, le=1.0)
-    """The share of the newest change in the quasi-global momentum; 1 minus the paper's mu."""
+    """Share of the newest change in the quasi-global momentum; 1 minus the paper's mu."""
 
 
 @gossip(
@@ -32,7 +32,7 @@ async def qg_dsgdm(me: Learner, options: QgDsgdmOptions) -> None:
 
     with X `[P, L]` the weights, one column for each learner, and X' those after the step; M `[P, L]` the momenta,
     initially 0; T_k the mixing matrix of step k, given by `options.pattern`; a the learning rate; g `[P, L]` the
-    gradients, each taken at its own column. With beta = 0 it is `dpsgd` with `order: adapt-first`.
+    gradients, each taken at its own column. With beta = 0 this is `dpsgd` with `order: adapt-first`.
 
     The paper's mu is 1 - mu here. On Starling's own engines a is in units of its peak, and M in units of 1 / peak: a M
     is the same. Clipping limits g alone. A gradient that is not finite counts as 0.

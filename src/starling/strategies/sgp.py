@@ -1,4 +1,4 @@
-"""Push-sum: averaging on directed graphs, on which what a learner sends need not be what it gets."""
+"""Push-sum: averaging on directed graphs, on which a learner may send and receive different amounts."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ async def sgp(me: Learner, options: PushSumOptions) -> None:
         x_l <- x_l - a g_l(z_l)
         x_l <- sum_j p_lj x_j,  u_l <- sum_j p_lj u_j
 
-    with p_lj the share of what learner j holds that it gives to l, and p_ll what it keeps; the shares of each j sum to
-    1. So the sums of all x_l and of all u_l stay, whatever the graph, and without gradients all z_l reach the mean of
-    the first x_l. Where averaging conserves the mean of all (a doubly stochastic matrix), u_l stays 1, and this is
-    `dpsgd` with `order: adapt-first`. a is the step size of the local optimizer, and g_l the gradient of learner l's
-    mini-batch.
+    with p_lj the share of its x and u that learner j gives to l, and p_ll the share that l keeps; the shares of each j
+    sum to 1. So the sums of all x_l and of all u_l stay the same, whatever the graph, and without gradients all z_l
+    reach the mean of the first x_l. Where averaging conserves the mean of all (a doubly stochastic matrix), u_l stays
+    1, and this is `dpsgd` with `order: adapt-first`. a is the step size of the local optimizer, and g_l the gradient of
+    learner l's mini-batch.
 
     With `overlap`, what is sent in step k arrives at the end of step k + 1, before that step's messages are sent::
 
@@ -51,8 +51,8 @@ async def sgp(me: Learner, options: PushSumOptions) -> None:
 
     with x_j as it was sent, and u_l likewise. The last messages arrive after the last step.
 
-    The learner's weights are z_l. A membership begins with u_l = 1, so what was under way when the last one ended is
-    dropped with the push-sum weights, and each learner continues with its z_l.
+    The learner's weights are z_l. A membership begins with u_l = 1, so messages that were under way when the last one
+    ended are dropped with the push-sum weights, and each learner continues with its z_l.
 
     Waits:
         A learner waits for the messages of its sources, in each step, after its gradient. With `overlap` it waits only
@@ -116,7 +116,7 @@ class Push:
         me.replace(me.weights / u)
 
     def send(self) -> None:
-        """Send x and u to the targets of this round. What this learner keeps of both leaves z as it is."""
+        """Send x and u to the targets of this round. The shares that this learner keeps leave z as it is."""
         k = int(self._k)
         x, u = self._me.snapshot(self._whole).mul_(float(self._u)), self._u.clone()
         if self._has_overlap:
@@ -135,7 +135,7 @@ class Push:
         self._sending = [me.send(peer, each, tag=k) for peer in self._topology.targets(k, me.rank) for each in (x, u)]
 
     async def receive(self) -> None:
-        """Wait for what is under way, and add it."""
+        """Wait for the messages under way, and add them."""
         me, receiving, sending = self._me, self._receiving, self._sending
         self._receiving, self._sending = [], []
         if receiving:

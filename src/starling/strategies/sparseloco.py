@@ -1,4 +1,4 @@
-"""SparseLoCo: rare agreements, of which learners send the largest numbers in 2 bits."""
+"""SparseLoCo: rare agreements, for which learners send their largest numbers in 2 bits."""
 
 from pydantic import Field
 
@@ -18,9 +18,9 @@ class SparseLoCoOptions(Config):
     rate: float = Field(default=1.0, gt=0.0)
     """eta, the rate of the outer step."""
     compression: TopK = TopK(top_k=0.02, bits=2)
-    """The fraction of the numbers that a learner sends, and their bits."""
+    """Fraction of the numbers that a learner sends, and their bits."""
     feedback: float = Field(default=0.95, ge=0.0, le=1.0)
-    """beta, the share of what a learner has not sent that it adds to its next message."""
+    """beta, the share of its unsent changes that a learner adds to its next message."""
 
 
 @periodic(

@@ -21,7 +21,7 @@ class SpartaOptions(Config):
     every: int = Field(default=1, ge=1)
     """H, the steps of each learner from one average to the next."""
     share: float = Field(default=0.005, gt=0.0, le=1.0)
-    """The share of the weights that are averaged, chosen at random each time."""
+    """Share of the weights that are averaged, chosen at random each time."""
 
 
 @periodic("sparta", "step alone, average a random share of the weights at each step", SpartaOptions)
@@ -36,7 +36,7 @@ async def sparta(me: Learner, options: SpartaOptions) -> None:
     with x_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch. S_k
     has one random weight of each of n equal parts of the weights. At the end all weights are averaged.
 
-    The code has H = 1. It draws each weight with a probability, so that the number of chosen weights varies.
+    EXO's code has H = 1. It draws each weight with a probability, so that the number of chosen weights varies.
 
     Waits:
         Every learner waits for the slowest one, at each average.

@@ -27,9 +27,9 @@ from starling.registry import Registry
 
 Matrix = NDArray[np.float64]
 Function = Callable[[int, int, int], Mapping[int, float]]
-"""`function(round, rank, world)`: the learners that `rank` mixes in `round`, each with its weight."""
+"""Returns, as `function(round, rank, world)`, the learners that `rank` mixes in `round`, each with its weight."""
 TOLERANCE = 1e-12
-"""The largest rounding error accepted in sums of weights."""
+"""Largest rounding error accepted in sums of weights."""
 
 
 class Topology(ABC):
@@ -47,7 +47,7 @@ class Topology(ABC):
     """
 
     period: int | None = None
-    """The number of rounds after which the pattern repeats; None: it never repeats, or the period is unknown."""
+    """Number of rounds after which the pattern repeats; None if it never repeats, or the period is unknown."""
 
     def __init__(self, world: int) -> None:
         if world < 1:
@@ -59,7 +59,7 @@ class Topology(ABC):
     def sources(self, round: int, rank: int) -> Mapping[int, float]:
         """The learners whose models `rank` mixes into its own in `round`, each with its weight, ascending by rank.
 
-        Its own weight is 1 minus their sum. Empty: it does not take part in the round.
+        Its own weight is 1 minus their sum. The mapping is empty if it does not take part in the round.
         """
 
     @abstractmethod
@@ -106,11 +106,12 @@ def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple
 
 
 Others = Callable[[int, int, int, int], Iterable[int]]
-"""`others(round, rank, world, seed)`: the learners that one mixes, itself included or not."""
+"""Returns, as `others(round, rank, world, seed)`, the learners that one learner mixes, itself included or not."""
 
 
 class Alike(Topology):
-    """A learner mixes its `neighbours` with equal weights, and is mixed by those that `mix_it`, or by these."""
+    """A topology in which each learner mixes its `neighbours` with equal weights; the learners `mix_it` (by default,
+    its neighbours) mix its model."""
 
     def __init__(
         self, world: int, neighbours: Others, seed: int = 0, period: int | None = None, mix_it: Others | None = None
@@ -176,7 +177,8 @@ class _Lazy(Topology):
 
 
 def lazy(topology: Topology) -> Topology:
-    """Half of each change: (I + T_k) / 2, which has no negative eigenvalue if T_k is symmetric."""
+    """A topology that makes half of each change: (I + T_k) / 2, which has no negative eigenvalue if T_k is
+    symmetric."""
     return _Lazy(topology)
 
 
@@ -259,7 +261,7 @@ _PLANS_KEPT = 512
 
 @dataclass(frozen=True)
 class _Plan:
-    """One round, by rank."""
+    """The weights and targets of one round, by rank."""
 
     sources: list[dict[int, float]]
     targets: list[list[int]]
@@ -365,7 +367,7 @@ def custom(world: int, function: Function, rounds: int | None = None, is_balance
     """A topology from a function: `function(round, rank, world)` returns the learners that `rank` mixes, with weights.
 
     A learner's own weight is 1 minus those of its peers; peers of weight 0 count as absent. The function must be pure:
-    each learner calls it for all ranks. The matrix of every round is checked to be doubly stochastic when it is first
+    each learner calls it for all ranks. Every round's matrix is checked to be doubly stochastic when it is first
     needed. The first `rounds` (default: 64, or 2 L if that is more) are checked immediately, and must connect all
     learners.
 

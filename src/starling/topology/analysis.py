@@ -1,4 +1,4 @@
-"""How fast learners agree without gradients: the spectra of mixing matrices."""
+"""The speed with which learners agree without gradients: the spectra of mixing matrices."""
 
 import math
 
@@ -63,7 +63,7 @@ def expected_contraction(topology: Topology, rounds: int | None = None) -> float
 
     Args:
         topology: The pattern.
-        rounds: The number of rounds to average over. None: one period of a pattern that repeats, which is exact, or
+        rounds: The number of rounds to average over. None uses one period of a pattern that repeats, which is exact, or
             1024 rounds of a random one, a slight overestimate that grows with L.
     """
     count = (topology.period or _ROUNDS_AVERAGED) if rounds is None else rounds
@@ -86,8 +86,8 @@ def acceleration_constants(mixing: Matrix) -> tuple[float, float]:
         chi_2 = max over edges  (e_i - e_j)^T Lambda^+ (e_i - e_j) / 2
         eta = 1 / (2 sqrt(chi_1 chi_2)),    alpha~ = sqrt(chi_1 / chi_2) / 2
 
-    chi_1 is how long a difference lives, and chi_2 half of the largest resistance of an edge; chi_1 >= chi_2, and they
-    are equal where all pairs average alike. Then alpha~ = 1/2, and nothing is accelerated; so it is for one learner.
+    chi_1 is the lifetime of a difference, and chi_2 half of the largest resistance of an edge; chi_1 >= chi_2, and they
+    are equal if all pairs average alike. Then alpha~ = 1/2, and nothing is accelerated; the same holds for one learner.
 
     Args:
         mixing: A symmetric, doubly stochastic matrix `[L, L]` of a connected graph.
@@ -113,8 +113,8 @@ def accelerated_contraction(mixing: Matrix, rate: float, step: float) -> float:
         r^2,    (     1 - m - c b m          c    )
                 ( -(1 - 2 c) b m          1 - 2 c )
 
-    Each is what a round does to the weights and to what their momentum is ahead of them. It is the factor of a round in
-    the long run: in the first rounds a difference may also grow.
+    Each describes the effect of a round on the weights and on the lead of their momentum. It is the factor of a round
+    in the long run: in the first rounds a difference may also grow.
 
     Args:
         mixing: A symmetric, doubly stochastic matrix `[L, L]`.
@@ -130,7 +130,8 @@ def accelerated_contraction(mixing: Matrix, rate: float, step: float) -> float:
 
 
 def distance_of_noise(topology: Topology, rounds: int) -> float:
-    """The consensus distance after `rounds` steps from equal weights, if each step adds other noise to each learner.
+    """The consensus distance after `rounds` steps from equal weights, if each step adds independent noise to each
+    learner.
 
     Equation, for W <- W T_k + U_k with U_k `[P, L]` independent, of variance s^2 in each column's norm::
 

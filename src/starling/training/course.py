@@ -53,16 +53,17 @@ class CourseLearner(ReplicaLearner):
     """A learner that trains on the tickets of a workload, from its first claim to the end of a membership, on every
     engine. It begins in the state of its `life`.
 
-    An engine's learner first makes the attributes below. Its `rank` and `world` are those that the strategy sees; among
-    all learners of the membership they are those that it passes here, which differ between islands.
+    An engine's learner first makes the attributes below. Its `rank` and `world` are those that the strategy sees; the
+    constructor takes its rank and their number among all learners of the membership, which differ with islands.
     """
 
     batches: BatchSource
     rounds: Rounds
     cut_agreement: CutAgreement
-    """States at checkpoint barriers are saved once all learners' have the same averaging rounds."""
+    """Agreement on cuts: states at checkpoint barriers are saved once the states of all learners have the same
+    averaging rounds."""
     shard_of_island: ShardOfIsland | None = None
-    """Which part of the model its weights are; None: all of it."""
+    """The part of the model that the learner's weights hold; None if they hold all of it."""
     now: Callable[[], float]
     """Seconds since the membership began, on the engine's clock."""
 
@@ -90,7 +91,7 @@ class CourseLearner(ReplicaLearner):
         is_cut = job.strategy.steps_itself and observer.saves and not replica.weights.is_meta
         is_cut = is_cut and sync_groups.size < sync_groups.num_workers
         self.cuts = self.rounds.cuts = Cuts(replica, self.cut_agreement) if is_cut else None
-        """The states at checkpoint barriers that are not saved yet."""
+        """States at checkpoint barriers that are not saved yet."""
         if job.strategy.compresses_gradients(job.options):
             replica.sometimes_unused.update(range(len(replica.parameters)))
         self._minutes_before = start.minutes if start else 0.0
@@ -125,7 +126,8 @@ class CourseLearner(ReplicaLearner):
         """Carry out an injected fault."""
 
     def consensus_distance(self) -> float | None:
-        """(1/L) sum_l |w_l - mean|^2, or None where the engine does not know it: it takes all learners' weights."""
+        """(1/L) sum_l |w_l - mean|^2; None if the engine does not know it, because it requires all learners'
+        weights."""
         return None
 
     @property
@@ -163,8 +165,8 @@ class CourseLearner(ReplicaLearner):
             self._finish_ticket()
 
     def _is_own(self, gradient: Tensor) -> bool:
-        """Whether this is the newest gradient of this learner, and of no other. With batch shares, it is then the step
-        that counts as much as its mini-batches: an optimizer such as Adam takes no notice of a gradient's scale."""
+        """Whether this is the newest gradient of this learner alone, and no mean. With batch shares, the step is then
+        scaled by the learner's share, because an optimizer such as Adam ignores a gradient's scale."""
         is_mean = self.is_averaged or self.job.strategy.averages_gradients(self.job.options)
         return not is_mean and gradient.data_ptr() == self.replica.gradients.data_ptr()
 
@@ -218,7 +220,7 @@ class CourseLearner(ReplicaLearner):
         return True
 
     def begin_gradient(self) -> Sequence[Loaded]:
-        """A gradient of the claimed mini-batches at the present weights begins."""
+        """Begin a gradient of the claimed mini-batches at the present weights."""
         self.gradient_version, self.is_averaged = self.replica.version, False
         return self.claimed()
 
@@ -229,7 +231,8 @@ class CourseLearner(ReplicaLearner):
         return self.newest_claim
 
     def end_membership(self, membership: int) -> None:
-        """Membership number `membership` has ended: save in the learner's `Life` what it needs in the next one."""
+        """Save in the learner's `Life` what it needs in the next membership, after membership number `membership` has
+        ended."""
         counts = counted(self.replica.strategy_state)
         self.life.past = Past(membership, self.num_done, self._minutes, counts)
         self.life.state = self.state(Position()).copy()
@@ -294,7 +297,7 @@ class CourseLearner(ReplicaLearner):
             self.cuts.save()
 
     def _save(self, state: LearnerState, barrier: Barrier) -> LearnerState:
-        """Save the state at a barrier within an epoch, or one that is complete only later. Returns it."""
+        """Save the state at a barrier within an epoch, or a state that is completed only later. Returns the state."""
         cuts, number, save = self.cuts, barrier.number, self._observer.on_barrier
         forks = None
         if cuts is not None and self.job.strategy.is_served:
@@ -309,8 +312,8 @@ class CourseLearner(ReplicaLearner):
         return state
 
     def _reach(self, portion: int) -> None:
-        """Find the barriers up to `portion`. At each a server copies its shards, before they take a push from after it.
-        Called by the foreground and the background."""
+        """Find the barriers up to `portion`. At each barrier a server copies its shards, before they take a push from
+        after the barrier. Called by the foreground and the background."""
         with self._reaching:
             for barrier in self.barriers.until(portion):
                 if self.cuts is not None and self.job.strategy.is_served:
@@ -339,7 +342,7 @@ class CourseLearner(ReplicaLearner):
         statistics.spent, statistics.num_steps, self._epoch_begin = Spent(), 0, now
 
     def gradient_task(self) -> tuple[GradientTask, list[Sequence[Examples]]]:
-        """What the gradient of the claimed mini-batches depends on, and these; injected faults are carried out."""
+        """The task of the claimed mini-batches' gradient, and these mini-batches; injected faults are carried out."""
         tickets, batches = zip(*self.claimed(), strict=True)
         faults = next(self.life.faults)
         for fault in faults:
@@ -369,13 +372,13 @@ class CourseLearner(ReplicaLearner):
         return computed.loss
 
     def computed(self, computed: Computed) -> None:
-        """Note what a gradient of this learner has left."""
+        """Note the by-products of a gradient of this learner."""
         self.unused, self._losses = computed.unused, computed.losses
         self.replica.sometimes_unused |= computed.unused
 
     def _sizes_and_factor(self) -> tuple[tuple[float, ...], float]:
-        """How much each claimed mini-batch counts in this learner's gradient, and the factor for this gradient that
-        makes the sync group's plain mean the weighted mean over all mini-batches of the portion.
+        """The weight of each claimed mini-batch in this learner's gradient, and the factor for this gradient that makes
+        the sync group's plain mean the weighted mean over all mini-batches of the portion.
 
         No communication is needed: every member knows the others' tickets, and their sizes from the plan.
         """
@@ -387,7 +390,8 @@ class CourseLearner(ReplicaLearner):
         return sizes[member], len(sizes) * sum(sizes[member]) / sum(map(sum, sizes))
 
     def _sizes_of(self, member: int, unit: Unit) -> tuple[float, ...]:
-        """The planned sizes of a member's mini-batches in this portion, which are of that member's part of the data."""
+        """The planned sizes of a member's mini-batches in this portion, which come from that member's part of the
+        data."""
         tickets = self.tickets.tickets(self._portion, member)
         parts = self.tickets.parts(self.claimers.start + member)
         of_parts = [replace(ticket, part=part) for ticket, part in zip(tickets, parts, strict=False)]

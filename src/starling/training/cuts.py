@@ -1,15 +1,15 @@
-"""Checkpoints of learners that do not step together: what is in one saved state is missing in no other.
+"""Checkpoints of learners that do not step together, whose saved states include the same work.
 
 Learners pass a checkpoint barrier at different times, each between two of its own mini-batches, and no learner waits
 there. If each saved its weights as they are at that moment, a round between two of these moments would be in one state
-and not in the other, and the mean of the saved weights would lack a part of one learner's progress and have a part of
-another's twice. So a learner copies its state, and adds to the copy what rounds still change, up to the cut: the first
-round that no learner has entered when the last one passes the barrier. The changes of a round sum to zero over all
-learners, whatever they have done meanwhile. So the mean of the copies has each mini-batch before the barrier once, and
-none after it.
+and not in the other, and the mean of the saved weights would lack a part of one learner's progress and include a part
+of another's twice. So a learner copies its state, and adds to the copy the changes of further rounds, up to the cut:
+the first round that no learner has entered when the last one passes the barrier. The changes of a round sum to zero
+over all learners, whatever they have done meanwhile. So the mean of the copies includes each mini-batch before the
+barrier once, and none after it.
 
 Likewise a server copies its shards before the first push of a worker that has passed the barrier, and lets the copies
-take the pushes of those that have not: see `HeldShard.fork`.
+take the pushes of workers that have not: see `HeldShard.fork`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from starling.training.replica import Replica
 
 
 class CutAgreement(ABC):
-    """How all learners agree on the cut of each checkpoint barrier. Barriers and rounds are numbered from 0."""
+    """Agreement of all learners on the cut of each checkpoint barrier. Barriers and rounds are numbered from 0."""
 
     @abstractmethod
     def passed(self, barrier: int, num_entered: int) -> None:
-        """This learner has passed a barrier, and had entered so many rounds. The last learner to pass places the
-        cut."""
+        """Note that this learner has passed a barrier after entering `num_entered` rounds. The last learner to pass
+        places the cut."""
 
     @abstractmethod
     def cut(self, barrier: int) -> int | None:
-        """The cut of a barrier; None: it is not known yet."""
+        """The cut of a barrier; None if it is not known yet."""
 
     def is_cut(self, barrier: int, number: int) -> bool:
         """Whether a round is the cut of a barrier that this learner has passed. Called by the background whenever it
@@ -41,7 +41,7 @@ class CutAgreement(ABC):
         return self.cut(barrier) == number
 
     def saved(self, barrier: int) -> None:  # noqa: B027 - the processes' store forgets a cut, memory need not
-        """This learner has the complete state of a barrier, and asks no more about its cut."""
+        """Note that this learner has the complete state of a barrier, and asks no more about its cut."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _Pending:
 class Cuts:
     """The states that one learner has copied at checkpoint barriers, until they are complete.
 
-    The foreground copies and saves; the background tells which round it enters and has completed.
+    The foreground copies and saves; the background reports the rounds that it enters and completes.
     """
 
     def __init__(self, replica: Replica, agreement: CutAgreement) -> None:
@@ -68,7 +68,7 @@ class Cuts:
         self._num_barriers = self._num_entered = self._num_completed = 0
 
     def entered(self, number: int) -> None:
-        """The background enters a round."""
+        """Note that the background enters a round."""
         with self._lock:
             self._num_entered = number + 1
             pending = [each for each in self._pending if not each.is_complete]
@@ -77,7 +77,7 @@ class Cuts:
                 self._complete(each)
 
     def completed(self, number: int) -> None:
-        """The background has completed all rounds below `number`."""
+        """Note that the background has completed all rounds below `number`."""
         self._num_completed = number
 
     def add(
@@ -87,7 +87,7 @@ class Cuts:
         complete: Callable[[LearnerState], LearnerState] | None = None,
     ) -> None:
         """Copy the state at the next barrier, and `save` it once it is complete: when it has its rounds or, with
-        `complete`, what that adds once all learners have passed the barrier."""
+        `complete`, when that has completed it after all learners have passed the barrier."""
         copied = state.copy()
         with self._lock:
             chosen = self._copy_for_rounds() if complete is None else complete
@@ -97,7 +97,7 @@ class Cuts:
         self._agreement.passed(pending.barrier, num_entered)
 
     def save(self, is_over: bool = False) -> None:
-        """Save, in order, the states that are complete; all of them if the run is over. Called between two
+        """Save, in order, the states that are complete, or all states if the run is over. Called between two
         mini-batches."""
         while self._pending:
             first = self._pending[0]
@@ -113,14 +113,15 @@ class Cuts:
             first.save(first.state)
 
     def _complete(self, pending: _Pending) -> None:
-        """Nothing of other learners changes this state any more."""
+        """Complete a state that other learners no longer change."""
         with self._lock:
             if not pending.is_complete:
                 pending.state = pending.complete(pending.state)
                 pending.is_complete = True
 
     def _copy_for_rounds(self) -> Callable[[LearnerState], LearnerState]:
-        """Copy what rounds change, and add their changes to the copies. The result puts these into a state."""
+        """Copy the state that rounds change, and add their changes to the copies. The result puts the copies into a
+        state."""
         replica, copies = self._replica, self._replica.copy_for_rounds()
 
         def complete(state: LearnerState) -> LearnerState:

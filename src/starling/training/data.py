@@ -17,7 +17,7 @@ from starling.workload import Ticket, Workload
 
 MakeModel = Callable[[], nn.Module]
 Loss = Callable[[nn.Module, Any], Tensor]
-"""The scalar to minimise, from the model and a mini-batch on the model's device: a mean over its examples."""
+"""Returns the scalar to minimise, from the model and a mini-batch on the model's device: a mean over its examples."""
 MakeBatch = Callable[[Ticket], Any]
 Collate = Callable[[list[Any]], Any]
 
@@ -29,7 +29,7 @@ class Batch:
     content: Any
     num_examples: int
     ids: tuple[str, ...] = ()
-    """The indices of the examples in a map-style dataset."""
+    """Indices of the examples in a map-style dataset."""
     num_frames: int = 0
     seconds: float = 0.0
 

@@ -28,7 +28,7 @@ class _OfLearner(Config):
 
     @property
     def learner(self) -> int:
-        """The learner that it happens to; of a partition the separated one with the largest name."""
+        """The learner to which the fault happens; for a partition, the separated one with the largest name."""
         name = next(getattr(self, key) for key in _KINDS if hasattr(self, key))
         return max(name) if isinstance(name, tuple) else int(name)
 
@@ -37,9 +37,9 @@ class _Placed(_OfLearner):
     """A fault at a time, at an event or, if its class has `at_step`, at a mini-batch."""
 
     at_seconds: AtSeconds | None = None
-    """When it happens: seconds since the beginning of the run."""
+    """Time of the fault in seconds since the beginning of the run."""
     at_event: AtEvent | None = None
-    """When it happens: the number of an event of the run, from 1; simulations only."""
+    """Number of the event of the run at which the fault happens, from 1; simulations only."""
 
     @model_validator(mode="after")
     def _is_placed_once(self) -> Self:
@@ -55,7 +55,7 @@ class Kill(_Placed):
     kill: Name
     """The learner to kill."""
     at_step: AtStep | None = None
-    """When it happens: the number of the learner's own mini-batch, from 1."""
+    """Number of the learner's own mini-batch at which the fault happens, from 1."""
 
 
 class Pause(_Placed):
@@ -66,7 +66,7 @@ class Pause(_Placed):
     seconds: float = Field(gt=0.0)
     """Length of the pause."""
     at_step: AtStep | None = None
-    """When it happens: the number of the learner's own mini-batch, from 1."""
+    """Number of the learner's own mini-batch at which the fault happens, from 1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -90,7 +90,7 @@ class Join(_OfLearner):
     join: Name
     """The learner that joins."""
     at_seconds: AtSeconds
-    """When it is started: seconds since the beginning of the run."""
+    """Time at which the learner is started, in seconds since the beginning of the run."""
 
 
 class NotFinite(_OfLearner):
@@ -99,7 +99,7 @@ class NotFinite(_OfLearner):
     nan: Name
     """The learner whose gradient is spoilt."""
     at_step: AtStep
-    """When it happens: the number of the learner's own mini-batch, from 1."""
+    """Number of the learner's own mini-batch at which the fault happens, from 1."""
 
 
 _KINDS: Mapping[str, type[Config]] = {"kill": Kill, "pause": Pause, "nan": NotFinite, "split": Split, "join": Join}
@@ -144,7 +144,7 @@ def kill_this_process() -> None:
 
 
 def stop_this_process(seconds: float) -> None:
-    """Stop this process, with all its threads; another process wakes it after `seconds`."""
+    """Stop this process, with all its threads; another process resumes it after `seconds`."""
     waking = subprocess.Popen([sys.executable, "-I", "-S", "-c", _WAKE, str(os.getpid()), str(seconds)])
     os.kill(os.getpid(), signal.SIGSTOP)
     waking.wait()

@@ -15,10 +15,10 @@ from starling.errors import ConfigError
 from starling.training.freezing import Freeze
 
 WEIGHTS = "model.safetensors"
-"""A model's state as one file, for jobs whose model needs nothing else."""
+"""Name of the file with a model's state, for jobs whose model needs nothing else."""
 
 CUDNN_ALIGNMENT = 256
-"""Bytes. Every CUDA allocation begins at a multiple of it, so cuDNN may rely on it."""
+"""Alignment in bytes: every CUDA allocation begins at a multiple of it, so cuDNN may rely on it."""
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -42,7 +42,7 @@ def split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 NO_GRADIENT = -0.0
-"""Fills the part of a gradient `[P]` that belongs to a parameter without a gradient. x + -0.0 is x, so a mean over
+"""Value of the part of a gradient `[P]` that belongs to a parameter without a gradient. x + -0.0 is x, so a mean over
 learners is right if only some of them used the parameter, and is -0.0 only if none did. A gradient from backward is
 never -0.0 throughout: it is accumulated onto 0.0, and 0.0 + -0.0 is 0.0."""
 
@@ -99,7 +99,7 @@ def avoid_cudnn_packing(model: nn.Module, weights: Tensor) -> None:
 
 
 class Model(ABC):
-    """What a gradient is computed with: a `FlatModel`, or one rank's part of a model in shards.
+    """The model with which a gradient is computed: a `FlatModel`, or one rank's part of a model in shards.
 
     The `parameters`, which the optimizer steps, are views into `weights` `[P]`, and `gradients_of`, which are their
     gradients, into `gradients` `[P]`.
@@ -129,17 +129,17 @@ class Model(ABC):
         return found
 
     def notice(self, number: int, parameter: Tensor) -> None:
-        """Notice from now on when a parameter of the module receives a gradient: that of the number."""
+        """Notice from now on when a parameter of the module, with this number, receives a gradient."""
         self._numbers[id(parameter)] = number
         parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
 
     def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
-        """The numbers of the parameters that are frozen: none of a model in shards."""
+        """The numbers of the frozen parameters; a model in shards has none."""
         return frozenset()
 
     def begin(self, num_parts: int) -> int:
-        """A gradient of so many micro-batches begins, so none is `reached` yet. Returns how many passes it makes: the
-        last one is repeated with a weight of 0 if need be."""
+        """Begin a gradient of `num_parts` micro-batches, so that no parameter is `reached` yet. Returns the number of
+        passes: the last one is repeated with a weight of 0 if necessary."""
         self._reached.clear()
         return num_parts
 
@@ -191,7 +191,7 @@ class FlatModel(Model):
         """The numbers of the parameters that are frozen.
 
         Raises:
-            ConfigError: They are all of them.
+            ConfigError: All parameters are frozen.
         """
         if frozen not in self._frozen_numbers:
             names = {id(parameter): name for name, parameter in self.model.named_parameters()}

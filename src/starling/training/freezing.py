@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 ENCODER = "encoder"
-"""Stands for all parameters but those of the output layers."""
+"""Name that stands for all parameters except those of the output layers."""
 OUTPUT = "output."
-"""The prefix of the output layer's parameters, in every network of Starling."""
+"""Prefix of the output layer's parameters, in every network of Starling."""
 PHONES = "phones."
-"""The prefix of the parameters of the phones' output layer."""
+"""Prefix of the parameters of the phones' output layer."""
 OUTPUTS = (OUTPUT, PHONES)
 
 
 class Until(Config):
-    """When frozen parameters are thawed."""
+    """The time at which frozen parameters are thawed."""
 
     epochs: float | None = Field(default=None, gt=0)
-    """After so many passes over the data."""
+    """Number of passes over the data after which the parameters are thawed."""
     fraction: float | None = Field(default=None, gt=0, lt=1)
-    """After this share of the budget."""
+    """Share of the budget after which the parameters are thawed."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -36,7 +36,7 @@ class Until(Config):
         return self
 
     def is_over(self, epochs: float, fraction: float) -> bool:
-        """Whether they are thawed after so many epochs and this fraction of the budget."""
+        """Whether the parameters are thawed after this number of epochs and fraction of the budget."""
         return epochs >= self.epochs if self.epochs is not None else fraction >= (self.fraction or 0.0)
 
     def __str__(self) -> str:
@@ -47,10 +47,10 @@ class Freeze(Config):
     """Parameters that stay as they are, by name: no gradient, no step, no state of the optimizer."""
 
     parameters: tuple[str, ...] = Field(min_length=1)
-    """Names of parameters or modules, with wildcards: `layers.0`, `layers.*.weight_hh_l0`. `encoder`: all but the
-    output layers."""
+    """Names of parameters or modules, with wildcards: `layers.0`, `layers.*.weight_hh_l0`. `encoder` stands for all but
+    the output layers."""
     until: Until | None = None
-    """When they are thawed; None: never."""
+    """When the parameters are thawed; None means never."""
 
     @model_validator(mode="before")
     @classmethod
@@ -61,7 +61,7 @@ class Freeze(Config):
         return value
 
     def holds(self, name: str) -> bool:
-        """Whether it is about the parameter of this name."""
+        """Whether the entry includes the parameter of this name."""
         return any(_matches(pattern, name) for pattern in self.parameters)
 
 
@@ -72,7 +72,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def freeze(model: "nn.Module", frozen: Sequence[Freeze]) -> None:
-    """Freeze for good the parameters of a model that are never thawed: they are no part of a learner's weights.
+    """Permanently freeze the parameters of a model that are never thawed: they are no part of a learner's weights.
 
     Raises:
         ConfigError: A name fits no parameter, or nothing is left to train at some time.

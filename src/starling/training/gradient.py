@@ -1,4 +1,4 @@
-"""The gradient of one mini-batch, the same on all engines: a function of the weights and of what is claimed."""
+"""The gradient of one mini-batch, the same on all engines: a function of the weights and of the claimed tickets."""
 
 import copy
 import math
@@ -20,32 +20,33 @@ from starling.workload import Examples, Ticket, Workload
 
 Seconds = float
 LEAST_PASSES, LEAST_SECONDS = 3, 0.5
-"""How often, and for how long, a gradient is measured: a fast one often, because other programs disturb single ones."""
+"""Smallest number of measurements of a gradient, and their shortest total time: a fast one is measured often, because
+other programs disturb single measurements."""
 
 
 @dataclass(frozen=True)
 class GradientTask:
-    """What a gradient depends on besides weights, buffers and the mini-batches of its tickets."""
+    """The inputs of a gradient besides weights, buffers and the mini-batches of its tickets."""
 
     tickets: tuple[Ticket, ...]
     sizes: tuple[float, ...] = (1.0,)
-    """How much the mini-batch of each ticket counts in the gradient."""
+    """Weight of the mini-batch of each ticket in the gradient."""
     factor: float = 1.0
-    """What the gradient is multiplied by: see the job's weighting."""
+    """Factor of the gradient; see the job's weighting."""
     is_spoilt: bool = False
-    """A fault makes loss and gradient not finite."""
+    """Whether a fault makes loss and gradient not finite."""
     frozen: tuple[Freeze, ...] = ()
-    """The parameters that are not thawed yet, which get no gradient."""
+    """Parameters that are not thawed yet, which get no gradient."""
 
 
 class Computed(NamedTuple):
-    """What a gradient leaves besides itself."""
+    """The by-products of a gradient."""
 
     loss: float
     unused: frozenset[int] = frozenset()
-    """The numbers of the parameters that had no gradient."""
+    """Numbers of the parameters that had no gradient."""
     losses: tuple[float, ...] = ()
-    """The loss of each ticket's mini-batch, where there are several."""
+    """Losses of the tickets' mini-batches, if there are several."""
 
 
 def compute_gradient(
@@ -100,7 +101,7 @@ def compute_gradient(
 
 
 def _weights(job: Job, task: GradientTask, batches: Sequence[Sequence[Examples]]) -> list[float]:
-    """How much each micro-batch counts: as many terms as it has, in a mini-batch that counts as its size."""
+    """The weight of each micro-batch: as many terms as it has, in a mini-batch that counts as its size."""
     own = [[job.workload.weight(examples) for examples in batch] for batch in batches]
     if len(own) == 1:
         return own[0]
@@ -143,7 +144,7 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 def measured_seconds(workload: Workload[Any], model: nn.Module, device: torch.device) -> Seconds:
-    """How long the gradient of the first mini-batch takes here: the median of some, after a first one. `model` does not
+    """The time of the first mini-batch's gradient here: the median of several, after a first one. `model` does not
     change."""
     batch = [examples.to(device) for examples in workload.load(Ticket(0, 0, 0))]
     model = copy.deepcopy(model)

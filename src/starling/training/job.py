@@ -1,4 +1,5 @@
-"""What an engine runs, what each learner counts, and what observers are told."""
+"""The inputs and reports of engines: the job that an engine runs, the counters of each learner, and the reports to
+observers."""
 
 import threading
 from collections import Counter
@@ -27,46 +28,48 @@ class Job:
     """A training run, the same on every learner and on both engines."""
 
     workload: Workload[Any]
-    """What is trained: a model, its loss and its data."""
+    """Workload to train: a model, its loss and its data."""
     strategy: Strategy
-    """How learners agree. A name or `module:name` is looked up with `find_strategy`. With `island` it holds between
+    """How learners agree. A name or `module:name` is looked up with `find_strategy`. With `island` it applies between
     islands."""
     budget: Budget
     """When training ends."""
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
-    """Creates the local optimizer of one learner, at the peak learning rate."""
+    """Function that creates the local optimizer of one learner, at the peak learning rate."""
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
     """How the learning rate follows the budget; constant by default."""
     options: Config = None  # type: ignore[assignment]
-    """The strategy's options; None: its defaults."""
+    """Options of the strategy; None uses its defaults."""
     clip_norm: float | None = None
-    """Gradients with a larger 2-norm are scaled down to this norm before the optimizer sees them."""
+    """Largest 2-norm of gradients: those with a larger norm are scaled down to it before the optimizer sees them."""
     autocast: bool = False
-    """Compute losses in bfloat16 where torch considers it safe; weights and gradients stay float32."""
+    """Whether losses are computed in bfloat16 where torch considers it safe; weights and gradients stay float32."""
     num_workers: int = 0
-    """Loading processes for each learner, which load mini-batches ahead; 0: the learner loads them itself."""
+    """Number of loading processes for each learner, which load mini-batches ahead; with 0, the learner loads them
+    itself."""
     stragglers: Stragglers = field(default_factory=Stragglers)
     """Injected delays."""
     faults: tuple[Fault, ...] = ()
     """Injected faults."""
     checkpoint_every: int | None = None
-    """Mini-batches, of all learners together, between two checkpoint barriers within an epoch; None: barriers only at
-    epoch ends."""
+    """Number of mini-batches, of all learners together, between two checkpoint barriers within an epoch; None means
+    barriers only at epoch ends."""
     most_not_finite: int = 10
-    """The run fails after so many consecutive non-finite gradients of one learner; fewer are skipped."""
+    """Number of consecutive non-finite gradients of one learner with which the run fails; fewer are skipped."""
     weighting: Weighting = "batches"
     """How mini-batches are weighted when learners average gradients: equally, or in proportion to their planned size.
     The latter raises ConfigError if the strategy averages no gradients."""
     batch_shares: BatchShares = field(default_factory=dict)
-    """By learner, of how many mini-batches it computes the gradient of each step, such as {0: 2}; 1 unless given. auto:
-    as many as its speed allows, measured when the run begins. Every mini-batch counts alike. For strategies under which
-    all learners step together."""
+    """Number of mini-batches in each learner's gradient of a step, such as {0: 2}; 1 unless given. auto: as many as its
+    speed allows, measured when the run begins. Every mini-batch counts alike. For strategies under which all learners
+    step together."""
     freeze: tuple[Freeze, ...] = ()
-    """Parameters that are frozen until they are thawed. Freeze those that never are in the workload's `make_model`."""
+    """Parameters that are frozen until they are thawed. Freeze parameters that are never thawed in the workload's
+    `make_model`."""
     island: Island = NO_ISLANDS
     """How learners form islands, which hold one model together."""
     seed: int = 0
-    """The seed of everything random."""
+    """Seed of everything random."""
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str):
@@ -100,7 +103,7 @@ class Job:
 
 @dataclass
 class Spent:
-    """Where one learner's time went, in seconds on the engine's clock."""
+    """The times that one learner spent, in seconds on the engine's clock."""
 
     computing: float = 0.0
     waiting_for_data: float = 0.0
@@ -114,7 +117,7 @@ class ClaimReport:
     rank: int
     ticket: Ticket
     ids: tuple[str, ...] = ()
-    """The names of its examples, if the mini-batch has an attribute `ids`."""
+    """Names of the examples, if the mini-batch has an attribute `ids`."""
     skipped: tuple[tuple[str, str], ...] = ()
     """Name and reason of each example that could not be used, if the mini-batch has an attribute `skipped`."""
 
@@ -136,9 +139,9 @@ class StepReport:
     rank: int
     ticket: Ticket
     num_batches: int
-    """Mini-batches in the ticket's epoch."""
+    """Number of mini-batches in the ticket's epoch."""
     fraction: float
-    """The share of the run's budget that was spent when the ticket was claimed."""
+    """Share of the run's budget that was spent when the ticket was claimed."""
     minutes: float
     """Time since the beginning of the run, on the engine's clock."""
     loss: float
@@ -147,7 +150,7 @@ class StepReport:
     num_frames: int
     audio_seconds: float
     spent: Spent = field(default_factory=Spent)
-    """How the learner spent its time since its epoch began, up to the end of this gradient."""
+    """Times that the learner spent since its epoch began, up to the end of this gradient."""
 
 
 @dataclass
@@ -155,9 +158,9 @@ class Averaging:
     """One learner's averaging rounds, communication and staleness."""
 
     rounds: int = 0
-    """Averaging rounds completed in its background."""
+    """Number of averaging rounds completed in the learner's background."""
     bytes_sent: int = 0
-    """Bytes sent to other learners; collectives are counted as ring algorithms."""
+    """Number of bytes sent to other learners; collectives are counted as ring algorithms."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of gradients by staleness: the changes to the weights between reading them and applying the gradient. With
     servers, each server counts for its own shard."""
@@ -168,23 +171,24 @@ class Statistics:
 
     def __init__(self) -> None:
         self.num_claimed = 0
-        """Portions of tickets claimed by its sync group in this membership."""
+        """Number of portions of tickets that the learner's sync group has claimed in this membership."""
         self.num_steps = 0
-        """Mini-batches since its epoch began; of a loop, calls of `step`."""
+        """Number of mini-batches since the learner's epoch began; for a loop, calls of `step`."""
         self.seconds = 0.0
-        """How long its epoch lasted in earlier memberships."""
+        """Duration of the learner's epoch in earlier memberships."""
         self.num_not_finite = 0
-        """Gradients that were not finite, and made no optimizer step: of its epoch or, of a loop, of the run."""
+        """Number of non-finite gradients, which made no optimizer step: in the learner's epoch or, for a loop, in the
+        run."""
         self.not_finite_in_a_row = 0
         self.spent = Spent()
         self.averaging = Averaging()
         self.lock = threading.Lock()
         """Guards `averaging`, which the background may change while an epoch ends."""
         self.under_way: Callable[[], Spent] = Spent
-        """What belongs to `spent` of a wait that has begun: `spent` has only those that are over."""
+        """Time that a wait under way adds to `spent`, which includes only waits that are over."""
 
     def spent_now(self) -> Spent:
-        """`spent` at this moment, as a copy."""
+        """A copy of `spent` as of this moment."""
         return Spent(*map(add, astuple(self.spent), astuple(self.under_way())))
 
 
@@ -201,23 +205,23 @@ class EpochReport:
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the end of the epoch; only the virtual engine knows it."""
     num_not_finite: int = 0
-    """Non-finite gradients, which were skipped."""
+    """Number of non-finite gradients, which were skipped."""
     is_last: bool = False
     """Whether the run ends with this epoch."""
 
 
 class Observer:
-    """Follows a run, and does nothing. Each learner calls it between two mini-batches."""
+    """An observer of a run; this one does nothing. Each learner calls it between two mini-batches."""
 
     @property
     def saves(self) -> bool:
-        """Whether it needs the states at checkpoint barriers, as one does that takes them; otherwise learners make no
-        copies of them."""
+        """Whether the observer needs the states at checkpoint barriers, as an observer does that saves them; otherwise
+        learners make no copies of them."""
         return type(self).on_barrier is not Observer.on_barrier
 
     def on_claim(self, report: ClaimReport) -> None:
-        """Called before each gradient. Once its computation has begun, it may be in the weights of others, even if this
-        learner is lost in it: their mean may be complete."""
+        """Called before each gradient. Once its computation has begun, the gradient may be in the weights of others,
+        even if this learner is lost during it: their mean may be complete."""
 
     def on_step(self, report: StepReport) -> None:
         """Called after each gradient."""
@@ -227,5 +231,5 @@ class Observer:
         copy or write it before returning. Unless it `is_complete`, `on_barrier` gets the complete one later."""
 
     def on_barrier(self, state: LearnerState) -> None:
-        """Called after a checkpoint barrier within an epoch, with the state there; of learners that average in the
+        """Called after a checkpoint barrier within an epoch, with the state there; for learners that average in the
         background also after an epoch. `state` shares memory with the learner, as in `on_epoch`."""

@@ -1,4 +1,4 @@
-"""What every learner does with its replica, on every engine, and the checks of what its strategy asks.
+"""The operations of every learner on its replica, on every engine, and checks of the strategy's requests.
 
 Without these checks gloo would abort the process on vectors of different sizes, and silently reinterpret different
 dtypes. Each raises `ProtocolError`.
@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
-    """What all learners do with their replica, on every engine. To its strategy a learner is also the objects that it
-    has: their methods share its state."""
+    """The operations of all learners on their replica, on every engine. A learner is also its own `optimizer`,
+    `background` and `shards`: their methods share its state."""
 
     rank: int = 0
     world: int = 1
@@ -31,11 +31,11 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
     replica: Replica
     statistics: Statistics
     gradient_version = 0
-    """The version of the weights at which the newest gradient is taken."""
+    """Version of the weights at which the newest gradient is computed."""
     is_averaged = False
     """Whether a mean of the newest gradient has begun."""
     most_not_finite: int
-    """How many gradients in a row that are not finite end the run."""
+    """Number of consecutive non-finite gradients that ends the run."""
 
     @property
     def weights(self) -> Tensor:
@@ -67,7 +67,7 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
         return gradient if is_finite else None
 
     def count_finite(self, is_finite: bool) -> None:
-        """Count gradients that are not finite, which are skipped. Raises NonFiniteError after many in a row."""
+        """Count non-finite gradients, which are skipped. Raises NonFiniteError after many in a row."""
         statistics = self.statistics
         statistics.num_not_finite += not is_finite
         statistics.not_finite_in_a_row = 0 if is_finite else statistics.not_finite_in_a_row + 1
@@ -96,7 +96,7 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
     # checks of what the strategy asks
 
     def check_peer(self, peer: int) -> None:
-        """Check that there is a learner `peer`."""
+        """Raise ProtocolError unless there is a learner `peer`."""
         if not 0 <= peer < self.world:
             raise ProtocolError(f"learner {self.rank} cannot exchange with learner {peer} among {self.world} learners")
 

@@ -74,7 +74,7 @@ class Lookahead:
 
 
 _Timed = tuple[Loaded, float]
-"""A loaded mini-batch with its ticket, and the seconds that loading took."""
+"""Loaded mini-batch with its ticket, and the seconds that loading took."""
 
 
 class _ByTicket(Dataset[_Timed | None]):
@@ -99,7 +99,7 @@ def _unchanged(loaded: Any) -> Any:  # as `collate_fn`: torch's default would co
 
 def _initialize_process(learner: int, ignores_signals: bool, worker: int) -> None:
     """Make a loading process exit after its learner, which may be gone already, as starting a process takes seconds.
-    With `ignores_signals`, a SIGTERM or SIGINT does not end it before.
+    With `ignores_signals`, a SIGTERM or SIGINT does not end it earlier.
 
     Small CPU tensors are pickled instead of passed in shared memory, which needs several messages per tensor: with few
     cores that takes ten times as long as a copy of up to `_MAX_COPIED_BYTES`.
@@ -152,7 +152,7 @@ class Loader(AbstractContextManager["Loader"]):
 
     def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool = False) -> None:
         self.is_ahead = False
-        """Whether all loading processes have started, or starting them failed: then `load` raises the error."""
+        """Whether all loading processes have started, or their start has failed: then `load` raises the error."""
         self._workload, self._num_workers = workload, num_workers
         self._prefetched = _PREFETCH_FACTOR * num_workers
         self._requested: SimpleQueue[Any] = SimpleQueue()  # tickets, padding, and at last _END
@@ -183,7 +183,7 @@ class Loader(AbstractContextManager["Loader"]):
 
     @property
     def load_seconds(self) -> float:
-        """How long a process takes to load a mini-batch: the maximum over recent ones."""
+        """The time in which a process loads a mini-batch: the maximum over recent ones."""
         return max(self._seconds)
 
     def load(self, tickets: Iterable[Ticket], num_ahead: Callable[[], int] = lambda: sys.maxsize) -> Iterator[Loaded]:

@@ -18,11 +18,11 @@ class Membership:
     """The learners of a run from one change to the next."""
 
     number: int
-    """The generation; the first membership of a run is 0."""
+    """Generation of the membership; the first membership of a run is 0."""
     members: tuple[int, ...]
-    """The learners' names. A learner's name never changes; its rank is its index in this tuple."""
+    """Names of the learners. A learner's name never changes; its rank is its index in this tuple."""
     reason: str = ""
-    """What changed, for messages."""
+    """Reason for the membership change, for messages."""
 
     @property
     def key(self) -> str:
@@ -31,7 +31,8 @@ class Membership:
 
 
 Stage = Literal["ready", "arrived", "entered"]
-"""How far a learner has come: ready to join, about to connect to the members of a membership, or connected to them."""
+"""Stage of a learner on its way into a membership: ready to join, about to connect to the members, or connected to
+them."""
 _NONE = Membership(-1, ())
 
 
@@ -65,9 +66,9 @@ class MembershipFeed:
         self.report = report
         """Reports a stage of this learner, and the number of the membership."""
         self.latest = first or _NONE
-        """The newest membership."""
+        """Newest membership."""
         self.error: BaseException | None = None
-        """Why this learner hears of no further memberships."""
+        """Error after which this learner hears of no further memberships."""
         self._changed = threading.Condition()
         self._on_end: list[Callable[[BaseException], None]] = []
 
@@ -88,7 +89,7 @@ class MembershipFeed:
             self._tell(MembershipChanged(membership))
 
     def fail(self, error: BaseException) -> None:
-        """End what this learner does with `error`, or with that of an earlier call: no further membership will be
+        """End this learner's work with `error`, or with the error of an earlier call: no further membership will be
         announced. May be called by any thread."""
         with self._changed:
             self.error = self.error or error
@@ -114,8 +115,8 @@ class MembershipFeed:
 
     @contextmanager
     def telling(self, membership: Membership, on_end: Callable[[BaseException], None]) -> Generator[None, None, None]:
-        """Within this context, call `on_end` with what `check` raises as soon as it does, from any thread; the inner
-        one of several contexts first."""
+        """A context in which `on_end` is called with the error that `check` raises, as soon as it does, from any
+        thread; the inner one of several contexts first."""
         with self._changed:
             self._on_end.append(on_end)
             if (why := self._end_of(membership)) is not None:
@@ -139,11 +140,11 @@ class MembershipObserver:
     """Follows membership changes, in each learner; this one ignores them."""
 
     def pause(self) -> None:
-        """This learner leaves a membership: finish or drop all pending work for it before returning."""
+        """Finish or drop all pending work for a membership before returning: this learner leaves it."""
 
     def begin(self, membership: Membership, position: Position, is_first: bool, /) -> None:
-        """A membership begins at `position`. `is_first` is true on exactly one learner, which is called before the
-        others continue."""
+        """Prepare for a membership that begins at `position`. `is_first` is true on exactly one learner, which is
+        called before the others continue."""
 
     def end(self) -> None:
-        """The run has ended. Complete everything that other learners rely on before returning."""
+        """Complete everything on which other learners rely before returning: the run has ended."""

@@ -1,4 +1,4 @@
-"""One learner's averaging rounds: when it opens the next one, and whether its background keeps up."""
+"""One learner's averaging rounds: the times at which it opens rounds, and a check that its background keeps up."""
 
 import threading
 from collections.abc import Callable
@@ -7,22 +7,23 @@ from typing import Protocol
 from starling.training.cuts import Cuts
 
 ENOUGH_GRADIENTS = 100
-"""Below this number of gradients a learner's rate of rounds is not checked."""
+"""Number of gradients below which a learner's rate of rounds is not checked."""
 FEW_ROUNDS = 0.4
-"""A learner warns if it made less than this fraction of the rounds that its period specifies. With the default
-`max_lag` the fraction stays above 0.5."""
+"""Fraction of the rounds that its period specifies below which a learner warns. With the default `max_lag` the fraction
+stays above 0.5."""
 
 
 class Board(Protocol):
-    """Which rounds have opened, and which is the last, for all learners of a membership."""
+    """The board of a membership: which rounds have opened, and which is the last, for all learners."""
 
     def open(self, number: int, is_behind: bool, /) -> bool | None:
         """Open a round for all learners. `is_behind` is true if the background calls. Several learners may open the
-        same round. False if it never will: the rounds have ended; None: the board does not say."""
+        same round. Returns False if it will never open, because the rounds have ended, and None if the board does not
+        know."""
 
     def finish(self, first_unopened: int, /) -> None:
-        """A learner opens no more rounds. The last one ends the rounds: the first unopened round from `first_unopened`
-        on will never open."""
+        """Note that a learner opens no more rounds. The last learner ends the rounds: the first unopened round from
+        `first_unopened` on will never open."""
 
 
 class Rounds:
@@ -40,7 +41,7 @@ class Rounds:
     def __init__(self, board: Board) -> None:
         self._board = board
         self.cuts: Cuts | None = None
-        """The states of this learner that wait for rounds, if it saves any."""
+        """States of this learner that wait for rounds, if it saves any."""
         self._lock = threading.Lock()
         self._period = 1.0
         self._num_gradients = self._num_rounds = 0
@@ -64,8 +65,8 @@ class Rounds:
                 self._is_due = True
 
     def begin(self, period: float) -> tuple[int, bool | None]:
-        """The background has completed its round. Returns the number of the next one, for which it then waits, and
-        whether it will open, if that is known."""
+        """Note that the background has completed its round. Returns the number of the next round, for which it then
+        waits, and whether that round will open, if this is known."""
         if self.cuts is not None:
             self.cuts.completed(self._next)
         with self._lock:
@@ -78,7 +79,8 @@ class Rounds:
             return number, self._board.open(number, True)
 
     def enter(self, number: int, is_open: bool) -> int | None:
-        """The background enters a round that has opened. Returns its number; None if it will never open."""
+        """Note that the background enters a round that has opened. Returns its number, or None if it will never
+        open."""
         with self._lock:
             self._waiting = None
             if not is_open:
@@ -92,8 +94,8 @@ class Rounds:
         return number
 
     def keeps_up(self, most: float, tell: Callable[[], object]) -> bool:
-        """Called by the foreground: whether the learner is less than `most` gradients ahead of the last round that its
-        background completed. Otherwise `tell` is called as soon as it is."""
+        """Whether the learner is less than `most` gradients ahead of the last round that its background completed;
+        otherwise `tell` is called as soon as it is. Called by the foreground."""
         with self._lock:
             if self._lags(most):
                 self._kept_up = most, tell
@@ -113,11 +115,11 @@ class Rounds:
 
     @property
     def _most(self) -> float:
-        """The bound of credit and debt: the credit of one gradient, but at least one round."""
+        """Bound of credit and debt: the credit of one gradient, but at least one round."""
         return max(1.0, 1.0 / self._period)
 
     def complaint(self) -> str | None:
-        """A warning with its remedy if there were far fewer rounds than the period specifies; otherwise None."""
+        """A warning with its remedy if there were far fewer rounds than the period specifies; None otherwise."""
         gradients, rounds = self._num_gradients, self._num_rounds
         if gradients < ENOUGH_GRADIENTS or rounds * self._period >= FEW_ROUNDS * gradients:
             return None
@@ -128,7 +130,7 @@ class Rounds:
         )
 
     def finish(self) -> None:
-        """Called by the foreground after its last gradient."""
+        """Finish the rounds of this learner. Called by the foreground after its last gradient."""
         with self._lock:
             self._is_finished = True
             self._waiting = None

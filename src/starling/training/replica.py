@@ -14,7 +14,7 @@ from starling.training.flat import split, split_gradient
 from starling.training.streams import lock_for
 
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
-"""Sums and averages of squares. Adding a delta computed from an older value could make them negative."""
+"""Names of sums and averages of squares. Adding a delta computed from an older value could make them negative."""
 
 
 class Replica:
@@ -41,20 +41,20 @@ class Replica:
         self.gradients = gradients
         self._workspace = gradients if workspace is None else workspace
         self.parameters = parameters
-        """The trainable parameters, in the order of the weights."""
+        """Trainable parameters, in the order of the weights."""
         self._clip_norm = clip_norm
         self._sum_over_island = sum_over_island
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer(parameters)
         self.fast_step: Callable[[], object] | None = None
-        """What an engine calls in place of the optimizer's `step`, because it does the same in less time."""
+        """Function that an engine calls in place of the optimizer's `step`, because it does the same in less time."""
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
         self.strategy_state: dict[str, Tensor] = {}
-        """What the strategy keeps between its steps, by name."""
+        """Tensors that the strategy keeps between its steps, by name."""
         self._for_rounds: list[list[Tensor]] = []
         self.sometimes_unused: set[int] = set()
-        """The numbers of parameters that had no gradient in at least one of this learner's mini-batches. Only these can
+        """Numbers of the parameters that had no gradient in at least one of this learner's mini-batches. Only these can
         lack a gradient in a mean over learners."""
         self._lock = lock_for(weights.device)
 
@@ -116,7 +116,8 @@ class Replica:
         return float(self.optimizer.param_groups[0]["lr"]) / self._peaks[0] if self._peaks[0] else 0.0
 
     def apply(self, delta: Tensor, piece: slice | None = None, in_round: bool = False) -> None:
-        """See `Learner.apply`. What an averaging round changes is added to the copies for rounds, too."""
+        """Add a change to the weights; see `Learner.apply`. A change of an averaging round is also added to the copies
+        for rounds."""
         with self._lock:
             for copies in self._for_rounds if in_round else ():
                 self._add(copies, delta, piece)
@@ -135,15 +136,15 @@ class Replica:
             changed.clamp_(min=0.0)
 
     def copy_for_rounds(self) -> list[Tensor]:
-        """Copies of the weights and of what is averaged of the optimizer's state, in host memory. Until
-        `end_copy_for_rounds`, whatever an averaging round changes is added to them."""
+        """Copies of the weights and of the averaged state of the optimizer, in host memory. Until
+        `end_copy_for_rounds`, all changes by averaging rounds are added to them."""
         with self._lock:
             copies = [vector.detach().to("cpu", copy=True) for vector in self._vectors]
             self._for_rounds.append(copies)
         return copies
 
     def end_copy_for_rounds(self, copies: list[Tensor], state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add no more to these copies. Returns the optimizer's `state_dict` with what they have of it."""
+        """Add no more to these copies. Returns the optimizer's `state_dict` with their averaged state."""
         with self._lock:
             self._for_rounds = [each for each in self._for_rounds if each is not copies]
         if len(copies) == 1 or self._memory is None:
@@ -187,7 +188,7 @@ class Replica:
         ]
 
     def reset_optimizer(self) -> None:
-        """Forget all that the optimizer keeps between its steps."""
+        """Forget everything that the optimizer keeps between its steps."""
         with self._lock:
             self.optimizer.state.clear()
 
@@ -198,7 +199,7 @@ class Replica:
         self.strategy_state = {name: each.clone() for name, each in strategy.items()}
 
     def state_of_strategy(self, name: str, initial: Tensor) -> Tensor:
-        """See `Learner.strategy_state`."""
+        """The tensor that a strategy keeps under a name; see `Learner.strategy_state`."""
         kept = self.strategy_state.get(name)
         if kept is None or kept.shape != initial.shape:
             kept = initial.detach().clone()
@@ -206,7 +207,7 @@ class Replica:
         return kept
 
     def _at(self, piece: slice | None) -> Tensor:
-        """A view of a piece of the weights or of the optimizer's averaged state; None: all weights."""
+        """A view of a piece of the weights or of the optimizer's averaged state; None means all weights."""
         if piece is None:
             return self.weights
         number, start = divmod(piece.start, self._size)
@@ -250,7 +251,8 @@ class OptimizerMemory:
             optimizer.state[parameter][name] = view
 
     def take_back(self) -> None:
-        """Take what `load_state_dict` has put in the place of the views, which are the optimizer's state again."""
+        """Copy the tensors that `load_state_dict` has put in place of the views to the views, which become the
+        optimizer's state again."""
         for parameter, name, view in self._views:
             state = self._optimizer.state[parameter]
             found = state.get(name)
@@ -263,7 +265,7 @@ class OptimizerMemory:
             state[name] = view
 
     def with_vectors(self, state_dict: dict[str, Any], vectors: Sequence[Tensor]) -> dict[str, Any]:
-        """A copy of the optimizer's `state_dict` whose numbers per weight are those of other vectors."""
+        """A copy of the optimizer's `state_dict` whose numbers per weight come from other vectors."""
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         place = {id(parameter): number for number, parameter in enumerate(order)}
         state = {number: dict(values) for number, values in state_dict["state"].items()}

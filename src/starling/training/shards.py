@@ -19,26 +19,27 @@ from starling.training.learner import ReplicaLearner
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 STEP_PASSES = 7
-"""Memory passes of an Adam step, each of the shard's size: read the gradient; read and write weights and both
+"""Number of memory passes of an Adam step, each of the shard's size: read the gradient; read and write weights and both
 moments."""
 
 SetRates = Callable[[Optimizer, Sequence[float], Tensor, float], None]
 """Sets the learning rates of a shard's optimizer, from its peak rates, the step metadata and a scale. Without peak
-rates they are constant."""
+rates, the learning rates are constant."""
 
 
 @runtime_checkable
 class Forkable(Protocol):
-    """A shard's optimizer that can continue on a copy of the shard, of which some steps are left out."""
+    """A shard's optimizer that can continue on a copy of the shard without some of the steps."""
 
     def fork(self, parameters: list[nn.Parameter]) -> Self:
         """An optimizer for the copy, with a copy of this one's state."""
 
     def step_as(self, other: Self) -> None:
-        """Make a step with the gradients of the copy, as `other`, the shard's own optimizer, has made it."""
+        """Make a step with the gradients of the copy, in the same way as `other`, the shard's own optimizer, has made
+        it."""
 
     def catch_up(self, other: Self) -> None:
-        """The copy makes no more steps: take over what must be as in `other` whatever has been left out."""
+        """End the steps of the copy: take over the state of `other` that is independent of left-out steps."""
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, in the form of any optimizer's `state_dict`."""
@@ -77,7 +78,7 @@ class HeldShards:
             shard.fork(portion)
 
     def with_forks(self, state: LearnerState, portion: int) -> LearnerState:
-        """A state at that barrier with the copies, which end."""
+        """A state at that barrier with the copies of the shards, whose forks end."""
         shards = tuple(shard.end_fork(portion) or saved for shard, saved in zip(self.held, state.shards, strict=True))
         for shard in shards:
             state.weights[shard.start : shard.stop] = shard.weights
@@ -91,7 +92,8 @@ class HeldShards:
         index: int,
         make_optimizer: MakeOptimizer | None = None,
     ) -> Shard:
-        """Raises `ConfigError` for an empty piece or one outside the model's weights."""
+        """Hold a piece of the weights as a shard. Raises `ConfigError` for an empty piece or one outside the model's
+        weights."""
         rank, size, place = self.host.rank, len(self.host.replica.weights), (piece.start, piece.stop)
         if not 0 <= piece.start < piece.stop <= size:
             raise ConfigError(
@@ -112,8 +114,8 @@ class HeldShards:
 class HeldShard(Shard):
     """A shard in this process's memory, perhaps shared with other processes.
 
-    `weights` `[n]` is that memory. `counts` `[L]` counts the steps of each learner that changes it, at index `place`
-    those of this learner. Each learner has its own optimizer, so shared memory needs no common lock.
+    `weights` `[n]` is that memory. `counts` `[L]` counts the steps of each learner that changes it; this learner's
+    count is at index `place`. Each learner has its own optimizer, so shared memory needs no common lock.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class HeldShard(Shard):
             self._forks[portion] = _Fork(weights, parts, self.optimizer.fork(parts))
 
     def end_fork(self, portion: int) -> ShardState | None:
-        """The copy of that barrier, which makes no more steps; None: the shard cannot fork."""
+        """The copy at that barrier, which makes no more steps; None if the shard cannot fork."""
         with self._lock:
             if (fork := self._forks.pop(portion, None)) is None:
                 return None
@@ -207,7 +209,7 @@ class _Fork(NamedTuple):
 
 @contextmanager
 def _gradients(parts: Sequence[nn.Parameter], gradient: Tensor) -> Generator[None, None, None]:
-    """Within this context the parts of a shard have their parts of a gradient `[n]`."""
+    """A context in which the parts of a shard have their parts of a gradient `[n]`."""
     for part, own in zip(parts, split_gradient(gradient, parts), strict=True):
         part.grad = own
     yield

@@ -13,9 +13,9 @@ from starling.strategies.islands import Island
 
 Seconds = float
 BatchShares = Mapping[int, int] | Literal["auto"]
-"""By learner; 1 unless given. auto: measured when a run begins."""
+"""Number of mini-batches in each learner's gradient, by learner; 1 unless given. auto: measured when a run begins."""
 MOST_OF_SLOWEST, MOST = 3, 16
-"""The largest share of the slowest learner, and of any."""
+"""Largest share of the slowest learner, and of any."""
 TOLERANCE, LEAST_GAIN = 1.1, 1.1
 """Speeds within 10 % count as equal, and shares that gain less than 10 % are not worth larger steps."""
 
@@ -33,9 +33,9 @@ class Pause(Config):
     """Makes a learner pause once."""
 
     learner: Rank
-    """The learner that pauses."""
+    """Learner that pauses."""
     after: int = Field(ge=1)
-    """Gradients of this learner before the pause; counting restarts on resume."""
+    """Number of gradients of this learner before the pause; counting restarts on resume."""
     seconds: float = Field(gt=0.0)
     """Length of the pause."""
 
@@ -44,9 +44,9 @@ class Stragglers(Config):
     """Learners that are slowed down on purpose: the `processes` engine sleeps, `virtual` advances its clock."""
 
     slow: dict[Rank, Factor] = Field(default_factory=dict)
-    """By learner, the factor by which its gradients take longer, such as {0: 10x}."""
+    """Factors by which the gradients of learners take longer, such as {0: 10x}."""
     jitter: float = Field(default=0.0, ge=0.0)
-    """Each gradient is delayed by a random fraction of its time, exponentially distributed with this mean."""
+    """Mean of the random fraction of its time, exponentially distributed, by which each gradient is delayed."""
     pauses: tuple[Pause, ...] = ()
     """Learners that pause once each."""
 
@@ -74,7 +74,7 @@ class Delays:
 
 
 def shares_problem(shares: BatchShares, strategy: Strategy, options: Config, world: int, island: Island) -> str | None:
-    """Why `world` learners cannot have these batch shares; None if they can."""
+    """The reason why `world` learners cannot have these batch shares; None if they can."""
     if not shares:
         return None
     if shares != "auto" and min(shares.values()) < 1:
@@ -93,8 +93,8 @@ def shares_problem(shares: BatchShares, strategy: Strategy, options: Config, wor
 def shares_for(seconds: Sequence[Seconds]) -> tuple[int, ...]:
     """The batch shares of learners that need so many `seconds` for a mini-batch.
 
-    A step takes max_l s_l t_l seconds and sum_l s_l mini-batches. Of the shares that fit into one, two or three
-    mini-batches of the slowest learner, the first whose mini-batches per second are within 5 % of the best.
+    A step takes max_l s_l t_l seconds and sum_l s_l mini-batches. Among the shares that fit into one, two or three
+    mini-batches of the slowest learner, the first whose mini-batches per second are within 5 % of the best is chosen.
 
     Example:
         >>> shares_for([0.1, 0.1, 0.2])

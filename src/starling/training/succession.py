@@ -1,4 +1,4 @@
-"""How a run continues after a membership change: with which learners, at which position, and from whose state."""
+"""The continuation of a run after a membership change: with which learners, at which position, and from whose state."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -27,26 +27,26 @@ class Past:
     """A learner's progress before a new membership."""
 
     membership: int | None = None
-    """The number of the last membership in which it trained; None: it is new and has no state."""
+    """Number of the last membership in which the learner trained; None if it is new and has no state."""
     num_done: int = 0
-    """The number of mini-batches it completed in that membership."""
+    """Number of mini-batches that the learner completed in that membership."""
     minutes: float = 0.0
     """Training time so far."""
     counted: int = 0
-    """The sum of its strategy's common counts."""
+    """Sum of the strategy's common counts."""
 
 
 @dataclass(kw_only=True)
 class Life:
-    """What one learner keeps from one membership to the next."""
+    """The state that one learner keeps from one membership to the next."""
 
     name: int
     delays: Delays
     """Injected delays."""
     faults: Iterator[Sequence[Kill | Pause | NotFinite]]
-    """The injected faults at each of its mini-batches."""
+    """Injected faults at each of the learner's mini-batches."""
     state: LearnerState | None = None
-    """Its state at the end of the last membership, or from a checkpoint; None: no state yet."""
+    """State of the learner at the end of the last membership, or from a checkpoint; None if it has none yet."""
     past: Past = field(default_factory=Past)
     statistics: Statistics = field(default_factory=Statistics)
 
@@ -63,25 +63,25 @@ class Life:
 
 @dataclass(frozen=True)
 class MembershipStart:
-    """Where a membership begins, and which learners copy another's state."""
+    """The beginning of a membership: its position, and which learners copy another's state."""
 
     world: int
     position: Position
     minutes: float
     """Training time so far, the same for all learners."""
     source: int | None = None
-    """The rank whose state the `takers` copy, and whose strategy state all copy; or the first rank of an island, whose
-    ranks give theirs to those with the same shard. None: each learner continues from its own."""
+    """Rank whose state the `takers` copy, and whose strategy state all copy; or the first rank of an island, whose
+    ranks give their states to those with the same shard. None if each learner continues from its own."""
     takers: tuple[int, ...] = ()
-    """The ranks that copy the state of `source`."""
+    """Ranks that copy the state of `source`."""
     shares: tuple[int, ...] = ()
-    """The batch shares, by rank; empty: one mini-batch for each learner."""
+    """Batch shares, by rank; if empty, each learner has one mini-batch."""
     measured: tuple[tuple[int, int], ...] = ()
-    """The name and the batch share of each learner whose speed was measured when the run began."""
+    """Name and batch share of each learner whose speed was measured when the run began."""
 
     def with_shares(self, job: Job, names: Sequence[int], seconds: Sequence[float] | None = None) -> "MembershipStart":
-        """The plan with the batch shares of the learners with these names, by rank. `seconds` are what a mini-batch of
-        each takes, where they have been measured."""
+        """The plan with the batch shares of the learners with these names, by rank. `seconds` are the times of a
+        mini-batch of each learner, if they have been measured."""
         measured = self.measured if seconds is None else tuple(zip(names, shares_for(seconds), strict=True))
         given = dict(measured) if job.batch_shares == "auto" else job.batch_shares
         shares = tuple(given.get(name, 1) for name in names) if given else ()
@@ -110,7 +110,7 @@ class MembershipStart:
         )
 
     def with_source(self, rank: int, own: LearnerState, source: LearnerState) -> LearnerState:
-        """The state of learner `rank` with what it copies of the state of its `source`."""
+        """The state of learner `rank` with the parts that it copies from the state of its `source`."""
         state = own.with_strategy_of(source)
         if rank not in self.takers:
             return state
@@ -190,20 +190,20 @@ def plan_after(
 
 
 def _past_of_island(ranks: Sequence[Past]) -> Past:
-    """The past of the model that these ranks hold: that of a joiner if not all of them have made the same steps."""
+    """The past of the model that these ranks hold: that of a joiner unless all of them have made the same steps."""
     pasts = {(each.membership, each.num_done) for each in ranks}
     return ranks[0] if len(pasts) == 1 else Past()
 
 
 def must_begin_equal(job: Job, start: LearnerState | None) -> bool:
-    """Whether learners that begin with such a state, or with none, must all have the same weights."""
+    """Whether learners that begin with state `start`, or with none, must all have the same weights."""
     kept = {} if start is None else start.strategy
     return job.strategy.begins_equal(job.options, has_common(kept))
 
 
 def sketch(weights: Tensor) -> list[float]:
     """Numbers by which learners compare their weights `[P]` without sending them: the norm, and sums of every 64th
-    weight. Rounding changes them little, other weights much."""
+    weight. Rounding changes them little, a difference in weights changes them much."""
     sums = torch.stack([weights[first::_NUM_SUMS].sum(dtype=torch.float64) for first in range(_NUM_SUMS)])
     return [float(torch.linalg.vector_norm(weights, dtype=torch.float64)), *sums.tolist()]
 

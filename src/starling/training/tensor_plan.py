@@ -1,7 +1,7 @@
-"""The plan by which tensor parallelism cuts a model: the model declares it as `tensor_plan`.
+"""The plan by which tensor parallelism cuts a model, which the model declares as `tensor_plan`.
 
-A plan is what torch's `parallelize_module` takes: names of modules, with wildcards, and how each is cut. `tensor_plan`
-is such a mapping, or a method that returns it.
+A plan has the form that torch's `parallelize_module` takes: names of modules, with wildcards, and how each is cut.
+`tensor_plan` is such a mapping, or a method that returns it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def tensor_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
-    """How a model is cut. Raises ConfigError if it does not say so, or names modules that it does not have."""
+    """The plan by which a model is cut. Raises ConfigError if the model declares none, or names modules that it does
+    not have."""
     declared = getattr(model, "tensor_plan", None)
     plan = declared() if callable(declared) else declared
     if not isinstance(plan, Mapping) or not plan:
@@ -63,7 +64,7 @@ def cut_dims(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def _cut_modules(model: nn.Module) -> Iterator[tuple[nn.Module, "ParallelStyle"]]:
-    """The modules that a model's plan cuts by columns or rows, each with how."""
+    """The modules that a model's plan cuts by columns or rows, each with its style."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     for key, style in tensor_plan(model).items():
@@ -73,19 +74,19 @@ def _cut_modules(model: nn.Module) -> Iterator[tuple[nn.Module, "ParallelStyle"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the ranks of an island send each other for one mini-batch, in bytes of whole tensors."""
+    """The messages that the ranks of an island send each other for one mini-batch, in bytes of whole tensors."""
 
     whole_bytes: int
-    """Parameters that are not cut, gathered before each gradient."""
+    """Size of the parameters that are not cut, which are gathered before each gradient."""
     gathers: tuple[int, ...]
-    """All-gathers of activations."""
+    """Sizes of the all-gathers of activations."""
     reductions: tuple[int, ...]
-    """All-reduces of activations, and in backward of gradients."""
+    """Sizes of the all-reduces of activations, and in backward of gradients."""
 
 
 def traffic_of(workload: Workload[Any]) -> Traffic:
-    """The traffic of a workload's first mini-batch: what the workload says itself (`traffic`), or from a forward pass.
-    Styles other than `ColwiseParallel` and `RowwiseParallel` are taken to send nothing."""
+    """The traffic of a workload's first mini-batch, as the workload itself states it (`traffic`), or from a forward
+    pass. Styles other than `ColwiseParallel` and `RowwiseParallel` are assumed to send nothing."""
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     if isinstance(said := getattr(workload, "traffic", None), Traffic):

@@ -1,7 +1,7 @@
-"""Which learner computes which mini-batch: the sequence of tickets, limited by the budget.
+"""The assignment of mini-batches to learners: the sequence of tickets, limited by the budget.
 
 The tickets of a run form one sequence: first those that an earlier run left outstanding, then the others in the order
-of the epochs. Sync groups claim portions: consecutive tickets, one for each learner of the group, or as many as its
+of the epochs. Sync groups claim portions of consecutive tickets, one for each learner of the group, or as many as its
 batch share, even across the end of an epoch. Under a synchronous strategy all learners form one sync group; under an
 asynchronous one each learner is its own.
 """
@@ -18,7 +18,7 @@ from starling.workload import Position, Ticket, Workload
 
 
 class TicketSequence:
-    """All tickets from the epoch of `start` on, by number (`Ticket.step`). A pure function of workload and `start`."""
+    """All tickets from the epoch of `start` on, by number (`Ticket.step`): a pure function of workload and `start`."""
 
     def __init__(self, workload: Workload[Any], start: Ticket) -> None:
         self._workload = workload
@@ -40,7 +40,8 @@ class TicketSequence:
         return Ticket(self._first_epoch + place, step - self._first_steps[place], step)
 
     def epochs_before(self, step: int) -> float:
-        """Passes over the data before ticket `step`. Epochs before that of `start` are assumed to be as long as it."""
+        """Passes over the data before ticket `step`. Epochs before the epoch of `start` are assumed to have the same
+        length."""
         if step < self._first_steps[0]:
             return self._first_epoch - (self._first_steps[0] - step) / self.num_batches(self._first_epoch)
         place = self._place(step)
@@ -48,7 +49,7 @@ class TicketSequence:
         return self._first_epoch + place + (step - first) / (following - first)
 
     def _place(self, step: int) -> int:
-        """How many epochs after the first one a ticket's epoch comes."""
+        """The number of epochs from the first one to a ticket's epoch."""
         while step >= self._first_steps[-1]:
             size = self.num_batches(self._first_epoch + len(self._first_steps) - 1)
             self._first_steps.append(self._first_steps[-1] + size)
@@ -58,7 +59,7 @@ class TicketSequence:
 def position_after(start: Position, workload: Workload[Any], done: "DoneTickets") -> Position:
     """The position of a run that began at `start`, when these tickets are done.
 
-    It looks only at those after the first undone one: a membership may last for millions of tickets.
+    It looks only at tickets after the first undone one: a membership may last for millions of tickets.
     """
     sequence = TicketSequence(workload, start.next_ticket)
     handed_out = [*start.outstanding, *(sequence[step] for step in range(done.below, done.beyond))]
@@ -66,14 +67,15 @@ def position_after(start: Position, workload: Workload[Any], done: "DoneTickets"
 
 
 class DoneTickets:
-    """The numbers of the done tickets after a position. Memory is needed only for those after the first undone one."""
+    """The numbers of the done tickets after a position. Memory is needed only for tickets after the first undone
+    one."""
 
     def __init__(self, start: Position) -> None:
         self._start = start
         self._first = self.below = start.next_ticket.step  # all from `_first` to `below` - 1 are done
-        """The first ticket after the position that is not done."""
+        """First ticket after the position that is not done."""
         self.others: set[int] = set()
-        """The done tickets that are stored individually."""
+        """Done tickets that are stored individually."""
 
     def add(self, step: int) -> None:
         """Record that ticket `step` is done."""
@@ -95,7 +97,7 @@ class DoneTickets:
 
     @property
     def beyond(self) -> int:
-        """The first ticket after the position that is not done, nor any after it."""
+        """The first ticket after the position such that neither it nor any later one is done."""
         return max([self.below, *(step + 1 for step in self.others)])
 
     def __contains__(self, step: object) -> bool:
@@ -103,9 +105,9 @@ class DoneTickets:
 
 
 class SyncGroupTickets:
-    """The tickets of a run in portions, for each learner of a sync group as many as its share: one unless given.
-    Learners that compute each mini-batch together have the same tickets; one that simulates the ranks of an island has
-    a ticket for each of them.
+    """The tickets of a run in portions. A portion has as many tickets for each learner of a sync group as its share:
+    one unless given. Learners that compute each mini-batch together have the same tickets; a learner that simulates the
+    ranks of an island has a ticket for each of them.
 
     The budget in steps and epochs is checked before each portion, so that a sync group ends together without
     communication, after a whole portion. A budget in minutes is checked elsewhere, on the engine's clock.
@@ -124,14 +126,14 @@ class SyncGroupTickets:
         self.sequence = TicketSequence(workload, start.next_ticket)
         self.ranks_per_learner = ranks_per_learner
         self.shares = tuple(shares) or (ranks_per_learner,) * sync_group_size
-        """The tickets of each member of the sync group in a portion."""
+        """Number of tickets of each member of the sync group in a portion."""
         self._start, self._num_done_before = start, start.num_done
         self._budget, self._num_parts, self._learners_per_ticket = budget, workload.num_parts, learners_per_ticket
         groups = [range(*each) for each in pairwise(accumulate(self.shares[::learners_per_ticket], initial=0))]
         self.places = [groups[member // learners_per_ticket] for member in range(sync_group_size)]
-        """The places of each member's tickets in each portion."""
+        """Places of each member's tickets in each portion."""
         self.portion_size = groups[-1].stop
-        """The tickets of a portion."""
+        """Number of tickets in a portion."""
         self._outstanding_at = {ticket.step: place for place, ticket in enumerate(start.outstanding)}
         self._end: int | None = None
 
@@ -140,7 +142,7 @@ class SyncGroupTickets:
         self._end = number
 
     def weight(self, member: int) -> float:
-        """What a member's tickets count for where each ticket counts alike: 1 on average over the members."""
+        """The weight of a member's tickets if each ticket counts alike: 1 on average over the members."""
         return len(self.shares) * self.shares[member] / sum(self.shares)
 
     def tickets(self, number: int, member: int) -> tuple[Ticket, ...]:
@@ -148,7 +150,8 @@ class SyncGroupTickets:
         return tuple(self._ticket_at(number * self.portion_size + place) for place in self.places[member])
 
     def parts(self, learner: int) -> list[int]:
-        """The part of divided data from which each ticket of a learner in a portion is: its own, or each rank's own."""
+        """The part of divided data from which each of a learner's tickets in a portion comes: the learner's own, or
+        each rank's own."""
         first = learner // self._learners_per_ticket * self.ranks_per_learner
         return [(first + place % self.ranks_per_learner) % self._num_parts for place in range(max(self.shares))]
 
@@ -216,7 +219,7 @@ class SyncGroupTickets:
                 yield from self.tickets(number, member)
 
     def handed_out(self, num_drawn: int) -> int:
-        """How many of the first `num_drawn` portions are within the budget."""
+        """The number of portions among the first `num_drawn` that are within the budget."""
         while num_drawn > 0 and self.is_beyond(num_drawn - 1):
             num_drawn -= 1
         return num_drawn
@@ -228,7 +231,7 @@ class Barrier:
 
     number: int
     ended: tuple[int, ...] = ()
-    """The epochs that end at this barrier."""
+    """Epochs that end at this barrier."""
 
 
 class Barriers:
@@ -247,14 +250,14 @@ class Barriers:
         self._agreed: set[int] = set()
         self._next = 0  # the first portion not yet examined
         self.epoch = tickets.ticket(0).epoch
-        """The first epoch that has not ended at a barrier."""
+        """First epoch that has not ended at a barrier."""
 
     def add(self, number: int) -> None:
         """Add a barrier before portion `number`, which no learner has claimed. May be called by any thread."""
         self._agreed.add(number)
 
     def end_at(self, number: int) -> None:
-        """The run ends before portion `number`: drop an agreed barrier there."""
+        """End the run before portion `number`: drop an agreed barrier there."""
         self._agreed.discard(number)
 
     def until(self, number: int) -> Iterator[Barrier]:
@@ -280,5 +283,5 @@ class Barriers:
         return min([*agreed, *numbers[first : first + 1]], default=None)
 
     def _periods_before(self, number: int) -> int:
-        """How many whole multiples of `every` mini-batches precede a portion."""
+        """The number of whole multiples of `every` mini-batches before a portion."""
         return 0 if self._every is None else self._tickets.num_before(number) // self._every

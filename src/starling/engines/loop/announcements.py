@@ -1,11 +1,12 @@
-"""Announcements between learners with users' loops: which have finished or failed, and requests for a consensus.
+"""Announcements between learners with users' loops: which learners have finished or failed, and requests for a
+consensus.
 
 Announcements are numbered keys in the store, the same sequence for all learners. In each learner a thread waits for the
 next one, without polling. So learners take part in a consensus while their loops compute, and all these threads end
 after the same announcement, unless the membership ends before that.
 
-A learner ends in stages. `ended`: its loop has made it; those that step together then agree on the last one.
-`finished`: its strategy needs no more gradients; once all have finished, the strategies run to their ends.
+A learner ends in stages. `ended`: its loop has made its last step; learners that step together then agree on the last
+one. `finished`: its strategy needs no more gradients; once all have finished, the strategies run to their ends.
 `settled`: its weights are final; once all have settled, the final consensus follows, if a learner wants it. `closed`:
 it no longer needs the others.
 """
@@ -30,9 +31,10 @@ from starling.engines.processes.handshake import Peers
 from starling.errors import ProtocolError
 
 _ROUNDING = 1e-4
-"""How far equal replicas may be apart, relative to the norm of their weights: what different processors round."""
+"""Largest distance between equal replicas, relative to the norm of their weights, that rounding on different processors
+explains."""
 UNEQUAL = "unequal"
-"""The key, and the announcement, of why learners that must make equal numbers of steps cannot end together."""
+"""Key, and announcement, that tells why learners that must make equal numbers of steps cannot end together."""
 
 
 class AnnouncementListener(threading.Thread):
@@ -56,18 +58,19 @@ class AnnouncementListener(threading.Thread):
         super().__init__(name=f"starling-announcements-{peers.rank}", daemon=True)
         # each of these holds, by rank, the words of the announcement with its name
         self.ended: dict[int, tuple[int, int]] = {}
-        """The number of steps of each rank whose loop has ended, and by how many it may be ahead of the others."""
+        """The number of steps of each rank whose loop has ended, and the number of steps by which it may be ahead of
+        the others."""
         self.ahead: dict[int, int] = {}
-        """The newest step of each rank that still makes some although another one has ended before it."""
+        """The newest step of each rank that still makes steps although another one has ended before it."""
         self.unequal: dict[int, str] = {}
-        """Why learners that must make equal numbers of steps cannot end together: the same text of all ranks."""
+        """Why learners that must make equal numbers of steps cannot end together: the same text for all ranks."""
         self.finished: dict[int, str] = {}
         """The ranks whose strategies need no more gradients."""
         self.settled: dict[int, int] = {}
         """The ranks whose weights are final, each with whether it wants the final consensus."""
         self.closed: dict[int, str] = {}
         self.failed: dict[int, tuple[bool, str]] = {}
-        """Whether each rank that failed did so because it had lost a peer, and its error."""
+        """For each rank that failed, whether it had lost a peer, and its error."""
         self.final: Future[Consensus | None] = Future()
         """The consensus of the final weights, once all have settled; None if no learner wants it."""
         self._store = peers.store
@@ -88,7 +91,8 @@ class AnnouncementListener(threading.Thread):
         return number
 
     def request(self) -> "Future[Consensus]":
-        """Request a consensus that includes this learner's steps so far; joins one under way that does."""
+        """Request a consensus that includes this learner's steps so far; if one that includes them is under way, join
+        it."""
         with self._lock:
             if self._under_way is not None and self._under_way[0] == self._run.num_steps:
                 return self._under_way[1]
@@ -145,8 +149,8 @@ class AnnouncementListener(threading.Thread):
             self._under_way = None
 
     def _agree(self, num_steps: float, mine: Tensor, own: Tensor) -> Consensus:
-        """The mean of all learners' contributions `mine`. `num_steps` are those in their weights `own`, or not a
-        number."""
+        """The mean of all learners' contributions `mine`. `num_steps` is the number of steps in this learner's weights
+        `own`, or NaN."""
         self._size = self._size or len(mine)
         if len(mine) != self._size:
             raise ProtocolError(

@@ -1,4 +1,5 @@
-"""The public API for a user's own PyTorch loop, and the hooks that make its optimizers' steps those of the learner."""
+"""The public API for a user's own PyTorch loop, and the hooks that turn its optimizers' steps into the learner's
+steps."""
 
 import atexit
 import hashlib
@@ -39,17 +40,17 @@ class LoopStats:
     """One learner's counters so far."""
 
     steps: int
-    """Calls of `step`, including those with a non-finite gradient."""
+    """Number of calls of `step`, including those with a non-finite gradient."""
     steps_skipped: int
-    """Non-finite gradients, which made no optimizer step."""
+    """Number of non-finite gradients, which made no optimizer step."""
     rounds: int
-    """Averaging rounds in its background."""
+    """Number of averaging rounds in the learner's background."""
     rounds_per_gradient: float
-    """Averaging rounds divided by steps."""
+    """Number of averaging rounds divided by the number of steps."""
     staleness: dict[int, int]
     """Number of gradients by staleness: the changes to the weights between reading them and applying the gradient."""
     bytes_sent: int
-    """Bytes that this learner has sent to others."""
+    """Number of bytes that this learner has sent to others."""
     seconds_computing: float
     """Time in the loop and the optimizer, without `consensus`."""
     seconds_waiting: float
@@ -64,14 +65,15 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
     Call `step()` in place of `optimizer.step()`. Evaluate and save within `with consensus():` during the loop and
     within `with consensus(final=True):` after it, and call `close()` at the end. As a context manager it closes itself,
     and notifies the others immediately if your loop fails. If another learner is lost, `step`, `consensus` and `close`
-    raise `PeerLost`, which names it. A process that ends without closing exits with code 1,
-    or 130 after Ctrl-C; after the final consensus it closes. Children that it forks are no learners.
+    raise `PeerLost`, which names it. A process that ends without closing exits with code 1, or 130 after Ctrl-C; after
+    the final consensus it closes. Its forked children are not learners.
     """
 
     learner_id: int
-    """This learner's permanent number: its RANK when it started. A restarted process takes that of a lost one."""
+    """This learner's permanent number: its RANK when it started. A restarted process takes the number of a lost
+    learner."""
     is_in_step: bool
-    """Whether all learners make their steps together, as under `allreduce`, and so equal numbers of them."""
+    """Whether all learners make their steps together, and therefore equal numbers of them, as under `allreduce`."""
 
     def __init__(
         self,
@@ -134,14 +136,14 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
     @property
     def num_steps(self) -> int:
         """The number of steps of the run. Without joiners, that is the number of calls of `step`. A process that joins
-        later begins with that of another learner; learners that step together have the same."""
+        later begins with another learner's number; learners that step together have the same number."""
         return self._run.num_steps
 
     def step(self, scaler: GradScaler | None = None, *, optimizer: Optimizer | None = None) -> None:
         """Make a step of the strategy with the gradients that `backward` computed.
 
-        If a list of optimizers has joined, all of them step; with `optimizer`, that one alone, and the gradients of
-        other parameters are left aside. Under a synchronous strategy, all learners step the same ones in turn.
+        If a list of optimizers has joined, all of them step; with `optimizer`, only that one steps, and the gradients
+        of other parameters are ignored. Under a synchronous strategy, all learners step the same optimizers in turn.
 
         With fp16, pass the `scaler` instead of calling `scaler.step(optimizer)`, and call `scaler.update()` afterwards
         as usual. Gradients are unscaled first, unless `scaler.unscale_(optimizer)` has done so; scales may differ
@@ -258,7 +260,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
 
     @property
     def _is_in_child(self) -> bool:
-        """Whether this process is a child that the learner's process has forked, whose learner this is not."""
+        """Whether this process is a forked child of the learner's process, and therefore not the learner."""
         return os.getpid() != self._process
 
     def _abandon(self, error: BaseException | None) -> None:
@@ -283,7 +285,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
 
     def _at_exit(self) -> None:
         """End a process whose learner has not closed: otherwise torch would wait for its process groups, and Python
-        would abort when one of their threads wakes up. One that has finished closes, as does an attached one."""
+        would abort when one of their threads wakes up. A learner that has finished closes, as does an attached one."""
         if self._is_in_child:
             return
         error, learner = getattr(sys, "last_value", None), self._life.learner
@@ -323,15 +325,15 @@ def _digest(model: nn.Module) -> str:
 class StepHooks:
     """Watches the steps of all optimizers, until it is removed.
 
-    A step that bypasses the learner is a `ProtocolError`: one of the learner's own optimizers, or of another that has
-    some of its parameters. Once the hooks are attached, each call of an own optimizer's `step` is a step of the
-    learner. That step calls `optimizer.step()` itself, with the gradient and at the weights that its strategy chooses.
-    So the call of the loop, which comes after the hook, gets a stand-in of the optimizer that has no parameters. Of
-    several optimizers, the learner steps with the one that is called.
+    A step that bypasses the learner is a `ProtocolError`, whether one of the learner's own optimizers makes it or
+    another optimizer that has some of its parameters. Once the hooks are attached, each call of an own optimizer's
+    `step` is a step of the learner. That step calls `optimizer.step()` itself, with the gradient and at the weights
+    that its strategy chooses. So the call of the loop, which comes after the hook, gets a stand-in of the optimizer
+    that has no parameters. Of several optimizers, the learner steps with the one that is called.
     """
 
     def __init__(self, replica: LoopReplica, learner: str) -> None:
-        """`learner` names it in errors."""
+        """Watch the optimizers of `replica`; `learner` names the learner in errors."""
         self.is_attached = False
         self._replica, self._learner = replica, learner
         self._optimizers = members_of(replica.optimizer)
@@ -352,7 +354,7 @@ class StepHooks:
             scaler.step = self._step_scaled  # type: ignore[method-assign]
 
     def detach(self) -> None:
-        """Leave the optimizers and the scaler to the loop again, as they were before `attach`."""
+        """Leave the optimizers and the scaler to the loop again, as before `attach`."""
         for handle in self._handles:
             handle.remove()
         if self._scaler is not None:
@@ -406,7 +408,7 @@ class StepHooks:
         return (_without_parameters(optimizer),), kwargs if closure is None else {**kwargs, "closure": lambda: loss}
 
     def _step_scaled(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """In place of `scaler.step`, which would skip the learner's step if this learner's gradient is not finite."""
+        """Replaces `scaler.step`, which would skip the learner's step if this learner's gradient is not finite."""
         if self._scaler is None or not any(optimizer is own for own in self._optimizers):
             return self._step_of_scaler(optimizer, *args, **kwargs)
         self._make_step(self._scaler, optimizer=optimizer)

@@ -36,7 +36,7 @@ from starling.learner import Handle, LoopEnded, Shard
 from starling.training.shards import HeldShards, MakeOptimizer
 
 _HEARD_SECONDS = 2.0
-"""How long a learner waits until all others have heard why they cannot end together."""
+"""Time that a learner waits until all others have heard why they cannot end together."""
 
 
 class LoopLearner(ConnectedLearner):
@@ -132,8 +132,8 @@ class LoopLearner(ConnectedLearner):
             self._follow()
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
-        """See `Learner.snapshot`. Without `piece`, the loop's thread gets the weights at which the loop computes, not a
-        copy; they are valid until the next step."""
+        """Snapshot the weights; see `Learner.snapshot`. Without `piece`, the loop's thread gets the weights at which
+        the loop computes, not a copy; they are valid until the next step."""
         if piece is None and not self.is_behind:
             return self.replica.loop
         return super().snapshot(piece)
@@ -236,7 +236,7 @@ class LoopLearner(ConnectedLearner):
 
     def finish(self, is_final_wanted: bool) -> None:
         """Run the strategy to its end once all learners have made their last steps. If any learner wants the consensus
-        of the final weights, this one takes it for good if it does."""
+        of the final weights, all compute it, and this learner keeps it if `is_final_wanted`."""
         run, listener = self._run, self._listener
         self.release.check()
         if run.final is None:
@@ -267,13 +267,13 @@ class LoopLearner(ConnectedLearner):
             self.replica.adopt(run.final.mean)
 
     def begin_computing(self) -> None:
-        """The loop computes from now on."""
+        """Note that the loop computes from now on."""
         self._resumed_at = time.monotonic()
 
     # implementation
 
     def _end_computing(self) -> None:
-        """Adopt what the loop has changed, and count the time for which it has computed."""
+        """Adopt the loop's changes to the weights, and count the time for which it has computed."""
         self.replica.take_from_loop(self._me)
         begun, self._resumed_at = self._resumed_at, time.monotonic()
         self.statistics.spent.computing += self._resumed_at - begun
@@ -286,8 +286,8 @@ class LoopLearner(ConnectedLearner):
         )
 
     def _make_up(self, listener: AnnouncementListener) -> None:
-        """Wait until the loops of all learners have ended. Those that step together end after the same step: one whose
-        loop ended before makes the steps that it lacks without a gradient."""
+        """Wait until the loops of all learners have ended. Learners that step together end after the same step: a
+        learner whose loop ended earlier makes its missing steps without a gradient."""
 
         def is_behind() -> bool:
             return self._run.num_steps < listener.last_step(self.sync_group)
@@ -300,8 +300,8 @@ class LoopLearner(ConnectedLearner):
             self._step_without_gradient()
 
     def _step_without_gradient(self) -> None:
-        """Make a step of the strategy with a gradient that is not finite, which changes no weights. Where learners step
-        with the mean of their gradients, none of them makes it."""
+        """Make a step of the strategy with a non-finite gradient, which changes no weights. If learners step with the
+        mean of their gradients, the step changes the weights of none of them."""
         run, statistics, parameters = self._run, self.statistics, self.replica.parameters
         before = statistics.num_not_finite, statistics.not_finite_in_a_row
         gradients = [parameter.grad for parameter in parameters]
@@ -320,8 +320,8 @@ class LoopLearner(ConnectedLearner):
 
     @property
     def _lead(self) -> int:
-        """How many steps more than another of its sync group this learner may make: less than one period, or as many as
-        a change of the membership made it skip, which its loop may not have counted."""
+        """The number of steps by which this learner may be ahead of another one of its sync group: less than one
+        period, or as many as a membership change made it skip, which its loop may not have counted."""
         period = int(getattr(self._run.options, "every", 1))
         return max(period - 1, self._run.num_jumped)
 
@@ -347,7 +347,7 @@ class LoopLearner(ConnectedLearner):
                 listener.announce("ahead", begun)
 
     def _fail_together(self, listener: AnnouncementListener, unequal: str) -> None:
-        """End all learners with one error, none of them with a model that the others do not have."""
+        """End all learners with one error, so that none of them ends with a model that the others do not have."""
         store = self.peers.store
         first = store.compare_set(UNEQUAL, "", unequal).decode()
         if not listener.unequal:
@@ -361,13 +361,13 @@ class LoopLearner(ConnectedLearner):
         self.fail(ProtocolError(first))
 
     def _name(self, rank: int) -> str:
-        """How messages name a learner: by its permanent number, which is its rank unless learners may be lost."""
+        """The name of a learner in messages: its permanent number, which is its rank unless learners may be lost."""
         return f"learner {self.peers.membership.members[rank]}"
 
     def _meet_all(self, stage: str, wait: Callable[[], object] | None = None, word: object = 0) -> None:
         """Announce that this learner has reached a stage, wait until all have (or as `wait` does), then meet them in a
         closing barrier, which fails immediately if one of them dies. A learner that survives losses hears of a death
-        without it."""
+        even without the barrier."""
         if (listener := self._listener) is None:
             return
         with self.naming_the_lost("close()"):
@@ -400,7 +400,7 @@ class LoopLearner(ConnectedLearner):
         return AnnouncementListener(self.peers, means, self._run, self._contribution, self._news, self._failed_behind)
 
     def _continue(self, plan: LoopPlan) -> None:
-        """Continue from this learner's state, or from that of another."""
+        """Continue from this learner's state, or from another learner's."""
         run, replica, is_taker = self._run, self.replica, self.rank in plan.takers
         replica.strategy_state = beyond_membership(replica.strategy_state)
         if plan.source is not None and self.world > 1:
@@ -423,7 +423,7 @@ class LoopLearner(ConnectedLearner):
         return contribution, own
 
     def _closing_barrier(self) -> None:
-        """Wait for all learners to call this. Called in a thread of its own."""
+        """Wait for all learners to call this. Called in a separate thread."""
         words = torch.zeros(self.world, dtype=torch.uint8)
         try:
             with communicating():
@@ -432,12 +432,13 @@ class LoopLearner(ConnectedLearner):
             self._failed_behind(error)
 
     def _wait_until(self, is_done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait for news after which this `is_done`, or for a failure. Returns whether one of them came in time."""
+        """Wait for news after which `is_done`, or for a failure. Returns whether either came in time."""
         with self._changed:
             return self._changed.wait_for(lambda: is_done() or self.release.error is not None, seconds)
 
     def _wait_for_all(self, ready: Collection[int], is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all learners are `ready`, or `is_enough`, as long as one that is not ready makes steps."""
+        """Wait until all learners are `ready`, or `is_enough`, as long as at least one that is not ready makes
+        steps."""
 
         def progress() -> list[tuple[int, bytes]]:
             others = [rank for rank in range(self.world) if rank not in ready]
@@ -471,7 +472,7 @@ class LoopLearner(ConnectedLearner):
             self.release.check()
 
     def _follow(self) -> None:
-        """If the loop's own thread has changed the weights, copy them to those at which the loop computes."""
+        """If the loop's own thread has changed the weights, copy them to the loop's weights."""
         if self.replica.loop is not self.replica.weights and not self.is_behind:
             self.replica.refresh_loop()
 
@@ -524,7 +525,7 @@ def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:
 
 
 def one_line(error: BaseException | None) -> str:
-    """An error on one line."""
+    """The text of an error on one line."""
     if error is None:
         return "it ended without close()"
     text = (str(error).splitlines() or [""])[0]

@@ -1,4 +1,4 @@
-"""A loop's learner across memberships: each membership has a `LoopLearner`, which continues with the progress.
+"""A loop's learner across memberships: each membership has a `LoopLearner`, which continues the loop's progress.
 
 If the learners are not watched there is one, and the loss of a learner is an error. Otherwise a thread regroups the
 learners after each change while the loop computes, evaluates or saves; a call of the loop that the change interrupts is
@@ -104,7 +104,8 @@ class LoopLife:
     # implementation
 
     def _await_next(self, membership: Membership, error: BaseException) -> None:
-        """Wait until the learners have regrouped after `membership`. Raises `error` if nothing explains it."""
+        """Wait until the learners have regrouped after `membership`. Raises `error` if no membership change explains
+        it."""
         if self._feed.beyond(membership, REGROUP) is None:
             raise error
         with self._changed:
@@ -118,7 +119,7 @@ class LoopLife:
         return self._is_over or self._feed.error is not None
 
     def _follow(self) -> None:
-        """Regroup after each change of the membership. The target of a thread."""
+        """Regroup after each membership change. The target of a thread."""
         try:
             while not self._is_over:
                 change = self._feed.beyond(self.learner.peers.membership, None)
@@ -133,7 +134,7 @@ class LoopLife:
 
     def _leave(self) -> bool:
         """Leave the membership that has ended. Returns whether the run is over, because all learners have closed in it.
-        Raises why this learner has failed, which its loop may not have noticed yet."""
+        Raises the error with which this learner has failed, if any, which its loop may not have noticed yet."""
         store, failure = self.learner.peers.store, self.learner.release.error
         if store.check([UNEQUAL]):
             failure = ProtocolError(store.get(UNEQUAL).decode())
@@ -146,7 +147,7 @@ class LoopLife:
         return self._is_over
 
     def _regroup(self, change: Membership) -> None:
-        """Enter the membership `change`, or a later one if that changes meanwhile."""
+        """Enter the membership `change`, or a later one if the membership changes again meanwhile."""
         while True:
             try:
                 learner = self._enter(change)

@@ -1,4 +1,5 @@
-"""The optimizers of a user's loop: several as one, what learners compare of them, and others like them."""
+"""The optimizers of a user's loop: several as one, their description, which learners compare, and other optimizers like
+them."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,12 @@ from torch.optim import Optimizer
 from starling.errors import ConfigError
 
 _OF_SCHEDULES = {"params", "lr", "initial_lr", "max_lr", "min_lr", "momentum", "max_momentum", "base_momentum", "betas"}
-"""What learning rate schedulers change in a parameter group."""
+"""Keys of a parameter group that learning rate schedulers change."""
 
 
 class OptimizerList(Optimizer):
-    """Several optimizers of one model as one: its parameter groups are theirs, and its step is a step of each that is
-    `active`."""
+    """Several optimizers of one model as one: it has the parameter groups of all of them, and its step is a step of
+    each that is `active`."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         # not Optimizer.__init__, which would make parameter groups of its own
@@ -54,7 +55,8 @@ class OptimizerList(Optimizer):
 
 
 def as_one(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """One optimizer for those of a loop. Raises ConfigError unless there is one, and each parameter is in one."""
+    """One optimizer that stands for all optimizers of a loop. Raises ConfigError unless there is at least one, and each
+    parameter is in only one."""
     if isinstance(optimizers, Optimizer):
         return optimizers
     members = list(optimizers)
@@ -84,7 +86,8 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def describe(optimizer: Optimizer) -> str:
-    """The classes and options of a loop's optimizers, which all learners share: without what schedulers change."""
+    """The classes and options of a loop's optimizers, without the options that schedulers change; the same on all
+    learners."""
     return " + ".join(map(_describe, members_of(optimizer)))
 
 
@@ -117,8 +120,8 @@ def _text(value: Any) -> str:
 
 
 def optimizer_like(optimizer: Optimizer, parameters: dict[int, nn.Parameter], all_parameters: list[Any]) -> Optimizer:
-    """An optimizer like a loop's for `parameters`, by their numbers in `all_parameters`: with the same groups and
-    options. Raises ConfigError if there cannot be one."""
+    """An optimizer like a loop's for `parameters`, given by their numbers in `all_parameters`, with the same groups and
+    options. Raises ConfigError if it cannot be created."""
     if isinstance(optimizer, OptimizerList):
         return OptimizerList([optimizer_like(each, parameters, all_parameters) for each in optimizer.members])
     places = {id(parameter): number for number, parameter in enumerate(all_parameters)}

@@ -20,9 +20,9 @@ from starling.training.replica import Replica
 from starling.workload import Position
 
 _BUFFER, _FROZEN, _FINAL, _DISTANCE = "buffer ", "frozen ", "final", "distance"
-"""Names, or beginnings of names, of the tensors beside the weights that one learner copies from another."""
+"""Names, or prefixes of names, of the tensors beside the weights that one learner copies from another."""
 _SMALL = 10_000
-"""Up to this number of elements, copying takes less time than calling a torch function."""
+"""Largest number of elements for which copying takes less time than calling a torch function."""
 
 
 _SAME_PARAMETERS = (
@@ -30,7 +30,8 @@ _SAME_PARAMETERS = (
     "the optimizer; to train some only later, freeze them with requires_grad_(False) after starling.join"
 )
 _ROUNDING = 1e-6
-"""Relative to the weights: what remains of a change that was made and undone, such as by a schedule-free optimizer."""
+"""Largest remainder, relative to the weights, of a change that was made and undone, for example by a schedule-free
+optimizer."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Consensus:
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether all numbers of the gradients are finite."""
+    """Whether all numbers in the gradients are finite."""
     dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
     if not dense:
         return True
@@ -58,11 +59,11 @@ def are_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 class OwnGradient(Tensor):
-    """A loop's gradient `[P]`, copied from the parameters' `grad` when it is first read. A learner that only steps with
-    it needs no copy."""
+    """A loop's gradient `[P]`, copied from the parameters' `grad` when it is first read. If a learner only steps with
+    it, no copy is made."""
 
     fill: Callable[[], object]
-    """Copies it, unless that is done."""
+    """Function that copies the gradient, unless that is done."""
 
     @classmethod
     def __torch_function__(
@@ -78,7 +79,7 @@ class OwnGradient(Tensor):
 class LoopReplica(Replica):
     """A replica with two vectors: `loop` `[P]`, viewed by the model's parameters, and the learner's `weights` `[P]`.
 
-    They are the same vector if all learners step together. Otherwise averaging changes `weights` while the loop
+    Both are the same vector if all learners step together. Otherwise averaging changes `weights` while the loop
     computes its gradient at `loop`, a copy of `weights` made after the previous step.
 
     The parameters are contiguous. If the loop changes their memory format (`channels_last`) after joining, they keep
@@ -88,7 +89,8 @@ class LoopReplica(Replica):
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, is_shared: bool, refuses_changes: str | None = None
     ) -> None:
-        """`refuses_changes` is the name of the strategy if it cannot adopt changes that the loop makes itself."""
+        """Make a replica of a loop's model and optimizer. `refuses_changes` is the name of the strategy if it cannot
+        adopt the loop's own changes."""
         # otherwise the loop changes the learner's own weights
         notices_changes = refuses_changes is not None or not is_shared
         self.adopted = AdoptedParameters(model, optimizer, notices_changes)
@@ -120,9 +122,9 @@ class LoopReplica(Replica):
         return self._own_gradient
 
     def own_gradient(self) -> Tensor:
-        """The loop's gradient `[P]`. The part of a parameter without one is -0.0, and no other part has -0.0, because
-        0.0 is added to them. A mean is -0.0 only where all learners have -0.0, so it also shows which parameters had no
-        gradient on any learner."""
+        """The loop's gradient `[P]`. The part of a parameter without a gradient is -0.0, and no other part has -0.0,
+        because 0.0 is added to the others. A mean is -0.0 only where all learners have -0.0, so it also shows which
+        parameters had no gradient on any learner."""
         parts = [] if self._is_filled else split(self.gradients, self.parameters)
         self._is_filled = True
         for number, part in enumerate(parts):
@@ -160,8 +162,8 @@ class LoopReplica(Replica):
         self.loop_version = self.version
 
     def _give_to_parameters(self, gradient: Tensor) -> None:
-        """Make the parameters' gradients views into `gradient` `[P]`, or None if no learner had one. Those of sparse
-        gradients have the rows that are not 0."""
+        """Make the parameters' gradients views into `gradient` `[P]`, or None if no learner had one. Sparse gradients
+        have the rows that are not 0."""
         for number, part in enumerate(split_gradient(gradient, self.parameters)):
             if part is not None and number in self._sparse:
                 part = part.to_sparse(1)
@@ -180,7 +182,8 @@ class LoopReplica(Replica):
                 group["lr"] = rate
 
     def rates_of_weights(self, rates: Sequence[float]) -> Tensor:
-        """The learning rate of each weight `[P]`, from those of the optimizer's groups; 0 for weights in none."""
+        """The learning rate of each weight `[P]`, from the rates of the optimizer's groups; 0 for weights in no
+        group."""
         if self._rates is None or self._rates[0] != tuple(rates):
             groups = zip(self.optimizer.param_groups, rates, strict=True)
             found = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
@@ -219,7 +222,7 @@ class LoopReplica(Replica):
     # the loop's weights
 
     def take_from_loop(self, learner: str) -> None:
-        """Adopt what the loop has changed in its weights, apart from this learner.
+        """Adopt the changes that the loop has made to its weights, apart from this learner.
 
         Reallocated parameters become views into the loop's weights again, with their current values. Raises
         `ProtocolError` if `AdoptedParameters` does, or if the strategy cannot adopt a change.
@@ -259,8 +262,8 @@ class LoopReplica(Replica):
     # the consensus
 
     def contribution(self) -> Tensor:
-        """This learner's weights and floating-point buffers `[P + B]`, in at least float32. They are its own even while
-        the model holds a consensus."""
+        """This learner's weights and floating-point buffers `[P + B]`, in at least float32. These are its own values
+        even while the model holds a consensus."""
         with self._lock:
             parts = self._contributed()
             dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
@@ -271,12 +274,12 @@ class LoopReplica(Replica):
         return [loop if self.weights is self.loop else self.weights, *buffers]
 
     def _averaged(self) -> list[Tensor]:
-        """What of the model is averaged: its weights, and its floating-point buffers."""
+        """The averaged tensors of the model: its weights, and its floating-point buffers."""
         return [self.loop, *(each for each in self._real_buffers().values() if each.is_floating_point())]
 
     @contextmanager
     def showing(self, consensus: Tensor) -> Generator[None, None, None]:
-        """Within this context the model holds a consensus `[P + B]`; afterwards exactly what it held before."""
+        """A context in which the model holds a consensus `[P + B]`; afterwards it holds exactly what it held before."""
         with self._lock:
             every = [(each, each.clone()) for each in (self.loop, *self.model.buffers())]
             self.aside = [each.clone() for each in self._averaged()]
@@ -305,7 +308,8 @@ class LoopReplica(Replica):
     # states of other learners
 
     def state(self, rank: int, world: int, final: Consensus | None, has_optimizer: bool) -> LearnerState:
-        """A copy of the whole model, the optimizer's state and the strategy's, for another learner to `take`."""
+        """A copy of the whole model and of the states of the optimizer and the strategy, for another learner to
+        `take`."""
         with self._lock:
             weights, *floating = self._contributed()
             tensors = self._beside_weights()
@@ -351,21 +355,21 @@ class LoopReplica(Replica):
         return {_BUFFER + name: each for name, each in self._real_buffers().items()} | frozen
 
     def _real_buffers(self) -> dict[str, Tensor]:
-        """The buffers, by name; of a complex one, a view of its real and imaginary parts."""
+        """The buffers, by name; a complex buffer is a view of its real and imaginary parts."""
         named = self.model.named_buffers()
         return {name: torch.view_as_real(each) if each.is_complex() else each for name, each in named}
 
 
 class AdoptedParameters:
-    """The parameters that learners train together, as views into `flat` `[P]`, and what the loop changes in them.
+    """The parameters that learners train together, as views into `flat` `[P]`, and the loop's own changes to them.
 
     These are the model's parameters that are trainable or in the optimizer when it joins. They may be frozen and
     unfrozen later. At every step, `take_back` detects parameters that were reallocated or replaced, and trained
     parameters that were unknown before. It takes about half a microsecond per parameter.
 
-    `change` compares `flat` with what it was when the learner left it to the loop. Most steps need no comparison: a
-    change in place shows in the version counters of the parameters, and one that avoids them, such as
-    `parameter.data.clamp_`, in the sum of all weights.
+    `change` compares `flat` with what it was when the learner left it to the loop. Most steps need no comparison: the
+    version counters of the parameters show a change in place, and the sum of all weights shows one that bypasses them,
+    such as `parameter.data.clamp_`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, notices_changes: bool) -> None:
@@ -390,13 +394,13 @@ class AdoptedParameters:
         self.leave()
 
     def leave(self) -> None:
-        """The learner leaves the weights to the loop, as they are now."""
+        """Leave the weights to the loop, as they are now."""
         if self._left is not None:
             self._left.copy_(self.flat)
             self._signs = self._now()
 
     def change(self) -> Tensor | None:
-        """What the loop has changed since `leave`, `[P]`; None: nothing, or it does not matter."""
+        """The loop's changes since `leave`, `[P]`; None if there are none, or they do not matter."""
         if self._left is None or self._now() == self._signs or torch.equal(self.flat, self._left):
             return None
         return self.flat - self._left

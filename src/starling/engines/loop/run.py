@@ -1,4 +1,4 @@
-"""What a loop's learner keeps from one membership to the next, and how the learners of a membership begin."""
+"""The state of a loop's learner that outlives a membership, and how the learners of a membership begin."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ class Past:
     has_state: bool
     num_done: int
     has_final: bool
-    """Whether it has the final consensus."""
+    """Whether the learner has the final consensus."""
     has_joined: bool = False
-    """Whether it was not there when the run began."""
+    """Whether the learner joined after the run had begun."""
     counted: int = 0
-    """The sum of its strategy's common counts."""
+    """Sum of the strategy's common counts."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class LoopPlan:
     """How the learners of a membership begin, by rank."""
 
     source: int | None
-    """The rank whose state the `takers` copy, and whose strategy state and final consensus all do; None: each has its
-    own."""
+    """Rank whose state the `takers` copy, and whose strategy state and final consensus all learners copy; None if each
+    learner has its own."""
     takers: tuple[int, ...]
     num_done: tuple[int, ...]
-    """The steps of the run after which each continues."""
+    """Number of steps of the run after which each learner continues."""
 
 
 class LoopRun:
-    """One loop's part in a run: what it trains and how, and its progress, across memberships."""
+    """One loop's part in a run, across memberships: what it trains and how, and its progress."""
 
     def __init__(
         self, strategy: Strategy, options: Config, replica: LoopReplica, seed: int, most_not_finite: int
@@ -49,31 +49,31 @@ class LoopRun:
         self.strategy, self.options, self.replica, self.seed = strategy, options, replica, seed
         self.statistics = Statistics()
         self.has_state = False
-        """Whether it has entered a membership; a joiner first copies the state of another learner."""
+        """Whether the loop has entered a membership; a joiner first copies the state of another learner."""
         self.has_joined = False
-        """Whether it was not there when the run began."""
+        """Whether the loop joined after the run had begun."""
         self.num_steps = 0
-        """Steps of the run: a joiner begins with the number of the learner that it copies."""
+        """Number of steps of the run: a joiner begins with the number of the learner that it copies."""
         self.num_jumped = 0
-        """Steps of the run that it skipped because others had made them when the membership changed."""
+        """Number of steps of the run that the loop skipped because others had made them when the membership changed."""
         self.gradient: Literal["none", "given", "alone", "used"] = "none"
-        """The loop's gradient within `step`: given to the strategy; to be used without the others, which have already
-        made this step; or used."""
+        """State of the loop's gradient within `step`: given to the strategy; to be used without the others, which have
+        already made this step; or used."""
         self.is_over = False
         """Whether the loop has made its last step."""
         self.final: Consensus | None = None
         self.consensus_bytes = 0
         self.most_not_finite = most_not_finite
-        """How many gradients in a row that are not finite end the run."""
+        """Number of consecutive non-finite gradients that ends the run."""
 
     @property
     def steps_begun(self) -> int:
-        """Steps of the run, with the one under way."""
+        """Number of steps of the run, including the one under way."""
         return self.num_steps + (self.gradient != "none")
 
     def with_steps(self, read: Callable[[], Result]) -> tuple[Result, float]:
-        """What another thread reads of the replica, and the number of steps in it; not a number while a step is under
-        way, which may or may not be in it."""
+        """The result of `read`, which another thread reads from the replica, and the number of steps in it; NaN while a
+        step is under way, which may or may not be in it."""
         num_steps = self.num_steps
         found = read()
         is_between = self.steps_begun == num_steps == self.num_steps
@@ -81,7 +81,7 @@ class LoopRun:
 
     @property
     def past(self) -> Past:
-        """What the others need to know before the next membership."""
+        """The learner's progress, which the others need to know before the next membership."""
         num_done = self.num_steps + (self.gradient == "used")
         counts = counted(self.replica.strategy_state)
         return Past(self.has_state, num_done, self.final is not None, self.has_joined, counts)
@@ -99,9 +99,9 @@ class LoopRun:
 def plan(pasts: Sequence[Past], has_one_model: bool, is_in_step: bool, keeps_state: bool) -> LoopPlan:
     """The plan of a membership, the same on all learners.
 
-    Joiners copy the learner that has made most steps. If all have the same model, so do those that were interrupted one
-    step before it. Learners that step together continue after the same step. If one of them has the final consensus,
-    it is final for all.
+    Joiners copy the learner that has made the most steps. If all have the same model, learners that were interrupted
+    one step before it copy it too. Learners that step together continue after the same step. If one of them has the
+    final consensus, it is final for all.
     """
     finals = [rank for rank, past in enumerate(pasts) if past.has_final]
     with_state = [rank for rank, past in enumerate(pasts) if past.has_state]

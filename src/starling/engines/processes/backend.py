@@ -1,6 +1,6 @@
 """Calls of a communication backend, and the copies in host memory that it sends and receives.
 
-Errors of the backend are recognised by where they are raised, not by their messages."""
+The backend's errors are recognised by where they are raised, not by their messages."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ class ConnectionFailed(Exception):  # noqa: N818 - becomes a PeerLost once the l
 
 
 LOSSES = (MembershipChanged, PeerLost, ConnectionFailed, dist.DistError)
-"""What a learner raises where the loss of another learner, or a join, interrupts it."""
+"""Exceptions that a learner raises when the loss of another learner, or a join, interrupts it."""
 
 
 @contextmanager
@@ -45,8 +45,8 @@ def communicating() -> Generator[None, None, None]:
 
 
 def check_files(learner: int) -> None:
-    """Raise StarlingError if this process can open no more files: then it has failed, and not the peer to which a
-    connection could not be made."""
+    """Raise StarlingError if this process can open no more files: then this process has failed, and not the peer to
+    which a connection could not be made."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
@@ -60,14 +60,14 @@ def check_files(learner: int) -> None:
 
 
 def wait_for(work: dist.Work | None, timeout: timedelta | None = None) -> None:
-    """Wait for `work` of a process group, if there is any. Raises `ConnectionFailed`."""
+    """Wait for `work` of a process group, if not None. Raises `ConnectionFailed`."""
     if work is not None:
         with communicating():
             work.wait() if timeout is None else work.wait(timeout)
 
 
 def local_group(ranks: Sequence[int], timeout_seconds: float, backend: str = "gloo") -> ProcessGroup:
-    """A new group of `ranks`, which only these create. Raises `ConnectionFailed`."""
+    """A new group of `ranks`, which only these ranks create. Raises `ConnectionFailed`."""
     # a new group does not inherit the default group's time-out; its default is half an hour
     timeout = timedelta(seconds=timeout_seconds)
     with communicating():
@@ -78,14 +78,14 @@ def local_group(ranks: Sequence[int], timeout_seconds: float, backend: str = "gl
 
 
 class PassWithBackend:
-    """Tells errors of the backend from those of the model where a forward and backward pass communicates."""
+    """Distinguishes the backend's errors from the model's in a forward and backward pass that communicates."""
 
     def __init__(self) -> None:
         self._failure: ConnectionFailed | None = None
 
     @contextmanager
     def telling_failures(self) -> Generator[None, None, None]:
-        """A context for one pass. Raises `ConnectionFailed` if communication failed in it; errors of the model pass
+        """A context for one pass. Raises `ConnectionFailed` if communication failed in it; the model's errors pass
         through."""
         self._failure = None
         try:
@@ -131,8 +131,8 @@ class ReducingModel(PassWithBackend):
 
     @contextmanager
     def reducing(self) -> Generator[None, None, None]:
-        """A context for one forward and backward pass. Raises `ConnectionFailed` if communication failed; errors of the
-        model pass through."""
+        """A context for one forward and backward pass. Raises `ConnectionFailed` if communication failed; the model's
+        errors pass through."""
         with communicating():
             self.model.reducer._rebuild_buckets()  # DDP would do this within forward
         with self.telling_failures(), self._end_of_pass:

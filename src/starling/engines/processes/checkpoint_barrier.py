@@ -36,11 +36,11 @@ class SaveRequests:
     """
 
     minutes: float | None = None
-    """Minutes between two barriers, on the clock of learner 0; None: no barriers at regular times."""
+    """Minutes between two barriers, on the clock of learner 0; None means no barriers at regular times."""
     on_ready: Callable[[], None] = do_nothing
     """Called once the learners are connected: from then on a stop request reaches all of them."""
     stopped_by: int | None = None
-    """The signal because of which the run must stop, or None."""
+    """Signal because of which the run must stop, or None."""
     is_ready: bool = False
     _before: float = field(default_factory=time.monotonic)
 

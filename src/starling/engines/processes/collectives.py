@@ -31,8 +31,8 @@ class OrderedMean:
         self._group, self._world, self._thread = group, world, thread
 
     def start(self, vector: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin the mean of `vector` `[P]` as it is now, and return what waits for it. The result `[P]` is in new host
-        memory, and not in `into`."""
+        """Begin the mean of `vector` `[P]` as it is now, and return a function that waits for it. The result `[P]` is
+        in new host memory, and not in `into`."""
         chunk = -(-vector.numel() // self._world)
         mine = torch.zeros(chunk * self._world, dtype=vector.dtype, device="cpu")
         mine[: vector.numel()].copy_(vector)
@@ -46,7 +46,7 @@ class OrderedMean:
         ).result
 
     def _exchange(self, mine: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """Replace each learner's chunk of `mine` by what it `combine`s from all learners' vectors."""
+        """Replace each learner's chunk of `mine` by the result of `combine` on all learners' vectors."""
         if self._world > 1:
             theirs = torch.empty_like(mine)
             with communicating():
@@ -58,7 +58,7 @@ class OrderedMean:
 
 
 SMALL_BYTES = 1 << 18
-"""Up to this size every learner sums the whole vector: a second synchronisation would take longer."""
+"""Size up to which every learner sums the whole vector: a second synchronisation would take longer."""
 
 
 class SharedMean:
@@ -77,8 +77,8 @@ class SharedMean:
         self._under_way: Callable[[], Tensor] | None = None
 
     def start(self, vector: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one; returns what waits for it.
-        The result is written to `into` `[P]`, if given, otherwise to new memory."""
+        """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one; returns a function that
+        waits for it. The result is written to `into` `[P]`, if given, otherwise to new memory."""
 
         def mean(number: int, vectors: list[Tensor]) -> Tensor:
             if vectors[0].nbytes <= SMALL_BYTES:
@@ -120,7 +120,7 @@ class SharedMean:
     def _combined(
         self, number: int, vectors: list[Tensor], combine: Callable[[Sequence[Tensor]], Tensor]
     ) -> list[Tensor]:
-        """What each learner makes with `combine` of its chunk of all vectors, in its place."""
+        """The result of `combine` on each learner's chunk of all vectors, in that learner's place."""
         chunks = [vector.chunk(len(vectors)) for vector in vectors]
         if self._own < len(chunks[self._own]):
             chunks[self._own][self._own].copy_(combine([each[self._own] for each in chunks]))

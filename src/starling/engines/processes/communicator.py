@@ -56,20 +56,20 @@ _PATIENCE = "; increase timeout_seconds if the learners are only slow"
 
 
 class _Lane(NamedTuple):
-    """What one of a learner's two threads averages and waits with: the collectives of two threads in one group would
-    have no common order."""
+    """The collectives and the worker with which one of a learner's two threads averages and waits: the collectives of
+    two threads in one group would have no common order."""
 
     means: OrderedMean | SharedMean
     device_group: ProcessGroup | None
     """The group on NCCL, if means use it."""
     waiter: Worker
     finished: SimpleQueue[ProcessHandle[Any]]
-    """The handles of which the strategy awaits the first, as they finish or fail."""
+    """Handles, of which the strategy awaits the first, as they finish or fail."""
 
 
 class ConnectedLearner(ReplicaLearner):
-    """A learner that is a process, connected with its peers. The default process group must exist. Gradients, and when
-    the strategy runs, are its subclasses' business.
+    """A learner that is a process, connected with its peers. The default process group must exist. Subclasses compute
+    gradients and run the strategy.
 
     Learners on one machine use shared memory (`MemoryLinks`) on the CPU; all others use gloo through host memory. If
     each learner has its own device, means use NCCL.
@@ -139,7 +139,7 @@ class ConnectedLearner(ReplicaLearner):
         """This learner's progress, for messages."""
 
     def _name_lost(self, suspect: int | None) -> str:
-        """The lost learners, for messages, one of which is suspected or none."""
+        """The lost learners, for messages; `suspect` is one that is suspected, if any."""
         return self.peers.silent(suspect)
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
@@ -186,7 +186,7 @@ class ConnectedLearner(ReplicaLearner):
     def _averaging(
         self, what: str, start: Callable[[OrderedMean | SharedMean], Callable[[], Tensor]]
     ) -> Callable[[], Tensor]:
-        """Start a mean; returns what waits for it."""
+        """Start a mean; returns a function that waits for it."""
         means = self._lane.means
         with self.naming_the_lost(what):
             under_way = start(means)
@@ -301,7 +301,7 @@ class ConnectedLearner(ReplicaLearner):
         return self.replica.snapshot(piece, memory)
 
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Work on a shard in this process's memory, done when it is awaited."""
+        """Work on a shard in this process's memory, which is done when the handle is awaited."""
 
         def result() -> T:
             begin = time.monotonic()

@@ -1,8 +1,9 @@
 """Children that a process of a run forks, such as loading processes, do not hold its connections.
 
 A connection ends with the last process that holds it, so a forked child would hide its parent's death from the others.
-Most sockets belong to torch, which says nothing of their descriptors: they are those that appear while it connects. In
-a child, /dev/null takes their numbers, because torch, which closes them later, must not close something else.
+Most sockets belong to torch, which does not tell their descriptors; they are recognised because they appear while torch
+connects. In a child, /dev/null takes their numbers, because torch, which closes them later, must not close something
+else.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def owned(line: socket) -> socket:
 
 
 def clone_store(store: Store) -> Store:
-    """The store over a connection of its own: each serves one wait or one request at a time."""
+    """The store over a separate connection: each connection serves one wait or one request at a time."""
     with own_connections():
         clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
@@ -92,7 +93,7 @@ def _port(number: int) -> tuple[int, bool]:
 
 
 def _let_go() -> None:
-    """Close the inherited connections, with those that a store has accepted since. Called in each forked child."""
+    """Close the inherited connections, including those that a store has accepted since. Called in each forked child."""
     held = {number for number, which in _own.items() if _is(number, which)}
     listening = {port for port, listens in map(_port, held) if listens}
     held |= {number for number in sockets() if _port(number)[0] in listening}

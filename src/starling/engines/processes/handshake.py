@@ -33,18 +33,19 @@ from starling.training.membership import Membership, MembershipChanged, Membersh
 LOOK_AROUND_SECONDS = 0.02
 """Maximum interval between two checks of the store."""
 LONG_LOOK_AROUND_SECONDS = 0.2
-"""Maximum interval in a long wait: it grows to a hundredth of the wait's duration, up to this."""
+"""Maximum interval in a long wait: the interval grows to a hundredth of the wait's duration, up to this."""
 LOOKS_OF_ALL_PER_SECOND = 2000
-"""How often all learners that wait for the same key check it together in a second: the store serves them one by one."""
+"""Number of checks per second that all learners that wait for the same key make together: the store serves them one by
+one."""
 LOOK_WHO_SECONDS = 0.5
 """Minimum interval between two checks of which learners are missing."""
 LOOKS_PER_SECOND = 20
 """Maximum number of learners that are checked per second."""
 PATIENCE_SECONDS = 2.0
-"""How long a learner waits for others to report that they have noticed a loss."""
+"""Time that a learner waits for others to report that they have noticed a loss."""
 
 _CHALLENGE, _SIGNED = "handshake", "signed"
-"""The words of a learner's keys. Earlier versions put their whole handshake where its challenge is now."""
+"""Words of a learner's keys. Earlier versions put their whole handshake where its challenge is now."""
 A_LOSS_WAS_NOTICED = "noticed"
 """A key that is set as soon as any learner notices a loss, so that waiting learners need to check only one key."""
 _OVER, _CHANGED = "over", "changed"
@@ -72,7 +73,7 @@ class Handshake:
 
 @dataclass(eq=False)
 class Peers:
-    """The learners of one membership, as one of them meets them through the store.
+    """The learners of one membership, as one of them sees the others through the store.
 
     While it waits for others, it calls `look_around` repeatedly, which may raise; its waits are recorded in `waits`.
     `naming_the_lost` turns an error of the store in an operation into one that names the lost learners. The `feed`
@@ -119,7 +120,7 @@ class Peers:
                 raise DistStoreError(f"Timed out: {what} for {self.timeout_seconds:g} s")
 
     def telling(self, on_end: Callable[[BaseException], None]) -> AbstractContextManager[None]:
-        """A context in which `on_end` is called, by any thread, with what ends the membership early."""
+        """A context in which `on_end` is called, by any thread, with the error that ends the membership early."""
         return self.feed.telling(self.membership, on_end)
 
     def await_keys(
@@ -131,9 +132,9 @@ class Peers:
     ) -> None:
         """Wait until other learners have set all `keys`; `DistStoreError` after the time-out.
 
-        The wait is recorded as `what`; `writers` are the ranks waited for, each of which sets one of the `keys`. If it
-        sets one of those in `written` instead, from which one learner makes what all wait for, the more of them wait,
-        the less often each of them looks.
+        The wait is recorded as `what`; `writers` are the ranks waited for, each of which sets one of the `keys`. If the
+        writers set the keys in `written` instead, from which one learner makes the value that all wait for, each
+        learner checks less often the more learners there are.
         """
         store, told = self.store, written or keys
         if store.check(list(keys)):
@@ -155,7 +156,7 @@ class Peers:
                     wait.whom, asked = tuple(absent), now + pause
 
     def gather(self, word: str, own: str, combine: Callable[[list[bytes]], str], what: str) -> bytes:
-        """What learner 0 makes with `combine` of the texts that all learners pass as `own`, in rank order.
+        """The result of learner 0's `combine` on the texts that all learners pass as `own`, in rank order.
 
         All learners call it. Each of them but learner 0 looks at one key and reads one value, so that the work of the
         store grows as the number of learners, and not as its square. `DistStoreError` after the time-out.
@@ -171,7 +172,7 @@ class Peers:
         return self.store.get(result)
 
     def gather_all(self, word: str, own: object, what: str) -> list[Any]:
-        """What all learners pass as `own`, by rank; it travels as JSON."""
+        """The values that all learners pass as `own`, by rank; they travel as JSON."""
         found: list[Any] = json.loads(
             self.gather(word, json.dumps(own), lambda all_texts: f"[{b','.join(all_texts).decode()}]", what)
         )
@@ -227,7 +228,7 @@ class Peers:
 
     def part(self) -> None:
         """The closing barrier: no learner disconnects while another still needs the connection. Raises
-        `MembershipChanged` if some learners continue in a next membership: then all do."""
+        `MembershipChanged` if some learners continue in a next membership: then all learners do."""
         store, is_over = self.store, True
         store.set(f"closing/{self.rank}", "")  # raises if the store is gone already
         try:
@@ -244,8 +245,8 @@ class Peers:
         self.end(is_over)
 
     def decide(self, is_over: bool) -> bool:
-        """Whether the run is over with this membership, or continues in the next: what the first learner that has
-        decided says."""
+        """Whether the run is over with this membership, or continues in the next: the answer of the first learner that
+        has decided."""
         outcome = _OVER if is_over else _CHANGED
         return bool(self.store.compare_set("outcome", "", outcome).decode() == _OVER)
 
@@ -282,8 +283,8 @@ class Peers:
 
 
 def _different(challenges: str, handshakes: list[bytes]) -> str:
-    """The first learner with each of the different handshakes, as learner 0 says it: every learner compares itself with
-    these, which is as good as with all. A handshake that is not of this run is among them."""
+    """The first learner with each of the different handshakes, for learner 0 to publish: every learner compares itself
+    with these, which is equivalent to a comparison with all. Handshakes that are not of this run are included."""
     first: dict[str, int] = {}
     for other, message in enumerate(handshakes):
         try:

@@ -2,8 +2,8 @@
 
 With `sharded` this part is a shard of torch's FSDP2; `tensor.py` has tensor parallelism. FSDP2 keeps every parameter as
 a padded part of its rows. Here these parts are views into one vector `[P']`, so that weights, gradients and optimizer
-are those of any other learner. What FSDP2 gathers and reduces goes through `IslandGroup`, so that errors of the backend
-are told from those of the model, and sums run in rank order.
+work as for any other learner. FSDP2's collectives go through `IslandGroup`, so that the backend's errors are
+distinguished from the model's, and sums run in rank order.
 
 FSDP2 has no public way to place its parts in given memory: `use_weights` sets two of its attributes, which `_parts`
 checks.
@@ -36,13 +36,13 @@ from starling.training.shards import MakeOptimizer
 
 GATHERING = "gathering its island's model"
 SMALLEST_UNIT = 1 << 20
-"""Weights. A block with fewer is not gathered and freed separately, but together with the block around it."""
+"""Number of weights below which a block is not gathered and freed separately, but together with the block around it."""
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 """Optimizers of `torch.optim` that treat each weight alone, so that a shard's step is that of the whole model."""
 
 
 class IslandGroup(PassWithBackend):
-    """The communication within one island, of the foreground alone. All processes create theirs together."""
+    """The communication within one island, by the foreground only. All processes create their groups together."""
 
     def __init__(self, peers: Peers, size: int, statistics: Statistics) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class IslandGroup(PassWithBackend):
         self.timeout = timedelta(seconds=peers.timeout_seconds)
         self.statistics = statistics
         self.seconds = 0.0
-        """The time spent in communication so far."""
+        """Time spent in communication so far."""
         self._waits = peers.waits
         self.group: ProcessGroup = local_group(self.ranks, peers.timeout_seconds)
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `whole` `[n P']` with the ranks' vectors, of which `own` `[P']` may be a part."""
+        """Fill `whole` `[n P']` with the ranks' vectors; `own` `[P']` may be a part of it."""
         with self._communicating((self.size - 1) * own.nbytes):
             dist.all_gather_single(whole, own, group=self.group)
 
@@ -70,7 +70,7 @@ class IslandGroup(PassWithBackend):
         torch.mul(mean, self.size, out=own) if is_sum else own.copy_(mean)
 
     def all_reduce(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        """Set `tensor` to the sum of all ranks' tensors, the same bits on all of them."""
+        """Set `tensor` to the sum of all ranks' tensors, with the same bits on all ranks."""
         with self._communicating(2 * (self.size - 1) * tensor.nbytes // self.size):
             dist.all_reduce(tensor, operation, group=self.group)
 
@@ -82,7 +82,7 @@ class IslandGroup(PassWithBackend):
         return [float(each) for each in found]
 
     def sum(self, number: float) -> float:
-        """The sum of a number over the ranks: the same bits on all of them."""
+        """The sum of a number over the ranks, with the same bits on all ranks."""
         return sum(self.gathered(number))
 
     @contextmanager
@@ -97,10 +97,10 @@ class IslandGroup(PassWithBackend):
 
 
 class IslandModel(Model):
-    """One rank's part of a model that its island holds: what `FlatModel` is to a learner with a model of its own.
+    """One rank's part of a model that its island holds, in the role of a lone learner's `FlatModel`.
 
-    `weights` and `gradients` `[P']` hold this rank's part of every parameter. `whole` are the parameters of the model
-    before it is cut, by name.
+    `weights` and `gradients` `[P']` hold this rank's part of every parameter. `whole` are the parameters of the uncut
+    model, by name.
     """
 
     def __init__(self, model: nn.Module, island: IslandGroup, whole: Mapping[str, Tensor], cut: Cut) -> None:
@@ -132,7 +132,7 @@ class IslandModel(Model):
         return replace(state, weights=cut.part(state.weights, member), optimizer=optimizer)
 
     def shard_of_island(self, optimizer: Optimizer) -> ShardOfIsland:
-        """Which part of the model this rank holds."""
+        """The part of the model that this rank holds."""
         return ShardOfIsland(self.cut, self.island.member, self._order(optimizer))
 
     def _order(self, optimizer: Optimizer) -> tuple[int, ...]:
@@ -251,7 +251,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _comms(island: IslandGroup) -> tuple[Any, Any]:
-    """What FSDP2 gathers and reduces with."""
+    """The communication objects with which FSDP2 gathers and reduces."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
     class Allocates:

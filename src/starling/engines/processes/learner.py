@@ -39,7 +39,8 @@ from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position, Ticket
 
 KEPT_TIMES = 1 << 16
-"""Claims of a sync group whose time stays in the store: learners that agree every H steps are up to H claims apart."""
+"""Number of a sync group's claims whose time stays in the store: learners that agree every H steps are up to H claims
+apart."""
 
 
 class ProcessLearner(CourseLearner, ConnectedLearner):
@@ -193,7 +194,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         return flat.gradients
 
     def _compute_mean(self, flat: Model) -> float:
-        """Compute the sync group's mean gradient; returns the loss of this learner's own."""
+        """Compute the sync group's mean gradient; returns the loss of this learner's own mini-batch."""
         self.count_mean(flat.gradients.nbytes)
         reducing = self._reducing = self._reducing or self.reducing(flat.model)
         with self.naming_the_lost(MEAN_OF_GRADIENT), reducing.reducing():
@@ -202,7 +203,8 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
         return loss
 
     def _compute_part(self, part: IslandModel) -> float:
-        """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of its own."""
+        """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of this rank's
+        own mini-batch."""
         with self.naming_the_lost(GATHERING), part.island.telling_failures():
             loss = self.compute_gradient(part.model, part)
         if self.unused:
@@ -231,7 +233,8 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
 class ProcessBatches:
     """The `BatchSource` of a learner process: its sync group claims portions of tickets through the store, and loading
-    processes prepare mini-batches ahead. Unless all learners have one model, the store has which tickets are done."""
+    processes prepare mini-batches ahead. Unless all learners have one model, the store records which tickets are
+    done."""
 
     def __init__(self, learner: "ProcessLearner", loader: Loader, barrier: CheckpointBarrier) -> None:
         job, peers, num_workers = learner.job, learner.peers, learner.job.sync_groups(learner.peers.world).num_workers
@@ -314,12 +317,13 @@ class ProcessBatches:
                 yield replace(ticket, part=self._part)
 
     def _take(self) -> int:
-        """Draw a portion for this sync group: its number."""
+        """Draw a portion for this sync group, and return its number."""
         with self._learner.naming_the_lost(CLAIMING):
             return self._draws.take()
 
     def _draw_ahead(self, now: float) -> None:
-        """Begin to draw what will be wanted after the mini-batch that begins, so that nothing waits for the store."""
+        """Begin to draw the portions that will be needed after the mini-batch that begins, so that nothing waits for
+        the store."""
         num_more = 1 + self._loader.is_ahead
         if self._member == 0:
             num_more = self._lookahead.num(now, self._loader.load_seconds, 1 + self._loader.is_ahead)

@@ -32,13 +32,13 @@ from starling.engines.processes.handshake import Peers
 from starling.errors import ConfigError
 
 NUM_SLOTS = 16
-"""Messages that a learner may have under way at once; the backend sends further ones."""
+"""Number of messages that a learner may have under way at once; the backend sends further ones."""
 BACKEND = -1
 """The slot number of a message that the backend sends, because no slot was free."""
 LANES = 2
-"""Means that may be under way at once: one of the foreground and one of the background."""
+"""Number of means that may be under way at once: one of the foreground and one of the background."""
 MESSAGE = 0
-"""The kind of notes about messages; notes about means of lane n have kind n + 1."""
+"""Kind of notes about messages; notes about means of lane n have kind n + 1."""
 LOOK_AROUND_SECONDS = 0.5
 _NOTE = struct.Struct("<iiqq")
 _HELLO = struct.Struct("<iq")
@@ -94,7 +94,7 @@ class _Arena:
         return torch.frombuffer(owner, dtype=torch.uint8)
 
     def slot_of(self, tensor: Tensor) -> int | None:
-        """The slot at whose beginning a tensor is."""
+        """The slot that begins where a tensor begins; None if there is none."""
         number, offset = divmod(tensor.data_ptr() - self._slots_at, self._slot_bytes)
         return number if offset == 0 and 0 <= number < NUM_SLOTS else None
 
@@ -107,8 +107,8 @@ class _Arena:
 class MemoryLinks:
     """A learner's links to its `peers`: all other learners on this machine that run as the same user.
 
-    `num_bytes` is the maximum size of a message or a mean; 0: no learners are linked. All learners create their links
-    together, through the store, where `word` tells several links of one learner apart. Raises `DistStoreError` or
+    `num_bytes` is the maximum size of a message or a mean; with 0 no learners are linked. All learners create their
+    links together, through the store, where `word` tells several links of one learner apart. Raises `DistStoreError` or
     `ConnectionFailed` if a learner does not.
     """
 
@@ -161,7 +161,7 @@ class MemoryLinks:
         return self._arena.slot(slot, like.nbytes, self.rank).view(like.dtype).view(like.shape)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> bool:
-        """Send a tensor in host memory. False if no slot is free: then the backend must send it."""
+        """Send a tensor in host memory. Returns False if no slot is free: then the backend must send it."""
         slot = self._arena.slot_of(tensor) if tensor.is_contiguous() else None
         if slot is None and (lent := self.snapshot_memory(tensor)) is not None:
             slot = self._arena.slot_of(lent.copy_(tensor.detach()))
@@ -171,7 +171,7 @@ class MemoryLinks:
         return slot is not None
 
     def receive(self, peer: int, tag: int, timeout_seconds: float | None) -> Tensor | None:
-        """The message of `peer` under `tag`, as bytes that must not be changed; None: the backend sends it. Raises
+        """The message of `peer` under `tag`, as bytes that must not be changed; None if the backend sends it. Raises
         `ConnectionFailed` if the peer is lost or does not send in time."""
         note = self.hear(peer, MESSAGE, tag, timeout_seconds)
         return None if note.slot == BACKEND else self._lines[peer].arena.slot(note.slot, note.num_bytes, self.rank)
@@ -188,7 +188,8 @@ class MemoryLinks:
             raise ConnectionFailed(f"the link to learner {peer} is closed ({error.strerror})") from error
 
     def hear(self, peer: int, kind: int, tag: int, timeout_seconds: float | None) -> Note:
-        """Wait for a note from `peer`; with None as time-out, as long as it lives. Raises `ConnectionFailed`."""
+        """Wait for a note from `peer`; without a time-out (None), wait as long as the peer lives. Raises
+        `ConnectionFailed`."""
         line = self._lines[peer]
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
@@ -317,7 +318,7 @@ class MemoryLinks:
 
 
 class LinkBoard:
-    """What `StoreBoard` is, for learners that are all linked: words in their arenas, and an event per learner to wake
+    """Replaces `StoreBoard` for learners that are all linked: words in their arenas, and an event per learner to wake
     it."""
 
     def __init__(self, links: MemoryLinks) -> None:
@@ -378,7 +379,7 @@ def share_memory(peers: Peers, num_bytes: int, fill: Callable[[Tensor], object])
 
 
 def _machine() -> str | None:
-    """Equal for processes that can be linked; None if the system does not support links."""
+    """An identifier that is equal for processes that can be linked; None if the system does not support links."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         return None
     try:

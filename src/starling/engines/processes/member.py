@@ -52,7 +52,7 @@ from starling.training.tensor_plan import tensor_plan
 from starling.workload import Position, Ticket
 
 PLAN = "plan"
-"""The key of a membership's plan in its store."""
+"""Key of a membership's plan in its store."""
 
 
 def run_learner(
@@ -104,7 +104,7 @@ def warm_up(job: Job, flat: FlatModel | None) -> None:
 class _Member:
     job: Job
     root: Peers
-    """The learners of the run; `enter` gives those of a membership."""
+    """The learners of the run; `enter` selects those of a membership."""
     device: torch.device
     digest: str
     observer: Observer
@@ -125,7 +125,7 @@ class _Member:
         num_parameters, dtype = sum(each.numel() for each in whole), str(whole[0].dtype)
         self._handshake = Handshake(self.root.world, self.job.strategy.name, num_parameters, dtype, self.digest)
         self.flat = FlatModel(self._model, self.device) if self.job.island.size == 1 else None
-        """A model of this learner's own, for all memberships; None: each island cuts a new one."""
+        """Model of this learner's own, for all memberships; None with islands, each of which cuts a new one."""
 
     def run(self) -> LearnerState | None:
         """Run through memberships until the run ends."""
@@ -198,8 +198,8 @@ class _Member:
         return plan
 
     def _speeds(self, peers: Peers) -> list[float] | None:
-        """What a mini-batch of each learner takes, in seconds, if batch shares depend on it. All measure at once, since
-        those that share a machine also compute at once."""
+        """Seconds that each learner needs for a mini-batch, if batch shares depend on it. All learners measure at once,
+        since those that share a machine also compute at once."""
         job, flat = self.job, self.flat
         if job.batch_shares != "auto" or flat is None:
             return None
@@ -234,7 +234,8 @@ class _Member:
         return ShardedModel(model, island)
 
     def _check_weights(self, peers: Peers, learner: ProcessLearner) -> None:
-        """Raise ProtocolError if learners that must begin with the same weights have others; all find the same."""
+        """Raise ProtocolError if learners that must begin with the same weights have different ones; all learners reach
+        the same result."""
         job, size = self.job, self.job.island.size
         if not must_begin_equal(job, self.life.state):
             return
@@ -252,7 +253,7 @@ class _Member:
 def agree_on_plan(
     root: Store, peers: Peers, past: Past, job: Job, on_plan: Callable[[MembershipStart], None]
 ) -> MembershipStart:
-    """The plan of a later membership. The learner that makes it, the first, calls `on_plan` before it is visible to the
+    """The plan of a later membership. The first learner makes it, and calls `on_plan` before the plan is visible to the
     others."""
 
     def make(pasts: list[bytes]) -> str:

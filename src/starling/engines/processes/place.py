@@ -17,16 +17,17 @@ class Place:
     rank: int
     world: int
     local_rank: int
-    """Its rank among the `local_world` learners of its machine."""
+    """Rank of the learner among the `local_world` learners of its machine."""
     local_world: int
     store: Store
     owns_device: bool = False
-    """Whether it sees one CUDA device, which no other learner uses, as a cluster's scheduler assigns it."""
+    """Whether the learner sees one CUDA device, which no other learner uses and which a cluster's scheduler has
+    assigned to it."""
     first: int = 0
     step: int = 1
     """Learner r of this place is process `first + r * step` of the membership."""
     num_rows: int = 1
-    """The number of places that divide the processes of the membership: one for each rank of an island."""
+    """Number of places that divide the processes of the membership: one for each rank of an island."""
 
     def process(self, rank: int) -> int:
         """The number of a learner in the membership's process group."""
@@ -45,7 +46,7 @@ class Place:
         return device.type == "cuda" and (self.owns_device or self.local_world <= torch.cuda.device_count())
 
     def use_threads(self, threads: int | None) -> None:
-        """Set torch's number of threads; None: this learner's share of its machine's cores."""
+        """Set torch's number of threads; None sets this learner's share of its machine's cores."""
         torch.set_num_threads(threads or max(1, cores_here() // self.local_world))
 
 

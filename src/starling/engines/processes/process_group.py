@@ -30,7 +30,7 @@ from starling.errors import PeerLost
 from starling.training.streams import synchronize
 
 BACKEND = "nccl"
-"""The backend for means if each learner has its own device."""
+"""Backend for means if each learner has its own device."""
 SETTINGS = {
     # When a peer is lost, the watchdog must neither end the process nor abort: the learner aborts when the membership
     # changes, because only then does it know that results are invalid.
@@ -56,14 +56,14 @@ class Connections:
         self._aborting = threading.Lock()  # groups destroyed after a cut must have been aborted
 
     def note(self, is_complete: bool = True) -> None:
-        """Record the connections opened so far. If they are complete, those opened later do not count."""
+        """Record the connections opened so far. If `is_complete`, connections opened later do not count."""
         self._made = {number: own for number, own in sockets().items() if self._before.get(number) != own}
         self._is_complete = is_complete
         keep_from_children(self._made)
 
     def cut(self) -> None:
-        """Shut down these connections if they still exist, and abort NCCL in all groups. May be called by any thread,
-        repeatedly."""
+        """Shut down those of these connections that still exist, and abort NCCL in all groups. May be called by any
+        thread, repeatedly."""
         if not self._is_complete:
             self.note(is_complete=False)
         for number, own in self._made.items():
@@ -154,7 +154,7 @@ def abort(done: Collection[str] = ()) -> set[str]:
 
 
 def _on_nccl(group: ProcessGroup) -> Backend | None:
-    """The backend of a group on CUDA, if that is NCCL."""
+    """The backend of a group on CUDA if it is NCCL, else None."""
     with suppress(RuntimeError):  # the group has no backend on CUDA
         backend = group._get_backend(torch.device("cuda"))
         return backend if backend.name() == "nccl" else None

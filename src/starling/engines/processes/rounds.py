@@ -11,21 +11,22 @@ from starling.training.cuts import CutAgreement
 from starling.training.pace import Rounds
 
 ENDED = 1 << 30
-"""Added to a round's key if the round will never open."""
+"""Number added to a round's key if the round will never open."""
 _CUT, _ENTERED = "cut", "entered"
-"""What the store has of a round that a learner wants to enter: whether it is the cut of a checkpoint barrier."""
+"""Values that the store has for a round that a learner wants to enter: whether it is the cut of a checkpoint
+barrier."""
 SAVING = "saving a checkpoint"
 DRIFT = 1024
-"""The maximum number of rounds that one learner may be ahead of another; older keys are removed from the store.
-Neighbours wait for each other in every round, so with any connected topology learners stay much closer."""
+"""Maximum number of rounds that one learner may be ahead of another; older keys are removed from the store. Neighbours
+wait for each other in every round, so with any connected topology learners stay much closer."""
 
 
 class StoreBoard:
     """Which rounds have opened, and which is the last, in the store: each round is a key, for which all backgrounds
     wait without polling.
 
-    A background that opens a round learns from the answer that it is open, and need not ask: a round trip to the store
-    can take long where the link is full of weights.
+    A background that opens a round learns from the store's answer that it is open, and need not ask: a round trip to
+    the store can take long if weights fill the link.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
@@ -61,7 +62,7 @@ class StoreCuts(CutAgreement):
     """The cuts of a membership's checkpoint barriers, in the store.
 
     Learners that have passed a barrier mark each round that they enter. The last to pass places the cut at the first
-    round that is not marked, nor was entered by a learner before it passed. The store decides which of both comes
+    round that is not marked and that no learner entered before it passed. The store decides which of the two comes
     first.
     """
 
@@ -102,7 +103,7 @@ class StoreCuts(CutAgreement):
                 store.delete_key(key(name))
 
     def _entered(self, barrier: int) -> list[int]:
-        """How many rounds each learner had entered when it passed a barrier."""
+        """The number of rounds that each learner had entered when it passed a barrier."""
         return [int(self._store.get(f"cuts/{barrier}/entered/{rank}")) for rank in range(self._world)]
 
 

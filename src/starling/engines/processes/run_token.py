@@ -1,8 +1,8 @@
 """The secret token of a run, known to its learners only. They prove that they know it, and never send it.
 
-There is one protocol: each side says a fresh random number, its challenge, and the other answers with a code over it
-(HMAC-SHA-256). So an answer that was recorded earlier proves nothing. Nodes and the launcher do so over a connection
-(`launch.link`), joined loops and their coordinator as well (`launch.coordinator`), and learners through the store
+There is one protocol: each side sends a fresh random number, its challenge, and the other answers with a code over it
+(HMAC-SHA-256). So an answer that was recorded earlier proves nothing. Nodes and the launcher use a connection for this
+(`launch.link`), joined loops and their coordinator as well (`launch.coordinator`), and learners the store
 (`handshake`).
 
 `starling train` creates a new token for each run. Other launchers may set `STARLING_RUN_TOKEN` for all learners.
@@ -17,7 +17,7 @@ from starling.errors import ProtocolError
 
 VARIABLE = "STARLING_RUN_TOKEN"
 _LENGTH = 64
-"""The length of a proof: the hexadecimal digits of a SHA-256."""
+"""Length of a proof: the number of hexadecimal digits of a SHA-256."""
 
 
 def new_token() -> str:
@@ -26,7 +26,7 @@ def new_token() -> str:
 
 
 def own_token() -> str:
-    """The token of this process; empty if it has none. Then any process can forge its proofs."""
+    """The token of this process; empty if it has none, so that any process can forge its proofs."""
     return os.environ.get(VARIABLE, "")
 
 
@@ -36,18 +36,18 @@ def new_challenge() -> str:
 
 
 def proof(token: str, *said: str) -> str:
-    """Shows that the process that computed it knows the token, and says `said`. One of these must be the challenge of
-    the other side, or contain it."""
+    """A proof that the process that computed it knows the token and sends the texts `said`. One of these must be the
+    other side's challenge, or contain it."""
     return hmac.new(os.fsencode(token), json.dumps(said).encode(), "sha256").hexdigest()
 
 
 def is_proof(given: str, token: str, *said: str) -> bool:
-    """Whether `given`, which may be any text, is the `proof` of `said`."""
+    """Whether `given`, which may be any text, is the `proof` over `said`."""
     return hmac.compare_digest(given.encode(errors="replace"), proof(token, *said).encode())
 
 
 def sign(rank: int, challenge: str, text: str) -> str:
-    """`text`, with learner `rank`'s proof over it and the challenges of all learners."""
+    """`text`, with learner `rank`'s proof over it and over the challenges of all learners."""
     return proof(own_token(), "handshake", str(rank), challenge, text) + text
 
 
@@ -61,7 +61,7 @@ def verified(rank: int, other: int, challenge: str, message: bytes) -> str:
     if not is_proof(given, own_token(), "handshake", str(other), challenge, text):
         own = "this learner has one" if own_token() else "this learner has none"
         raise ProtocolError(
-            f"learner {rank} and learner {other} differ in their run token ({own}), or what learner {other} says is of "
+            f"learner {rank} and learner {other} differ in their run token ({own}), or learner {other}'s message is of "
             f"an earlier run: learner {other} does not belong to this run; set {VARIABLE} to the same value for all "
             "learners of a run, or for none of them"
         )

@@ -14,14 +14,14 @@ from typing import Self
 
 Seconds = float
 BACKGROUND = "starling-background"
-"""The prefix of the names of threads in which learners average in the background."""
+"""Prefix of the names of threads in which learners average in the background."""
 OWN_ROUNDS = "its last averaging rounds"
-"""The wait of a learner, after its last gradient, for its background to finish."""
+"""Wait of a learner, after its last gradient, for its background to finish."""
 OWN_ROUND = "its own averaging round"
-"""The wait of a learner that is too many gradients ahead of its background."""
+"""Wait of a learner that is too many gradients ahead of its background."""
 _numbers = count()
 _WINDOW = 9
-"""The most recent waits of one kind, from which the usual time between two of them is estimated."""
+"""Number of recent waits of one kind from which the usual time between two of them is estimated."""
 
 
 class Wait:
@@ -33,9 +33,9 @@ class Wait:
     def __init__(self, waits: "Waits", what: str, whom: Sequence[int], is_group: bool) -> None:
         self._waits = waits
         self.what = what
-        """The operation, such as `a mean` or `receiving from learner 2`."""
+        """Operation that waits, such as `a mean` or `receiving from learner 2`."""
         self.whom = tuple(whom)
-        """The ranks waited for: a peer, the learners whose keys are missing, or a whole group; empty: unknown."""
+        """Ranks waited for: a peer, the learners whose keys are missing, or a whole group; empty if unknown."""
         self.is_group = is_group
         """Whether `whom` is a whole group, in which no member knows which of the others is late."""
 
@@ -62,13 +62,13 @@ class Stall:
 
     what: str
     whom: tuple[int, ...]
-    """The names of the other learners waited for."""
+    """Names of the other learners waited for."""
     is_group: bool
     is_behind: bool
     seconds: Seconds
-    """How long the wait has lasted."""
+    """Duration of the wait so far."""
     usual: Seconds
-    """The usual time from the beginning of one such wait to the next; 0 if unknown."""
+    """Usual time from the beginning of one such wait to the next; 0 if unknown."""
     number: int
     """Identifies the wait among this learner's waits."""
 
@@ -92,7 +92,7 @@ class Waits:
     def among(self, rank: int, names: Sequence[int]) -> None:
         """Set the membership: this learner is `rank` among learners with these names.
 
-        What other threads wait for is forgotten. It is a wait of the former membership, in which a background may still
+        The waits of other threads are forgotten. They belong to the former membership, in which a background may still
         wait, without effect, for a machine that has vanished.
         """
         self._own_rank, self._names = rank, names
@@ -114,7 +114,7 @@ class Waits:
         return now
 
     def forget(self, seconds: Seconds) -> None:
-        """Do not count a time for which this process was stopped as waiting."""
+        """Exclude from waiting times a period for which this process was stopped."""
         now = self._clock()
         for wait in list(self.open.values()):
             wait.since = min(now, wait.since + seconds)

@@ -1,5 +1,5 @@
-"""Threads of a learner process that wait for other learners, and handles of what they wait for. They do not keep the
-process alive, and a failure of another thread ends their waits."""
+"""Threads of a learner process that wait for other learners, and handles of the work for which they wait. The threads
+do not keep the process alive, and a failure of another thread ends their waits."""
 
 import atexit
 import os
@@ -91,19 +91,19 @@ class Worker:
 
 
 class Workers(dict[str, Worker]):
-    """The threads of a learner by name, each made when it is first needed; they end together."""
+    """The threads of a learner by name, each created when it is first needed; they end together."""
 
     def __missing__(self, name: str) -> Worker:
         worker = self[name] = Worker(name)
         return worker
 
     def abandon(self) -> None:
-        """Let them end, without waiting for what is under way."""
+        """Let the threads end, without waiting for work under way."""
         for worker in list(self.values()):
             worker.abandon()
 
     def close(self) -> None:
-        """End them. None of them may still be waiting."""
+        """End the threads. None of them may still be waiting."""
         for worker in list(self.values()):
             worker.close()
 
@@ -120,7 +120,7 @@ class Release:
         return self._failed.exception() if self._failed.done() else None
 
     def fail(self, error: BaseException) -> None:
-        """End all waits with `error`, or with that of an earlier call. May be called by any thread."""
+        """End all waits with `error`, or with the error of an earlier call. May be called by any thread."""
         with suppress(InvalidStateError):
             self._failed.set_exception(error)
 
@@ -140,7 +140,7 @@ class Release:
 class ProcessHandle(Handle[T]):
     """Work under way in this process. The first call of `result()` waits for it; later calls return the same result.
 
-    `finish_in` waits by `wait_long`, if given: in another thread than the strategy's, and without a time-out. The work
+    `finish_in` waits by `wait_long`, if given, in another thread than the strategy's and without a time-out. The work
     may need the gradient `of` a user's loop.
     """
 
@@ -155,7 +155,7 @@ class ProcessHandle(Handle[T]):
 
     @property
     def of(self) -> "GradientHandle | None":
-        """The gradient that this work needs."""
+        """The gradient that this work needs, if any."""
         return self._of
 
     def __await__(self) -> Generator[Handle[Any], None, T]:
@@ -189,12 +189,12 @@ class GradientHandle(ProcessHandle[Tensor]):
     """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead."""
 
     def __init__(self, rank: int, compute: Callable[[Mean | None], Tensor], is_supplied: bool = True) -> None:
-        """`compute` returns the gradient or, given a `Mean`, the mean over the sync group: by that, which may overwrite
-        the gradient, or computed while backward runs."""
+        """Make the handle of a gradient that is computed later. `compute` returns the gradient or, given a `Mean`, the
+        mean over the sync group: by that `Mean`, which may overwrite the gradient, or computed while backward runs."""
         super().__init__(lambda: compute(None))
         self._rank, self._compute = rank, compute
         self.is_supplied = is_supplied
-        """False until a user's loop has computed the gradient: to await it, or a mean of it, waits for the loop."""
+        """False until a user's loop has computed the gradient: awaiting it, or a mean of it, waits for the loop."""
         self._is_given_away = False
 
     @property
@@ -202,7 +202,7 @@ class GradientHandle(ProcessHandle[Tensor]):
         return self  # kept as an attribute, it would be a cycle, which holds a snapshot until the next collection
 
     def averaged(self, mean: Mean) -> Handle[Tensor]:
-        """The mean over the sync group in place of the gradient, which must not be awaited any more."""
+        """The mean over the sync group in place of the gradient, which must no longer be awaited."""
         self._is_given_away = True
         return ProcessHandle(lambda: self._compute(mean), of=self)
 

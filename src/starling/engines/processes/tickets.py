@@ -1,9 +1,9 @@
-"""How learner processes share a run's tickets through the store: the portions that a sync group draws, and the records
-of what each learner has done, so that the tickets of a lost learner are not repeated.
+"""The tickets of a run, which learner processes share through the store: the portions that a sync group draws, and the
+records of each learner's done tickets, so that the tickets of a lost learner are not repeated.
 
-A sync group draws its next portion while a gradient is computed. A draw takes one or several round trips to the
-store. Where the link to it is full of weights, or long, a round trip takes as long as many packets, and the learner
-would spend it idle before every gradient.
+A sync group draws its next portion while a gradient is computed. A draw takes one or several round trips to the store.
+If the link to it is long, or full of weights, a round trip takes as long as many packets, and the learner would be idle
+for that time before every gradient.
 """
 
 import threading
@@ -24,19 +24,20 @@ from starling.workload import Position, Ticket
 
 CLAIMING = "claiming"
 KEPT_CLAIMS = 1024
-"""Claims of a sync group kept in the store. Its members differ only by the mini-batches they have loaded ahead."""
+"""Number of a sync group's claims kept in the store. Its members differ only by the mini-batches they have loaded
+ahead."""
 POLL_SECONDS = 0.5
 CLOSE_SECONDS = 10.0
 _DONE, _REACHED, _KEPT = "done/{}/{}", "done/{}/reached", "done/{}/kept"
 _CHUNK = 64
-"""Tickets that a learner records under one key."""
+"""Number of tickets that a learner records under one key."""
 
 
 class Draws:
     """The portions of one member of a sync group, drawn by a thread with its own connection to the store.
 
-    The group's first learner draws for all members and writes what it drew; the others read that. Without others
-    nothing is written.
+    The group's first learner draws for all members and writes the numbers, which the others read. A group of one writes
+    nothing.
     """
 
     def __init__(self, peers: Peers, group: range) -> None:
@@ -51,16 +52,16 @@ class Draws:
         self._drawn: SimpleQueue[int | Exception] = SimpleQueue()
         self._taken: int | Exception = 0
         self.drawn_at = 0.0
-        """When the draw that was taken last had begun, on the clock `time.monotonic`."""
+        """Time at which the draw that was taken last had begun, on the clock `time.monotonic`."""
 
     @property
     def num_under_way(self) -> int:
-        """Draws that have begun and were not taken."""
+        """Number of draws that have begun and were not taken."""
         return len(self._begun_at)
 
     @property
     def num_known(self) -> int:
-        """How many can be taken without waiting."""
+        """Number of draws that can be taken without waiting."""
         return self._drawn.qsize()
 
     def begin(self) -> None:
@@ -71,7 +72,8 @@ class Draws:
         self._worker.submit(partial(self._draw, self._own))
 
     def take(self) -> int:
-        """The next portion, in the order of the draws; waits for it if need be. `DistStoreError` after the time-out."""
+        """The next portion, in the order of the draws; waits for it if necessary. `DistStoreError` after the
+        time-out."""
         peers = self._peers
         if self.num_under_way == 0:
             self.begin()
@@ -174,14 +176,14 @@ def noted(store: Store, world: int, start: Position) -> DoneTickets:
 
 
 def _kept(store: Store, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """For each learner, the first chunk that it has kept, and the first ticket that its chunks record."""
+    """The first chunk that each learner has kept, and the first ticket that its chunks record."""
     found = _read(store, {rank: _KEPT.format(rank) for rank in ranks})
     pairs = {rank: found.get(rank, b"0 0").split() for rank in ranks}
     return {rank: (int(chunk), int(below)) for rank, (chunk, below) in pairs.items()}
 
 
 def _read(store: Store, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """The values of those of the keys that exist; the fewer do not exist, the fewer round trips."""
+    """The values of the existing keys; the fewer keys are missing, the fewer round trips are needed."""
     if store.check(list(keys.values())):
         return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
     if len(keys) == 1:

@@ -25,12 +25,12 @@ from starling.training.job import Job
 from starling.training.replica import Replica
 
 MOST_STACKED_BYTES = 2**28
-"""The most bytes of weights that are stacked; more learners are computed in several groups."""
+"""Largest size of stacked weights in bytes; more learners are computed in several groups."""
 
 
 @dataclass
 class _Begun:
-    """A gradient that is under way."""
+    """A gradient under way."""
 
     learner: Member
     at: Tensor
@@ -39,7 +39,7 @@ class _Begun:
 
 
 class BatchedGradients(RealGradients):
-    """Real gradients, those of learners that compute at the same time in one call.
+    """Real gradients, computed in one call for learners that compute at the same time.
 
     Mini-batches are computed together if each is one micro-batch of tensors with the same shapes. Others are computed
     one after another, as are all if the model has buffers, draws random numbers or needs an operation that `vmap`
@@ -56,10 +56,10 @@ class BatchedGradients(RealGradients):
         self._most = max(1, MOST_STACKED_BYTES // max(1, sum(each.nbytes for each in self._parameters)))
         self._begun: dict[int, _Begun] = {}  # by the learner's identity, in the order in which they began
         self.most_together = 0
-        """The most learners whose gradients were computed in one call."""
+        """Largest number of learners whose gradients were computed in one call."""
         self._replicas: WeakSet[Replica] = WeakSet()
         self.problem = self._problem()
-        """Why gradients are computed one after another; None where they are computed together."""
+        """Reason why gradients are computed one after another; None if they are computed together."""
 
     def _problem(self) -> str | None:
         if next(self._loss.buffers(), None) is not None:
@@ -155,9 +155,9 @@ class BatchedGradients(RealGradients):
 def _step_fast(replica: Replica) -> None:
     """Let SGD, Adam and AdamW step all their parameters in one call, unless their maker chose otherwise.
 
-    Steps agree to rounding. Saved states do not show the choice: other engines continue from them as they like. What
-    torch wraps around a step, for its profiler and its compiler, takes longer than the step of a small model, so it is
-    left out where it does nothing.
+    Steps agree to rounding. Saved states do not show the choice, so that other engines can make their own. The wrappers
+    that torch puts around a step, for its profiler and its compiler, take longer than the step of a small model, so
+    they are left out where they do nothing.
     """
     optimizer = replica.optimizer
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
@@ -186,7 +186,7 @@ def _step_fast(replica: Replica) -> None:
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Whether something else is called before or after a step, or in its place."""
+    """Whether something else is called before or after a step, or in place of it."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, "step" in vars(optimizer)))
 
@@ -206,7 +206,7 @@ class _LossOf(nn.Module):
 
 
 class _Differs:
-    """In the place of what is no tensor and differs between the mini-batches of learners: a loss must not use it."""
+    """Stands for a value that is no tensor and differs between the mini-batches of learners: a loss must not use it."""
 
     def __bool__(self) -> bool:
         raise TypeError("the loss depends on something that is no tensor and differs between mini-batches")
@@ -219,14 +219,14 @@ def _tensors(examples: Any) -> dict[str, Tensor]:
 
 
 def _shape(examples: Any) -> Hashable:
-    """Alike for mini-batches that can be stacked."""
+    """A key that is equal for mini-batches that can be stacked."""
     if not hasattr(examples, "__dict__"):
         return id(examples)
     return type(examples), *((name, value.shape, value.dtype) for name, value in _tensors(examples).items())
 
 
 def _common(examples: Sequence[Any]) -> Any:
-    """The first mini-batch, without anything but tensors that another has otherwise."""
+    """The first mini-batch, with a placeholder for everything but tensors that differs in another one."""
     made = copy.copy(examples[0])
     others = {name: value for name, value in vars(made).items() if not isinstance(value, Tensor)}
     vars(made).update(

@@ -16,16 +16,19 @@ class ComputeModel(Config):
     """Seconds that a gradient takes, drawn for each gradient. `Stragglers` makes some learners slower."""
 
     distribution: Literal["constant", "uniform", "log-normal"] = "constant"
-    """How the seconds of a gradient vary."""
+    """Distribution of the seconds of a gradient."""
     seconds: float = Field(default=0.1, gt=0.0)
-    """The mean."""
+    """Mean of the distribution."""
     spread: float = Field(default=0.0, ge=0.0)
-    """uniform: half the width as a share of the mean, below 1; log-normal: the standard deviation of the logarithm."""
+    """Spread of the distribution. uniform: half the width as a share of the mean, below 1; log-normal: the standard
+    deviation of the logarithm."""
     batched: bool = False
-    """Compute the gradients of learners that are under way together at once, where the model allows it: faster with
-    many learners of a small model. Events stay the same; gradients agree to rounding, so the event hash is another."""
+    """Whether the gradients of learners that are under way together are computed at once, where the model allows it:
+    faster with many learners of a small model. Events stay the same; gradients agree to rounding, so that the event
+    hash differs."""
     processes: int = Field(default=1, ge=1, le=256)
-    """Processes of this machine that compute gradients; results do not depend on it. 1: only that of the simulation."""
+    """Number of processes on this machine that compute gradients; results do not depend on it. With 1, the simulation's
+    own process computes them."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> "ComputeModel":
@@ -42,7 +45,7 @@ class ComputeTimes:
     """The gradient times of one learner, with a random stream per learner and seed."""
 
     communication_seconds = 0.0
-    """What a gradient takes in communication that it cannot do without: within an island."""
+    """Seconds of communication that every gradient needs: within an island."""
     communication_bytes = 0
 
     def __init__(self, model: ComputeModel, seed: int, rank: int) -> None:
@@ -60,7 +63,7 @@ class ComputeTimes:
 
 
 AllReduce = Literal["ring", "tree", "hierarchical", "fastest"]
-"""How a mean is computed: `Links` has the equation of each. fastest: the best of the others each time."""
+"""Algorithm of a mean: `Links` has the equation of each. fastest: the best of the others each time."""
 
 
 class LinkModel(Config):
@@ -72,10 +75,10 @@ class LinkModel(Config):
     bandwidth: float = Field(default=1.25e9, gt=0.0)
     """Bytes per second (the default is 10 Gbit/s)."""
     jitter: float = Field(default=0.0, ge=0.0)
-    """Each message takes longer by a random share of its time, exponentially distributed with this mean, so that
+    """Mean of an exponentially distributed random share of its time by which each message takes longer, so that
     messages overtake each other."""
     all_reduce: AllReduce = "ring"
-    """The algorithm that computes a mean of all learners; fastest: the best of the others, each time."""
+    """Algorithm that computes a mean of all learners; fastest: the best of the others, each time."""
 
     def send_seconds(self, num_bytes: int) -> float:
         """Seconds to send one message."""
@@ -90,14 +93,14 @@ class NodeModel(Config):
     """Nodes of several learners, with faster links inside, and uplinks that their learners share."""
 
     size: int = Field(default=1, ge=1)
-    """Learners of a node: learners 0 to size - 1 are on the first. The last node may have fewer."""
+    """Number of learners of a node: learners 0 to size - 1 are on the first. The last node may have fewer."""
     latency: float = Field(default=5e-6, ge=0.0)
     """Seconds before the first byte arrives, inside a node."""
     bandwidth: float = Field(default=5e10, gt=0.0)
     """Bytes per second between any two learners of a node."""
     uplink: Annotated[float, Field(gt=0.0)] | Literal["unlimited"] | None = None
-    """Bytes per second in each direction between a node and all others, which the messages of its learners share. None:
-    the bandwidth of one link. unlimited: each message has a link of its own, as no real cluster has."""
+    """Bytes per second in each direction between a node and all others, which the messages of its learners share. None
+    means the bandwidth of one link. unlimited: each message has a link of its own, as in no real cluster."""
 
 
 class MemoryModel(Config):
@@ -107,13 +110,13 @@ class MemoryModel(Config):
     """Bytes per second."""
 
     def seconds(self, num_bytes: int, passes: int) -> float:
-        """Seconds to go over so many bytes, so many times."""
+        """Seconds that `passes` passes over `num_bytes` take."""
         return num_bytes * passes / self.bandwidth
 
 
 class WatchModel(Config):
-    """How the learners are watched, and how soon the survivors continue. The defaults are roughly what the `processes`
-    engine takes on one machine (decision 0005)."""
+    """How the learners are watched, and how soon the survivors continue. The defaults are roughly the times of the
+    `processes` engine on one machine (decision 0005)."""
 
     notice: float = Field(default=0.05, ge=0.0)
     """Seconds from a death until the survivors hear of it."""
@@ -126,8 +129,8 @@ class WatchModel(Config):
 class Cluster(Config):
     """The machines and links that `starling simulate` simulates; the `cluster:` section of a recipe.
 
-    Links are finite: messages queue at their node's uplink, in each direction. A cluster without this has to be asked
-    for by `nodes: {uplink: unlimited}`.
+    Links are finite: messages queue at their node's uplink, in each direction, unless `nodes` has
+    `uplink: unlimited`.
     """
 
     compute: ComputeModel = Field(default_factory=ComputeModel)
@@ -143,7 +146,8 @@ class Cluster(Config):
 
     @property
     def uplink(self) -> float | None:
-        """Bytes per second in each direction that the messages of a node share; None: unlimited, as was asked for."""
+        """Bytes per second in each direction that the messages of a node share; None if the recipe makes uplinks
+        unlimited."""
         if self.nodes.uplink == "unlimited":
             return None
         return self.link.bandwidth if self.nodes.uplink is None else self.nodes.uplink
@@ -159,14 +163,14 @@ class Cluster(Config):
 
 
 class Links:
-    """What a message and a mean cost on the links between learners, which are known by their names: inside a node,
-    between nodes, through uplinks.
+    """The times of messages and means on the links between learners, which are identified by their names: inside a
+    node, between nodes, through uplinks.
 
     An uplink is first in, first out: messages leave a node, or enter one, whole and in the order in which they come.
     TCP would share it fairly; both are done with a burst at the same moment, because neither leaves the uplink idle,
     and they differ only in when the burst's earlier messages arrive. Fair sharing would have to reschedule every
-    message under way whenever one begins or ends; this costs one event more for each message, and no message's arrival
-    depends on a later one.
+    message under way whenever one begins or ends; the queue costs one more event for each message, and no message's
+    arrival depends on a later one.
     """
 
     def __init__(self, cluster: Cluster, seed: int = 0) -> None:
@@ -179,14 +183,14 @@ class Links:
         rate = min(link.bandwidth, self._uplink)
         self._between = link if rate == link.bandwidth else link.model_copy(update={"bandwidth": rate})
         self._free: dict[tuple[str, int], float] = {}
-        """When the last message that was queued has passed each uplink, by direction and node."""
+        """Time at which the last queued message has passed each uplink, by direction and node."""
 
     def node(self, name: int) -> int:
-        """The node that a learner is on."""
+        """The node on which a learner is."""
         return name // self._size
 
     def between(self, sender: int, receiver: int) -> LinkModel:
-        """The link that carries a message, as fast as it is when nothing else is under way."""
+        """The link that carries a message, at its speed when nothing else is under way."""
         return self._inside if self.node(sender) == self.node(receiver) else self._between
 
     def jitter(self, sender: int, receiver: int) -> float:
@@ -199,14 +203,14 @@ class Links:
         return 1.0 + self._between.jitter * self._random[pair].expovariate(1.0)
 
     def leave(self, sender: int, receiver: int, now: float, num_bytes: int) -> float | None:
-        """Queue a message at its sender's uplink; seconds until its first byte leaves. None: it needs no uplink,
-        or uplinks are unlimited."""
+        """Queue a message at its sender's uplink; seconds until its first byte leaves. None if it needs no uplink, or
+        uplinks are unlimited."""
         if self._uplink == math.inf or self.node(sender) == self.node(receiver):
             return None
         return self._queue(("leaving", self.node(sender)), now, num_bytes)
 
     def enter(self, receiver: int, now: float, num_bytes: int) -> float:
-        """Queue a message at its receiver's uplink, which it has reached; seconds until its first byte comes in."""
+        """Queue a message that has reached its receiver's uplink there; seconds until its first byte comes in."""
         return self._queue(("entering", self.node(receiver)), now, num_bytes)
 
     def _queue(self, uplink: tuple[str, int], now: float, num_bytes: int) -> float:
@@ -215,9 +219,10 @@ class Links:
         return begin - now
 
     def reduce(self, group: Sequence[int], now: float, num_bytes: int, longer: float = 1.0) -> float:
-        """Seconds until an all-reduce is done that begins now and takes `longer` times as long as the links are fast.
+        """Seconds until an all-reduce that begins now is done; `longer` multiplies the time that it takes on the links.
 
-        One between nodes waits until their uplinks are free in both directions, and has them to itself until it ends.
+        An all-reduce between nodes waits until their uplinks are free in both directions, and has them to itself until
+        it ends.
         """
         seconds = self.reduce_seconds(group, num_bytes) * longer
         nodes = {self.node(name) for name in group}
@@ -237,13 +242,14 @@ class Links:
         return min(way(*shape) for name, way in ways.items() if self._algorithm in (name, "fastest"))
 
     def _ring(self, world: int, per_node: int, num_nodes: int, num_bytes: int) -> float:
-        """2 (L - 1) steps, in each of which every learner sends 1/L of the bytes to the next; the slowest link sets the
-        pace. The ring goes through one node after another, so that it crosses each uplink once."""
+        """Seconds of 2 (L - 1) steps, in each of which every learner sends 1/L of the bytes to the next; the slowest
+        link sets the pace. The ring goes through one node after another, so that it crosses each uplink once."""
         used = [link for link, count in ((self._inside, per_node), (self._between, num_nodes)) if count > 1]
         return max((link.reduce_seconds(num_bytes, world) for link in used), default=0.0)
 
     def _tree(self, world: int, per_node: int, num_nodes: int, num_bytes: int) -> float:
-        """A sum up and a copy down a double binary tree, in a pipeline: every link passes on all bytes twice.
+        """Seconds of a sum up and a copy down a double binary tree, in a pipeline: every link passes on all bytes
+        twice.
 
         2 (h_in latency_in + h_out latency_out) + 2 bytes / bandwidth, with h the heights of the tree inside a node and
         between nodes, and the bandwidth of the slowest link (Sanders, Speck & Träff 2009; NCCL from 2.4 on).
@@ -253,8 +259,9 @@ class Links:
         return 2.0 * (height_seconds + max((num_bytes / link.bandwidth for link, _ in used), default=0.0))
 
     def _hierarchical(self, world: int, per_node: int, num_nodes: int, num_bytes: int) -> float:
-        """A reduce-scatter inside each node, rings between the nodes, one for each of the G parts and all at once, and
-        an all-gather inside: the uplink carries the bytes of one learner instead of a learner's turn each.
+        """Seconds of a reduce-scatter inside each node, rings between the nodes, one for each of the G parts and all at
+        once, and an all-gather inside each node: the uplink carries the bytes of one learner instead of those of each
+        learner in turn.
 
         The rings share the uplink.
         """

@@ -1,6 +1,6 @@
-"""What the learners of a virtual run compute with: real weights and gradients, in this process or in several.
+"""The computations of learners in a virtual run: real weights and gradients, in this process or in several.
 
-`timing` puts sizes in their place. A gradient depends on weights, buffers and its mini-batch alone, so that it can be
+`timing` replaces them by sizes. A gradient depends on weights, buffers and its mini-batch alone, so that it can be
 computed elsewhere while the simulation continues.
 """
 
@@ -29,7 +29,7 @@ from starling.worker_processes import answer_of, worker_processes
 Buffers = list[Tensor | None]
 """A model's buffers, in the order of its modules."""
 Loss = Callable[[], float | None]
-"""The loss of a gradient; None where there is none to report."""
+"""Returns the loss of a gradient; None if there is none to report."""
 
 
 class Member(CourseLearner):
@@ -46,14 +46,14 @@ class Computation(ABC):
     """Makes the learners' replicas, and computes their gradients."""
 
     holds_weights = True
-    """Whether the weights are numbers, so that a consensus distance can be taken of them."""
+    """Whether the weights are numbers, so that they have a consensus distance."""
 
     @abstractmethod
     def new_replica(self) -> Replica:
         """A learner's weights and optimizer at the beginning."""
 
     def new_buffers(self, start: LearnerState | None) -> Buffers:
-        """A learner's own buffers: those of a new model, or of the state that it starts from."""
+        """A learner's own buffers: those of a new model, or those of the state from which it starts."""
         return []
 
     def named(self, buffers: Buffers) -> dict[str, Tensor]:
@@ -64,15 +64,15 @@ class Computation(ABC):
     def gradient(self, learner: Member, at: Tensor) -> Loss:
         """Begin the gradient of the claimed mini-batch at the weights `at` `[P]`.
 
-        Once the loss has been asked for, the gradient is in the learner's replica.
+        Once the loss has been requested, the gradient is in the learner's replica.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Nothing is computed any more."""
+        """End the computation; no gradient follows."""
 
 
 class RealGradients(Computation):
-    """Real gradients, one after another, with one model that looks at each learner's weights and buffers in turn."""
+    """Real gradients, one after another, with one model that views each learner's weights and buffers in turn."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
@@ -106,7 +106,7 @@ class RealGradients(Computation):
         return lambda: loss
 
     def compute(self, learner: Member, at: Tensor) -> float:
-        """Leave the gradient of the claimed mini-batch at `at` in the learner's replica; the loss."""
+        """Compute the gradient of the claimed mini-batch at `at` in the learner's replica, and return the loss."""
         model = self._model
         model.use_weights(at)
         model.use_gradients(learner.replica.gradients)
@@ -117,12 +117,12 @@ class RealGradients(Computation):
 
 
 _SLOTS = 2
-"""Slots of each process: it computes in one while the other is filled."""
+"""Number of slots of each process: it computes in one while the other is filled."""
 
 
 @dataclass
 class _Begun:
-    """A gradient that is under way."""
+    """A gradient under way."""
 
     learner: Member
     at: Tensor
@@ -136,7 +136,7 @@ class HostProcesses(RealGradients):
     """Real gradients in `count` processes, each of which has its own copy of the workload and the model.
 
     A process gets the weights in shared memory, and leaves the gradient there. Results are awaited when the simulated
-    gradient is complete: events and numbers are those of one process with one thread.
+    gradient is complete, so that events and numbers are the same as with one process with one thread.
     """
 
     def __init__(self, job: Job, device: torch.device, count: int) -> None:
@@ -157,7 +157,7 @@ class HostProcesses(RealGradients):
         work, key = _Worker(job, self._memory), "cluster.compute.processes"
         self._workers = self._exits.enter_context(worker_processes(work, count, "starling-gradients", "the job", key))
         self._lines = list(self._workers) * _SLOTS
-        """The connection that serves each slot."""
+        """Connection that serves each slot."""
         self._free = list(range(count * _SLOTS))
         self._computing: dict[int, _Begun] = {}  # by slot
 
@@ -194,14 +194,14 @@ class HostProcesses(RealGradients):
                     self._lines[begun.slot].send((begun.slot, begun.task, batches, _copied(begun.learner.buffers)))
 
     def _wait_for(self, begun: _Begun) -> None:
-        """Receive gradients until one is there."""
+        """Receive gradients until the given one is there."""
         self._begun.move_to_end(id(begun.learner), last=False)
         while self._begun.get(id(begun.learner)) is begun:
             self._hand_out()
             self._receive(timeout=None)
 
     def _receive(self, timeout: float | None) -> None:
-        """Take what processes have computed."""
+        """Receive the gradients that processes have computed."""
         ready = wait({self._lines[slot] for slot in self._computing}, timeout)
         for line in [line for line in self._workers if line in ready]:
             which, advice = "a process that computed gradients", "use fewer with cluster.compute.processes"
@@ -220,7 +220,8 @@ def _copied(buffers: Buffers) -> Buffers:
 
 
 class _Worker:
-    """What a process computes with: the job's model, made with the first gradient, and the memory of all slots."""
+    """The state of a process that computes: the job's model, made with the first gradient, and the memory of all
+    slots."""
 
     def __init__(self, job: Job, memory: Tensor) -> None:
         self._job, self._memory = job, memory

@@ -1,9 +1,9 @@
 """The virtual engine: all learners in one process, on a simulated clock, with real gradients.
 
-The same seed gives the same events in the same order, and `Outcome.event_hash` proves it. When nothing is left to
-happen while a learner waits, that is a deadlock, and the error says which learner waits for which.
+The same seed gives the same events in the same order, and `Outcome.event_hash` proves it. If no event is left while a
+learner waits, that is a deadlock, and the error says which learner waits for which.
 
-Learners may die, pause, be cut off or join at any event: the living continue in a new membership, as processes do.
+Learners may die, pause, be cut off or join at any event: the survivors continue in a new membership, as processes do.
 """
 
 import gc
@@ -33,32 +33,32 @@ from starling.training.tensor_plan import traffic_of
 from starling.workload import Position
 
 GATHERS_AND_SCATTERS = 3
-"""All-gathers and reduce-scatters of the whole model in one pass."""
+"""Number of all-gathers and reduce-scatters of the whole model in one pass."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a virtual run ended."""
+    """The outcome of a virtual run."""
 
     states: list[LearnerState]
     """The states of the remaining learners, by rank."""
     seconds: float
-    """The simulated time."""
+    """Simulated time."""
     num_events: int
     event_hash: str
     """SHA-256 over every event: time, learner, kind, and the bits of every loss."""
     losses: tuple[VirtualLoss, ...] = ()
     """The learners that died, in order."""
     num_memberships: int = 1
-    """1, and one more for each membership change."""
+    """Number of memberships: 1, and one more for each membership change."""
 
 
 class VirtualEngine:
     """`world` learners of `job` on the simulated `cluster`.
 
     When learners die the others continue; without `survives_losses` the run ends with `PeerLost` as soon as a death is
-    noticed. `changes` is told of each membership change. `computation` computes the gradients; by default for real, on
-    `device`.
+    noticed. `changes` is called at each membership change. `computation` computes the gradients; by default real ones,
+    on `device`.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class VirtualEngine:
         self._current = self._begin(first, plan, list(start) if start else [None] * world)
 
     def run(self) -> Outcome:
-        """Run all events. Raises what a learner raised, `Deadlock`, and `PeerLost` if the learners cannot continue."""
+        """Run all events. Raises the exceptions of learners, `Deadlock`, and `PeerLost` if the learners cannot
+        continue."""
         simulation = self._simulation
         try:
             with _little_garbage(has_cycles=self._computation.holds_weights):
@@ -141,7 +142,7 @@ class VirtualEngine:
             raise self._current.deadlock() from None
 
     def _regroup(self) -> None:
-        """The living continue in a new membership, from what all have done."""
+        """Continue with the survivors in a new membership, from everything that learners have done."""
         before, simulation = self._current, self._simulation
         for life, learner in zip(before.lives, before.learners, strict=True):
             if not life.is_dead:
@@ -169,9 +170,9 @@ class VirtualEngine:
 
 @contextmanager
 def _little_garbage(has_cycles: bool) -> Generator[None, None, None]:
-    """Let the garbage collector search only what is made within this context, or nothing: to search all that a process
-    has imported takes longer than many small gradients, and thousands of learners, whose events leave no cycles, take a
-    third of the time of a simulation of time alone."""
+    """Let the garbage collector search only the objects made within this context, or none. A search of everything that
+    a process has imported takes longer than many small gradients; with thousands of learners, whose events leave no
+    cycles, it takes a third of the time of a timing-only simulation."""
     freezes, was_enabled = not gc.get_freeze_count(), gc.isenabled()  # otherwise the program has made its own choice
     if freezes:
         gc.freeze()
@@ -193,19 +194,21 @@ def _computation(job: Job, cluster: Cluster, device: torch.device) -> Computatio
 
 
 class SimulatedIslands(Observer):
-    """What the virtual engine runs in the place of a job with islands: `job`, with `world` learners on `cluster`.
+    """The run that the virtual engine simulates in place of a job with islands: `job`, with `world` learners on
+    `cluster`.
 
-    Towards the others an island is one learner: its gradient is the mean of n mini-batches, and the n parts of its
-    model travel side by side. So it is simulated as one learner with a whole model and a batch share of n, and reported
-    as n learners. With tensor parallelism it has one mini-batch at a time.
+    For the others an island is one learner: its gradient is the mean of n mini-batches, and the n parts of its model
+    travel side by side. So it is simulated as one learner with a whole model and a batch share of n, and reported as n
+    learners. With tensor parallelism it has one mini-batch at a time.
 
-    Its gradient takes as long as that of its slowest rank, and then the time in which the model is gathered twice, for
-    forward and for backward, and the gradient is scattered: three times (n - 1) messages of 1/n of the model. With
-    tensor parallelism it is the time of what the layers that are cut send, as in the first mini-batch, and in which the
-    other parameters are gathered. That this overlaps with computing, as it can on a GPU, is not assumed.
+    Its gradient takes as long as the gradient of its slowest rank, plus the time in which the model is gathered twice,
+    for forward and for backward, and the gradient is scattered: three times (n - 1) messages of 1/n of the model. With
+    tensor parallelism, the added time is that of the cut layers' messages, as in the first mini-batch, and of gathering
+    the other parameters. No overlap with computation is assumed, although a GPU allows it.
 
-    It reports each rank of an island to `observer`, with an equal share of the bytes; and each mini-batch of the rank
-    that computed it, or of the first of them. The ranks' tickets follow each other, and the first is number 0.
+    It reports each rank of an island to `observer`, with an equal share of the bytes, and each mini-batch as that of
+    the rank that computed it, or of the first of several. The ranks' tickets follow each other, and the first is number
+    0.
     """
 
     def __init__(self, job: Job, world: int, cluster: Cluster, observer: Observer) -> None:
@@ -243,7 +246,7 @@ class SimulatedIslands(Observer):
         return _IslandTimes(times, delays, seconds, num_sent)
 
     def state(self, state: LearnerState) -> LearnerState:
-        """An island's state, among as many learners as there are ranks."""
+        """An island's state, in a run that counts each of its ranks as a learner."""
         return replace(state, world=self._ranks)
 
     @property
@@ -271,7 +274,7 @@ class SimulatedIslands(Observer):
 
 
 def _side_by_side(cluster: Cluster, size: int) -> Cluster:
-    """The cluster of islands in the place of ranks: the messages of an island travel side by side."""
+    """The cluster in which islands take the place of ranks: the messages of an island travel side by side."""
     nodes, link = cluster.nodes, cluster.link
     uplink = "unlimited" if cluster.uplink is None else cluster.uplink * max(1, size // nodes.size)
     inside = {"size": max(1, nodes.size // size), "bandwidth": nodes.bandwidth * size, "uplink": uplink}
@@ -280,7 +283,7 @@ def _side_by_side(cluster: Cluster, size: int) -> Cluster:
 
 
 class _IslandTimes(ComputeTimes):
-    """The slowest rank's time, and that of the communication within the island."""
+    """The gradient times of an island: the slowest rank's time plus that of the communication within the island."""
 
     def __init__(self, times: Sequence[ComputeTimes], delays: Sequence[Delays], seconds: float, num_bytes: int) -> None:
         self._times, self._delays = times, delays

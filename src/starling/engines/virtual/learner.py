@@ -1,4 +1,5 @@
-"""A learner on the simulated clock: what it starts are events, and what it sends travels over the simulated network."""
+"""A learner on the simulated clock: the work that it starts becomes events, and its messages travel over the simulated
+network."""
 
 import struct
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
@@ -35,7 +36,7 @@ class Failed(Exception):  # noqa: N818 - carries what a strategy raised
 
 
 class VirtualLearner(Member):
-    """A learner of a membership that is a coroutine on the simulated clock, or two of them."""
+    """A learner of a membership that consists of one or two coroutines on the simulated clock."""
 
     life: VirtualLife
 
@@ -47,7 +48,7 @@ class VirtualLearner(Member):
         self.rank, self.world, self.seed = rank, membership.world, job.seed
         self.replica, self.now = computation.new_replica(), membership.now
         self.buffers = computation.new_buffers(start)
-        """The model's buffers, of which each learner has its own."""
+        """Buffers of this learner's model; each learner has its own."""
         self.statistics = life.statistics
         self.statistics.under_way = self._spent_waiting
         self._membership, self._simulation, self._environment = membership, simulation, simulation.environment
@@ -56,7 +57,8 @@ class VirtualLearner(Member):
         self._activity = FOREGROUND
         self._has_left = False
         self._wait: tuple[float, float] | None = None
-        """The wait of the foreground that is under way: since when, and how many seconds of it are own computation."""
+        """Wait of the foreground that is under way: its beginning, and how many seconds of it are the learner's own
+        computation."""
         self._num_means: dict[str, int] = {}  # a mean is identified by its place in each learner's sequence
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
         self.batches = VirtualBatches(membership.batches, job.sync_groups(self.world).of(rank), rank, life.name)

@@ -1,7 +1,8 @@
-"""What the learners of one membership of a virtual run share: their mini-batches, averaging rounds and network.
+"""The shared objects of the learners of one membership in a virtual run: their mini-batches, averaging rounds and
+network.
 
-When a membership is over, each learner leaves it where it next waits for another. A gradient under way is finished, as
-on the `processes` engine, so that it counts.
+When a membership is over, each learner leaves it as soon as it next waits for another. A gradient under way is
+finished, as on the `processes` engine, so that it counts.
 """
 
 from collections import Counter
@@ -52,14 +53,15 @@ class MembershipBatches:
             ranks_per_learner=simulation.ranks_per_learner,
         )
         self.agreed: dict[tuple[int, int, str], tuple[Any, int]] = {}
-        """What the first member of a sync group found at a claim, and how many members are to come."""
+        """Result of the first member of a sync group at a claim, and how many members still need it."""
         self.clock, self._workload = clock, job.workload
         self._num_drawn = 0  # portions that all sync groups together have drawn
         self._batches = simulation.loader.load(self.tickets.take(count()))
         self._loaded: dict[int, Loaded] = {}
 
     def agree(self, what: tuple[int, int, str], find: Callable[[], T]) -> T:
-        """What the first member of a sync group finds is what all members get, each once; it is then forgotten."""
+        """The result of `find` for the first member of a sync group, which all members get, each once; it is then
+        forgotten."""
         found, num_to_come = self.agreed.pop(what) if what in self.agreed else (find(), self._size)
         if num_to_come > 1:
             self.agreed[what] = found, num_to_come - 1
@@ -102,7 +104,7 @@ class VirtualBatches:
         return self._shared.agree((self._group, claim, "seconds"), self._shared.clock)
 
     def reach(self, portion: int) -> None:
-        """There are no checkpoint barriers to agree on."""
+        """Return at once: there are no checkpoint barriers to agree on."""
 
     def done(self, ticket: Ticket) -> None:
         self._shared.done.add(ticket.step)
@@ -150,7 +152,7 @@ class VirtualRounds(CutAgreement):
         return self._cuts.get(barrier)
 
     def _is_last(self, what: str, number: int) -> bool:
-        """Count a learner that has done something; whether it is the last."""
+        """Count a learner that has done something; returns whether it was the last."""
         self._counted[what, number] += 1
         if self._counted[what, number] < self._world:
             return False
@@ -167,7 +169,7 @@ class Activity:
     waits_for: VirtualHandle[Any] | None = None
 
     def interrupt(self) -> None:
-        """End it where it waits."""
+        """End the activity where it waits."""
         process = self.process
         if process is None or not process.is_alive or process is process.env.active_process:
             return
@@ -187,13 +189,13 @@ class VirtualMembership:
         self.lives = [simulation.lives[name] for name in membership.members]
         self.learners: list[Member] = []
         self.activities: dict[tuple[int, str], Activity] = {}
-        """What learners do, by rank and kind."""
+        """Activities of the learners, by rank and kind."""
         self.driven: VirtualLife | None = None
-        """The learner whose coroutine runs now."""
+        """Learner whose coroutine runs now."""
         self.over = simulation.environment.event()
-        """Happens when all learners have left, or are done."""
+        """Event that happens when all learners have left, or are done."""
         self.reasons: list[str] = []
-        """Why it is over before all are done."""
+        """Reasons why the membership ended before all learners were done."""
         self._begun = simulation.now
         self._shared: tuple[Tensor, Tensor] | None = None
         self.batches = MembershipBatches(simulation, plan, self.now)
@@ -223,7 +225,7 @@ class VirtualMembership:
             raise MembershipChanged(self.membership)
 
     def end_of(self, life: VirtualLife) -> None:
-        """A learner has died: end all that it does."""
+        """End all activities of a learner that has died."""
         for activity in list(self.activities.values()):
             if self.lives[activity.rank] is life:
                 activity.interrupt()
@@ -231,7 +233,7 @@ class VirtualMembership:
             raise Killed
 
     def leave(self, reason: str) -> None:
-        """End this membership: learners that wait for others leave now, the others before they would wait."""
+        """End this membership: learners that wait for others leave now, and the others before they would next wait."""
         self.reasons.append(reason)
         for activity in list(self.activities.values()):
             if activity.waits_for is not None and not activity.waits_for.is_own:
@@ -239,14 +241,14 @@ class VirtualMembership:
         self.look_whether_over()
 
     def look_whether_over(self) -> None:
-        """Is over once all have left or are done, and the others have heard of every death."""
+        """End the membership once all learners have left or are done, and the others have heard of every death."""
         if self.activities or self.over.triggered:  # asked at the end of each activity: of all learners only then
             return
         if self.reasons or not any(life.is_dead for life in self.lives):
             self.over.succeed()
 
     def deadlock(self) -> Deadlock:
-        """The error of a membership in which nothing is left to happen."""
+        """The error of a membership in which no event is left."""
         return Deadlock(
             f"deadlock after {self.simulation.now:.6g} simulated seconds: nothing is left to happen, but "
             + "; ".join(
@@ -257,12 +259,12 @@ class VirtualMembership:
         )
 
     def finish(self) -> list[LearnerState]:
-        """All learners are done: report it. The final states, by rank."""
+        """Report that all learners are done, and return the final states, by rank."""
         num_portions = self.batches.num_portions
         return [learner.finish(num_portions) for learner in self.learners]
 
     def consensus_distance(self) -> float | None:
-        """The consensus distance of all learners' weights; None if these are no numbers."""
+        """The consensus distance of all learners' weights; None if these are not numbers."""
         if not self.computation.holds_weights:
             return None
         weights = [learner.replica.weights for learner in self.learners]
@@ -273,7 +275,7 @@ class VirtualMembership:
         return consensus_distance(weights[: self.simulation.job.sync_groups(self.world).num_workers], model)
 
     def shared_memory(self, num_pieces: int) -> tuple[Tensor, Tensor]:
-        """Weights `[P]` and counts `[pieces, L]` that all learners share, for so many pieces."""
+        """Weights `[P]` and counts `[pieces, L]` that all learners share, for `num_pieces` pieces."""
         if self._shared is None:
             counts = torch.zeros(num_pieces, self.world, dtype=torch.int64)
             self._shared = host_copy(self.learners[0].replica.weights), counts

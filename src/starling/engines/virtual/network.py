@@ -24,12 +24,12 @@ _ORDER = count()
 class VirtualHandle(Handle[T]):
     """Work that is done when `event` happens.
 
-    `waits_for` says what it waits for, for the deadlock report; `computing` is how many of the seconds until then are
-    the learner's own computation.
+    `waits_for` names what it waits for, for the deadlock report; `computing` is the part of the seconds until the event
+    that is the learner's own computation.
     """
 
     is_own = False
-    """Whether it waits only for a gradient of the learner itself."""
+    """Whether the work waits only for a gradient of the learner itself."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class VirtualHandle(Handle[T]):
         self.waits_for = waits_for
         self.computing = computing
         self.place: int | None = None
-        """Its place in the order of events, once it has happened."""
+        """Place of the work in the order of events, once it has happened."""
         self._result = result
         if event.callbacks is None:
             self._happened(event)
@@ -75,7 +75,7 @@ class VirtualGradient(VirtualHandle[Tensor]):
 
     is_own = True
     refusal: ProtocolError | None = None
-    """What awaiting it raises."""
+    """Error that is raised when the gradient is awaited."""
 
     def result(self) -> Tensor:
         if self.refusal is not None:
@@ -84,13 +84,14 @@ class VirtualGradient(VirtualHandle[Tensor]):
 
 
 class _Content:
-    """What a learner sends, as it was then: one copy for all receivers, to which no learner may write."""
+    """The content of a message, as it was when it was sent: one copy for all receivers, to which no learner may
+    write."""
 
     def __init__(self, sent: Tensor) -> None:
         self._sent, self._version, self.copy = ref(sent), sent._version, sent.clone()
 
     def is_still(self, tensor: Tensor) -> bool:
-        """Whether it is a copy of this tensor's present values."""
+        """Whether the copy equals this tensor's present values."""
         return self._sent() is tensor and self._version == tensor._version
 
 
@@ -102,8 +103,8 @@ class _Message:
 
 
 class Mean:
-    """A mean of a group's vectors, summed in rank order; a vector that comes before its turn is kept as a copy. Or a
-    mean of vectors that travel encoded, computed once all learners' parts are there."""
+    """A mean of a group's vectors, summed in rank order; a vector that comes before its turn is kept as a copy. Vectors
+    may also travel encoded; then the mean is computed once all learners' parts are there."""
 
     def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
         self.event = event
@@ -166,8 +167,8 @@ class Network:
         self._record, self._names, self._apart = simulation.record, names, simulation.apart
         self._held: list[tuple[simpy.Event, Sequence[int]]] = []
         self._channels: dict[tuple[int, int, int], deque[_Message]] = {}
-        """By sender, receiver and tag: the messages, in order, that are sent and not yet wanted, or wanted and not yet
-        sent."""
+        """Messages, in order, that are sent and not yet wanted, or wanted and not yet sent, keyed by sender, receiver
+        and tag."""
         self._means: dict[tuple[int, str, int], Mean] = {}
         self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # what each learner sent last
 
@@ -185,7 +186,7 @@ class Network:
         return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {self._names[peer]}")
 
     def _match(self, channel: tuple[int, int, int], is_sent: bool) -> _Message:
-        """The first message of a channel of which there is the other side, or a new one."""
+        """The first message of a channel that already has its other side, or a new one."""
         messages = self._channels.get(channel)
         if messages is None or messages[0].is_sent == is_sent:
             message = _Message(self._environment.event(), is_sent)
@@ -215,7 +216,7 @@ class Network:
             reach()
 
     def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:
-        """Receive what `peer` sends under `tag`; `check` raises if it is not as expected."""
+        """Receive the tensor that `peer` sends under `tag`; `check` raises if it is not as expected."""
         message = self._match((peer, rank, tag), is_sent=False)
 
         def result() -> Tensor:
@@ -264,7 +265,7 @@ class Network:
         )
 
     def heal(self) -> None:
-        """Deliver what waited, if it can now arrive."""
+        """Deliver the messages that waited for the end of a partition, if they can now arrive."""
         held, self._held = self._held, []
         for event, ranks in held:
             self._happen(event, self._cluster.link.latency, ranks)

@@ -26,7 +26,7 @@ class VirtualLife(Life):
     still_until: float = 0.0
     """The simulated second until which the learner is paused."""
     death: str = ""
-    """Why it is dead."""
+    """Reason why the learner is dead; empty while it lives."""
 
     @property
     def is_dead(self) -> bool:
@@ -40,7 +40,7 @@ class VirtualLoss:
     learner: int
     reason: str
     seconds: float
-    """On the simulated clock."""
+    """Time of the death in seconds on the simulated clock."""
 
 
 class Affected(Protocol):
@@ -59,25 +59,26 @@ class Affected(Protocol):
 
 
 class Simulation:
-    """What all memberships of a virtual run share. It injects the job's faults, and plays the launcher's part: it
+    """The state that all memberships of a virtual run share. It injects the job's faults, and acts as the launcher: it
     notices deaths and joiners.
 
     The store and the launcher are on the side of a network partition that the fault does not name.
     """
 
     present: Affected
-    """The engine sets it whenever a membership begins."""
+    """Present membership, which the engine sets whenever one begins."""
 
     def __init__(
         self, job: Job, cluster: Cluster, times: Callable[[int], ComputeTimes] | None, ranks_per_learner: int
     ) -> None:
         self.job, self.cluster = job, cluster
         self.ranks_per_learner = ranks_per_learner
-        """More than 1: a learner simulates the ranks of an island that have mini-batches of their own."""
+        """Number of ranks of an island with mini-batches of their own that each learner simulates; 1 without
+        islands."""
         self.environment = simpy.Environment()
         self.loader = Loader(job.workload, job.num_workers)
         self.lives: dict[int, VirtualLife] = {}
-        """By the learner's name; a restarted learner has a new life."""
+        """Lives of the learners by name; a restarted learner has a new life."""
         self.losses: list[VirtualLoss] = []
         self.num_events = 0
         self.event_hash = hashlib.sha256()
@@ -93,7 +94,7 @@ class Simulation:
         return float(self.environment.now)
 
     def record(self, name: int, kind: str, detail: bytes) -> None:
-        """Add an event of a learner to the hash, and inject the faults that are placed at it."""
+        """Add an event of a learner to the hash, and inject the faults that are due at it."""
         self.num_events += 1
         self.event_hash.update(struct.pack("<dq", self.environment.now, name) + kind.encode() + b"\0" + detail)
         for fault in self.job.faults:
@@ -114,7 +115,7 @@ class Simulation:
         return len({self._cut_off.get(name, 0.0) > self.now for name in names}) > 1
 
     def seconds_cut_off(self, life: VirtualLife) -> float:
-        """Seconds until the store hears a learner again."""
+        """Seconds until the store hears from a learner again."""
         return max(0.0, self._cut_off.get(life.name, 0.0) - self.now)
 
     def seconds_out_of_reach(self, life: VirtualLife) -> float:
@@ -122,7 +123,7 @@ class Simulation:
         return max(self.seconds_cut_off(life), life.still_until - self.now)
 
     def inject(self, fault: Fault) -> None:
-        """Inject a fault now, if its learner is there to suffer it."""
+        """Inject a fault now, if its learner is alive."""
         if isinstance(fault, Split):
             self._split(fault)
         elif isinstance(fault, Join):
@@ -132,7 +133,7 @@ class Simulation:
                 self._kill(life, "was killed on purpose")
             elif isinstance(fault, Pause):  # if for too long, it is treated as killed
                 life.still_until = max(life.still_until, self.now + fault.seconds)
-                self._end_if_silent(life, fault.seconds, "gave no sign of life")
+                self._end_if_silent(life, fault.seconds, "sent no heartbeat")
 
     def _kill(self, life: VirtualLife, how: str) -> None:
         if life.is_dead:
@@ -163,7 +164,8 @@ class Simulation:
             self._after(silence, lambda: self._kill(life, f"{how} for {silence:g} s"))
 
     def _notice(self, life: VirtualLife, reason: str) -> None:
-        """A learner has died or joined: the others leave this membership, unless it already reflects that."""
+        """Note that a learner has died or joined: the others leave this membership, unless it already reflects the
+        change."""
         if not self.living():
             raise PeerLost(f"all learners were lost; the last: {self.losses[-1].reason}")
         is_current = self.lives[life.name] is life

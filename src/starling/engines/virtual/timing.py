@@ -1,9 +1,9 @@
-"""Timing-only runs: the strategies' own texts on the simulated clock, with learners that hold no weights.
+"""Timing-only runs: the code of strategies on the simulated clock, with learners that hold no weights.
 
 A learner's replica and its gradients are replaced by ones that only count. Weights are sizes without numbers, so every
-message takes the time of its real size. What a run computes has no influence on when it happens, so all times, claims,
-bytes, rounds and stalenesses are those of a run with real gradients on the same cluster with the same seed, as long as
-every gradient of that run is finite.
+message takes the time of its real size. The computed values have no influence on the times of events, so all times,
+claims, bytes, rounds and stalenesses are those of a run with real gradients on the same cluster with the same seed, as
+long as every gradient of that run is finite.
 """
 
 from collections import Counter, defaultdict
@@ -40,28 +40,29 @@ class TimingOutcome:
     """How a timing-only run ended."""
 
     seconds: float
-    """The simulated time."""
+    """Simulated time."""
     num_events: int
     event_hash: str
-    """SHA-256 over every event: time, learner and kind. That of a run with real gradients also covers the losses."""
+    """SHA-256 over every event: time, learner and kind. The hash of a run with real gradients also covers the
+    losses."""
     learners: tuple[EpochReport, ...]
-    """By rank: what each learner did, and where its time went. A timing-only run is one epoch."""
+    """Report of each learner, by rank: its work, and how its time was spent. A timing-only run is one epoch."""
     gradients_at: Mapping[int, Sequence[float]]
-    """By rank of those that computed any: simulated seconds when each gradient was complete."""
+    """Simulated seconds when each gradient was complete, by rank of the learners that computed any."""
 
     @property
     def num_gradients(self) -> int:
-        """Gradients of all learners together."""
+        """Number of gradients of all learners together."""
         return sum(learner.num_steps for learner in self.learners)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that all learners together sent."""
+        """Number of bytes that all learners together sent."""
         return sum(learner.averaging.bytes_sent for learner in self.learners)
 
     @property
     def staleness(self) -> Counter[int]:
-        """Gradients by staleness, of all learners together."""
+        """Number of gradients by staleness, of all learners together."""
         return sum((learner.averaging.staleness for learner in self.learners), Counter())
 
 
@@ -82,22 +83,22 @@ def simulate_timing(
     """Run a strategy on the simulated cluster without computing gradients or holding weights.
 
     Args:
-        strategy: Its text is driven as it is. It may look at sizes, but not at the weights' values.
-        options: The strategy's; None: its defaults.
+        strategy: The strategy, whose code runs unchanged. It may look at sizes, but not at the weights' values.
+        options: The strategy's options; None uses its defaults.
         world: The number of learners.
         cluster: How long gradients and messages take.
         num_bytes: The size of the model's float32 weights.
         steps: The budget: mini-batches of all learners together.
-        seed: Of the compute times, the jitter and the topology.
+        seed: Seed of the compute times, the jitter and the topology.
         stragglers: Injected slowness.
-        optimizer_vectors: What the optimizer remembers about each weight: 0 for plain SGD, 1 for momentum, 2 for Adam.
+        optimizer_vectors: Numbers that the optimizer keeps per weight: 0 for plain SGD, 1 for momentum, 2 for Adam.
             Only `optimizer_state: averaged` sends it.
         island: How the learners form islands.
-        traffic: What the ranks of a tensor island send each other for one mini-batch.
+        traffic: The messages that the ranks of a tensor island send each other for one mini-batch.
 
     Raises:
         ConfigError: `num_bytes` is no whole number of weights, or the options do not fit `world` learners.
-        Deadlock: nothing is left to happen while a learner waits.
+        Deadlock: No event is left while a learner waits.
 
     A strategy that asks for the value of a weight gets torch's error about meta tensors.
     """
@@ -149,16 +150,16 @@ class _Unloaded(Workload[Examples]):
 
 
 class _Counting(Computation, Observer):
-    """Replicas that count, gradients that are only sizes, and what learners report."""
+    """A computation and observer: replicas that count, gradients that are only sizes, and the reports of learners."""
 
     holds_weights = False
 
     def __init__(self, num_weights: int, optimizer_vectors: int) -> None:
         self._num_weights, self._optimizer_vectors = num_weights, optimizer_vectors
         self.gradients_at: dict[int, list[float]] = {}
-        """By learner: when its gradients were complete."""
+        """Times when the gradients of each learner were complete."""
         self.reports: dict[int, EpochReport] = {}
-        """By learner."""
+        """Report of each learner."""
 
     def new_replica(self) -> Replica:
         return _CountingReplica(self._num_weights, self._optimizer_vectors)
@@ -172,7 +173,7 @@ class _Counting(Computation, Observer):
 
 
 class _NoOptimizer(Optimizer):
-    """It changes nothing."""
+    """An optimizer that changes nothing."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
@@ -209,11 +210,11 @@ _OF_TWO = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", 
 
 
 class Sizes(Tensor):
-    """A tensor without numbers, wherever a strategy wants to have it.
+    """A tensor without numbers, on whatever device a strategy wants it.
 
-    What strategies do with vectors is answered here: torch's own meta tensors, which answer everything else, take a
-    hundred times as long for an addition. A vector that was made from another may be any vector of its size, because
-    no two differ.
+    The usual operations on vectors are implemented here: torch's own meta tensors, which handle everything else, take a
+    hundred times as long for an addition. The result of an operation may be any vector of its size, because no two
+    differ.
     """
 
     _shape = cached_property[torch.Size](lambda self: Tensor.shape.__get__(self))  # type: ignore[attr-defined]
@@ -258,7 +259,8 @@ class Sizes(Tensor):
     def __setitem__(self, where: Any, value: Any) -> None: ...
 
     def _with(self, other: Any = 0.0, *others: Any) -> Any:
-        """The vector that this one and another, or a number, make element by element; None: ask torch."""
+        """The vector that element-wise operations on this one and another, or a number, give; None if torch must
+        compute it."""
         fits = isinstance(other, int | float) or (
             isinstance(other, Sizes) and other._length == self._length and other._dtype is self._dtype
         )
@@ -266,7 +268,7 @@ class Sizes(Tensor):
 
 
 def vector(length: int, dtype: torch.dtype = torch.float32) -> Sizes:
-    """A vector that is no other."""
+    """A new vector that shares its identity with no other."""
     return torch.empty(length, dtype=dtype, device=_META).as_subclass(Sizes)
 
 

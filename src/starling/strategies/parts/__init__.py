@@ -1,1 +1,1 @@
-"""The parts of which methods are made, each with one meaning and tests of its own."""
+"""The building blocks of methods, each with one meaning and tests of its own."""

@@ -18,32 +18,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DROPPED = ("k", "encoder")
-"""A round that is under way when a membership ends is left out. The next one counts rounds from 0, and what encodings
-remember begins again with it, as it does after a resume."""
+"""Attributes that are dropped with a membership: a round under way is left out. The next membership counts rounds from
+0, and the memory of encodings begins again with it, as it does after a resume."""
 
 
 class Choco(Config):
-    """Send what has changed in weights, and make a part of each change."""
+    """Send the changes of weights, and apply a part of each change."""
 
     choco: Differences
-    """How what has changed is encoded."""
+    """Encoding of the changes."""
     consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
-    """gamma, the share of a round's change that is made."""
+    """gamma, the share of a round's change that is applied."""
 
 
 Compressed = Literal["none", "bfloat16"] | Differences | Choco
-"""How weights are encoded for sending. `int8`, `int4` and `top_k` alone have a consensus rate of 1."""
+"""Encoding of weights for sending. `int8`, `int4` and `top_k` alone have a consensus rate of 1."""
 
 
 class RoundOptions(Config):
     """The options of every strategy that makes rounds in the background."""
 
     period: float = Field(default=1.0, gt=0.0)
-    """Gradients that a learner computes before it opens the next averaging round; below 1: several rounds per
-    gradient."""
+    """Number of gradients that a learner computes before it opens the next averaging round; below 1, there are several
+    rounds per gradient."""
     max_lag: float | None = Field(default=None, ge=1.0)
     """A learner that has computed this many gradients since its last completed round waits for the round under way.
-    None: twice the period, but at least 2, so that a round can always overlap with a gradient."""
+    None uses twice the period, but at least 2, so that a round can always overlap with a gradient."""
 
     @property
     def lag(self) -> float:
@@ -59,8 +59,8 @@ class BackgroundOptions(MixingOptions, RoundOptions):
     }
     pattern: Pattern = "random"
     compression: Compressed = "none"
-    """How weights are encoded for sending, with error feedback; or with int8, int4, top_k and `choco` what has changed
-    in them, between fixed neighbours."""
+    """How weights are encoded for sending, with error feedback; int8, int4, top_k and `choco` encode their changes
+    instead, between fixed neighbours."""
 
 
 class StaleOptions(BackgroundOptions):
@@ -69,12 +69,12 @@ class StaleOptions(BackgroundOptions):
     scale_by_staleness: bool = False
     """Divide the learning rate of a step by the staleness of its gradient, if that is above 1."""
     staleness: Staleness = "none"
-    """How gradients are corrected for what averaging has changed since they were begun: `none`, `gap-aware`, or
-    `delay_compensation`."""
+    """How gradients are corrected for the changes that averaging has made since they were begun: `none`, `gap-aware`,
+    or `delay_compensation`."""
 
 
 def check_background(options: BackgroundOptions, world: int) -> None:
-    """Raises ConfigError if so many learners cannot average with this pattern and compression."""
+    """Raise ConfigError if `world` learners cannot average with this pattern and compression."""
     if options.compression in ("none", "bfloat16"):
         check_mixing(options, world)
     else:
@@ -82,7 +82,7 @@ def check_background(options: BackgroundOptions, world: int) -> None:
 
 
 def encoder_of(compression: Compressed, weights: Tensor, pieces: Sequence[slice]) -> Encoder:
-    """The encoder of pieces of the weights, each once in a round, that an option asks for."""
+    """The encoder that an option requests for pieces of the weights, each of which it encodes once in a round."""
     if compression == "none":
         return Encoder()
     if compression == "bfloat16":
@@ -92,7 +92,7 @@ def encoder_of(compression: Compressed, weights: Tensor, pieces: Sequence[slice]
 
 
 def unchanged(delta: Tensor, piece: slice) -> Tensor:
-    """A round changes the weights by what averaging changes, and nothing else."""
+    """The change that averaging makes, unchanged: a round adds nothing else."""
     return delta
 
 
@@ -101,8 +101,8 @@ async def average_in_rounds(
 ) -> None:
     """Average with neighbours in each round: W <- W T_k in round k, piece by piece.
 
-    `change` makes of what averaging changes in a piece, sum_j T_jl (w_j - w_l), what is added to my weights. A step
-    made meanwhile stays in them. Each piece is on its way before the previous one is awaited.
+    `change` turns the change that averaging makes to a piece, sum_j T_jl (w_j - w_l), into the change that is added to
+    my weights. A step made meanwhile stays in them. Each piece is on its way before the previous one is awaited.
     """
     topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
     encoder = encoder_of(options.compression, me.weights, pieces)

@@ -1,4 +1,4 @@
-"""CHOCO: learners send what has changed in their weights, and know each other's public copies."""
+"""CHOCO: learners send the changes of their weights, and know each other's public copies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from starling.strategies.parts.encodings import Encoding
 
 Differences = Literal["int8", "int4"] | TopK
-"""How what has changed in weights is encoded."""
+"""Encoding of the changes of weights."""
 
 
 class PublicCopies(Encoder):
-    """Sends what has changed in weights since their public copy, which all neighbours know.
+    """Sends the changes of weights since their public copy, which all neighbours know.
 
     Equation, for learner l, with x its weights, y its public copy, C the encoding, T the mixing matrix, the same in
     each round, and gamma the consensus rate::
@@ -78,7 +78,7 @@ class PublicCopies(Encoder):
 
 
 def check_fixed_neighbours(pattern: str, world: int) -> None:
-    """Raises ConfigError if learners would not know what has changed in each other's weights."""
+    """Raise ConfigError if learners would not know the changes of each other's weights."""
     if not has_fixed_neighbours(find_topology(pattern, world, seed=0)):
         raise ConfigError(
             f"strategy.compression: learners would have to know what has changed in each other's weights, but under "

@@ -10,15 +10,16 @@ from torch import nn
 
 
 class Loans:
-    """The copies of theta that a server has lent to workers and not had back, by number: each is for one push.
+    """The copies of theta that a server has lent to workers and not got back, by number: each is for one push.
 
     A worker whose membership has ended cannot know whether its last push has arrived. It pushes again, and the server
     takes it only if that copy is still out. The numbers are kept by the server's optimizer, so that a checkpoint has
-    them as they are after the same push as theta. The ages are for statistics.
+    the numbers after the same push as theta. The ages are for statistics.
     """
 
     DROPPED = ("_optimizer", "_ages")
-    """The optimizer is not dropped, but saved with the server's shard."""
+    """Attributes that are dropped with a membership. The optimizer is not dropped, but saved with the server's
+    shard."""
 
     def __init__(self, rate: float, momentum: float, delay: int, spread: float) -> None:
         self._settings = rate, momentum, delay, spread
@@ -26,12 +27,12 @@ class Loans:
         self._ages: dict[int, int] = {}
 
     def optimizer(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
-        """The server's optimizer."""
+        """A new optimizer of the server, for these parameters."""
         self._optimizer = DelayedNesterov(parameters, *self._settings)
         return self._optimizer
 
     def lend(self, number: int, age: int) -> int:
-        """The number of a copy of this age for a worker: that of the one it has, unless it has pushed since."""
+        """The number of a copy of this age for a worker: that of the copy it has, unless it has pushed since."""
         group = self._optimizer.param_groups[0]
         if number not in group["out"]:
             number = group["num_loans"] + 1
@@ -40,7 +41,8 @@ class Loans:
         return number
 
     def pay_back(self, number: int) -> int | None:
-        """Expect that the push for a copy is taken next; its age, 0 if that is unknown. None: it has been taken."""
+        """Expect that the push for a copy is taken next; its age, 0 if that is unknown. None if the push was taken
+        before."""
         group = self._optimizer.param_groups[0]
         if number <= group["num_loans"] and number not in group["out"]:
             return None
@@ -50,13 +52,15 @@ class Loans:
 
 
 def _lend_up_to(group: dict[str, Any], number: int) -> None:
-    """Have lent all copies up to a number."""
+    """Record all copies up to a number as lent."""
     group["out"] = (*group["out"], *range(group["num_loans"] + 1, number + 1))
     group["num_loans"] = max(number, group["num_loans"])
 
 
 class DelayedNesterov(torch.optim.Optimizer):
-    """Equation, for a push D, which takes the place of a gradient, with N = `delay` and c = `spread`::
+    """Nesterov's momentum for pushes, which take the place of gradients.
+
+    Equation, for a push D, with N = `delay` and c = `spread`::
 
         B <- B + D
         theta <- theta - eta (c beta m + D / N)                   usually
@@ -70,7 +74,7 @@ class DelayedNesterov(torch.optim.Optimizer):
     def __init__(self, parameters: list[nn.Parameter], rate: float, momentum: float, delay: int, spread: float) -> None:
         super().__init__(parameters, {"num_pushes": 0, "num_loans": 0, "out": ()})
         self.loan = 0
-        """The loan that the next push pays back."""
+        """Loan that the next push pays back."""
         self._rate, self._momentum, self._delay, self._spread = rate, momentum, delay, spread
 
     @torch.no_grad()
@@ -84,7 +88,8 @@ class DelayedNesterov(torch.optim.Optimizer):
                     self._push(parameter, parameter.grad, group["num_pushes"] % self._delay == 0)
 
     def fork(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
-        """The optimizer of a copy of the shard at a checkpoint barrier, which takes the pushes from before it."""
+        """The optimizer of a copy of the shard at a checkpoint barrier, which takes the pushes from before the
+        barrier."""
         fork = DelayedNesterov(parameters, self._rate, self._momentum, self._delay, self._spread)
         fork.load_state_dict(copy.deepcopy(self.state_dict()))
         return fork
@@ -97,7 +102,7 @@ class DelayedNesterov(torch.optim.Optimizer):
         self.step()
 
     def catch_up(self, other: DelayedNesterov) -> None:
-        """Know of all that `other` has lent; what has been paid back there with later pushes is still out here."""
+        """Record all loans of `other`; loans that later pushes have paid back there are still out here."""
         for group, its in zip(self.param_groups, other.param_groups, strict=True):
             _lend_up_to(group, its["num_loans"])
 

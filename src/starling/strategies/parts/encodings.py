@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""The numbers that share a scale."""
+"""Number of values that share a scale."""
 WIDE_BLOCK = 4096
-"""The numbers of which some are chosen together, with places in 2 bytes."""
+"""Number of values among which some are chosen together, with places in 2 bytes."""
 
 
 class Encoding(Protocol):
     """Turns a float32 vector `[n]` into bytes, and bytes into a vector near it."""
 
     def num_bytes(self, size: int) -> int:
-        """The bytes of an encoded vector `[size]`."""
+        """The number of bytes of an encoded vector `[size]`."""
 
     def encode(self, vector: Tensor) -> Tensor:
         """The bytes `[num_bytes(n)]` of a vector `[n]`, uint8."""
@@ -27,7 +27,7 @@ class Encoding(Protocol):
 
 
 class Bfloat16(Encoding):
-    """Each number with 8 bits of its mantissa: 2 n bytes."""
+    """Encodes each number with 8 bits of its mantissa: 2 n bytes."""
 
     def num_bytes(self, size: int) -> int:
         return 2 * size
@@ -83,7 +83,8 @@ class Integers(Encoding):
 
 
 class Largest(Encoding):
-    """The k = max(1, round(fraction n)) numbers of largest magnitude with their places, 8 k bytes; all others are 0."""
+    """Encodes the k = max(1, round(fraction n)) numbers of largest magnitude with their places, in 8 k bytes; all
+    others are 0."""
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction
@@ -106,7 +107,7 @@ class Largest(Encoding):
 
 
 class CoarseLargest(Encoding):
-    """Of every 4096 numbers the k = max(1, round(4096 fraction)) of largest magnitude in 2 bits: 2 k + k / 4 + 4 bytes.
+    """Encodes the k = max(1, round(4096 fraction)) largest of every 4096 numbers in 2 bits: 2 k + k / 4 + 4 bytes.
 
     Equation, for the chosen numbers v of a block, with their places in 2 bytes each::
 
@@ -141,7 +142,7 @@ class CoarseLargest(Encoding):
         return torch.cat(decoded)
 
     def _parts(self, size: int) -> list[tuple[int, int, int]]:
-        """Rows of equal width, as (rows, width, numbers sent of each): the whole blocks, then what remains."""
+        """The rows of equal width, as (rows, width, numbers sent of each): the whole blocks, then the remainder."""
         shapes = ((size // WIDE_BLOCK, WIDE_BLOCK), (1, size % WIDE_BLOCK))
         return [(rows, width, max(1, round(self._fraction * width))) for rows, width in shapes if rows and width]
 

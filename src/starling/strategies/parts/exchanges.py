@@ -1,4 +1,5 @@
-"""How encoded vectors become a mean: each from its learner to all, by way of owners of chunks, or as factors."""
+"""The ways in which encoded vectors become a mean: from each learner to all, through owners of chunks, or as
+factors."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from starling.strategies.parts.encodings import Encoding
 
 
 class GatheredMean:
-    """A mean of sparse vectors: each learner sends its own to all others, and all add them up.
+    """A mean of sparse vectors: each learner sends its vector to all others, and all add them up.
 
     Equation, for L learners, with v_l learner l's vector, e_l its residual and C the encoding::
 
@@ -30,7 +31,7 @@ class GatheredMean:
     """
 
     def __init__(self, me: Learner, encoding: Encoding, total: Tensor, left: Tensor) -> None:
-        """`total` is v_l + e_l `[n]`; what is left of it is written to `left` `[n]`."""
+        """Encode `total`, v_l + e_l `[n]`; the part of it that is not sent is written to `left` `[n]`."""
         self._me, self._encoding, self._total = me, encoding, total
         if total.is_meta:
             sent = total.new_empty(encoding.num_bytes(len(total)), dtype=torch.uint8)
@@ -50,16 +51,16 @@ class GatheredMean:
 
 
 class OwnersMean(EncodedMean):
-    """A mean of which each of L learners owns one of L equal chunks, gathers it and hands it on.
+    """A mean in which each of L learners owns one of L equal chunks, gathers it and passes it on.
 
     Equation, for the chunk of owner o, with v_l learner l's vector, e_l its residual and C the encoding::
 
         l to o:        q_l = C(v_l + e_l),  e_l <- v_l + e_l - q_l        for all l but o
         o to all:      s = (v_o + e_o + sum_l q_l) / L,  mean = C(s),  e_o <- L (s - mean)
 
-    The owner adds its own vector exactly. What it does not hand on of the mean is L times as much of a vector, and
-    belongs to the next mean as a part of its own. All add in rank order and get the same bits. Each learner sends
-    2 (L - 1) times the bytes of a chunk.
+    The owner adds its own vector exactly. The part of the mean that it does not pass on is L times as large in terms of
+    a vector, and becomes a part of its own vector in the next mean. All add in rank order and get the same bits. Each
+    learner sends 2 (L - 1) times the bytes of a chunk.
 
     References:
         Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training
@@ -69,7 +70,7 @@ class OwnersMean(EncodedMean):
     """
 
     def __init__(self, me: Learner, encoding: Encoding, total: Tensor, left: Tensor) -> None:
-        """`total` is v_l + e_l `[n]`; what is left of it is written to `left` `[n]`."""
+        """Prepare the mean of `total`, v_l + e_l `[n]`; the part of it that is not sent is written to `left` `[n]`."""
         self.vector = total
         self._rank, self._encoding, self._left = me.rank, encoding, left
         self._chunk = -(-len(total) // me.world)
@@ -107,7 +108,7 @@ class OwnersMean(EncodedMean):
 
 
 class LowRankMeans:
-    """Means of which each matrix is the product of two thin factors.
+    """Means in which each matrix is the product of two thin factors.
 
     Equation, for a matrix M_l `[n, m]` of learner l (a parameter of at least two dimensions, the first against all
     others), with e_l its residual and Q `[m, r]` the last second factor, initially random and the same on all::
@@ -148,7 +149,8 @@ class LowRankMeans:
         self._basis = me.strategy_state("basis", random.to(me.weights.device))
 
     async def mean(self, vector: Tensor, total: Tensor, left: Tensor) -> Tensor:
-        """The mean of vectors `[P]`, of which `total` is `vector` plus e_l; what is left of it is written to `left`."""
+        """The mean of vectors `[P]`; `total` is `vector` plus e_l, and the part of it that is not sent is written to
+        `left`."""
         matrices = [total[place].view(rows, columns) for place, rows, columns in self._matrices]
         others = [vector[piece] for piece in self._others]
         bases = self._split(self._basis, [columns for _, _, columns in self._matrices])
@@ -170,6 +172,6 @@ class LowRankMeans:
         return mean
 
     def _split(self, vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Views of a vector's beginning as matrices `[size, r]`."""
+        """Matrices `[size, r]` that are views of a vector's beginning."""
         numbers = [size * self._rank for size in sizes]
         return [each.view(-1, self._rank) for each in torch.split(vector[: sum(numbers)], numbers)]

@@ -21,7 +21,8 @@ class LocalSteps:
     """
 
     DROPPED = ("_is_agreeing",)
-    """Whether the caller has agreed since this membership began: what it agreed on is counted."""
+    """Attribute that is dropped with a membership: whether the caller has agreed since this membership began. The state
+    that it agreed on is counted."""
 
     def __init__(self, me: Learner, every: int) -> None:
         import torch
@@ -57,7 +58,8 @@ class LocalSteps:
             self._agreed_after.copy_(self._num)
 
     async def alone(self) -> bool:
-        """Make the steps up to the next agreement: H, or fewer at the end of the budget. False if none is due."""
+        """Make the steps up to the next agreement: H, or fewer at the end of the budget. Returns False if none is
+        due."""
         me = self._me
         if self._is_agreeing:  # the caller has agreed
             self._agreed_after.copy_(self._num)
@@ -75,11 +77,11 @@ class LocalSteps:
 
 
 class Travelling:
-    """Which fragment of the weights is being averaged, and from which weights.
+    """The fragment of the weights that is being averaged, and its weights at departure.
 
     Fragment n of N departs after the steps n H / N, n H / N + H, …, and arrives tau <= H / N steps later, so at most
-    one is under way. A learner keeps x, its weights at departure, and not the encoded message: x also has a meaning for
-    a learner that is left alone, and encodes nothing. In a new membership, or after a resume, the mean is started again
+    one is under way. A learner keeps x, its weights at departure, and not the encoded message: x also makes sense for a
+    learner that is left alone, and encodes nothing. In a new membership, or after a resume, the mean is started again
     from the same x. A learner that has not sent this fragment, because it has joined or continues with the step count
     of another, sends its present weights.
     """
@@ -94,11 +96,11 @@ class Travelling:
         self._under_way: tuple[slice, Awaitable[Tensor]] | None = None
 
     def x(self, fragment: slice) -> Tensor:
-        """This learner's weights `[n]` as they were when a fragment departed."""
+        """This learner's weights `[n]` at the time when a fragment departed."""
         return self._x[fragment]
 
     def depart(self, num_steps: int, mean: Callable[[slice, Tensor], Awaitable[Tensor]]) -> None:
-        """Start the `mean` of the fragment that departs after so many steps, or that should be under way then."""
+        """Start the `mean` of the fragment that departs after `num_steps`, or that should be under way then."""
         if self._under_way is not None:
             return
         for number, fragment in enumerate(self.fragments, 1):
@@ -112,7 +114,8 @@ class Travelling:
             self._under_way = fragment, mean(fragment, self._x[fragment])
 
     async def arrival(self, num_steps: int | None = None) -> tuple[slice, Tensor] | None:
-        """The fragment that arrives after so many steps (None: whichever is under way) with its mean; or None."""
+        """The fragment that arrives after `num_steps` with its mean, or None; without `num_steps`, the fragment under
+        way."""
         if self._under_way is None or (num_steps is not None and num_steps - int(self._sent_at) < self._tau):
             return None
         (fragment, mean), self._under_way = self._under_way, None

@@ -23,23 +23,24 @@ class TopK(Config):
     top_k: float = Field(gt=0.0, le=0.25)
     """The fraction of the numbers that are sent, 8 bytes each."""
     bits: Literal[2] | None = None
-    """2: send each number in 2 bits and its place in 2 bytes, from every 4096 numbers their largest."""
+    """Number of bits: with 2, send each number in 2 bits and its place in 2 bytes, the largest of every 4096
+    numbers."""
 
     def __str__(self) -> str:
         return f"{{top_k: {self.top_k:g}{'' if self.bits is None else f', bits: {self.bits}'}}}"
 
 
 class LowRank(Config):
-    """Send two thin factors of each matrix, of which the product is near it (PowerSGD)."""
+    """Send two thin factors of each matrix, whose product approximates it (PowerSGD)."""
 
     low_rank: int = Field(ge=1)
-    """The columns of a factor."""
+    """Number of columns of a factor."""
 
 
 Encoded = Literal["none", "bfloat16", "int8", "int4"] | TopK
-"""How vectors are encoded for sending; what an encoding takes away is added to the next message."""
+"""Encoding of vectors for sending; the error of an encoding is added to the next message."""
 Compression = Encoded | LowRank
-"""The same, or factors of matrices."""
+"""Encoding of vectors for sending, or factors of matrices."""
 
 
 def is_compressed(options: Config) -> bool:
@@ -48,7 +49,7 @@ def is_compressed(options: Config) -> bool:
 
 
 def find_encoding(compression: Encoded) -> Encoding | None:
-    """The encoding that an option names; None: numbers travel as they are."""
+    """The encoding that an option names; None if numbers travel as they are."""
     from starling.strategies.parts.encodings import Bfloat16, CoarseLargest, Integers, Largest
 
     if isinstance(compression, TopK):
@@ -59,8 +60,8 @@ def find_encoding(compression: Encoded) -> Encoding | None:
 class Means:
     """The means of a strategy's vectors `[P]`, or of pieces of them.
 
-    Compressed, a vector travels as its encoding says, and what that takes away is kept in a `Residual` for each piece:
-    numbers of few bits by way of owners (`OwnersMean`), the largest numbers from each learner to all (`GatheredMean`),
+    With compression, a vector travels encoded, and the error of the encoding is kept in a `Residual` for each piece:
+    numbers of few bits through owners (`OwnersMean`), the largest numbers from each learner to all (`GatheredMean`),
     matrices as two factors (`LowRankMeans`). A mean that is not finite leaves the residuals as they were, because its
     mini-batches are left out. A learner alone encodes nothing.
     """
@@ -85,8 +86,8 @@ class Means:
                 self._residuals[piece.start] = Residual(me, piece, feedback, self._factors is None)
 
     def start(self, of: Tensor | Handle[Tensor], piece: slice | None = None) -> Awaitable[Tensor]:
-        """Start averaging a vector `[P]`, or the `piece` of one. If it travels encoded, a gradient is completed first,
-        and the mean is -0.0 where no learner has sent anything, as for parameters without a gradient."""
+        """Start averaging a vector `[P]`, or the `piece` of one. If the vector travels encoded, a gradient is completed
+        first, and the mean is -0.0 where no learner has sent anything, as for parameters without a gradient."""
         if not self.are_encoded:
             return self._me.mean(of)
         if isinstance(of, Handle):
@@ -110,10 +111,10 @@ class Residual:
 
         total = v + beta e_k,  e_(k+1) = total - q
 
-    A residual always has the unit of one learner's vector. For a learner, it is what it has not yet sent of its own
-    vectors; for the owner of a chunk, L times what it has not yet returned of the mean. It therefore means the same for
-    any number of learners, and stays with its learner when the membership changes. A joiner starts at 0, and the
-    residual of a lost learner is lost.
+    A residual always has the unit of one learner's vector. For a learner, it is the part of its own vectors that it has
+    not sent yet; for the owner of a chunk, L times the part of the mean that it has not returned yet. It therefore
+    means the same for any number of learners, and stays with its learner when the membership changes. A joiner starts
+    at 0, and the residual of a lost learner is lost.
 
     e_(k+1) is written when mean k is sent, beside e_k, and takes its place when the mean is used. Which of them is
     current follows from the number of means used, which is common state: after a loss, all learners take it from the
@@ -132,22 +133,22 @@ class Residual:
         self._feedback = feedback
 
     def added_to(self, vector: Tensor) -> Tensor:
-        """`vector` `[n]` plus the residual, in new memory, where the residual is."""
+        """The sum of `vector` `[n]` and the residual, in new memory on the residual's device."""
         now = self._both[int(self._num_used) % 2]
         return vector.to(now.device, now.dtype).add(now, alpha=self._feedback)
 
     @property
     def following(self) -> Tensor:
-        """Where the residual `[n]` is written that follows from the mean under way."""
+        """The place to which the residual `[n]` that follows from the mean under way is written."""
         return self._both[(int(self._num_used) + 1) % 2]
 
     def use(self) -> None:
-        """The mean under way is used."""
+        """Note that the mean under way is used."""
         self._num_used.add_(1)
 
 
 class _UnderWay:
-    """An encoded mean that has begun; with it, the residual changes."""
+    """An encoded mean under way; when it is used, the residual changes."""
 
     def __init__(self, me: Learner, mean: Awaitable[Tensor], residual: Residual) -> None:
         self._mean, self._residual, self._device = mean, residual, me.weights.device

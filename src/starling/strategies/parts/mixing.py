@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Keep = Callable[[str, "Tensor"], "Tensor"]
-"""From a name and an initial value to the tensor in which an encoder keeps what it remembers."""
+"""Returns, for a name and an initial value, the tensor in which an encoder keeps its memory."""
 Pattern = Annotated[str, AfterValidator(check_pattern)]
 _CACHED_NUMBERS = 1 << 17
-"""Three vectors of this many numbers fit in a processor's cache."""
+"""Number of values of which three vectors fit in a processor's cache."""
 
 
 class MixingOptions(Config):
@@ -32,7 +32,7 @@ class MixingOptions(Config):
     optimizer_state: Literal["local", "averaged"] = "local"
     """What happens to momentum and Adam's moments: each learner keeps its own, or they are averaged like weights."""
     piece_megabytes: float = Field(default=16.0, gt=0.0)
-    """Weights are averaged in pieces of at most this size, so that locks on them are short and copies are small."""
+    """Largest size of the pieces in which weights are averaged; it keeps locks on them short and copies small."""
 
     def pieces(self, me: Learner) -> list[slice]:
         """The pieces of the weights, and of the optimizer's state if it is averaged."""
@@ -41,17 +41,18 @@ class MixingOptions(Config):
 
 
 def kept_by(me: Learner) -> Keep:
-    """What a learner remembers is in its checkpoints, and begins again in each membership."""
+    """A function that keeps an encoder's memory in the learner's checkpoints; the memory begins again in each
+    membership."""
     return lambda name, initial: me.strategy_state(name, initial, for_membership=True)
 
 
 def forgotten(name: str, initial: Tensor) -> Tensor:
-    """What a learner remembers also begins again after a resume: for rounds that no checkpoint is in step with."""
+    """A memory that also begins again after a resume: for rounds with which no checkpoint is in step."""
     return initial
 
 
 def check_mixing(options: MixingOptions, world: int) -> None:
-    """Raises ConfigError if so many learners cannot average with this pattern."""
+    """Raise ConfigError if `world` learners cannot average with this pattern."""
     find_topology(options.pattern, world, seed=0)
 
 
@@ -81,7 +82,7 @@ class Encoder:
         return mine
 
     def change(self, own: Tensor, theirs: Sequence[tuple[float, Tensor]], piece: slice) -> Tensor:
-        """The change of my weights, from what I sent, decoded, and the messages of others, each with its T_jl."""
+        """The change of my weights, from my own message, decoded, and the messages of others, each with its T_jl."""
         return sum_of_differences(own, theirs)
 
 
@@ -245,7 +246,7 @@ class Gossip:
 
 
 class Averaging:
-    """A round under way, in pieces."""
+    """An averaging round under way, in pieces."""
 
     def __init__(self, me: Learner, pieces: Sequence[tuple[slice, Mixing | _MeanOfAll]]) -> None:
         self._me, self._pieces = me, pieces
@@ -256,7 +257,7 @@ class Averaging:
             self._me.apply(await mixing.delta(), piece)
 
     async def changes(self) -> list[tuple[slice, Tensor]]:
-        """Wait for all pieces; the change of each, which the caller adds."""
+        """Wait for all pieces; return the change of each, which the caller adds."""
         return [(piece, await mixing.delta()) for piece, mixing in self._pieces]
 
 

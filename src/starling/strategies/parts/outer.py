@@ -1,4 +1,4 @@
-"""What learners make of an agreement: the outer optimizer, and the state of their own."""
+"""The effects of an agreement: the outer optimizer, and the learners' own optimizer state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 OptimizerState = Literal["local", "averaged", "reset"]
-"""Momentum and Adam's moments stay with each learner, are averaged like weights, or are forgotten with the count of the
-steps, so that the next step is that of a new optimizer."""
+"""Treatment of momentum and Adam's moments: they stay with each learner, are averaged like weights, or are forgotten
+with the count of the steps, so that the next step is that of a new optimizer."""
 
 
 class AgreedState:
@@ -25,7 +25,7 @@ class AgreedState:
         self._vectors = me.optimizer.pieces(len(me.weights), True)[1:] if what == "averaged" else []
 
     async def agree(self) -> None:
-        """Do what an agreement does to it."""
+        """Apply the effect of an agreement to the state."""
         if self._is_reset:
             self._me.optimizer.reset()
         for vector in self._vectors:
@@ -33,7 +33,8 @@ class AgreedState:
 
 
 class Outer:
-    """theta, the weights that learners last agreed on, and the momentum v with which it follows the mean of theirs.
+    """theta, the weights on which learners last agreed, and the momentum v with which it follows the mean of their
+    weights.
 
     Equation, with D = theta - (1/L) sum_l x_l, eta the rate and beta the momentum::
 
@@ -59,14 +60,15 @@ class Outer:
         is_common: bool = True,
         keeps_theta: bool = False,
     ) -> None:
-        """`is_common` is False if each learner has a theta of its own; `keeps_theta` is True if a method needs it."""
+        """Begin with theta at the learner's weights. `is_common` is False if each learner has a theta of its own;
+        `keeps_theta` is True if a method needs it."""
         import torch
 
         self._me, self._means, self._rate, self._momentum, self._nesterov = me, means, rate, momentum, nesterov
         self._is_mean = rate == 1.0 and momentum == 0.0 and not (means.are_encoded or keeps_theta)
         if not self._is_mean:
             self.theta = me.strategy_state("theta", me.weights, is_common)
-            """`[P]`; there is none if it is always the mean."""
+            """theta `[P]`; the attribute does not exist if theta is always the mean."""
             self._num_steps = me.strategy_state("outer steps", torch.zeros(1, dtype=torch.int64))
             self._num_taken = me.strategy_state("taken", torch.zeros(1, dtype=torch.int64), is_common=False)
             if is_common and self._num_taken < self._num_steps:
@@ -76,14 +78,14 @@ class Outer:
                 self._v = me.strategy_state("momentum", me.weights.new_zeros(len(me.weights)), is_common)
 
     def mean(self, piece: slice | None = None, x: Tensor | None = None) -> Awaitable[Tensor]:
-        """Start averaging this learner's weights, or a piece of them; x `[n]` is to be averaged in their place. The
-        result is for `step`: the mean or, if theta - x_l travels encoded, D."""
+        """Start averaging this learner's weights, or a piece of them, or x `[n]` in their place. The result is for
+        `step`: the mean or, if theta - x_l travels encoded, D."""
         x = self._me.snapshot(piece) if x is None else x
         return self._means.start(self.theta[piece or slice(None)] - x if self._means.are_encoded else x, piece)
 
     def step(self, mean: Tensor, piece: slice | None = None, a: float | Tensor | None = None) -> Tensor:
-        """Make a step of theta, or of a piece, with what `mean` has returned, and return theta `[n]`. With a learning
-        rate `a`, v is in units of it: v <- beta v + D / a, theta <- theta - eta a v. It changes theta in place."""
+        """Make a step of theta, or of a piece, with the result of `mean`, and return theta `[n]`. With a learning rate
+        `a`, v is in units of it: v <- beta v + D / a, theta <- theta - eta a v. It changes theta in place."""
         if self._is_mean:
             return mean
         if piece is None:

@@ -25,9 +25,10 @@ class Servers:
         self.pieces = options.pieces(len(me.weights))
         self._me, self._ranks = me, [options.server(s, me.world) for s in range(len(self.pieces))]
         self.ages = [0.0] * len(self.pieces)
-        """The number of each server's steps that are in this worker's weights."""
+        """Number of each server's steps that are in this worker's weights."""
         self.most_finished = 0.0
-        """The largest number of mini-batches that a worker had reported to the first server then, if it tells it."""
+        """Largest number of mini-batches that a worker had reported to the first server at that time, if the server
+        tells it."""
         self._num_finished = 0.0
         self._like_age = torch.zeros(age_numbers, dtype=torch.float64)
         self._like_weights = torch.empty(0, dtype=me.weights.dtype)  # host memory, as sent
@@ -40,7 +41,8 @@ class Servers:
             self._ask(server)
 
     async def pull(self, in_turn: bool) -> None:
-        """Request the servers' weights, in turn or of all at once, and overwrite this worker's weights with them."""
+        """Request the servers' weights, from one after another or from all at once, and overwrite this worker's weights
+        with them."""
         for server in range(len(self.pieces)):
             self._ask(server)
             if in_turn:
@@ -54,7 +56,7 @@ class Servers:
             self._me.replace(weights, self.pieces[server])
 
     async def weights(self) -> list[tuple[int, Tensor]]:
-        """Wait for the requested weights, if any: each server's number and its piece `[n]`."""
+        """Wait for the requested weights, if any; return each server's number and its piece `[n]`."""
         found = []
         for server, (age, weights) in self._arriving.items():
             self.ages[server], *rest = (await age).tolist()
@@ -67,8 +69,8 @@ class Servers:
     def push(self, gradient: Tensor | None, ages: Sequence[float], num_batches: int = 1) -> None:
         """Start sending each server its piece of a gradient `[P]`, which must not change before `settle` returns.
 
-        `ages` are those of the weights at which the gradient was taken. `gradient` is None if it was not finite, and
-        otherwise comes from so many mini-batches.
+        `ages` are the ages of the weights at which the gradient was taken. `gradient` is None if it was not finite, and
+        otherwise comes from `num_batches` mini-batches.
         """
         self._num_finished += num_batches
         for rank, piece, age in zip(self._ranks, self.pieces, ages, strict=True):
@@ -102,12 +104,13 @@ class Servers:
 class Centre:
     """A worker's connection to servers that keep theta, for a learner that steps alone and pushes differences.
 
-    What it has not pushed, or does not know to have arrived, is part of its own state: it pushes that first in its next
-    membership. Nothing of this state changes but at once with the worker's weights, between two waits.
+    Differences that it has not pushed, or whose arrival is unknown, are part of its own state: it pushes them first in
+    its next membership. This state changes only together with the worker's weights, between two waits.
     """
 
     DROPPED = ("theta", "_num_pushed")
-    """A strategy that needs theta after the next wait keeps it. Speed is counted afresh."""
+    """Attributes that are dropped with a membership. A strategy that needs theta after the next wait keeps it. Speed is
+    counted from 0 again."""
 
     def __init__(self, me: Learner, options: Served) -> None:
         import torch
@@ -115,26 +118,26 @@ class Centre:
         self._servers = Servers(me, options, age_numbers=2)
         counts = torch.zeros(2 + len(self._servers.pieces), dtype=torch.int64)
         self._counts = me.strategy_state("counts", counts, is_common=False)
-        """The steps since the last push began, those in a push that is not known to have arrived, and each server's
-        loan."""
+        """Number of steps since the last push began, number of steps in a push whose arrival is unknown, and each
+        server's loan."""
         self._servers.ages = list(map(float, self._counts[2:].tolist()))
         self.theta = me.weights.new_zeros(len(me.weights))
-        """theta as it was pulled last, `[P]`."""
+        """theta `[P]` as last pulled."""
         self._num_pushed = 0
 
     @property
     def has_met_servers(self) -> bool:
-        """Whether it has pulled theta, perhaps in an earlier membership."""
+        """Whether the worker has pulled theta, perhaps in an earlier membership."""
         return bool(self._counts[2:].any())
 
     @property
     def num_steps(self) -> int:
-        """The steps that the worker has made since its last push."""
+        """The number of steps that the worker has made since its last push."""
         return int(self._counts[0])
 
     @property
     def num_unconfirmed(self) -> int:
-        """The steps in a push that is not known to have arrived."""
+        """The number of steps in a push whose arrival is unknown."""
         return int(self._counts[1])
 
     def count_step(self) -> None:
@@ -142,7 +145,7 @@ class Centre:
         self._counts[0] += 1
 
     def by_speed(self, every: int) -> int:
-        """H of this worker: `every` for the fastest, and in proportion to the steps that each has pushed."""
+        """The H of this worker: `every` for the fastest, and in proportion to the pushed steps for the others."""
         most = self._servers.most_finished
         if min(most, self._num_pushed) <= 0:
             return every
@@ -153,7 +156,7 @@ class Centre:
         self._servers.ask()
 
     async def answer(self) -> Tensor:
-        """Wait for theta `[P]`, if it was requested: then all that was sent before has arrived."""
+        """Wait for theta `[P]`, if it was requested; then everything that was sent before has arrived."""
         found = await self._servers.weights()
         await self._servers.settle()
         for server, weights in found:
@@ -168,7 +171,7 @@ class Centre:
         return await self.answer()
 
     async def push(self, difference: Tensor) -> None:
-        """Send the servers a difference `[P]`, with which the worker begins to count steps again."""
+        """Send the servers a difference `[P]`; the worker then counts steps from 0 again."""
         self._counts[1] += self._counts[0]
         self._counts[0] = 0
         await self.push_again(difference)
@@ -180,7 +183,7 @@ class Centre:
         await self._servers.settle()
 
     async def leave(self) -> Tensor:
-        """Report that this worker pushes no more; the final theta `[P]`, once all workers have left."""
+        """Report that this worker pushes no more; return the final theta `[P]`, once all workers have left."""
         self._servers.leave()
         await self.answer()
         return await self.pull()
@@ -189,11 +192,11 @@ class Centre:
 async def connected(
     me: Learner, options: Served, rate: float = 1.0, momentum: float = 0.0, delay: int = 1, spread: float = 0.0
 ) -> Centre | None:
-    """Start the learner's server, if it runs one, with a `DelayedNesterov` of these constants; then its connection to
-    all servers.
+    """Start the learner's server, if it runs one, with a `DelayedNesterov` of these constants; then return its
+    connection to all servers.
 
-    None once a learner that computes nothing has served to the end, or a learner that begins alone, which needs no
-    server, has made all steps.
+    Returns None once a learner that computes nothing has served to the end, or a learner that begins alone, and
+    therefore needs no server, has made all steps.
     """
     from starling.strategies.parts.delayed_nesterov import Loans
 

@@ -1,4 +1,4 @@
-"""The update rules of parameter servers: which gradients make a step, and who may pull the weights.
+"""The update rules of parameter servers: which gradients make a step, and which workers may pull the weights.
 
 Each rule is the class of its options, and `ServerOptions.model_validate` chooses it by `update`. In their equations w
 is a server's piece of the weights, a the step size of its optimizer, and g_l(Phi_l) the gradient that worker l computed
@@ -32,7 +32,7 @@ class Served(Config):
     gradients."""
 
     def workers(self, world: int) -> range:
-        """The learners that compute."""
+        """The learners that compute gradients."""
         return range(world - self.shards if self.servers == "own" else world)
 
     def server(self, shard: int, world: int) -> int:
@@ -47,7 +47,7 @@ class Served(Config):
         return [slice(num_weights * s // shards, num_weights * (s + 1) // shards) for s in range(shards)]
 
     def kept(self, me: Learner) -> slice | None:
-        """The piece that a learner keeps as a server; None: it is no server."""
+        """The piece that a learner keeps as a server; None if it is no server."""
         pieces = self.pieces(len(me.weights))
         return next((piece for s, piece in enumerate(pieces) if self.server(s, me.world) == me.rank), None)
 
@@ -90,7 +90,7 @@ class ServerOptions(Served):
     time."""
 
     def __new__(cls, **options: Any) -> ServerOptions:
-        """`ServerOptions(update=…)` makes the options of that rule, too."""
+        """Make the options of the rule that `update` names, so that `ServerOptions(update=…)` works, too."""
         return super().__new__(_rule(options) if cls is ServerOptions else cls)
 
     @model_validator(mode="wrap")
@@ -112,29 +112,30 @@ class ServerOptions(Served):
 
     @property
     def most_waiting(self) -> int:
-        """The most gradients that wait for others although their workers continue."""
+        """Largest number of gradients that wait for others although their workers continue."""
         return 0
 
     def is_due(self, num_waiting: int, finished: Collection[float]) -> bool:
         """Whether the gradients that have arrived since the last step make a step, when a worker has just finished a
-        mini-batch; `finished` is the number of them for each worker."""
+        mini-batch; `finished` is the number of finished mini-batches of each worker."""
         return num_waiting == 1
 
     def grants(self, ahead: float, num_computing: int) -> bool:
-        """Whether a worker that is so many mini-batches ahead of the slowest may pull, while so many others compute."""
+        """Whether a worker that is `ahead` mini-batches ahead of the slowest may pull, while `num_computing` others
+        compute."""
         return True
 
     def combined(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The gradient of a step with these; none of them is overwritten."""
+        """The gradient of a step with these gradients; none of them is overwritten."""
         (gradient,) = gradients
         return gradient
 
     def correction(self, me: Learner) -> Correction | None:
-        """How gradients are corrected that were taken at older weights; None: they are used as they are."""
+        """The correction of gradients that were taken at older weights; None if they are used as they are."""
         return None
 
     def rate_scale(self, staleness: float) -> float:
-        """What the learning rate of a step is multiplied by."""
+        """The factor of a step's learning rate for a staleness."""
         return 1.0
 
 
@@ -144,11 +145,11 @@ class Unlocked(ServerOptions):
     staleness_bound: int | None = Field(default=None, ge=0)
     """A worker that would be more than this many gradients ahead of the slowest waits; null: no worker waits."""
     overlap: bool = False
-    """Compute the next gradient, at the old weights, while the new weights are on their way."""
+    """Whether the next gradient is computed, at the old weights, while the new weights are on their way."""
     scale_by_staleness: bool = False
     """Divide the learning rate of a step by the mean staleness of its gradients, if that is above 1."""
     staleness: Staleness = "none"
-    """How gradients are corrected that were taken at older weights: `none`, `gap-aware`, or `delay_compensation`."""
+    """How gradients that were taken at older weights are corrected: `none`, `gap-aware`, or `delay_compensation`."""
 
     @model_validator(mode="after")
     def _fit(self) -> Unlocked:
@@ -269,11 +270,12 @@ RULES: Mapping[str, type[ServerOptions]] = {
     "hybrid": Hybrid,
     "synchronous": Synchronous,
 }
-"""The rules by the value of `update`."""
+"""Rules by the value of `update`."""
 
 
 def _rule(given: Mapping[str, Any]) -> type[ServerOptions]:
-    """The class of options; `ServerOptions` itself, which then says so, if there is no such rule."""
+    """The class of options for `update`; `ServerOptions` itself, which then reports the error, if there is no such
+    rule."""
     return RULES.get(str(given.get("update", "asynchronous")), ServerOptions)
 
 

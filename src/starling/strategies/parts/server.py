@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from starling.strategies.parts.delayed_nesterov import Loans
 
 REPORT, GRADIENT, AGE, WEIGHTS = range(4)
-"""The tags of the four kinds of messages. An age `[1]` is the number of steps in the weights; `[2]`: the number of a
-loan, and the largest number of mini-batches that a worker has reported."""
+"""Tags of the four kinds of messages. An age `[1]` is the number of steps in the weights; an age `[2]` is the number of
+a loan, and the largest number of mini-batches that a worker has reported."""
 
 EARLIER = -1
-"""The rank of the workers of earlier memberships, before all others."""
+"""Rank of the workers of earlier memberships, before all others."""
 DROPPED = ("worker", "asking", "age", "told", "message", "report", "tag")
-"""A message that a server is handling when a membership ends belongs to that membership."""
+"""Attributes that are dropped with a membership, because the message that a server is handling belongs to it."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,12 @@ class Report:
     """A worker's message about its progress."""
 
     num_finished: float
-    """The mini-batches it has finished, including those with a non-finite gradient; infinite once it leaves."""
+    """Number of mini-batches that the worker has finished, including those with a non-finite gradient; infinite once it
+    leaves."""
     age: float
-    """The age of the weights at which the following gradient was taken; NaN: no gradient follows."""
+    """Age of the weights at which the following gradient was taken; NaN if no gradient follows."""
     step_metadata: Tensor
-    """What the server's optimizer needs to know about the gradient's mini-batch, `[k]`."""
+    """Metadata of the gradient's mini-batch that the server's optimizer needs, `[k]`."""
 
     @property
     def is_last(self) -> bool:
@@ -65,22 +66,22 @@ class Push:
     """A gradient that has arrived and is not yet part of a step."""
 
     worker: int
-    """Its rank in this membership, or `EARLIER`."""
+    """Rank of the worker in this membership, or `EARLIER`."""
     report: Report
-    """`age` is the number of the shard's steps in the weights at which the gradient was taken; before this membership,
-    below 0 or 0."""
+    """Report of the worker. Its `age` is the number of the shard's steps in the weights at which the gradient was
+    taken; for weights from before this membership, it is at most 0."""
     gradient: Tensor
 
 
 class Waiting:
-    """The gradients that wait for a step. Those of a sum, at most `room`, wait where checkpoints and the next
+    """The gradients that wait for a step. Gradients of a sum, at most `room`, wait where checkpoints and the next
     membership find them.
 
     No step is made while a gradient waits, so its staleness stays the same, whatever steps are counted from.
     """
 
     DROPPED = ("pushes",)
-    """Those of a sum are read again from what is kept."""
+    """Attribute that is dropped with a membership: gradients of a sum are read again from the kept state."""
 
     def __init__(self, me: Learner, piece: slice, room: int) -> None:
         import torch
@@ -94,11 +95,11 @@ class Waiting:
         self._number = kept("number", torch.zeros(1, dtype=torch.int64))
         rows = list(zip(self._told, self._gradients, strict=True))[: int(self._number)]
         self.pushes = [Push(EARLIER, Report(0.0, -float(told[0]), told[1:]), gradient) for told, gradient in rows]
-        """In the order in which they arrived, those of earlier memberships first. The workers of those may be others by
-        now."""
+        """Pushes in the order in which they arrived, those of earlier memberships first; their workers' ranks may have
+        changed."""
 
     def add(self, push: Push, num_steps: int) -> None:
-        """Let a gradient wait that has arrived after so many steps. One without room makes a step now."""
+        """Let a gradient wait that has arrived after `num_steps` steps. A gradient without room makes a step now."""
         if (row := int(self._number)) < len(self._gradients):
             self._gradients[row].copy_(push.gradient)
             self._told[row, 0] = num_steps - push.report.age
@@ -108,7 +109,7 @@ class Waiting:
         self.pushes.append(push)
 
     def clear(self) -> None:
-        """All have made a step."""
+        """Drop all gradients, which have made a step."""
         self.pushes = []
         self._number.zero_()
 
@@ -116,9 +117,9 @@ class Waiting:
 class Server:
     """The server of one model shard. It handles messages one at a time, in one coroutine.
 
-    With `loans` workers push what is no gradient: the age that it tells them and they return is then the number of a
-    loan, and it tells them the largest number of mini-batches, too. What workers have reported or requested belongs to
-    a membership.
+    With `loans` workers push differences instead of gradients: the age that the server sends them and they return is
+    then the number of a loan, and it also sends the largest number of mini-batches. Reports and requests of workers
+    belong to a membership.
     """
 
     DROPPED = ("_announced", "_finished", "_asking", "_computing", "_most")
@@ -208,8 +209,8 @@ class Server:
         self._waiting.clear()
 
     async def _corrected(self, pushes: Sequence[Push]) -> list[Tensor]:
-        """The gradients, corrected for their staleness if the options say so. The weights at which those of earlier
-        memberships were taken are not remembered: they stay as they are."""
+        """The gradients, corrected for their staleness if the options say so. The weights at which gradients of earlier
+        memberships were taken are not remembered, so these gradients stay as they are."""
         if self._correction is None:
             return [push.gradient for push in pushes]
         now, correct = await self._shard.read(), self._correction.correct
@@ -232,7 +233,7 @@ class Server:
         return self._rule.grants(ahead, len(self._computing))
 
     async def _answer(self, worker: int, has: int) -> list[Handle[None]]:
-        """Start sending the current weights to a worker that has those of the age `has`."""
+        """Start sending the current weights to a worker that has weights of the age `has`."""
         import torch
 
         num_steps = self._shard.num_steps
@@ -245,7 +246,7 @@ class Server:
 
 
 async def serve(me: Learner, options: Served, rule: ServerOptions, loans: Loans | None = None) -> None:
-    """Be the server of a shard, if this learner is one: in the background of a worker, otherwise until the end."""
+    """Run the server of a shard, if this learner is one: in the background of a worker, otherwise until the end."""
     piece, workers = options.kept(me), options.workers(me.world)
     if piece is None:
         return

@@ -1,8 +1,8 @@
-"""What becomes of a gradient that was taken at older weights, each rule with its equation.
+"""Corrections of a gradient that was taken at older weights, each with its equation.
 
-In the equations w is the weights to be changed, Phi the weights at which the gradient g was taken, and g' what takes
-g's place in the step. With no staleness, w is Phi, and g' is g to the bit. On a server w is its piece, which other
-workers' gradients have moved; on a learner of `adpsgd` w is its own weights, which averaging has moved.
+In the equations w is the weights to be changed, Phi the weights at which the gradient g was taken, and g' the gradient
+that replaces g in the step. With no staleness, w is Phi, and g' is g to the bit. On a server w is its piece, which
+other workers' gradients have moved; on a learner of `adpsgd` w is its own weights, which averaging has moved.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ if TYPE_CHECKING:
     from starling.learner import Learner
 
 EPSILON = 1e-7
-"""Added to mean squares."""
+"""Constant that is added to mean squares."""
 
 
 class DelayCompensation(Config):
     """Correct gradients to first order for how far the weights have moved (DC-ASGD)."""
 
     delay_compensation: float = Field(gt=0.0)
-    """lambda. The paper has 0.04, and 2 with `mean_square`."""
+    """lambda; the paper has 0.04, and 2 with `mean_square`."""
     mean_square: float | None = Field(default=None, ge=0.0, lt=1.0)
-    """rho: divide lambda by the root of the running mean square of each weight's gradient; null: do not."""
+    """rho: lambda is divided by the root of the running mean square of each weight's gradient; null: it is not
+    divided."""
 
 
 Staleness = Literal["none", "gap-aware"] | DelayCompensation
-"""What is made of stale gradients."""
+"""Correction of stale gradients."""
 
 
 class Correction(ABC):
-    """Corrects gradients; it remembers the weights that each worker may be computing at, within a membership. What else
-    a rule remembers is part of a learner's own state."""
+    """Corrects gradients; within a membership, it remembers the weights at which each worker may be computing.
+    Everything else that a rule remembers is part of a learner's own state."""
 
     DROPPED: ClassVar[tuple[str, ...]] = ("_given",)
 
@@ -46,24 +47,24 @@ class Correction(ABC):
         self._given: dict[int, list[tuple[float, Tensor]]] = {}
 
     def gave(self, worker: int, age: float, weights: Tensor) -> None:
-        """A worker is sent these weights `[n]`, which must not change."""
+        """Note that a worker is sent these weights `[n]`, which must not change."""
         self._given.setdefault(worker, []).append((age, weights))
 
     def correct(self, worker: int, age: float, gradient: Tensor, now: Tensor) -> Tensor:
-        """The corrected gradient of a worker, which took it at weights of that age."""
+        """The corrected gradient of a worker, which computed it at weights of that age."""
         given = [each for each in self._given[worker] if each[0] >= age]  # not saved: a resumed worker pulls first
         self._given[worker] = given
         return self.corrected(gradient, now - given[0][1])
 
     @abstractmethod
     def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
-        """g', from g and w - Phi, both `[n]`."""
+        """The corrected gradient g', from g and w - Phi, both `[n]`."""
 
     def before_step(self, now: Tensor) -> None:  # noqa: B027 - most rules ignore it
-        """A step follows at the weights `now`, which the previous step has made."""
+        """Note that a step follows at the weights `now`, which the previous step has made."""
 
     def stepped(self, before: Tensor, after: Tensor) -> None:  # noqa: B027 - most rules ignore it
-        """A step has changed the weights from `before` to `after`."""
+        """Note that a step has changed the weights from `before` to `after`."""
 
 
 class Compensation(Correction):
@@ -107,8 +108,8 @@ class GapAware(Correction):
 
         g' = g / (1 + |w - Phi| / C)
 
-    The gap |w - Phi| / C is about the staleness if all steps have one direction, and smaller if they turn. The paper
-    derives C from the optimizer's momentum, and has a variant for each weight.
+    The gap |w - Phi| / C is about the staleness if all steps have the same direction, and smaller if they turn. The
+    paper derives C from the optimizer's momentum, and has a variant for each weight.
 
     References:
         Barkai, Hakimi & Schuster 2019, "Gap Aware Mitigation of Gradient Staleness", arXiv 1909.10802.
@@ -144,14 +145,14 @@ class GapAware(Correction):
 
 
 def correction(staleness: Staleness, me: Learner) -> Correction | None:
-    """The correction that a learner makes; None: gradients are used as they are."""
+    """The correction that a learner makes; None if gradients are used as they are."""
     if isinstance(staleness, DelayCompensation):
         return Compensation(staleness, me)
     return GapAware(me) if staleness == "gap-aware" else None
 
 
 def rate_scale(staleness: float) -> float:
-    """What the learning rate of a step is multiplied by, if it is to be divided by the staleness.
+    """The factor of a step's learning rate that divides it by the staleness.
 
     Equation, for a gradient taken tau changes of the weights ago::
 
@@ -178,7 +179,7 @@ class StaleSteps:
         self._read_at = me.version
 
     def snapshot(self) -> Tensor:
-        """Phi `[P]`, where the next gradient is to be taken."""
+        """Phi `[P]`, the weights at which the next gradient is to be computed."""
         self._read_at = self._me.version
         phi = self._me.snapshot()
         self._taken_at = None if self._correction is None else phi
@@ -197,5 +198,5 @@ class StaleSteps:
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Whether it is finite, as in a simulation of time alone each is."""
+    """Whether a gradient is finite; in a timing-only simulation, each one is."""
     return gradient.is_meta or bool(gradient.isfinite().all())
