@@ -92,7 +92,7 @@ class AugmentConfig(Config):
     noise_probability: Share = 0.5
     """Share of utterances with added noise."""
     noise_colour: Literal["white", "random"] = "white"
-    """random draws a spectrum whose power falls by 0 (white) to 6 dB per octave."""
+    """`random` draws noise whose power falls with frequency by 0 (white) to 6 dB per octave."""
     gain_db: Decibels | None = None
     """dB range by which the level is changed."""
     codecs: tuple[Codec, ...] = ()

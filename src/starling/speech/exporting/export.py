@@ -1,4 +1,4 @@
-"""`starling export`: a trained model in a folder of its own, for use without its experiment."""
+"""`starling export`: a trained model in its own folder, for use without its experiment."""
 
 import re
 import shutil
@@ -53,8 +53,8 @@ def export(
     is_best: bool = False,
     average: int | None = None,
 ) -> None:
-    """Write the model that `starling evaluate` would score with the same options to a new `folder`, complete or not at
-    all.
+    """Write the model that `starling evaluate` would score with the same options to a new `folder`, either completely
+    or not at all.
 
     `with_onnx` adds ONNX, and a program that transcribes with it. Raises ConfigError if the folder exists, and for a
     model that cannot be written as ONNX; CheckpointError if there is no model.
@@ -108,7 +108,8 @@ def _write_language(experiment: ExperimentFolder, recipe: Recipe, folder: Path) 
 def _card(
     recipe: Recipe, experiment: ExperimentFolder, recogniser: Recogniser, which: str, files: Sequence[tuple[str, str]]
 ) -> str:
-    """The card in Markdown. `which` says which of the experiment's models it is; `files` are names and contents."""
+    """The model card in Markdown. `which` says which of the experiment's models it describes; `files` are names and
+    contents."""
     return "\n".join(
         [
             *("---", "license: unknown  # fill in", "tags: [automatic-speech-recognition, starling]", "---", ""),
@@ -155,7 +156,7 @@ def _ms(seconds: float) -> str:
 
 
 def _data(recipe: Recipe) -> Iterator[str]:
-    """The sets by name, without paths."""
+    """Descriptions of the sets, by name and without paths."""
     yield f"Corpus of kind `{recipe.data.corpus.kind}`; text normaliser: `{recipe.data.text}`."
     yield ""
     for _, name in recipe.training_sets:
@@ -171,7 +172,7 @@ def _data(recipe: Recipe) -> Iterator[str]:
 
 
 def _scores(experiment: ExperimentFolder) -> Iterator[str]:
-    """A table of what `starling evaluate` has left."""
+    """A table of the scores that `starling evaluate` has written."""
     rows = []
     for path in sorted(experiment.decode.rglob("wer-summary-*.txt")):
         text = path.read_text(encoding="utf-8")
