@@ -204,7 +204,7 @@ class _Unusable(Exception):  # noqa: N818 - never leaves this module
 
 
 class _Silent(DataError):  # noqa: N818 - other modules see only a DataError
-    """Raised if all samples are zero."""
+    """All samples are zero."""
 
 
 class Checker:
