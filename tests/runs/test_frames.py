@@ -318,9 +318,9 @@ def test_a_resolved_recipe_is_the_same_recipe(tree: Tree) -> None:
 def test_a_model_that_cannot_align_is_refused_by_name(tree: Tree, trained: Path) -> None:
     """Of other states a character, of another rate, or no model at all."""
     aligned = {"alignment": {"experiment": str(trained)}}
-    with pytest.raises(ConfigError, match=r"has 2 states a character, and states\.per_unit is 3"):
+    with pytest.raises(ConfigError, match=r"has 2 states per character, but states\.per_unit is 3"):
         ready(tree | aligned | {"states": {"per_unit": 3}})
-    with pytest.raises(ConfigError, match=r"has a frame each 0\.01 s, and features\.frame_shift is 0\.02"):
+    with pytest.raises(ConfigError, match=r"has a frame every 0\.01 s, and features\.frame_shift is 0\.02"):
         ready(tree | aligned | {"features": {"frame_shift": 0.02}})
     with pytest.raises(CheckpointError, match="nowhere"):
         ready(tree | {"alignment": {"experiment": str(trained.parent / "nowhere")}})

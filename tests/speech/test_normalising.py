@@ -33,7 +33,7 @@ def test_numbers_are_written_in_words() -> None:
 
 def test_unknown_kinds_and_languages_are_refused() -> None:
     """With what there is."""
-    with pytest.raises(ConfigError, match=r"no normaliser 'number'; there are numbers, punctuation, case"):
+    with pytest.raises(ConfigError, match=r"no normaliser 'number'; known are numbers, punctuation, case"):
         normaliser(["number"])
     pytest.importorskip("num2words", reason="the extra `decoding` is not installed")
     with pytest.raises(ConfigError, match="language 'klingon'"):

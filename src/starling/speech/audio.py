@@ -92,7 +92,7 @@ class Media(AbstractContextManager["Media"]):
                 if not container.streams.audio:
                     raise ValueError("there is no audio in it")
                 if container.streams.audio[0].codec_context is None:
-                    raise ValueError("FFmpeg does not know how its audio is coded")
+                    raise ValueError("FFmpeg does not know the codec of its audio")
                 yield container
         except av.FFmpegError as error:
             raise ValueError(f"FFmpeg: {error.strerror or error}") from error

@@ -93,7 +93,7 @@ def evaluate(
     ] = None,
     best: Best = False,
     greedy: Annotated[bool, typer.Option("--greedy", help="Skip the beam search.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes for the beam search.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes for the beam search.")] = 1,
     conditions: Annotated[
         list[str] | None,
         typer.Option("--condition", help="Pass audio through a codec, such as telephone or opus-8; may be repeated."),
@@ -192,7 +192,7 @@ def align(
         str | None, typer.Option(help="The voice of espeak-ng that pronounces the words, such as en-us.")
     ] = None,
     lexicon: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A word and its phones on each line, as in CMUdict.")
+        Path | None, typer.Option(metavar="FILE", help="A file with a word and its phones on each line, as in CMUdict.")
     ] = None,
 ) -> None:
     """Find when each word and phone of a known text is spoken.

@@ -54,7 +54,7 @@ class _Description(Config):
     @classmethod
     def _is_ours(cls, value: int) -> int:
         if value > _FORMAT:
-            raise ValueError(f"it is {value}, this version reads up to {_FORMAT}: use a newer Starling")
+            raise ValueError(f"it is {value}, but this version reads up to {_FORMAT}: use a newer Starling")
         if value < _FORMAT:
             raise ValueError(
                 f"it is {value}, which only versions before Starling 0.2 read: train again, or use the version that "

@@ -137,5 +137,5 @@ def checked_file(folder: Path, name: str) -> Path:
     if not stat.S_ISREG(path.stat().st_mode):
         raise DataError(f"{path}: not a regular file; {again(folder)}")
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{path}: a link that leads out of the prepared set; replace it by the file")
+        raise DataError(f"{path}: a link that leads out of the prepared set; replace it with the file")
     return path

@@ -81,7 +81,7 @@ def _check_local(folder: Path, shards: Sequence[Shard]) -> None:
     for shard in shards:
         path = folder / "shar" / shard.file
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            raise DataError(f"{path}: a link that leads out of the prepared set; replace it by the file")
+            raise DataError(f"{path}: a link that leads out of the prepared set; replace it with the file")
         size = path.stat().st_size if path.is_file() else None
         if size != shard.num_bytes:
             raise DataError(f"{path}: {shard.state(size)}; {again(folder)}")

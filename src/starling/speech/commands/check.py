@@ -163,9 +163,9 @@ def _remarks(report: Report, trained: Collection[str]) -> Iterator[str]:
             continue
         yield f"{each.name}: the model hears {each.errors:.1%} of the characters wrong; limit {each.limit:.2f}"
         if each.errors > _POOR:
-            yield f"{each.name}: with so many errors it finds hardly more than swaps; use a better model"
+            yield f"{each.name}: with so many errors, it finds little but swaps; use a better model"
         if each.name in trained:
-            line = f"{each.name}: the model was trained on these transcripts, and may have learnt wrong ones by heart"
+            line = f"{each.name}: the model was trained on these transcripts, and may have memorised wrong ones"
             if elsewhere > _BY_HEART * each.errors:
                 line += f": it hears {elsewhere:.1%} of the characters wrong in sets that it was not trained on"
             yield f"{line}; check with an early checkpoint, or with models of folds (data.hold_out)"

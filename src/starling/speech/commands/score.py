@@ -223,7 +223,7 @@ def normaliser(kinds: Collection[str], texts: Iterable[str] = (), language: str 
         "case": str.lower,
     }
     if unknown := sorted(set(kinds) - steps.keys()):
-        raise ConfigError(f"there is no normaliser {unknown[0]!r}; there are {', '.join(steps)}")
+        raise ConfigError(f"there is no normaliser {unknown[0]!r}; known are {', '.join(steps)}")
     if "numbers" in kinds:
         require("decoding", "the normaliser `numbers`", ("num2words",))
         _NUMBER.sub(spoken, "1")  # refuses the language

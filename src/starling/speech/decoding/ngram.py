@@ -75,7 +75,7 @@ class NgramModel:
             for place, word in enumerate(words[1:], 1):
                 known[(word,) in self.probabilities[0]].append(self.log10(word, words[:place]))
         if not known[True]:
-            raise DataError("there is no known word to compute a perplexity of")
+            raise DataError("the texts contain no known word, so they have no perplexity")
         every = [*known[True], *known[False]]
         return Perplexity(10 ** -fmean(every), 10 ** -fmean(known[True]), len(every), len(known[False]))
 
@@ -113,7 +113,7 @@ class NgramModel:
                 if not order or len(fields) not in (order + 1, order + 2):
                     raise DataError(
                         f"{path}:{number}: {text[:80]!r} is not an n-gram of order {order}: log10 p, its words, and "
-                        "perhaps a weight"
+                        "optionally a weight"
                     )
                 gram = tuple(fields[1 : order + 1])
                 try:
@@ -126,7 +126,7 @@ class NgramModel:
             raise DataError(f"{path}: not an ARPA file, or cut off: it has no line \\end\\ after its n-grams")
         if [len(each) for each in probabilities] != sizes or not sizes:
             found = ", ".join(str(len(each)) for each in probabilities)
-            raise DataError(f"{path}: its header announces {sizes or 'no'} n-grams, but it holds {found or 'none'}")
+            raise DataError(f"{path}: its header announces {sizes or 'no'} n-grams, but it contains {found or 'none'}")
         return cls(tuple(probabilities), tuple(backoffs))
 
 

@@ -33,10 +33,10 @@ _CONTENTS = {
     "decoding.json": "the weights of the beam search, as tuned by `starling evaluate`",
     "words.txt": "the words that the beam search may use",
     "model.onnx": "the network for whole utterances: features [B, T, F], lengths [B]",
-    "streaming.onnx": "one step of it, with its caches as inputs and outputs",
+    "streaming.onnx": "one step of the network, with its caches as inputs and outputs",
     "onnx.json": "features, tokens and sizes, for programs that use ONNX",
-    "frontend.npz": "the window, the mel bank and the statistics of the features, for such programs",
-    "transcribe.py": "`python transcribe.py hello.wav` needs numpy, onnxruntime and soundfile alone",
+    "frontend.npz": "the window, the mel bank and the statistics of the features, for programs that use ONNX",
+    "transcribe.py": "`python transcribe.py hello.wav` needs only numpy, onnxruntime and soundfile",
 }
 
 
@@ -62,7 +62,7 @@ def export(
     if with_onnx:
         require("export", "starling export --onnx", ("onnx", "onnxruntime"))
     if folder.exists():
-        raise ConfigError(f"{folder} exists, and is not overwritten: remove it, or choose another folder")
+        raise ConfigError(f"{folder} exists and is not overwritten: remove it, or choose another folder")
     source, recipe = open_experiment(experiment)
     recogniser = load_recogniser(experiment, is_best, average)
     recogniser.model.cpu()
@@ -118,7 +118,7 @@ def _card(
             *("## Data", "", *_data(recipe), ""),
             *("## Word error rates", "", *_scores(experiment), ""),
             *("## Limits", "", *_limits(recogniser), ""),
-            *("## Licence", "", "To be filled in: of the model, and what the licences of its data require.", ""),
+            *("## Licence", "", "To be filled in: the model's licence, and what the licences of its data require.", ""),
             *("## Files", "", *(f"* `{name}`: {what}" for name, what in files), ""),
         ]
     )
@@ -184,14 +184,14 @@ def _scores(experiment: ExperimentFolder) -> Iterator[str]:
         name = path.stem.removeprefix("wer-summary-")
         rows.append(f"| {name} | {_WAYS.get(folder, folder)} | {wer[1]} | {interval} | {cer[1] if cer else ''} |")
     if not rows:
-        yield "None: no set was scored. `starling evaluate` scores them; then export again."
+        yield "No set was scored. Score the sets with `starling evaluate`, then export again."
         return
-    yield "In per cent, as `starling evaluate` found them last, with 95 % bootstrap intervals of the word error rate:"
+    yield "Per cent, from the last `starling evaluate`, with 95 % bootstrap intervals of the word error rate:"
     yield from ("", "| set | decoding | WER | interval | CER |", "|---|---|---|---|---|", *rows)
 
 
 def _limits(recogniser: Recogniser) -> Iterator[str]:
     yield "* It knows speech like that of its training data: other speakers, rooms, topics and languages cost accuracy."
-    yield "* Its texts have the characters of the training texts alone, and no confidence is attached to them."
+    yield "* Its texts contain only characters of the training texts, and have no confidence attached."
     if recogniser.latency is None:
-        yield "* Memory and time grow with the length of a recording: cut long ones at silence."
+        yield "* Memory and time grow with the length of a recording: cut long recordings at silence."

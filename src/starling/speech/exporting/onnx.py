@@ -138,7 +138,7 @@ def _compare(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> N
     )
     if not worst <= _TOLERANCE or (path.name == MODEL and rest[0].tolist() != lengths):
         raise ConfigError(
-            f"{path.name} gives other outputs than the network, by up to {worst:.2g}; export it without --onnx"
+            f"the outputs of {path.name} differ from the network's by up to {worst:.2g}; export it without --onnx"
         )
 
 

@@ -75,9 +75,9 @@ def read_words(path: Path) -> list[str]:
         raise ConfigError(f"decoding.word_list: {path} cannot be read ({error}); name a text file of words") from error
     words = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not words:
-        raise ConfigError(f"decoding.word_list: {path} holds no word; write one a line, or leave it out")
+        raise ConfigError(f"decoding.word_list: {path} contains no words; write one per line, or leave it out")
     if wrong := next((word for word in words if len(word.split()) > 1), None):
-        raise ConfigError(f"decoding.word_list: {path} holds {wrong!r}, which is several words; write one a line")
+        raise ConfigError(f"decoding.word_list: {path} contains {wrong!r}, which is several words; write one per line")
     return words
 
 

@@ -108,7 +108,7 @@ class AlignedFrames(Frames):
         except (OSError, ValueError) as error:
             raise DataError(f"{folder}: the alignment cannot be read ({error}); train again") from error
         if len(self._states) != self.ends[-1]:
-            raise DataError(f"{folder}: {len(self._states)} frames are aligned, and there are {self.ends[-1]}")
+            raise DataError(f"{folder}: {len(self._states)} frames are aligned, but there are {self.ends[-1]}")
 
     def states(self, pieces: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
         """The states of the sub-sequences that `cut` gives, `[B, T]`, with `padding` after the end of shorter ones."""

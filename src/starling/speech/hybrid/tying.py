@@ -99,7 +99,7 @@ class StateTree(Config):
         """The tied state of a state in context. Raises DataError for a unit that was not trained."""
         number = self._root_of.get((state[0], state[1]))
         if number is None:
-            raise DataError(f"no training text holds token {state[1]}, so that it has no states")
+            raise DataError(f"token {state[1]} occurs in no training text, so it has no states")
         while (node := self.nodes[number]).state is None:
             number = node.yes if state[2 + node.place] in node.units else node.no
         return node.state
@@ -144,7 +144,7 @@ def grow_tree(statistics: Statistics, number: int, min_frames: int) -> StateTree
     if number < len(roots):
         raise DataError(
             f"states.number is {number}, and the training texts have {len(roots)} states of units without context: "
-            f"raise it to {len(roots)} at least, or lower states.per_unit"
+            f"raise it to at least {len(roots)}, or lower states.per_unit"
         )
     questions = _Questions(statistics)
     nodes: list[Node | None] = [None] * len(roots)

@@ -117,7 +117,7 @@ def build_model(
 def _checked(network: nn.Module, kind: type[N], key: str) -> N:
     if not isinstance(network, kind):
         raise ConfigError(
-            f"model.{key}: the architecture makes a {type(network).__name__}, which is no "
+            f"model.{key}: the architecture makes a {type(network).__name__}, which is not a "
             f"{kind.__module__}.{kind.__name__}; leave {key} out"
         )
     return network

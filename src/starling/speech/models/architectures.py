@@ -269,7 +269,7 @@ class PublishedConfig(Architecture):
         if (kind := self.encoder.get("model_type")) != self.name:
             raise ValueError(f"checkpoint: it is a {kind!r}, not a {self.name}")
         if "subsampling" in self.model_fields_set:
-            raise ValueError(f"subsampling: that of {self.name} is its checkpoint's; leave it out")
+            raise ValueError(f"subsampling: {self.name} has that of its checkpoint; leave it out")
         return self
 
 
@@ -349,10 +349,10 @@ def published_config(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"checkpoint: {name} is no folder with a config.json, and the hub of models gives none of this name "
+            f"checkpoint: {name} is not a folder with a config.json, and the hub has no model of this name "
             f"({reason}). Where there is a network, fetch it with `hf download NAME`, or with `--local-dir FOLDER` and "
             "give the folder"
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"checkpoint: {path} is no configuration")
+        raise ValueError(f"checkpoint: {path} is not a configuration")
     return found

@@ -129,7 +129,7 @@ def _store(recipe: Recipe, train: SpeechSets, features: LogMel, folder: Path, sa
             f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
         )
     if not num_written:
-        raise DataError(f"{train.name}: no utterance can be aligned, so that there are no frames to train on")
+        raise DataError(f"{train.name}: no utterance can be aligned, so there are no frames to train on")
     if bad:
         say(f"{train.name}: {len(bad)} utterances cannot be used and are left out, such as: {bad[0]}")
 
@@ -196,7 +196,7 @@ def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
         )
     if model.features.config.frame_shift != recipe.features.frame_shift:
         raise ConfigError(
-            f"alignment.experiment: {source} has a frame each {model.features.config.frame_shift} s, and "
+            f"alignment.experiment: {source} has a frame every {model.features.config.frame_shift} s, and "
             f"features.frame_shift is {recipe.features.frame_shift}; align with a model of that shift"
         )
     if not isinstance(model.tokenizer, CharacterTokenizer):
@@ -218,7 +218,7 @@ class _Aligner:
         """Positions by the scaled likelihoods of the model's tied states."""
         if states.per_unit != self.per_unit:
             raise ConfigError(
-                f"alignment.experiment: its model has {states.per_unit} states a character, and states.per_unit is "
+                f"alignment.experiment: its model has {states.per_unit} states per character, but states.per_unit is "
                 f"{self.per_unit}; choose the same"
             )
         own = StateSequences.of(texts, states.speller(self.model.tokenizer))

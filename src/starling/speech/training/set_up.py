@@ -97,7 +97,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     size = "sequences.batch" if recipe.loss == "frames" else "batches.max_duration"
     if recipe.sync_group_size == 1 and batches < recipe.num_workers:
         say(
-            f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
+            f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so some have none: "
             f"lower {size}, or use fewer learners"
         )
     shares = () if recipe.batch_shares == "auto" else recipe.batch_shares.values()
@@ -105,7 +105,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     if batches < step_size:
         say(
             f"warning: an epoch has {batches} mini-batches, and the {recipe.sync_group_size} learners that step "
-            f"together take {step_size} at once, so that one step takes mini-batches of several epochs: lower {size}, "
+            f"together take {step_size} at once, so one step takes mini-batches of several epochs: lower {size}, "
             "or use fewer learners"
         )
 

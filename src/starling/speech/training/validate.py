@@ -389,13 +389,13 @@ def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, st
     check = "look for wrong transcripts with `{check}`"
     if own.wer < _LEARNT or (ratio is not None and ratio < _STUCK and not carries_over):
         return (
-            f"what was learnt of the training data, WER {own.wer:.0f} % there{told}, does not hold on {name}: "
-            "transcripts do not belong to their recordings, or speakers and recordings of the sets differ much",
+            f"what was learnt from the training data (WER {own.wer:.0f} %){told} does not carry over to {name}: "
+            "transcripts do not belong to their recordings, or the sets differ greatly in speakers and recordings",
             f"{check}; if they are right, train on more, or more similar, recordings",
         )
     if is_stuck and steps >= _LONG:
         return (
-            f"nothing was learnt of the training data in {steps} mini-batches{told}: transcripts do not belong to "
+            f"nothing was learnt from the training data in {steps} mini-batches{told}: transcripts do not belong to "
             "their recordings, or the learning rate does not fit",
             f"{check}; if they are right, change {rate}",
         )
