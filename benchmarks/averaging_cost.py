@@ -1,4 +1,4 @@
-"""What averaging costs: processor time for each megabyte exchanged, and steps per second beside DDP."""
+"""The cost of averaging: processor time per megabyte exchanged, and steps per second beside DDP."""
 
 from collections.abc import Sequence
 from pathlib import Path

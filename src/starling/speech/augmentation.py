@@ -84,17 +84,17 @@ class AugmentConfig(Config):
     reverberation_probability: Share = 0.3
     """Share of utterances with reverberation."""
     babble_snr: Decibels | None = None
-    """dB range of added speech of the same mini-batch."""
+    """Signal-to-noise ratio in dB, as a range, of added speech from the same mini-batch."""
     babble_probability: Share = 0.3
     """Share of utterances with added speech."""
     noise_snr: Decibels | None = None
-    """dB range of added noise."""
+    """Signal-to-noise ratio in dB, as a range, of added noise."""
     noise_probability: Share = 0.5
     """Share of utterances with added noise."""
     noise_colour: Literal["white", "random"] = "white"
     """`random` draws noise whose power falls with frequency by 0 (white) to 6 dB per octave."""
     gain_db: Decibels | None = None
-    """dB range by which the level is changed."""
+    """Change of the level in dB, as a range."""
     codecs: tuple[Codec, ...] = ()
     """Codecs to draw from: telephone, gsm, rate-HZ, opus-KBITS …"""
     codec_probability: Share = 0.5

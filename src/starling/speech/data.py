@@ -83,7 +83,7 @@ class DataConfig(Config):
     hold_out: HoldOutConfig | None = None
     """A development set made from a random part of another set."""
     sampling_rate: int = Field(default=16000, ge=1000, le=192000)
-    """Hz; audio with another rate is resampled."""
+    """Hz at which prepared audio is sampled; audio at other rates is resampled."""
     text: TextStyle = "upper"
     """How transcripts are normalised. Runs of spaces are always replaced by one."""
     filter: FilterConfig = FilterConfig()

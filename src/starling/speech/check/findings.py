@@ -92,7 +92,7 @@ class CheckConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a recogniser hears in an utterance, and how well the transcript fits."""
+    """A recogniser's text for an utterance, and how well the transcript fits."""
 
     set: str
     id: str

@@ -73,8 +73,8 @@ def evaluate(
     average: int | None = None,
     boost: Path | None = None,
 ) -> dict[str, float]:
-    """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
-    Returns the lowest error rate of each set, in per cent.
+    """Score `sets` (by default the recipe's test sets), and pass each set's name and its score in Kaldi's format to
+    `tell`. Returns the lowest error rate of each set, in per cent.
 
     With `conditions`, the names of codecs, the audio is passed through each codec, and a set is scored as, for
     example, `test@telephone`.
