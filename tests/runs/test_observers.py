@@ -1,4 +1,4 @@
-"""What a learner reports reaches the launcher as it was, but not more often than people can read."""
+"""A learner's reports reach the launcher unchanged, but not more often than people can read."""
 
 import io
 from collections import Counter
@@ -50,7 +50,8 @@ def shown(message: LearnerMessage) -> str:
 
 
 def test_no_step_is_lost_between_two_reports() -> None:
-    """At most one every two seconds; the frames of all steps are counted, the last ones at the epoch's end."""
+    """At most one report is sent every two seconds; the frames of all steps are counted, the last ones at the epoch's
+    end."""
     now = 0.0
     kept = Kept()
     observer = Metered(Paced(kept, 2.0, clock=lambda: now))
@@ -89,7 +90,7 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
 
 
 def test_a_log_gives_each_advice_once() -> None:
-    """Not at the end of each epoch."""
+    """Advice is not repeated at the end of each epoch."""
     text = io.StringIO()
     log = Log(text, 2)
     for epoch in range(3):
@@ -104,7 +105,7 @@ def test_a_log_gives_each_advice_once() -> None:
 
 
 def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
-    """Through JSON, the histogram and the distance included."""
+    """It passes through JSON, including the histogram and the distance."""
     kept, sent = Kept(), list[bytes]()
     averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
     report = EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25)
@@ -117,7 +118,7 @@ def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
 
 
 def test_a_checkpoint_is_shown_with_the_consensus_distance() -> None:
-    """Three digits; without it where it is not known."""
+    """The distance has three digits; it is left out if it is unknown."""
     assert shown(Saved("exp/demo/checkpoints/step-00000010", "barrier", 0.0123456)) == (
         "saved exp/demo/checkpoints/step-00000010, consensus distance 0.0123\n"
     )
@@ -125,7 +126,7 @@ def test_a_checkpoint_is_shown_with_the_consensus_distance() -> None:
 
 
 def test_the_learner_that_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(tmp_path: Path) -> None:
-    """No other does, and the points of different learners make one curve by the step of the run."""
+    """Only this learner does, and the points of different learners form one curve by the step of the run."""
     told: list[tuple[int, Saved]] = []
     together = writer(tmp_path)
     savers = [Saver(together, lambda message, rank=rank: told.append((rank, message)), tmp_path) for rank in range(2)]
@@ -155,7 +156,7 @@ def saver_of(folder: Path, told: list[Saved]) -> Saver:
 
 
 def test_what_was_begun_is_finished_when_the_training_fails(tmp_path: Path) -> None:
-    """And told, and the error of the training is the one that counts."""
+    """This is reported, and the error of the training is the one that counts."""
     told: list[Saved] = []
     with pytest.raises(PeerLost, match="learner 1") as caught, saver_of(tmp_path, told) as saver:
         saver.on_barrier(state(0, 1, Ticket(0, 4, 4)))
@@ -176,7 +177,7 @@ def test_a_save_that_fails_after_the_training_did_is_a_note(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("when", ["at the next mini-batch", "at the end"])
 def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
-    """At the learner's next mini-batch, or when it has none."""
+    """It ends at the learner's next mini-batch, or when it has none."""
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"), saver_of(tmp_path, []) as saver:
         saver.on_barrier(state(0, 1, Ticket(0, 4, 4)))
@@ -185,7 +186,7 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
 
 
 def test_what_a_learner_does_is_told_to_the_launcher() -> None:
-    """So that it can say when a learner was lost."""
+    """The launcher can then report when a learner was lost."""
     sent: list[LearnerMessage] = []
     observer = Metered(Paced(sent.append, 0.0))
     observer.on_step(step(13, epoch=1))
@@ -197,7 +198,7 @@ def test_what_a_learner_does_is_told_to_the_launcher() -> None:
 
 
 def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothing(tmp_path: Path) -> None:
-    """Without what optimizers remember; the launcher is told where it is."""
+    """The optimizer's state is left out; the launcher is told where the model is."""
     told: list[LearnerMessage] = []
     kept: list[Keep] = ["", "model", "checkpoint"]
     models = CheckpointWriter(tmp_path / "validation", lambda name: 1, write_model, {})
