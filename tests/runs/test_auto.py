@@ -384,7 +384,7 @@ def test_measuring_takes_a_small_share_of_the_run(gradients: int | None, minutes
     )
 
 
-def test_what_auto_cannot_do_is_one_clear_problem_of_the_recipe(tree: Tree) -> None:
+def test_a_recipe_that_auto_cannot_handle_has_one_clear_problem(tree: Tree) -> None:
     """The problem is reported before anything is measured."""
     with pytest.raises(ConfigError, match=r"strategy.among.0: input should be 'allreduce', .* or 'hadpsgd', got 'hogw"):
         check_recipe(tree | {"strategy": {"name": "auto", "among": ["hogwild"]}}, "r.yaml")
@@ -446,7 +446,7 @@ def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -
 
 
 @pytest.mark.wide
-def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tree: Tree, tmp_path: Path) -> None:
+def test_a_plan_of_a_recipe_with_auto_compares_the_existing_strategies(tree: Tree, tmp_path: Path) -> None:
     """The placeholder is not one of them."""
     (tmp_path / "profile.yaml").write_text(dump(measured_profile(), ""))
     lines: list[str] = []

@@ -185,7 +185,7 @@ def test_keys_of_another_loss_and_contradictions_are_refused(tree: Tree) -> None
         check_recipe(frames, "r")
 
 
-def test_without_the_training_set_greedy_decoding_is_left_unless_the_recipe_asks_for_more(songs_tree: Tree) -> None:
+def test_without_the_training_set_greedy_decoding_remains_unless_the_recipe_asks_for_more(songs_tree: Tree) -> None:
     """A model may be scored where only the test set exists."""
     songs_tree["data"]["folder"] += "-some"
     songs_tree["budget"] = {"epochs": 1}
@@ -200,7 +200,7 @@ def test_without_the_training_set_greedy_decoding_is_left_unless_the_recipe_asks
         scored(experiment)
 
 
-def test_without_the_extra_greedy_decoding_is_left_and_the_reason_is_told(
+def test_without_the_extra_greedy_decoding_remains_and_the_reason_is_reported(
     songs_tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command still scores; with `--greedy` it does not mention the search."""

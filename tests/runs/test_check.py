@@ -42,7 +42,7 @@ def _recipe(corpus: Planted, folder: Path, **data: object) -> Path:
     return path
 
 
-def test_a_clean_corpus_ends_well_with_an_empty_list(corpus: Planted, tmp_path: Path) -> None:
+def test_a_clean_corpus_gives_an_empty_list(corpus: Planted, tmp_path: Path) -> None:
     """There is no table, the exit code is 0 even with `--strict`, and the list has only its header."""
     result = _starling("check", _recipe(corpus, tmp_path), "--strict")
     listed = tmp_path / "data" / "check.tsv"
@@ -50,7 +50,7 @@ def test_a_clean_corpus_ends_well_with_an_empty_list(corpus: Planted, tmp_path: 
     assert listed.read_text(encoding="utf-8") == "kind\tset\tid\tother_set\tother_id\tvalue\tlimit\tdetail\n"
 
 
-def test_what_is_found_is_shown_by_kind_and_set_and_listed(corpus: Planted, tmp_path: Path) -> None:
+def test_findings_are_shown_by_kind_and_set_and_listed(corpus: Planted, tmp_path: Path) -> None:
     """The table has counts; the list has each finding with the other utterance and the numbers."""
     plants.audio_in_training(corpus)
     plants.three_times_the_same_file(corpus)
@@ -76,7 +76,7 @@ def test_strict_ends_with_the_exit_code_of_bad_data(corpus: Planted, tmp_path: P
     assert (tmp_path / "data" / "check.tsv").is_file()
 
 
-def test_what_check_drops_a_preparation_leaves_out(corpus: Planted, tmp_path: Path) -> None:
+def test_preparation_leaves_out_what_check_drops(corpus: Planted, tmp_path: Path) -> None:
     """On the command line: check, prepare without the findings, and check again: nothing is left to drop."""
     for plant in (plants.audio_in_training, plants.three_times_the_same_file, plants.unreadable_files):
         plant(corpus)
@@ -185,7 +185,7 @@ def scored(corpus: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return score
 
 
-def test_scores_are_told_without_near_duplicates_of_training_once_a_check_has_found_them(
+def test_scores_without_near_duplicates_of_training_are_reported_after_a_check(
     scored: Callable[[], tuple[list[str], str]], tmp_path: Path
 ) -> None:
     """They are below the score of the whole set, and in its summary; without a check, the output is the usual one."""
@@ -202,7 +202,7 @@ def test_scores_are_told_without_near_duplicates_of_training_once_a_check_has_fo
     assert with_check_summary == summary + with_check[4] + "\n"
 
 
-def test_a_check_of_other_data_is_not_used_and_that_is_said(
+def test_a_check_of_other_data_is_not_used_and_this_is_reported(
     scored: Callable[[], tuple[list[str], str]], tmp_path: Path
 ) -> None:
     """One line replaces a score that would be wrong."""

@@ -58,7 +58,7 @@ def results(folder: Path) -> dict[str, CellResult]:
     return {result.cell.arm: result for result in found}
 
 
-def test_a_comparison_ends_in_a_table_and_curves_and_continues_where_it_was(compared: Tree, tmp_path: Path) -> None:
+def test_a_comparison_ends_in_a_table_and_curves_and_continues_where_it_stopped(compared: Tree, tmp_path: Path) -> None:
     """A second run computes nothing and writes the same; a removed cell is computed again, with the same result."""
     folder = tmp_path / "exp" / "songs"
     told, said = run(compared)
@@ -95,7 +95,7 @@ def test_a_cell_of_another_recipe_is_computed_again(compared: Tree) -> None:
     assert "2 cells, 0 of them done" in run(compared)[1]
 
 
-def test_cells_of_a_seed_begin_with_one_model(compared: Tree, tmp_path: Path) -> None:
+def test_cells_of_a_seed_start_with_the_same_model(compared: Tree, tmp_path: Path) -> None:
     """A different seed has a different model, which is that of a run with this seed; the data are prepared once for
     all."""
     compared["compare"] |= {"seeds": [1, 2]}
@@ -139,7 +139,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.wide
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(compared: Tree, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes_and_keeps_finished_cells(compared: Tree, tmp_path: Path) -> None:
     """There are one message and the shell's exit code for SIGINT; several processes find the same as one."""
     recipe = tmp_path / "c.yaml"
     recipe.write_text(yaml.safe_dump(compared), encoding="utf-8")

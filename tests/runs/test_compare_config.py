@@ -119,7 +119,7 @@ def test_the_grid_has_every_cell_once_and_each_is_what_it_says(compared: Tree) -
         assert recipe.budget == subject.base.budget
 
 
-def test_an_arm_is_compared_in_its_own_settings_alone(compared: Tree) -> None:
+def test_an_arm_is_compared_only_in_its_own_settings(compared: Tree) -> None:
     """This holds if the arm names settings; other arms are in all of them."""
     compared["compare"]["arms"]["adpsgd"]["settings"] = "fast"
     subject = check_comparison(compared, "c.yaml")
@@ -127,7 +127,7 @@ def test_an_arm_is_compared_in_its_own_settings_alone(compared: Tree) -> None:
     assert found == [("lstm", "one"), ("lstm", "batch"), ("fast", "one"), ("fast", "batch"), ("fast", "adpsgd")]
 
 
-def test_a_lone_learner_is_added_where_there_is_no_baseline(compared: Tree) -> None:
+def test_a_lone_learner_is_added_if_there_is_no_baseline(compared: Tree) -> None:
     """It is not added if an arm is one, or if another baseline is named."""
 
     def baseline(section: Tree) -> tuple[list[str], Row]:
@@ -141,7 +141,7 @@ def test_a_lone_learner_is_added_where_there_is_no_baseline(compared: Tree) -> N
     assert baseline({"arms": alone}) == (["adpsgd", "allreduce", "lone"], Row("", "lone", 1))
 
 
-def test_options_of_the_command_replace_what_the_recipe_says(compared: Tree, tmp_path: Path) -> None:
+def test_options_of_the_command_override_the_recipe(compared: Tree, tmp_path: Path) -> None:
     """`--strategies` names arms of the recipe, or strategies."""
     recipe = tmp_path / "c.yaml"
     recipe.write_text(yaml.safe_dump(compared), encoding="utf-8")
@@ -248,7 +248,7 @@ def test_a_comparison_that_cannot_be_run_is_refused_before_anything_starts(
         check_comparison(tree if section is None else {**tree, "compare": section}, "c.yaml")
 
 
-def test_sets_that_a_comparison_needs_are_asked_for(compared: Tree) -> None:
+def test_sets_that_a_comparison_needs_are_required(compared: Tree) -> None:
     """Rates need a validation set, and a word error rate needs it or a test set."""
     compared["data"] |= {"valid": None}
     with pytest.raises(ConfigError, match=r"data\.valid: rates are chosen on a validation set"):

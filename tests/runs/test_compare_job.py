@@ -85,7 +85,7 @@ def test_six_strategies_interrupted_and_resumed_lose_no_cell_and_compute_none_tw
     assert [row["arm"] for row in table.rows()] == ["one", *SIX]
 
 
-def test_sigterm_is_told_with_its_number_and_what_is_kept(tmp_path: Path) -> None:
+def test_sigterm_is_reported_with_its_number_and_what_is_kept(tmp_path: Path) -> None:
     """The signal reaches this process in the middle of the second cell's score."""
     calls = []
 
@@ -121,7 +121,7 @@ def test_a_grid_grows_until_it_brackets_the_best_rate(tmp_path: Path) -> None:
         starling.compare(JOB, {"low": {"strategy": "allreduce", "rates": [0.1]}}, exp=tmp_path, **options)
 
 
-def test_any_job_is_tuned_on_its_validation_result_and_the_edge_of_the_grid_is_told(tmp_path: Path) -> None:
+def test_any_job_is_tuned_on_its_validation_result_and_the_edge_of_the_grid_is_reported(tmp_path: Path) -> None:
     """A test result that prefers the lowest rate changes nothing; with one tuning seed, the other seed has only one
     rate."""
     table = compare(
@@ -201,7 +201,7 @@ def test_seeds_change_the_model_and_other_settings_compute_cells_again(tmp_path:
         ({"baseline": "adpsdg"}, r"baseline: 'adpsdg' is no arm; did you mean 'adpsgd'\?"),
     ],
 )
-def test_a_call_that_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
+def test_an_impossible_call_is_refused(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
     """One message names the argument, before a folder is made."""
     given = {"strategies": ["adpsgd"], "exp": tmp_path / "exp", **options}
     with pytest.raises(ConfigError, match=rf"^starling\.compare: (?s:.*){problem}"):
@@ -209,14 +209,14 @@ def test_a_call_that_cannot_work_is_refused(tmp_path: Path, options: dict[str, A
     assert not (tmp_path / "exp").exists()
 
 
-def test_what_cannot_be_sent_to_processes_is_told(tmp_path: Path) -> None:
+def test_a_job_that_cannot_be_sent_to_processes_is_an_error(tmp_path: Path) -> None:
     """The message says what to do."""
     with pytest.raises(ConfigError, match=r"jobs: what is compared cannot be sent to 2 processes .*leave out jobs"):
         compare(tmp_path, "adpsgd", jobs=2, validate=lambda model: 0.0)
 
 
 @pytest.mark.wide
-def test_several_processes_find_for_any_job_what_one_finds(tmp_path: Path) -> None:
+def test_several_processes_find_the_same_as_one_for_any_job(tmp_path: Path) -> None:
     """The job is sent to them unchanged."""
     both = [
         compare(tmp_path, "adpsgd", seeds=[1], name=f"jobs-{jobs}", jobs=jobs, validate=partial(accuracy, last=500))

@@ -49,7 +49,7 @@ def test_an_interval_with_zero_in_it_is_inconclusive() -> None:
     assert row["verdict"] == "inconclusive"
 
 
-def test_better_is_what_the_metric_says() -> None:
+def test_the_metric_defines_what_is_better() -> None:
     """Fewer errors are better, but a higher accuracy is."""
     assert rows(one=[10.0, 11.0, 12.0], adpsgd=[5.0, 6.1, 7.0])["adpsgd"]["verdict"] == "better"
     accuracy = Metric(name="accuracy", higher_is_better=True)
@@ -95,7 +95,7 @@ def test_a_run_that_diverged_counts_as_all_wrong_and_is_marked() -> None:
     assert "† counts runs" in page and re.search(r"\| adpsgd +\| 4 .*\| 3 +\| 2 ", page)
 
 
-def test_what_diverged_is_not_compared_where_it_has_no_value() -> None:
+def test_a_diverged_run_without_a_value_is_not_compared() -> None:
     """A loss that is not a number has no value."""
     found = rows(Metric(name="loss"), one=[1.0, 1.1], adpsgd=[2.0, None])["adpsgd"]
     assert (found["value"], found["difference"], found["verdict"]) == (None, None, "diverged")
@@ -150,7 +150,7 @@ def test_speed_is_that_to_the_target_or_else_the_throughput() -> None:
         assert again.rows()[1]["target_seconds"] is None
 
 
-def test_the_rate_is_chosen_by_the_validation_result_alone() -> None:
+def test_the_rate_is_chosen_only_by_the_validation_result() -> None:
     """The test result would choose another rate; a rate at an end of the grid is marked, and one that diverged is never
     best."""
 
@@ -192,7 +192,7 @@ def test_the_training_loss_can_decide() -> None:
     assert (diverged["verdict"], diverged["score"]) == ("diverged", None)
 
 
-def test_rows_are_what_pandas_reads() -> None:
+def test_pandas_reads_the_rows() -> None:
     """Flat records with the same columns; `to_pandas` is a frame of them."""
     pandas = pytest.importorskip("pandas")
     table = made_up({("", "one", 1): [10.0, 11.0], ("", "adpsgd", 4): [12.0, 15.0]})

@@ -176,7 +176,7 @@ def test_the_folder_works_without_starling(experiment: Path, tmp_path: Path) -> 
         assert len(partial) > 3
 
 
-def test_the_folder_says_what_it_holds(experiment: Path, tmp_path: Path) -> None:
+def test_the_folder_describes_its_contents(experiment: Path, tmp_path: Path) -> None:
     """It has a card with data, scores and latency, without a path of this machine; the language model; and no ONNX."""
     folder = tmp_path / "model"
     result = CliRunner().invoke(app, ["export", str(experiment), str(folder), "--best"])
@@ -216,7 +216,7 @@ def test_an_export_is_complete_or_absent(experiment: Path, tmp_path: Path, monke
     assert list(folder.parent.iterdir()) == []
 
 
-def test_what_onnx_cannot_hold_is_one_error(tmp_path: Path) -> None:
+def test_a_model_that_onnx_cannot_represent_is_one_error(tmp_path: Path) -> None:
     """The error says what to do."""
     decoder = {"kind": "transducer", "width": 8}
     with pytest.raises(ConfigError, match="decoder; export it without --onnx"):

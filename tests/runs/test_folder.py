@@ -74,7 +74,7 @@ def test_an_earlier_run_is_moved_aside_and_named(tree: Tree) -> None:
     assert list((recipe.folder / "checkpoints").iterdir()) == []
 
 
-def test_overwriting_removes_what_is_ours_and_nothing_else(tree: Tree) -> None:
+def test_overwriting_removes_only_our_own_files(tree: Tree) -> None:
     """Notes that a user left in the folder stay."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
@@ -97,7 +97,7 @@ def test_resuming_finds_the_newest_checkpoint(tree: Tree) -> None:
     assert resumed.resume.is_dir()
 
 
-def test_a_resume_with_another_strategy_or_number_of_learners_says_what_becomes_of_it(tree: Tree) -> None:
+def test_a_resume_with_another_strategy_or_number_of_learners_reports_the_consequences(tree: Tree) -> None:
     """One line lists what has changed; there is none if each learner continues from its own state."""
     recipe = check_recipe({**tree, "learners": 2, "strategy": "diloco"}, "r.yaml")
     claim_folder(recipe, print)
@@ -200,7 +200,7 @@ def test_checkpoints_that_cannot_be_written_are_an_error_at_the_start(tree: Tree
         claim_folder(recipe, print)
 
 
-def test_a_folder_is_tried_by_writing_into_it(tmp_path: Path) -> None:
+def test_a_folder_is_tested_by_writing_into_it(tmp_path: Path) -> None:
     """Permission bits do not bind root, but nothing can be created in `/proc`; a usable folder stays empty."""
     check_writable(tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == []

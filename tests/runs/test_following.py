@@ -126,7 +126,7 @@ def test_a_run_ends_when_its_test_sets_are_scored(recipe: Recipe, folder: Experi
     assert (status.stage, status.exit_code, status.message) == ("ended", 5, "no test set")
 
 
-def test_a_model_that_does_not_work_is_named_first_and_does_not_end_well(
+def test_a_model_that_does_not_work_is_named_first_and_is_not_a_success(
     recipe: Recipe, folder: ExperimentFolder
 ) -> None:
     """It is in the status during training and at the end; in the summary it is one line, however long it is."""
@@ -147,7 +147,7 @@ def test_a_model_that_does_not_work_is_named_first_and_does_not_end_well(
     assert (status.exit_code, status.message) == (0, verdict)
 
 
-def test_an_error_is_how_a_run_ended_whose_model_does_not_work(recipe: Recipe, folder: ExperimentFolder) -> None:
+def test_a_run_whose_model_does_not_work_can_end_with_an_error(recipe: Recipe, folder: ExperimentFolder) -> None:
     """The summary has the verdict before the error."""
     with pytest.raises(DataError), followed(recipe, folder, console()) as following:
         following.events.judge("it does not work", lambda line: None)
@@ -219,7 +219,7 @@ def test_a_learner_writes_what_it_knows_into_its_own_log_and_not_too_often() -> 
     ]
 
 
-def test_without_a_launcher_the_learner_looks_at_itself() -> None:
+def test_without_a_launcher_the_learner_monitors_itself() -> None:
     """Under torchrun, there is only its log; the heartbeat runs in a thread, and ends with the context."""
     looked: list[float] = []
 

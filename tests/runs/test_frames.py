@@ -163,7 +163,7 @@ def test_rounds_repair_the_alignment_of_a_ctc_model_that_has_learned_little(tree
 
 
 @pytest.mark.wide
-def test_mini_batches_are_a_function_of_the_ticket_alone(tree: Tree) -> None:
+def test_mini_batches_are_a_function_only_of_the_ticket(tree: Tree) -> None:
     """A loading process gives the same bits, for any number of learners; each frame occurs once in an epoch."""
     _, workload, _ = ready(tree)
     _, others, _ = ready(tree | {"name": "others", "learners": 3, "strategy": "adpsgd"})
@@ -259,7 +259,7 @@ def test_a_partition_gives_each_learner_its_own_utterances(tree: Tree) -> None:
     assert not utterances[0] & utterances[1]
 
 
-def test_fewer_contexts_than_states_are_told(tree: Tree) -> None:
+def test_fewer_contexts_than_states_are_reported(tree: Tree) -> None:
     """The message has both numbers."""
     _, workload, lines = ready(tree | {"states": {"number": 32_000, "per_unit": 2, "min_frames": 1}})
     (line,) = [line for line in lines if "tied states, and states.number is 32000" in line]
@@ -299,7 +299,7 @@ def test_utterances_with_fewer_frames_than_states_are_an_error_or_left_out(tree:
         ({"loss": "frame"}, r"loss: "),
     ],
 )
-def test_what_does_not_go_with_the_loss_is_one_problem_of_its_key(tree: Tree, change: Tree, problem: str) -> None:
+def test_a_key_that_does_not_fit_the_loss_is_one_problem(tree: Tree, change: Tree, problem: str) -> None:
     """The message says what to do."""
     with pytest.raises(ConfigError, match=problem):
         check_recipe(tree | change, "r.yaml")
@@ -326,7 +326,7 @@ def test_a_model_that_cannot_align_is_refused_by_name(tree: Tree, trained: Path)
         ready(tree | {"alignment": {"experiment": str(trained.parent / "nowhere")}})
 
 
-def test_other_words_can_be_recognised_than_were_trained(tree: Tree, tmp_path: Path) -> None:
+def test_words_that_were_not_trained_can_be_recognised(tree: Tree, tmp_path: Path) -> None:
     """They come from a list; the tree has states for contexts that it never saw. An unknown character is named."""
     (tmp_path / "words.txt").write_text("DO\nREDO\nMIFA\n", encoding="utf-8")
     decoding = {"word_list": str(tmp_path / "words.txt"), "words": "one"}

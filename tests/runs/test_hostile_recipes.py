@@ -161,14 +161,14 @@ def test_aliases_may_still_be_used() -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfen\0", b"name: \xc3", "name: ü".encode("latin-1"), b"\xed\xa0\x80: a"])
-def test_what_is_not_utf_8_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+def test_text_that_is_not_utf_8_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
     """Other encodings and halves of characters are refused."""
     (tmp_path / "r.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"r\.yaml: cannot be read as UTF-8"):
         read_recipe(tmp_path / "r.yaml")
 
 
-def test_a_folder_a_pipe_and_a_device_are_no_recipes(tmp_path: Path) -> None:
+def test_a_folder_a_pipe_and_a_device_are_not_recipes(tmp_path: Path) -> None:
     """Reading one of them may never end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):

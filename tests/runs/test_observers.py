@@ -89,7 +89,7 @@ def test_messages_arrive_as_json_and_are_shown() -> None:
     assert "1.50 rounds per gradient, staleness 1.5 (at most 2), 3.0 MB sent" in here.getvalue().splitlines()[-1]
 
 
-def test_a_log_gives_each_advice_once() -> None:
+def test_a_log_gives_each_piece_of_advice_once() -> None:
     """Advice is not repeated at the end of each epoch."""
     text = io.StringIO()
     log = Log(text, 2)
@@ -104,7 +104,7 @@ def test_a_log_gives_each_advice_once() -> None:
     ]
 
 
-def test_the_end_of_an_epoch_arrives_as_it_was() -> None:
+def test_the_end_of_an_epoch_arrives_unchanged() -> None:
     """It passes through JSON, including the histogram and the distance."""
     kept, sent = Kept(), list[bytes]()
     averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_shown_with_the_consensus_distance() -> None:
     assert shown(Saved("step-00000010", "barrier")) == "saved step-00000010\n"
 
 
-def test_the_learner_that_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(tmp_path: Path) -> None:
+def test_the_learner_that_completes_a_checkpoint_reports_and_draws_how_far_learners_are_apart(tmp_path: Path) -> None:
     """Only this learner does, and the points of different learners form one curve by the step of the run."""
     told: list[tuple[int, Saved]] = []
     together = writer(tmp_path)
@@ -185,7 +185,7 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
             saver.on_step(step(5))
 
 
-def test_what_a_learner_does_is_told_to_the_launcher() -> None:
+def test_a_learners_activity_is_reported_to_the_launcher() -> None:
     """The launcher can then report when a learner was lost."""
     sent: list[LearnerMessage] = []
     observer = Metered(Paced(sent.append, 0.0))
@@ -197,7 +197,7 @@ def test_what_a_learner_does_is_told_to_the_launcher() -> None:
     assert roster.learners[progress.learner_id].attempt.doing == "computing batch 4 of epoch 2"
 
 
-def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothing(tmp_path: Path) -> None:
+def test_an_epoch_that_needs_no_checkpoint_writes_only_the_model_or_nothing(tmp_path: Path) -> None:
     """The optimizer's state is left out; the launcher is told where the model is."""
     told: list[LearnerMessage] = []
     kept: list[Keep] = ["", "model", "checkpoint"]

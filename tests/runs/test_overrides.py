@@ -25,7 +25,7 @@ def test_values_are_yaml(argument: str, result: dict[str, Any]) -> None:
     assert apply_overrides({}, [argument]) == result
 
 
-def test_later_arguments_win_and_the_recipe_stays_as_it_was() -> None:
+def test_later_arguments_win_and_the_recipe_is_unchanged() -> None:
     """The given tree is not changed."""
     tree = {"a": {"b": 1, "c": 2}}
     assert apply_overrides(tree, ["a.b=3", "a.b=4"]) == {"a": {"b": 4, "c": 2}}

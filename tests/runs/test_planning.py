@@ -284,7 +284,7 @@ def test_a_link_is_the_line_through_what_its_messages_took() -> None:
     assert fit_link({1000: 1e-3}).latency == 1e-3
 
 
-def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+def test_a_profile_comes_back_from_its_file_unchanged(tmp_path: Path) -> None:
     """All errors in a file are reported at once."""
     found = measured_profile(Validation(error=0.04, against="a test"))
     file = tmp_path / "profile.yaml"
@@ -297,7 +297,7 @@ def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
         read_profile(tmp_path / "absent.yaml")
 
 
-def test_wrong_arguments_of_a_plan_are_told_in_one_message() -> None:
+def test_wrong_arguments_of_a_plan_are_reported_in_one_message() -> None:
     """Each comes with what to do."""
     with pytest.raises(ConfigError, match="either a profile, made by `starling profile`, or a preset"):
         plan(learners=[4])
@@ -318,7 +318,7 @@ def test_wrong_arguments_of_a_plan_are_told_in_one_message() -> None:
         plan(other, profile=measured_profile())
 
 
-def test_what_does_not_fit_a_number_of_learners_is_left_out_with_a_note() -> None:
+def test_strategies_that_do_not_fit_a_number_of_learners_are_left_out_with_a_note() -> None:
     """Three learners cannot form super-learners of two."""
     found = plan(profile=measured_profile(), learners=[3], strategies=["allreduce", "hadpsgd"], crossings=False)
     assert [row.strategy for row in found.rows] == ["allreduce"]

@@ -175,7 +175,7 @@ def test_a_model_of_the_hub_comes_from_its_cache(tree: Tree, tmp_path: Path, mon
         check_recipe(published(tree, Path("facebook/wav2vec2-base")), "r.yaml")
 
 
-def test_what_does_not_fit_is_an_error(tree: Tree, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_an_error(tree: Tree, tmp_path: Path) -> None:
     """The error names the key; a path is never looked up on the hub."""
     miniature(tmp_path / "published")
     miniature_whisper(tmp_path / "whisper")

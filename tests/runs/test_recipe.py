@@ -47,7 +47,7 @@ def test_there_are_recipes() -> None:
     assert {path.name for path in BASES} == {"large.yaml", "small.yaml"}
 
 
-def test_an_unknown_kind_of_corpus_is_answered_with_the_known_ones(tree: Tree) -> None:
+def test_an_unknown_kind_of_corpus_lists_the_known_ones(tree: Tree) -> None:
     """The message has its key, but not the words of the validation library."""
     tree["data"]["corpus"]["kind"] = "kaldii"
     with pytest.raises(ConfigError) as caught:
@@ -120,7 +120,7 @@ def test_a_wrong_option_of_a_strategy_is_a_problem_of_that_key(tree: Tree) -> No
         (None, "stragglers: must be a mapping of keys to values, got None"),
     ],
 )
-def test_a_straggler_that_cannot_be_is_a_problem_of_its_key(tree: Tree, change: Tree | None, problem: str) -> None:
+def test_an_impossible_straggler_is_a_problem_of_its_key(tree: Tree, change: Tree | None, problem: str) -> None:
     """There is one problem, worded like the others."""
     tree["stragglers"] = change
     with pytest.raises(ConfigError) as caught:
@@ -130,13 +130,13 @@ def test_a_straggler_that_cannot_be_is_a_problem_of_its_key(tree: Tree, change: 
     assert line.startswith(f"  {problem}")
 
 
-def test_a_value_that_is_no_path_is_a_problem_in_plain_words(tree: Tree) -> None:
+def test_a_value_that_is_not_a_path_is_a_problem_in_plain_words(tree: Tree) -> None:
     tree["resume"] = True
     with pytest.raises(ConfigError, match="resume: must be a path, got True"):
         check_recipe(tree, "r.yaml")
 
 
-def test_stragglers_are_written_as_one_speaks(tree: Tree, tmp_path: Path) -> None:
+def test_stragglers_are_written_in_natural_notation(tree: Tree, tmp_path: Path) -> None:
     """The value is `10x` in a file or an override, which wins; the dumped recipe is the same."""
     tree["stragglers"] = {"slow": {0: "10x"}, "pauses": [{"learner": 1, "after": 10, "seconds": 5}]}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
@@ -149,7 +149,7 @@ def test_stragglers_are_written_as_one_speaks(tree: Tree, tmp_path: Path) -> Non
     assert recipe_digest(both) != recipe_digest(recipe)
 
 
-def test_slow_learners_are_no_longer_a_matter_of_the_cluster(tree: Tree) -> None:
+def test_slow_learners_are_no_longer_a_setting_of_the_cluster(tree: Tree) -> None:
     """The message names the place where they are now."""
     tree["cluster"] = {"compute": {"slow": {0: 10}}}
     with pytest.raises(ConfigError, match=r"cluster\.compute\.slow: unknown key; did you mean stragglers\.slow\?"):
@@ -165,7 +165,7 @@ def test_joining_a_run_that_ends_at_a_loss_is_refused(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("choice", ["hadpsgd", {"name": "hadpsgd"}])
-def test_an_option_that_a_strategy_cannot_do_without_is_asked_for(tree: Tree, choice: object) -> None:
+def test_a_required_option_of_a_strategy_is_asked_for(tree: Tree, choice: object) -> None:
     """This holds however the strategy is named."""
     with pytest.raises(ConfigError, match=r"strategy\.per_node"):
         check_recipe(tree | {"strategy": choice}, "r.yaml")
@@ -205,7 +205,7 @@ def test_a_strategy_that_does_not_fit_the_learners_is_one_problem_among_others(t
     [("allreduce", 4), ("adpsgd", 1), ({"name": "hadpsgd", "per_node": 2}, 2)],
     ids=["all", "alone", "a super-learner"],
 )
-def test_the_strategy_says_who_claims_together(tree: Tree, strategy: object, sync_group_size: int) -> None:
+def test_the_strategy_determines_which_learners_claim_together(tree: Tree, strategy: object, sync_group_size: int) -> None:
     """Learners of a synchronous strategy claim together, those of a super-learner do, or each claims alone."""
     assert check_recipe({**tree, "learners": 4, "strategy": strategy}, "r.yaml").sync_group_size == sync_group_size
 
@@ -380,7 +380,7 @@ def test_a_wrong_fault_is_one_problem(tree: Tree) -> None:
     ]
 
 
-def test_a_recipe_without_a_dev_set_is_told_which_key_names_it(tree: Tree) -> None:
+def test_the_error_for_a_missing_dev_set_names_its_key(tree: Tree) -> None:
     """The set is the default of that key, so nothing in the recipe hints at it."""
     del tree["data"]["valid"]
     with pytest.raises(
@@ -397,7 +397,7 @@ def test_a_recipe_without_a_dev_set_is_told_which_key_names_it(tree: Tree) -> No
         ({"average": 3}, "average: 3 checkpoints, but checkpoints.keep is 2; raise that"),
     ],
 )
-def test_an_end_that_cannot_be_is_refused(tree: Tree, keys: Tree, problem: str) -> None:
+def test_an_impossible_end_is_refused(tree: Tree, keys: Tree, problem: str) -> None:
     """Early stopping without scores, and a mean of checkpoints that are not kept, are refused."""
     tree["data"]["valid"] = None
     with pytest.raises(ConfigError) as caught:

@@ -33,7 +33,7 @@ def test_names_that_look_a_little_like_numbers_stay_names(text: str) -> None:
         ("base: 3\n", "base must be the path or the name of another recipe, got 3"),
     ],
 )
-def test_what_is_no_recipe_is_refused_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+def test_an_invalid_recipe_is_refused_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
     """Broken YAML, doubled keys, and anything but a mapping are ConfigErrors."""
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(ConfigError, match=problem):
@@ -81,7 +81,7 @@ def test_a_base_may_be_named_as_in_a_command(tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "own.yaml") == {"learners": 3, "seed": 7}
 
 
-def test_bases_in_a_circle_are_refused(tmp_path: Path) -> None:
+def test_circular_bases_are_refused(tmp_path: Path) -> None:
     """Two recipes that build on each other would never end."""
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")

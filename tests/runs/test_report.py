@@ -82,7 +82,7 @@ def test_a_timeline_shows_who_waited_for_the_straggler(seen_in_flock: Evidence) 
             assert each.end - each.begin == pytest.approx(1.5, abs=2e-3)
 
 
-def test_stretches_and_epochs_tell_the_same(flock: Path, seen_in_flock: Evidence) -> None:
+def test_stretches_and_epochs_agree(flock: Path, seen_in_flock: Evidence) -> None:
     """Loss, mini-batches and seconds of computing, summed over the run in two ways, agree."""
     epochs = events_of(flock, "epoch")
     stretches = seen_in_flock.stretches
@@ -210,7 +210,7 @@ def test_many_events_are_cut_in_the_middle(flock: Path, tmp_path: Path) -> None:
     assert told[MAX_EVENTS // 2].text.startswith("799 events are not shown")
 
 
-def test_a_folder_that_is_no_experiment_is_one_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_experiment_is_one_error(tmp_path: Path) -> None:
     """The error comes before anything is written, also if another experiment is valid."""
     result = CliRunner().invoke(app, ["report", str(tmp_path / "absent"), "--output", str(tmp_path / "p.html")])
     assert (result.exit_code, result.stdout) == (2, "")
@@ -227,7 +227,7 @@ def test_a_page_that_cannot_be_written_is_one_error(flock: Path, tmp_path: Path)
         report(flock, tmp_path / "file" / "page.html")
 
 
-def test_scored_texts_come_back_as_they_were_written(flock: Path) -> None:
+def test_scored_texts_come_back_unchanged(flock: Path) -> None:
     """Scoring them again gives the same as the summary; a damaged file names its line."""
     references, hypotheses = read_texts(flock / "decode" / "recogs-test.txt")
     assert len(references) == 6
@@ -288,7 +288,7 @@ def test_the_events_of_a_run_begin_with_its_command(flock: Path) -> None:
     assert read_events(flock / "log" / "absent.jsonl") == []
 
 
-def test_no_environment_but_that_of_env_txt_is_shown(
+def test_only_the_environment_in_env_txt_is_shown(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No page has the values of variables."""

@@ -137,7 +137,7 @@ def test_a_set_of_several_corpora_has_the_columns_of_its_own(tree: Tree, tmp_pat
     assert row[3] == "6"
 
 
-def test_utterances_that_preparation_dropped_are_told(tree: Tree, tmp_path: Path) -> None:
+def test_utterances_that_preparation_dropped_are_reported(tree: Tree, tmp_path: Path) -> None:
     """A score without them looks too good: songs of three words are too long here, those of two are not."""
     tree["data"] |= {"folder": str(tmp_path / "short"), "filter": {"max_seconds": 0.9}}
     lines: list[str] = []

@@ -49,7 +49,7 @@ def test_an_audit_shows_who_saw_how_much(tree: Tree) -> None:
     assert sorted(sight.ticket.step for sight in sights) == list(range(end.next_ticket.step))
 
 
-def test_an_audit_of_a_mixture_tells_the_passes_over_each_domain(tree: Tree) -> None:
+def test_an_audit_of_a_mixture_reports_the_passes_over_each_domain(tree: Tree) -> None:
     """With equal shares, the small domain is passed through more often, each of its utterances as often as any other or
     once more."""
     tree["mixture"] = {
@@ -148,7 +148,7 @@ def test_too_many_bad_utterances_fail_the_run(tree: Tree, tmp_path: Path, on_bad
         simulated(tree)
 
 
-def test_what_to_do_about_bad_utterances_may_change_in_a_resume(tree: Tree) -> None:
+def test_the_treatment_of_bad_utterances_may_change_in_a_resume(tree: Tree) -> None:
     """A user may meet some while training continues with the same prepared set, and skip them."""
     recipe = check_recipe(tree, "r.yaml")
     set_up_and_claim(SPEECH, recipe, print)
@@ -172,7 +172,7 @@ def test_utterances_skipped_before_a_resume_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "{}", '{"next_ticket": {"epoch": 0, "index": 0, "step": 5}}'])
-def test_a_segment_that_does_not_say_where_it_starts_is_no_beginning(damaged: str, tmp_path: Path) -> None:
+def test_a_segment_without_a_start_is_not_a_beginning(damaged: str, tmp_path: Path) -> None:
     segment = begin_segment(tmp_path, Position(Ticket(0, 4, 4)))
     assert start_of(segment) == Position(Ticket(0, 4, 4))
     (segment / "start.json").write_text(damaged)

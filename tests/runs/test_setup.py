@@ -67,7 +67,7 @@ def test_a_run_that_can_start_takes_the_place_of_an_earlier_one(tree: Tree) -> N
     assert sorted(path.name for path in recipe.exp.iterdir()) == ["songs", "songs.1"]
 
 
-def test_a_resumed_run_keeps_its_checkpoints_and_is_made_ready_anew(tree: Tree) -> None:
+def test_a_resumed_run_keeps_its_checkpoints_and_is_prepared_again(tree: Tree) -> None:
     """Utterances that CTC cannot align now are listed, whatever was listed before."""
     recipe = trained(tree)
     stale = recipe.folder / "too_short.tsv"
@@ -141,7 +141,7 @@ def test_a_resume_with_a_larger_budget_says_what_becomes_of_the_learning_rate(
     assert [line for line in lines if "schedule" in line] == ([said] if said else [])
 
 
-def test_learners_that_outnumber_the_mini_batches_are_warned_of(tree: Tree) -> None:
+def test_learners_that_outnumber_the_mini_batches_cause_a_warning(tree: Tree) -> None:
     """This holds even for a strategy that never waits."""
     lines: list[str] = []
     set_up_and_claim(SPEECH, check_recipe({**tree, "learners": 24, "strategy": "adpsgd"}, "r.yaml"), lines.append)
@@ -150,7 +150,7 @@ def test_learners_that_outnumber_the_mini_batches_are_warned_of(tree: Tree) -> N
 
 
 @pytest.mark.parametrize(("learners", "is_said"), [(64, True), (8, False), (2, False)])
-def test_learners_that_far_outnumber_the_cores_are_warned_of(learners: int, is_said: bool) -> None:
+def test_learners_that_far_outnumber_the_cores_cause_a_warning(learners: int, is_said: bool) -> None:
     """Here there are two cores."""
     line = crowding_warning(learners, 2)
     assert (line is not None) == is_said

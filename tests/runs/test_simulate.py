@@ -120,7 +120,7 @@ def test_a_straggler_of_the_recipe_delays_a_synchronous_simulation(tree: Tree) -
     assert delayed.startswith("simulated time: 10 min 0")
 
 
-def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_experiment_is_named(tmp_path: Path) -> None:
     """The message gives an example of one."""
     with pytest.raises(ConfigError, match=r"no config\.yaml here"):
         transcribe_files(tmp_path, [], print)
@@ -156,7 +156,7 @@ def test_a_simulation_survives_a_dead_learner_and_the_audit_agrees(tree: Tree, t
     assert "exactly once" in told[-1]
 
 
-def test_a_simulation_that_bears_no_loss_ends_with_who_was_lost(tree: Tree) -> None:
+def test_a_simulation_that_tolerates_no_loss_names_the_lost_learner(tree: Tree) -> None:
     """As in training, the exit code is 3."""
     tree |= {"learners": 3, "budget": {"epochs": 8}, "on_loss": "stop", "faults": [{"kill": 1, "at_seconds": 0.25}]}
     with pytest.raises(PeerLost, match=r"learner 1 was killed on purpose after 0\.25 simulated seconds"):

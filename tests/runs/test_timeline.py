@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_does_not_count(segment: Path) -> None:
     assert second.loss == 2.0
 
 
-def test_learners_are_brought_in_line_by_the_time_of_day(segment: Path) -> None:
+def test_learners_are_aligned_by_the_time_of_day(segment: Path) -> None:
     """Each has its own clock, here 3 s apart; what ended at the same moment is recorded at the same moment."""
     for learner, late in ((0, 0.0), (1, 3.0)):
         now = iter([1006.0, 1012.0])
@@ -132,7 +132,7 @@ def test_what_a_resume_drops_is_not_in_the_timeline(segment: Path) -> None:
     ]  # fmt: skip
 
 
-def test_lines_that_make_no_sense_are_left_out(segment: Path) -> None:
+def test_invalid_lines_are_left_out(segment: Path) -> None:
     """The last line of a killed learner may be invalid."""
     timeline = Recorded(segment, clock=None)
     timeline.on_step(timed(0, Spent(1.0)))

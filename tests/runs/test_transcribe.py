@@ -90,7 +90,7 @@ def test_a_bad_file_is_named_and_the_others_are_done(talks: Path) -> None:
     assert (code, "none: this folder has no audio files" in err) == (5, True)
 
 
-def test_a_file_with_less_audio_than_declared_and_one_without_speech_are_told(talks: Path, tmp_path: Path) -> None:
+def test_a_file_with_less_audio_than_declared_and_one_without_speech_are_reported(talks: Path, tmp_path: Path) -> None:
     """They are named on standard error: the existing audio of a file is transcribed, and silence has no words."""
     whole = (talks / "a.wav").read_bytes()
     (tmp_path / "cut.wav").write_bytes(whole[: round(0.95 * len(whole))])

@@ -194,7 +194,7 @@ def test_learners_agree_on_what_is_kept_of_an_epoch(tree: Tree) -> None:
     assert [save_choice(None, None, folder, said.setdefault)(end) for end in ends] == ["", "", "", "", "checkpoint"]
 
 
-def test_a_cause_that_cannot_be_looked_for_costs_no_score(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_search_for_the_cause_costs_no_score(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run and its scores are worth more than the reason why a model does not work."""
 
     def fail(*_: object) -> None:

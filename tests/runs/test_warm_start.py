@@ -72,7 +72,7 @@ def test_an_experiment_without_a_model_is_refused(tree: Tree, tmp_path: Path) ->
         ready(tree, warm_start=str(tmp_path / "nothing-here"))
 
 
-def test_tokens_count_by_what_they_stand_for_and_not_by_their_number(tree: Tree) -> None:
+def test_tokens_match_by_their_text_and_not_by_their_number(tree: Tree) -> None:
     """As many tokens in another order: each row moves to its token's place."""
     first, weights, _ = ready(tree, name="first", tokens={"alphabet": " ADEFIMOR"})
     start = str(first.folder / "initial")

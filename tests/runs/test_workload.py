@@ -147,7 +147,7 @@ def test_utterances_too_short_for_ctc_are_an_error_or_left_out_and_listed(tree: 
     assert sorted([*ids, *listed]) == sorted(f"song-{number}" for number in range(24))
 
 
-def test_what_is_set_up_is_told(tree: Tree) -> None:
+def test_the_set_up_is_reported(tree: Tree) -> None:
     """The messages include sets with their hours, parameters, and how much audio all learners take at a time."""
     recipe = check_recipe(tree, "r.yaml")
     lines: list[str] = []
@@ -174,7 +174,7 @@ def test_a_mixture_is_trained_on_instead_of_the_training_set(tree: Tree, tmp_pat
         assert ids_of_an_epoch(workload, epoch) == sorted(expected)
 
 
-def test_how_often_each_domain_is_gone_through_is_told(tree: Tree) -> None:
+def test_the_passes_over_each_domain_are_reported(tree: Tree) -> None:
     """6 and 24 utterances in equal shares are 2.5 passes and 0.625."""
     mixture = {"domains": {"new": {"sets": "test"}, "old": {"sets": "train"}}, "by": "utterances", "temperature": 0}
     recipe = check_recipe({**tree, "mixture": mixture}, "r.yaml")
@@ -192,7 +192,7 @@ def test_a_mixture_is_of_the_recipes_sampling_rate(tree: Tree, tmp_path: Path) -
         ready(tree)
 
 
-def test_learners_of_divided_data_see_their_own_part_only(tree: Tree) -> None:
+def test_learners_of_divided_data_see_only_their_own_part(tree: Tree) -> None:
     """Part 0 is one domain and part 1 the other; the same ticket loads the same bits again."""
     tree["mixture"] = {"domains": {"new": {"sets": "test"}, "old": {"sets": "train"}}}
     lines: list[str] = []
