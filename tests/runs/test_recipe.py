@@ -205,7 +205,7 @@ def test_a_strategy_that_does_not_fit_the_learners_is_one_problem_among_others(t
     [("allreduce", 4), ("adpsgd", 1), ({"name": "hadpsgd", "per_node": 2}, 2)],
     ids=["all", "alone", "a super-learner"],
 )
-def test_the_strategy_determines_which_learners_claim_together(tree: Tree, strategy: object, sync_group_size: int) -> None:
+def test_the_strategy_determines_who_claims_together(tree: Tree, strategy: object, sync_group_size: int) -> None:
     """Learners of a synchronous strategy claim together, those of a super-learner do, or each claims alone."""
     assert check_recipe({**tree, "learners": 4, "strategy": strategy}, "r.yaml").sync_group_size == sync_group_size
 
