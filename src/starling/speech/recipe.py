@@ -108,11 +108,11 @@ class Recipe(RecipeConfig):
     """Epochs between two scorings of the validation set during training; null turns it off. A scoring is skipped if
     scoring would otherwise take more than a twentieth of the time."""
     patience: int | None = Field(default=None, ge=1)
-    """Number of epochs after which training ends if the error on the validation set has not fallen, and the best model
-    is scored; with null, only the budget ends training."""
+    """Number of epochs without a lower error on the validation set after which training ends, and the best model is
+    scored; with null, only the budget ends training."""
     average: int = Field(default=1, ge=1)
-    """Number of newest checkpoints whose models are averaged for scoring; `checkpoints` says when they are saved, and
-    how many are kept."""
+    """Number of the newest checkpoints whose models are averaged for scoring; `checkpoints` says when they are saved,
+    and how many are kept."""
     warm_start: WarmStart | None = None
     """Another experiment whose weights initialise the model: its folder, or a mapping with `sizes`."""
     freeze: tuple[Freeze, ...] = ()

@@ -68,7 +68,7 @@ class TiedStates(StateTree):
 
 
 def read_words(path: Path) -> list[str]:
-    """The words of a list with one word a line. Raises ConfigError for a list that cannot be read or is empty."""
+    """The words of a list with one word per line. Raises ConfigError for a list that cannot be read or is empty."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

@@ -1,9 +1,10 @@
 """Features and aligned states of a training set on disk, frame by frame, from which sub-sequences are cut.
 
-<folder>/features.bin [N, F] float16: normalised log-mel, utterance after utterance <folder>/states.npy [N] int32: the
-tied state of each frame <folder>/ends.npy [U] int64: the frame after the last of each utterance <folder>/utterances.npy
-[U] int32: their numbers in the training set, ascending <folder>/speeds.npy [U] float64: how much faster each is than
-its recording; 1 for all if the file is missing
+<folder>/features.bin      [N, F] float16: normalised log-mel, utterance after utterance
+<folder>/states.npy        [N] int32: the tied state of each frame
+<folder>/ends.npy          [U] int64: the frame after the last of each utterance
+<folder>/utterances.npy    [U] int32: their numbers in the training set, ascending
+<folder>/speeds.npy        [U] float64: how much faster each is than its recording; 1 for all if the file is missing
 """
 
 from collections.abc import Sequence

@@ -216,7 +216,7 @@ class Looked:
 
 
 def verdict_on_test(recipe: Recipe, folder: ExperimentFolder, rates: Mapping[str, float]) -> str | None:
-    """The verdict on the test set with the lowest error rate; None if there is no verdict."""
+    """The verdict on the newest model, by the test set with the lowest error rate; None if there is none."""
     if not rates:
         return None
     if (rate := min(rates.values())) <= USELESS:
