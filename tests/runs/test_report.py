@@ -288,9 +288,7 @@ def test_the_events_of_a_run_begin_with_its_command(flock: Path) -> None:
     assert read_events(flock / "log" / "absent.jsonl") == []
 
 
-def test_only_the_environment_in_env_txt_is_shown(
-    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_environment_in_env_txt_is_shown(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No page has the values of variables."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-7f3a91c2e5")
     page = report(simulated(tree), tmp_path / "page.html").path.read_text(encoding="utf-8")

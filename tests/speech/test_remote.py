@@ -139,9 +139,7 @@ def test_a_machine_copies_each_shard_once_and_then_asks_the_store_for_nothing(
     }
 
 
-def test_a_full_cache_and_a_missing_shard_are_named(
-    store: Store, songs: SpeechSet, tmp_path: Path
-) -> None:
+def test_a_full_cache_and_a_missing_shard_are_named(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
     address = store.upload(songs.folder.parent)
     (tmp_path / "file").write_text("no folder")
     fetch_sets(address, store.options, tmp_path / "a", ["train"], 8000, silent, tmp_path / "file")

@@ -27,7 +27,7 @@ def aligned(reference: str, hypothesis: str) -> Alignment:
 
 
 def test_the_segments_of_nists_example() -> None:
-    """"It was the best of times" has four segments, with the errors of either system."""
+    """Its sentence, "It was the best of times", has four segments, with the errors of either system."""
     reference = "it was the best of times it was the worst of times it was"
     first = "ITS the best of times it IS the worst of times OR it was"
     second = "it was the best times it WON the TEST of times it was"
