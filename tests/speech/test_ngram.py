@@ -83,7 +83,7 @@ def test_the_order_is_no_higher_than_the_longest_sentence() -> None:
     [
         ("", r"lm\.arpa: not an ARPA file, or cut off"),
         ("\\data\\\nngram 1=1\n\n\\1-grams:\n-1 a 0\n", r"no line \\end\\"),
-        ("\\data\\\nngram 1=2\n\n\\1-grams:\n-1 a\n\\end\\\n", r"announces \[2\] n-grams, but it holds 1"),
+        ("\\data\\\nngram 1=2\n\n\\1-grams:\n-1 a\n\\end\\\n", r"announces \[2\] n-grams, but it contains 1"),
         ("\\data\\\nngram 2=1\n", r":2: .* is not the number of 1-grams"),
         ("\\data\\\nngram 1=1\n\\1-grams:\n-1 a b c\n\\end\\\n", r":4: '-1 a b c' is not an n-gram of order 1"),
         ("\\data\\\nngram 1=1\n\\1-grams:\nnan a\n\\end\\\n", r":4: 'nan a' holds a number that is not finite"),

@@ -289,7 +289,7 @@ class MatchedPairs:
         """The result of the test as a sentence."""
         told = f"matched pairs (MAPSSWE): {self.segments} segments, mean difference {self.difference:+.3f} errors"
         if self.p is None or self.t is None:
-            return f"{told}; too few, or all too alike, for a test"
+            return f"{told}; too few or all alike, so there is no test"
         verdict = "significant" if self.p < _LEVEL else "not significant"
         p = f"p = {self.p:.3g}" if self.p >= 1e-4 else f"p = {max(self.p, math.ulp(0.0)):.1e}"
         return f"{told}, t = {self.t:.2f}, {p}: {verdict} at {_LEVEL:.0%}"
