@@ -171,7 +171,9 @@ def test_a_model_of_the_hub_comes_from_its_cache(tree: Tree, tmp_path: Path, mon
     said: list[str] = []
     set_up(recipe, claim_folder(recipe, print), said.append)
     assert any(line.startswith("checkpoint somebody/tiny: ") for line in said)
-    with pytest.raises(ConfigError, match=r"facebook/wav2vec2-base is not a folder .*, and the hub .* `hf download NAME`"):
+    with pytest.raises(
+        ConfigError, match=r"facebook/wav2vec2-base is not a folder .*, and the hub .* `hf download NAME`"
+    ):
         check_recipe(published(tree, Path("facebook/wav2vec2-base")), "r.yaml")
 
 
