@@ -1,7 +1,7 @@
 """A process of the adapters' benchmark: `python -m benchmarks.adapter_process HOST FILE`.
 
-It trains in turn with a host's own DistributedDataParallel and with Starling's adapter, and writes the seconds of
-a step of both, by round.
+It trains alternately with a host's own DistributedDataParallel and with Starling's adapter, and writes the seconds per
+step of both, by round.
 """
 
 import json
@@ -23,7 +23,7 @@ from starling.integrations import close_host_group, open_host_group
 ROUNDS, STEPS, WARM_UP = 4, 60, 10
 WIDTH, BATCH = 512, 64
 SLEEP = 0.03
-"""Seconds of a gradient on an emulated device; ten times as many on the slow one."""
+"""Seconds that a gradient takes on an emulated device; the slow device takes ten times as long."""
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning deletes the variable after a fit
 
 
@@ -42,7 +42,7 @@ def seconds_of(stamps: list[float]) -> float:
 
 
 def lightning(folder: Path, is_ours: bool, sleep: float = 0.0, strategy: str = "allreduce") -> float:
-    """Seconds of a step."""
+    """Seconds per step in Lightning's training loop."""
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy
@@ -87,7 +87,7 @@ def lightning(folder: Path, is_ours: bool, sleep: float = 0.0, strategy: str = "
 
 
 def huggingface(folder: Path, is_ours: bool) -> float:
-    """Seconds of a step."""
+    """Seconds per step in Hugging Face's training loop."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from starling.integrations.huggingface import StarlingArguments, StarlingTrainer
@@ -127,7 +127,7 @@ def huggingface(folder: Path, is_ours: bool) -> float:
 
 
 def accelerate(folder: Path, is_ours: bool) -> float:
-    """Seconds of a step."""
+    """Seconds per step in a loop with Accelerate."""
     from accelerate import Accelerator
 
     from starling.integrations.accelerate import StarlingSGD
@@ -157,7 +157,7 @@ def accelerate(folder: Path, is_ours: bool) -> float:
 
 
 def slow(folder: Path, is_ours: bool) -> float:
-    """Seconds of a step under `adpsgd`, on an emulated device."""
+    """Seconds per step under `adpsgd`, on an emulated device."""
     is_slow = os.environ["RANK"] == "1"
     return lightning(folder, is_ours=True, sleep=SLEEP * (10 if is_slow else 1), strategy="adpsgd")
 

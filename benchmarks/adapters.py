@@ -1,4 +1,4 @@
-"""Other libraries' loops under `allreduce` against their own DistributedDataParallel, and beside a slow process."""
+"""Other libraries' loops: under `allreduce` against their own DistributedDataParallel, and next to a slow process."""
 
 import json
 import sys
@@ -16,7 +16,8 @@ HOSTS = {"lightning": "Lightning", "huggingface": "transformers.Trainer", "accel
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Throughput of each adapter as a share of the host's own, and of a fast learner as a share of a lone one."""
+    """Throughput of each adapter as a share of the host's own, and throughput of a fast learner as a share of a lone
+    learner's."""
     bars = []
     for host, name in HOSTS.items():
         pairs = noted(host, 2, folder)
@@ -35,7 +36,7 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def noted(host: str, world: int, folder: Path) -> list[tuple[float, float]]:
-    """Seconds of a step of learner 0, by round: ours, and the host's own."""
+    """Seconds per step of learner 0, by round: ours, and the host's own."""
     with TemporaryDirectory(dir=folder) as name, loopback_store() as port:
         notes = [Path(name) / f"{rank}.json" for rank in range(world)]
         programs = [

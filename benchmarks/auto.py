@@ -1,7 +1,7 @@
 """`strategy: auto` against fixed strategies: seconds until four learners' consensus model reaches a validation loss.
 
 Four settings: equal learners, one ten times slower, a throttled link between two and two learners, and both. The time
-of `auto` includes choosing. The gradients are real, on emulated devices that take longer for each than this machine.
+of `auto` includes choosing. The gradients are real; emulated devices take longer for each gradient than this machine.
 """
 
 import json
@@ -31,14 +31,15 @@ WORLD = 4
 GRADIENT_SECONDS: Seconds = 0.025
 SLOWEST = 10.0
 TARGET = 0.7
-"""The validation loss that is reached."""
+"""The validation loss to reach."""
 STEPS, MINUTES = 6500, 1.25
-"""Of each run, whichever ends first. A run that has not reached the target by then counts as having taken so long."""
+"""Budget of each run: it ends at whichever limit comes first. A run that misses the target counts as having taken the
+whole time."""
 THROTTLE = Throttle(rate="20mbit", burst="32kb", latency="1s")
 PORT = 29500
 LIMIT: Seconds = 900.0
 WARM_UP_STEPS = 40
-"""Of a first run, in which the processes load what the first optimizer and the first averaging need."""
+"""Number of steps of a first run, in which the processes load what the first optimizer and the first averaging need."""
 AUTO: Strategy = {"name": "auto"}
 ALLREDUCE: Strategy = {"name": "allreduce"}
 RARELY: Strategy = {"name": "adpsgd", "pattern": "pairs", "period": 4}
@@ -49,14 +50,14 @@ WITHIN, BETTER = 1.10, 1.0
 
 @dataclass(frozen=True)
 class Setting:
-    """Machines, and the fixed strategies that are plausible on them."""
+    """A set of machines, and the fixed strategies that are plausible on it."""
 
     name: str
     slowest: float
     is_throttled: bool
     fixed: tuple[Strategy, ...]
     beats_allreduce: bool = True
-    """Whether `auto` is held to being faster than `allreduce`."""
+    """Whether the bar requires `auto` to be faster than `allreduce`."""
 
 
 SETTINGS = (
@@ -69,7 +70,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Reached:
-    """When a run reached the target."""
+    """The time at which a run reached the target."""
 
     strategy: Strategy
     seconds: Seconds
@@ -83,7 +84,7 @@ class Reached:
 
 
 def measure(folder: Path, settings: Sequence[Setting] = SETTINGS) -> list[Bar]:
-    """Seconds of `auto` / of the best fixed strategy, and of `auto` / of `allreduce`, by setting."""
+    """Ratios by setting: seconds of `auto` / of the best fixed strategy, and of `auto` / of `allreduce`."""
     return [bar for setting in settings for bar in _bars(setting, folder)]
 
 
@@ -104,14 +105,14 @@ def _bars(setting: Setting, folder: Path) -> list[Bar]:
 
 
 def _ratio(auto: Reached, other: Reached) -> float:
-    """Infinite where `auto` has not reached the target, which no bar holds for."""
+    """The ratio of the times; infinite if `auto` missed the target, so that no bar holds."""
     return auto.seconds / other.seconds if auto.has_reached else float("inf")
 
 
 def _made(
     setting: Setting, strategies: Sequence[Strategy], ends: Sequence[Namespace] | None, folder: Path
 ) -> list[Reached]:
-    """The runs of a setting, one after the other in the same processes."""
+    """The outcomes of a setting's runs, made one after another in the same processes."""
     warm_up = Training(dict(OFTEN), GRADIENT_SECONDS, 1.0, WARM_UP_STEPS, MINUTES)
     runs = [Training(dict(each), GRADIENT_SECONDS, setting.slowest, STEPS, MINUTES) for each in strategies]
     with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -131,7 +132,7 @@ def _made(
 
 
 def _program(ends: Sequence[Namespace], command: Sequence[str], rank: int) -> Program:
-    """A learner in the first or the second namespace."""
+    """The program of a learner in the first or the second namespace."""
     half = WORLD // len(ends)
     variables = {
         "RANK": rank,
@@ -146,7 +147,7 @@ def _program(ends: Sequence[Namespace], command: Sequence[str], rank: int) -> Pr
 
 
 def _reached(folder: Path, number: int) -> Reached:
-    """When the mean of the learners' weights reached the target, from the copies that they kept."""
+    """The time at which the mean of the learners' weights reached the target, from the copies that they kept."""
     times, weights = [], []
     for rank in range(WORLD):
         file = folder / f"run-{number}-{rank}"
@@ -168,7 +169,7 @@ def _reached(folder: Path, number: int) -> Reached:
 
 
 def main(names: Sequence[str]) -> None:
-    """Measure the settings of these names; all of them if there are none."""
+    """Measure the settings of these names, or all settings if there are none."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is cleaned up
     with tempfile.TemporaryDirectory() as folder:
         for bar in measure(Path(folder), [each for each in SETTINGS if not names or each.name in names]):

@@ -1,6 +1,6 @@
-"""The program of a learner that trains under several strategies, one run after the other: `auto_learner RUNS FOLDER`.
+"""The program of a learner that trains under several strategies, one run after another: `auto_learner RUNS FOLDER`.
 
-With `auto`, the learners measure and choose first, as those of torchrun do; that is part of the time.
+With `auto`, the learners first measure and choose, as torchrun's learners do; the time includes this.
 """
 
 import json
@@ -41,12 +41,12 @@ class Training:
     strategy: dict[str, Any]
     gradient_seconds: float
     slowest: float
-    """How many times longer the last learner's gradients take."""
+    """Factor by which the last learner's gradients take longer."""
     steps: int
     minutes: float
 
     def job(self, world: int) -> Job:
-        """For an engine; under `auto`, with a placeholder for the strategy."""
+        """The job of the run, for an engine; under `auto`, with a placeholder for the strategy."""
         choice = StrategyChoice.model_validate(self.strategy)
         return Job(
             Imitation(self.gradient_seconds),
@@ -60,7 +60,7 @@ class Training:
 
 @dataclass
 class Copies(Observer):
-    """An observer that copies the weights of its learner now and then."""
+    """An observer that copies the weights of its learner from time to time."""
 
     workload: Imitation
     begin: float
@@ -73,7 +73,7 @@ class Copies(Observer):
             self.copy(now)
 
     def copy(self, now: float) -> None:
-        """At `now`, in seconds since the run's beginning."""
+        """Copy the weights at `now`, in seconds since the run's beginning."""
         if self.workload.model is not None:
             self.times.append(now)
             self.weights.append(parameters_to_vector(self.workload.model.parameters()).detach().clone())
@@ -92,7 +92,7 @@ def main(runs: list[Training], folder: Path) -> None:
 
 
 def train(run: Training, place: Place, files: Path) -> dict[str, Any]:
-    """Train, and write the copies; what was chosen, and the seconds that it took."""
+    """Train, and write the copies; returns what was chosen, and the seconds that choosing took."""
     begin, job = time.monotonic(), run.job(place.world)
     said: dict[str, Any] = {"strategy": run.strategy, "lines": [], "choosing": 0.0}
     if run.strategy["name"] == "auto":

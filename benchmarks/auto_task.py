@@ -1,4 +1,5 @@
-"""A small task that is learned for real on emulated devices: a perceptron learns what another one says of points."""
+"""A small task that is really learned on emulated devices: a perceptron learns another one's classification of
+points."""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ NUM_VALIDATION = 2048
 
 
 class Imitation(Watched):
-    """Cross-entropy of the teacher's choice among ten classes; each gradient takes `seconds` more than it does here."""
+    """Cross-entropy of the teacher's choice among ten classes; each gradient takes `seconds` longer than it needs
+    here."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -47,7 +49,7 @@ class Imitation(Watched):
         return self._points(derive_seed(3, "validation"), NUM_VALIDATION)
 
     def validation_loss(self, model: nn.Module) -> float:
-        """On points that are not trained on."""
+        """The loss on points that are not trained on."""
         with torch.no_grad():
             return float(nn.functional.cross_entropy(model(self._validation.inputs), self._validation.targets))
 

@@ -1,4 +1,4 @@
-"""What averaging costs: processor time for each megabyte exchanged, and steps per second beside DDP."""
+"""The cost of averaging: processor time per megabyte exchanged, and steps per second beside DDP."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,15 +21,17 @@ from benchmarks.starting import alternately, launched
 ROUNDS, WORLD = 3, 4
 MEGABYTE = 1e6
 NEVER = 1e9
-"""Gradients before a round, so many that none ever opens."""
+"""Number of gradients before a round that is too large for any round to open."""
 EMULATED_PARAMETERS, EMULATED_SECONDS, EMULATED_STEPS = 1 << 22, 0.4, WORLD * 12
 MOST_SECONDS_PER_MEGABYTE = 0.005
-"""A copy of a megabyte takes some 0.2 ms, and it is copied about ten times on its way from weights to weights."""
+"""Limit for a megabyte's averaging: a copy takes some 0.2 ms, and a megabyte is copied about ten times from weights to
+weights."""
 SMALL_STEPS, LARGE_STEPS = WORLD * 1000, WORLD * 40
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Processor time on emulated devices, where all that learners compute is averaging; speed with real gradients."""
+    """Processor time on emulated devices, where learners compute nothing but averaging, and speed with real
+    gradients."""
     return [
         processor_time(folder),
         *speed("13 k parameters", SMALL, SMALL_STEPS, folder),
@@ -38,8 +40,8 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def processor_time(folder: Path) -> Bar:
-    """Processor seconds of all learners' processes, gloo's threads included, beyond the same run in which no round ever
-    opens, for each megabyte that they sent: snapshots, copies, sending, receiving, mixing and applying."""
+    """Processor seconds per megabyte sent, of all learners' processes with gloo's threads, beyond the same run in which
+    no round ever opens: snapshots, copies, sending, receiving, mixing and applying."""
     found = alternately(
         {
             averages: Run(
@@ -70,12 +72,12 @@ def processor_time(folder: Path) -> Bar:
 
 
 def cpu_seconds(outcomes: Sequence[Outcome]) -> float:
-    """Of all learners together."""
+    """Processor seconds of all learners together."""
     return sum(outcome.cpu_seconds for outcome in outcomes)
 
 
 def megabytes_sent(outcomes: Sequence[Outcome]) -> float:
-    """By all learners together; each is received once."""
+    """Megabytes that all learners together sent; each was received once."""
     return sum(outcome.bytes_sent for outcome in outcomes) / MEGABYTE
 
 

@@ -1,4 +1,4 @@
-"""The start of a training without Starling: `bare_torch FILE` notes in FILE when its first gradient was there."""
+"""The start of a training without Starling: `bare_torch FILE` notes in FILE when its first gradient is ready."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Four learners on emulated devices that step together, one of them at half speed: what batch shares give back."""
+"""Four learners on emulated devices that step together, one of them at half speed: what batch shares recover."""
 
 from pathlib import Path
 from statistics import median
@@ -13,8 +13,8 @@ STRATEGIES = {"allreduce": {}, "local-sgd": {"every": 8}}
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Mini-batches per second of all learners, with a share of two for the fast ones over without; at best 1.75, since
-    seven take the time of four."""
+    """Mini-batches per second of all learners, with a share of two for the fast ones over without shares; at best 1.75,
+    since seven mini-batches take the time of four."""
     return [_measure(strategy, folder) for strategy in STRATEGIES]
 
 

@@ -1,7 +1,8 @@
-"""What boosted phrases recover, what they get wrong, and what they cost: `python -m benchmarks.boosting exp/demo`.
+"""What boosted phrases recover, get wrong, and cost: `python -m benchmarks.boosting exp/demo`.
 
-Listed are the ten words that greedy decoding misses most often in the validation set; twenty phrases that are never
-spoken in the sets; and both. At the end, a voice of the demo's test set says `CALL` and one of the twenty phrases.
+Three lists are boosted: the ten words that greedy decoding misses most often in the validation set, twenty phrases that
+are never spoken in the sets, and both. At the end, a voice of the demo's test set says `CALL` and one of the twenty
+phrases.
 """
 
 import sys
@@ -29,13 +30,13 @@ NEW = (
 )  # fmt: skip
 WEIGHTS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 COUNTS = (0, 10, 100, 1000)
-"""Phrases whose cost is measured."""
+"""Numbers of phrases whose cost is measured."""
 _REPEATS, _CALLS, _SNR = 5, 100, (15.0, 40.0)
 
 
 @dataclass(frozen=True)
 class Set:
-    """A set, the outputs of the network for each utterance, and greedy texts."""
+    """A set, with the outputs of the network for each utterance, and greedy texts."""
 
     name: str
     references: Mapping[str, str]
@@ -63,7 +64,7 @@ class Set:
 
 
 def counted(texts: Iterable[str], phrases: Sequence[str]) -> list[Counter[str]]:
-    """How often each text has each of the phrases."""
+    """Number of occurrences of each phrase in each text."""
     spaced = {phrase: f" {phrase.replace(' ', '  ')} " for phrase in phrases}  # neighbours do not share a space
     return [
         Counter({phrase: f" {text} ".replace(" ", "  ").count(spaced[phrase]) for phrase in phrases}) for text in texts
@@ -71,7 +72,7 @@ def counted(texts: Iterable[str], phrases: Sequence[str]) -> list[Counter[str]]:
 
 
 def line(of: Set, texts: Mapping[str, str], phrases: Sequence[str]) -> str:
-    """The recall of the phrases, false alarms and the error rate."""
+    """A line with the recall of the phrases, false alarms and the error rate."""
     pairs = zip(
         counted(of.references.values(), phrases),
         counted((texts[name] for name in of.references), phrases),
@@ -102,7 +103,7 @@ def measure(experiment: Path) -> None:
 
 
 def sweep(recogniser: Recogniser, of: Set, title: str, listed: Sequence[str]) -> None:
-    """Print a line for greedy decoding and each weight."""
+    """Print a line for greedy decoding, and one for each weight."""
     print(f"{of.name}, {title}, greedy: {line(of, of.greedy, listed)}")
     for weight in WEIGHTS:
         phrases = recogniser.phrases([f"{phrase}\t{weight}" for phrase in listed], title)

@@ -1,7 +1,8 @@
-"""What share of their speed learners keep, by strategy and cluster: `python -m benchmarks.by_cluster [LEARNERS...]`.
+"""The share of their speed that learners keep, by strategy and cluster: `python -m benchmarks.by_cluster
+[LEARNERS...]`.
 
 Timing-only runs on the simulated clock; no gradient is computed. Each learner is a node, whose messages share one
-link's bandwidth in each direction. The speed of a cluster is the sum of what its learners would do alone.
+link's bandwidth in each direction. The speed of a cluster is the sum of the speeds of its learners when alone.
 """
 
 import sys
@@ -15,7 +16,7 @@ from starling.training.speeds import Stragglers
 
 LEARNERS = (4, 16, 64)
 SEND_TIMES = (0.02, 0.3, 3.0)
-"""To send the model to another learner, in gradient times."""
+"""Times to send the model to another learner, in units of the gradient time."""
 STRATEGIES_SHOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "allreduce": ("allreduce", {}),
     "delay-by-one": ("delay-by-one", {}),
@@ -28,7 +29,8 @@ STRATEGIES_SHOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 SPEEDS = ("equal", "random", "one 2 times slower", "one 10 times slower", "half 2 times slower")
 MODEL_BYTES = 4_000_000
 FEWEST_ROUNDS, GRADIENTS = 60, 1600
-"""Of a simulation, of which the middle half counts: of each learner, and of all."""
+"""Minimum number of gradients of each learner in a simulation, and number of gradients of all learners; the middle half
+counts."""
 
 
 def main(counts: Sequence[int] = LEARNERS) -> None:
@@ -39,7 +41,8 @@ def main(counts: Sequence[int] = LEARNERS) -> None:
 
 
 def table(learners: int) -> Iterator[str]:
-    """Markdown: a row for each kind of cluster; the best of a row is bold, with all that come within 2 points."""
+    """A Markdown table with a row for each kind of cluster; the best cell of a row, and all cells within 2 points of
+    it, are bold."""
     yield "| speeds | send time | " + " | ".join(STRATEGIES_SHOWN) + " |"
     yield "|" + "---|" * (2 + len(STRATEGIES_SHOWN))
     for speeds in SPEEDS:
@@ -51,7 +54,7 @@ def table(learners: int) -> Iterator[str]:
 
 
 def share(shown: str, learners: int, speeds: str, send_time: float) -> float:
-    """Gradients per second of all learners, relative to what they would do alone, each at its own speed."""
+    """Gradients per second of all learners, relative to the sum of their speeds when alone."""
     name, options = STRATEGIES_SHOWN[shown]
     strategy = STRATEGIES[name]
     spread = 0.3 if speeds == "random" else 0.0
@@ -72,7 +75,7 @@ def share(shown: str, learners: int, speeds: str, send_time: float) -> float:
 
 
 def slow_learners(speeds: str, learners: int) -> dict[int, float]:
-    """How many times as long each slow learner takes."""
+    """Factor by which each slow learner takes longer."""
     factor = 10.0 if "10" in speeds else 2.0
     if speeds.startswith("one"):
         return {learners - 1: factor}

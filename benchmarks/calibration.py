@@ -1,11 +1,12 @@
-"""Predictions held against four real learners on emulated devices, calibrated with one and with two learners alone.
+"""Predictions compared with four real learners on emulated devices, calibrated only with one and with two learners.
 
 A run of some 24 gradients a learner is a small sample of random gradient times and of random rings, of which some cross
-a link twice as often as others. So the prediction simulates that very run, with its seed, and the same gradients count.
+a link twice as often as others. So the prediction simulates exactly this run, with its seed, and counts the same
+gradients.
 
-Four settings: equal learners, one of them three times slower, jitter, and a throttled link between two namespaces
-with two learners in each. For each strategy, the bar is a prediction within 10 % of the measured gradients per second.
-`python -m benchmarks.calibration NAME...` holds the named strategies only.
+Four settings: equal learners, one of them three times slower, jitter, and a throttled link between two namespaces with
+two learners in each. For each strategy, the bar is a prediction within 10 % of the measured gradients per second.
+`python -m benchmarks.calibration NAME...` measures only the named strategies.
 """
 
 import sys
@@ -38,12 +39,13 @@ WORLD, ROUNDS = 4, 2
 NUM_PARAMETERS = 1 << 18
 GRADIENT_SECONDS: Seconds = 0.2
 STEPS = 96
-"""Gradients of all learners together in a run; a limit in seconds would count what starting takes."""
+"""Gradients of all learners together in a run; a limit in seconds would include the time to start."""
 GRADIENTS = 20
-"""Measured for the calibration."""
+"""Number of gradients measured for the calibration."""
 MOST_WRONG = 0.10
 THROTTLE = Throttle(rate="40mbit", burst="64kb", latency="1s", congestion_control="cubic")
-"""Cubic, because what a kernel defaults to differs: BBR's paced flows leave a part of a shared link unused."""
+"""A throttled link with cubic congestion control, because kernels differ in their default: BBR's paced flows leave part
+of a shared link unused."""
 PORT = 29500
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "allreduce": {},
@@ -68,14 +70,14 @@ Make = Callable[[Sequence[Run]], Outcomes]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What one and two learners measured in some surroundings."""
+    """Measurements of one and of two learners in a setting."""
 
     profile: Profile
     across: Profile | None = None
-    """The same, of two learners on either side of a link that the others share; None: there is no such link."""
+    """The profile of two learners on either side of a link that the others share; None if there is no such link."""
 
     def predict(self, run: Run) -> float:
-        """Gradients per second of all learners of a run together."""
+        """Predicted gradients per second of all learners of a run together."""
         choice = StrategyChoice.model_validate({"name": run.strategy, **run.options})
         costs = self.profile.costs
         if self.across is not None:
@@ -115,7 +117,7 @@ def measure(folder: Path, names: Sequence[str] = tuple(STRATEGIES)) -> list[Bar]
 
 
 def _calibrated(make: Make, folder: Path) -> Calibration:
-    """Measure one learner, and then two."""
+    """Measure one learner, then two."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         folders = [Path(name) / str(world) for world in (1, 2)]
         runs = []
@@ -161,7 +163,7 @@ def _of(setting: str) -> dict[str, Any]:
 
 
 def _across(ends: Sequence[Namespace], folder: Path) -> Make:
-    """Makes runs with the first half of the learners in one namespace, and the others in the other."""
+    """A function that makes runs with the first half of the learners in one namespace, and the others in the other."""
 
     def make(runs: Sequence[Run]) -> Outcomes:
         world = max(run.world for run in runs)

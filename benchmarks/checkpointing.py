@@ -1,4 +1,4 @@
-"""What a checkpoint costs: two learners on the demo's model, with checkpoints every few seconds and without."""
+"""The cost of a checkpoint: two learners on the demo's model, with checkpoints every few seconds and without."""
 
 import shutil
 import sys
@@ -30,11 +30,11 @@ from starling.training.job import Observer, StepReport
 WORLD, STEPS, PAIRS = 2, 900, 3
 EVERY_SECONDS = 3.0
 LARGEST_SHARE = 0.02
-"""Of the throughput, where there is a checkpoint every minute."""
+"""Largest share of the throughput that checkpoints may cost, at one checkpoint per minute."""
 
 
 def measure(folder: Path) -> list[Bar]:
-    """The share of the throughput that a checkpoint every minute costs: what one takes, in seconds, by 60."""
+    """The share of the throughput that a checkpoint per minute costs: the seconds that one takes, divided by 60."""
     lost: list[float] = []
     saved: list[int] = []
     for pair in range(PAIRS):
@@ -52,8 +52,8 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def _run(folder: Path, with_checkpoints: bool, name: str) -> tuple[float, int]:
-    """Train: the seconds from the warm-up to the end, what is being saved included, and how many checkpoints there
-    were in them."""
+    """Train; returns the seconds from the warm-up to the end, including what is being saved, and the number of
+    checkpoints in that time."""
     begins: list[float] = []
     ends: list[float] = []
     saved: list[Saved] = []
@@ -75,7 +75,7 @@ def _run(folder: Path, with_checkpoints: bool, name: str) -> tuple[float, int]:
 
 
 class _Begin(Observer):
-    """Tells the launcher when the warm-up is over."""
+    """An observer that tells the launcher when the warm-up is over."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -88,7 +88,8 @@ class _Begin(Observer):
 
 
 class _MarksOnly(Observer):
-    """Passes barriers inside epochs on to a saver, and no ends of epochs: both kinds of run would have these."""
+    """An observer that passes barriers inside epochs on to a saver, but no ends of epochs, which both kinds of run
+    would have."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver

@@ -1,11 +1,11 @@
-"""Store and supervisor with many learners that compute nothing: what they cost, and how soon a death is dealt with.
+"""The store and the supervisor with many learners that compute nothing: their cost, and the time to handle a death.
 
-The learners are processes with a real link to a real launcher. They meet, plan, claim and open rounds as learners do,
+The learners are processes with a real link to a real launcher. They meet, plan, claim and open rounds like learners,
 but have no model, no gradients, and no connections to each other.
 
 As a program, `python -m benchmarks.control_plane LEARNERS FOLDER` measures one number of learners in this process, and
-prints the figures as JSON; with `--profile`, it also prints what the supervisor's main thread spends its time on, and
-with `--flood`, one learner sends messages without end.
+prints the figures as JSON; with `--profile`, it also prints where the supervisor's main thread spends its time; with
+`--flood`, one learner sends messages without end.
 """
 
 import cProfile
@@ -64,36 +64,39 @@ from starling.workload import Position, Ticket
 Seconds = float
 WORLDS = (8, 32, 128)
 CLAIMS_PER_SECOND, LONGEST = 2000.0, 2.0
-"""The bars at the largest number of learners; seconds until the survivors have entered the next membership."""
+"""Bars at the largest number of learners: claims per second, and seconds until the survivors have entered the next
+membership."""
 CLAIMING, ROUNDS, STEADY = 4.0, 3.0, 3.0
-"""How long learners claim as fast as they can, open rounds as fast as they can, and claim `CLAIMS_PER_SECOND`."""
+"""Seconds for which learners claim as fast as they can, open rounds as fast as they can, and claim
+`CLAIMS_PER_SECOND`."""
 KILLS = 3
-"""How many learners die one after the other; then, half of the others die at once."""
+"""Number of learners that die one after another, before half of the others die at once."""
 LIMIT = 120.0
 TIMEOUT = 60.0
 
 
 @dataclass
 class Figures:
-    """What was measured with one number of learners."""
+    """Measurements with one number of learners."""
 
     learners: int
     starting: Seconds = 0.0
-    """From the launch to the last learner's entry, without the loading of torch."""
+    """Time from the launch to the last learner's entry, without loading torch."""
     claims_per_second: float = 0.0
-    """Mini-batches that all learners together drew, and recorded as done."""
+    """Mini-batches per second that all learners together drew and recorded as done."""
     rounds_per_second: float = 0.0
-    """Rounds that one learner opened and all others waited for."""
+    """Rounds per second that one learner opened and all others waited for."""
     supervisor: float = 0.0
     """Processor seconds per second of the supervisor's main thread, at `CLAIMS_PER_SECOND`."""
     store: float = 0.0
-    """The same of its process's other threads, which serve the store."""
+    """Processor seconds per second of the other threads of its process, which serve the store, at
+    `CLAIMS_PER_SECOND`."""
     deaths: list[Seconds] = field(default_factory=list)
-    """From each kill -9 to the last survivor's entry into the next membership."""
+    """Times from each kill -9 to the last survivor's entry into the next membership."""
     announced: list[Seconds] = field(default_factory=list)
-    """From each kill -9 to the announcement."""
+    """Times from each kill -9 to its announcement."""
     half: Seconds = 0.0
-    """The same as `deaths`, when half of the learners are killed at once."""
+    """Time to the last survivor's entry into the next membership, when half of the learners are killed at once."""
 
     def __str__(self) -> str:
         return (
@@ -104,7 +107,7 @@ class Figures:
 
 
 def measure(folder: Path) -> list[Bar]:
-    """The bars at the largest number of learners; the figures of all are shown."""
+    """The bars at the largest number of learners; the figures for all numbers are shown."""
     found = [measured(world, folder) for world in WORLDS]
     for each in found:
         sys.stderr.write(f"  {each}\n")
@@ -131,7 +134,7 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def measured(world: int, folder: Path) -> Figures:
-    """The figures of so many learners, from a process of their own."""
+    """The figures for `world` learners, measured in a separate process."""
     own = folder / f"control-{world}"
     own.mkdir(parents=True)
     command = [sys.executable, "-m", "benchmarks.control_plane", str(world), str(own)]
@@ -145,7 +148,8 @@ def measured(world: int, folder: Path) -> Figures:
 
 
 class Forks:
-    """Stands in for `Popen`: learners are forked from this process, which has loaded torch, before it has threads."""
+    """A replacement for `Popen`: learners are forked from this process, which has loaded torch, before it has
+    threads."""
 
     def __init__(self, number: int, program: Callable[[], None]) -> None:
         if len(list(Path("/proc/self/task").iterdir())) > 1:
@@ -171,7 +175,7 @@ class Forks:
 
 
 class Forked:
-    """What `LocalProcess` needs of `Popen`, at the same cost."""
+    """The part of `Popen` that `LocalProcess` needs, at the same cost."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -220,7 +224,7 @@ def _become(line: socket.socket, program: Callable[[], None]) -> None:
 
 
 class Supervisor:
-    """Follows the learners of one launch, notes the figures, and kills learners."""
+    """Follows the learners of one launch, records the figures, and kills learners."""
 
     def __init__(self, world: int) -> None:
         self.figures = Figures(world)
@@ -274,7 +278,7 @@ class Supervisor:
             self.figures.rounds_per_second = values["rounds"]
 
     def _measure_steady(self, now: float) -> None:
-        """Once all claim at a steady pace: first the processor time, then the deaths."""
+        """Once all claim at a steady pace, measure the processor time, then the deaths."""
         if len(self._claims) < self.figures.learners or not self.figures.rounds_per_second or self._is_over:
             return
         spent = now, time.thread_time(), time.process_time()
@@ -305,7 +309,7 @@ class Supervisor:
 
 
 def supervise(world: int, folder: Path, is_profiled: bool = False, has_flood: bool = False) -> Figures:
-    """Launch so many learners in this process, and measure."""
+    """Launch `world` learners in this process, and measure."""
     forks = Forks(world, lambda: Dummy(world, has_flood).run())
     supervisor = Supervisor(world)
     profile, nowhere = cProfile.Profile(time.thread_time), Events(Path(os.devnull), lambda path, error: None)
@@ -366,7 +370,7 @@ class Dummy:
             self._link.send(Activity("talking"))
 
     def run(self) -> None:
-        """Enter one membership after the other until told to stop."""
+        """Enter one membership after another until told to stop."""
         membership = self._feed.first()
         while not self._is_over.is_set():
             try:
@@ -403,7 +407,7 @@ class Dummy:
             draws.close()
 
     def _race(self, peers: Peers, draws: Draws) -> None:
-        """Claim, and then open rounds, as fast as possible, all learners at the same time."""
+        """Claim, and then open rounds, as fast as possible, with all learners at the same time."""
         store, rank = peers.store, peers.rank
         self._notes = DoneNotes(store, rank, self._world)
         if store.add("here", 1) == self._world:

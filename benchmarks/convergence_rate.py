@@ -1,12 +1,13 @@
-"""The rate of ADPSGD against steps and learners on a smooth problem with known constants, beside the bound of Lian et
-al. 2018 (arXiv 1710.06952). `python -m benchmarks.convergence_rate FOLDER` writes rate.md, rate.json and rate.svg.
+"""The convergence rate of ADPSGD by steps and learners on a smooth problem with known constants, beside the bound of
+Lian et al. 2018 (arXiv 1710.06952). `python -m benchmarks.convergence_rate FOLDER` writes rate.md, rate.json and
+rate.svg.
 
 The problem has the constants that the bound needs::
 
     f(x) = sum_i x_i^2 / (1 + x_i^2)   of x in R^20, from x = (1, ..., 1)
 
-is smooth and not convex; its gradient has the Lipschitz constant L = 2, its minimum is 0, and f(x_0) = 10. Gradients
-are those of f plus independent normal noise of variance sigma^2 = 4. All learners have the same f (varsigma = 0).
+is smooth and not convex; its gradient has the Lipschitz constant L = 2, its minimum is 0, and f(x_0) = 10. Gradients of
+f have independent normal noise of variance sigma^2 = 4 added. All learners have the same f (varsigma = 0).
 """
 
 import argparse
@@ -35,23 +36,24 @@ from starling.workload import Ticket, Workload
 
 DIMENSIONS = 20
 LIPSCHITZ = 2.0
-"""L: the second derivative of t^2 / (1 + t^2) is (2 - 6 t^2) / (1 + t^2)^3, from -1/2 at t = 1 to 2 at t = 0."""
+"""The Lipschitz constant L: the second derivative of t^2 / (1 + t^2) is (2 - 6 t^2) / (1 + t^2)^3, from -1/2 at t = 1
+to 2 at t = 0."""
 BEGIN = 0.5 * DIMENSIONS
-"""f(x_0) - f*."""
+"""The initial distance from the minimum, f(x_0) - f*."""
 VARIANCE = 4.0
-"""sigma^2: E |g - grad f|^2."""
+"""The variance of the noise, sigma^2 = E |g - grad f|^2."""
 SECONDS = 0.1
-"""Mean of a gradient, on the simulated clock."""
+"""Mean time of a gradient, on the simulated clock."""
 STEPS, LEARNERS, SEEDS = (256, 1024, 4096), (1, 2, 4, 8, 16, 32, 64), (1, 2, 3)
 
 
 def objective(x: Tensor) -> Tensor:
-    """f, of x `[..., P]`."""
+    """The values of f for x `[..., P]`."""
     return (x.square() / (1.0 + x.square())).sum(-1)
 
 
 def gradient(x: Tensor) -> Tensor:
-    """The gradient of f, of x `[..., P]`."""
+    """The gradients of f for x `[..., P]`."""
     return 2.0 * x / (1.0 + x.square()).square()
 
 
@@ -73,7 +75,7 @@ def bound(steps: int) -> float:
 
 
 class Point(nn.Module):
-    """The weights x `[P]`; the model is f."""
+    """A model whose weights are x `[P]`, and whose loss is f."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class Point(nn.Module):
 
 @dataclass(frozen=True)
 class Noise:
-    """A mini-batch: the noise of one gradient."""
+    """A mini-batch that consists of the noise of one gradient."""
 
     noise: Tensor  # [P]
     num_examples: int = 1
@@ -94,12 +96,12 @@ class Noise:
     seconds: float = 0.0
 
     def to(self, device: torch.device) -> "Noise":
-        """The same on `device`."""
+        """A copy on `device`."""
         return replace(self, noise=self.noise.to(device))
 
 
 class Noisy(Workload[Noise]):
-    """f with noise that depends on the seed and the ticket."""
+    """A workload whose loss is f, with noise that depends on the seed and the ticket."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -120,14 +122,15 @@ class Noisy(Workload[Noise]):
 
 
 class Watch(Observer):
-    """Sums |grad f|^2 at the mean of the learners' weights before each gradient's step, and their distance from it."""
+    """Sums |grad f|^2 at the mean of the learners' weights before each gradient's step, and the learners' distance from
+    the mean."""
 
     def __init__(self) -> None:
         self.weights: list[Tensor] = []
         self.gradients, self.distances, self.steps, self.seconds = 0.0, 0.0, 0, 0.0
 
     def before_step(self) -> None:
-        """Note where the learners are."""
+        """Record where the learners are."""
         every = torch.stack(self.weights)
         mean = every.mean(0)
         self.gradients += float(gradient(mean).square().sum())
@@ -149,25 +152,25 @@ class _Watched:
         return getattr(self._me, name)
 
     def step(self, gradient: Tensor | None, scale: float = 1.0) -> None:
-        """Take a step, after noting where all learners are."""
+        """Record where all learners are, and take a step."""
         self._watch.before_step()
         self._me.step(gradient, scale=scale)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run measured."""
+    """Measurements of a run."""
 
     steps: int
-    """K: gradients of all learners together."""
+    """Number of gradients of all learners together, K."""
     learners: int
     seed: int
     gradients: float
-    """(1/K) sum_k |grad f(mean)|^2."""
+    """Mean squared gradient norm, (1/K) sum_k |grad f(mean)|^2."""
     distance: float
     """Mean consensus distance, (1/L) sum_l |w_l - mean|^2."""
     seconds: float
-    """On the simulated clock."""
+    """Duration on the simulated clock."""
 
 
 def measure(
@@ -203,7 +206,7 @@ def summarised(runs: Sequence[Run]) -> dict[tuple[int, int], Estimate]:
 
 
 def increases(runs: Sequence[Run]) -> dict[tuple[int, int], Estimate]:
-    """By how much more, in per cent, the mean squared gradient norm is than one learner's of the same steps and seed,
+    """The increase, in per cent, of the mean squared gradient norm over one learner's with the same steps and seed,
     whose gradients have the same noise."""
     alone = {(run.steps, run.seed): run.gradients for run in runs if run.learners == 1}
     found: dict[tuple[int, int], list[float]] = {}
@@ -215,7 +218,7 @@ def increases(runs: Sequence[Run]) -> dict[tuple[int, int], Estimate]:
 
 
 def table(runs: Sequence[Run]) -> list[str]:
-    """In Markdown: mean squared gradient norms, the bound, and how many times as large it is."""
+    """A Markdown table of mean squared gradient norms, the bound, and the ratio of the bound to them."""
     found = summarised(runs)
     lines = [*_head(found, "bound", "bound / measured")]
     for steps in sorted({steps for steps, _ in found}):
@@ -227,7 +230,7 @@ def table(runs: Sequence[Run]) -> list[str]:
 
 
 def table_of_increases(runs: Sequence[Run]) -> list[str]:
-    """In Markdown: `increases`, in per cent."""
+    """A Markdown table of `increases`, in per cent."""
     found = increases(runs)
     steps = sorted({steps for steps, _ in found})
     return [*_head(found), *(f"| {each:,} | {_cells(found, each, 1, '+')} |" for each in steps)]
@@ -240,7 +243,7 @@ def _head(found: Collection[tuple[int, int]], *more: str) -> list[str]:
 
 
 def text_of(found: Estimate, digits: int = 1, sign: str = "") -> str:
-    """`12.3 ± 1.5`, or the mean alone."""
+    """The estimate as `12.3 ± 1.5`, or the mean alone."""
     mean = f"{found.mean:{sign}.{digits}f}"
     return mean if found.half is None else f"{mean} ± {found.half:.{digits}f}"
 
@@ -251,7 +254,8 @@ def _cells(found: Mapping[tuple[int, int], Estimate], steps: int, digits: int, s
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:
-    """Mean squared gradient norm against steps, and against simulated seconds, a line for each number of learners."""
+    """Plot the mean squared gradient norm against steps, and against simulated seconds, with a line for each number of
+    learners."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -276,7 +280,7 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 
 
 def main() -> None:
-    """Measure everything, or what the arguments choose."""
+    """Measure everything, or what the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS)

@@ -1,6 +1,6 @@
 """Measures how fast a sample of your audio is read from disk, in several layouts and formats, and recommends one.
 
-`python -m benchmarks.data_stores RECIPE [KEY=VALUE…]`, or a prepared folder instead of the recipe.
+Run it as `python -m benchmarks.data_stores RECIPE [KEY=VALUE…]`, or with a prepared folder instead of the recipe.
 """
 
 import io
@@ -35,9 +35,9 @@ MAX_UTTERANCES, MAX_SECONDS, MAX_READING = 1000, 600.0, 30.0
 """Limits of a sample: utterances, seconds of audio, and seconds spent reading it."""
 FILES, STREAMED, SHAR, INDEXED = "files one by one", "tar, streamed", "lhotse Shar", "indexed tar (Starling)"
 BATCH_SECONDS = 60.0
-"""Seconds of audio in a mini-batch."""
+"""Seconds of audio per mini-batch."""
 ROOM = 6
-"""Maximum disk space of all layouts together, in multiples of the sample's size as 16-bit samples."""
+"""Maximum disk space of all layouts together, as a multiple of the sample's size as 16-bit samples."""
 _FROM_DISK = 0.5  # fraction of the bytes that must be read from the disk for a run to count as cold
 _SHARD = 200
 _PIECE = 4096  # samples encoded per call; libsndfile fails for long arrays
@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Pace:
-    """Reading rates: first after dropping the files from the system's cache, if possible, then from memory."""
+    """Reading rates: first after dropping the files from the system's cache, if possible, and then from memory."""
 
     first: float
     again: float
@@ -82,7 +82,7 @@ class Row:
     format: str
     bytes_per_hour: float
     decoding: float
-    """Seconds of audio per second of one core, from memory."""
+    """Seconds of audio decoded per second of one core, from memory."""
     in_order: Pace
     """Seconds of audio per second, decoding included."""
     random: Pace | None
@@ -285,7 +285,8 @@ def _for_each(read: Callable[[Sequence[int]], object], batches: Sequence[Sequenc
 
 
 def _paced(action: Callable[[], None], files: Sequence[Path], size: int, amount: float) -> Pace:
-    """`amount` per second, first after dropping the files from the system's cache, then from memory."""
+    """Rates in units of `amount` per second, first after dropping the files from the system's cache, then from
+    memory."""
     _forget(files)
     before = _bytes_from_disk()
     first = _seconds(action)
@@ -301,7 +302,7 @@ def _seconds(action: Callable[[], None]) -> float:
 
 
 def _forget(files: Iterable[Path]) -> None:
-    """Ask the system to drop files from its cache; not all file systems do."""
+    """Ask the system to drop files from its cache, which not all file systems do."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""How evenly equal learners share a budget."""
+"""How evenly learners of equal speed share a budget."""
 
 from pathlib import Path
 from statistics import mean, median
@@ -12,7 +12,7 @@ NUM_PARAMETERS, GRADIENT_SECONDS = 13_000, 0.02
 
 
 def measure(folder: Path) -> list[Bar]:
-    """(most - fewest) / mean of the steps that four equal learners make under `adpsgd`."""
+    """The spread, (most - fewest) / mean, of the steps that four equal learners make under `adpsgd`."""
     run = Run("adpsgd", WORLD, NUM_PARAMETERS, GRADIENT_SECONDS, steps=STEPS)
     found = launched([run] * ROUNDS, folder)
     counts = [[len(outcome.stamps) for outcome in outcomes] for outcomes in found]
@@ -29,5 +29,5 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def spread(steps: list[int]) -> float:
-    """How far numbers of steps are apart, as a share of their mean."""
+    """The range of numbers of steps, as a share of their mean."""
     return (max(steps) - min(steps)) / mean(steps)

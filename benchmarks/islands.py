@@ -1,9 +1,9 @@
 """The published acoustic model (43 million parameters, 32,000 outputs) in islands of two, beside whole models.
 
-`python -m benchmarks.islands [STEPS]` trains it on this machine in four ways: by two learners that step together, each
-with a model of its own; by two with one model in shards, which take as many mini-batches; by one learner; and by two
+`python -m benchmarks.islands [STEPS]` trains it on this machine in four ways: two learners that step together, each
+with a whole model; two learners with one sharded model, which take as many mini-batches; one learner; and two learners
 with the output layer cut by tensor parallelism, which take as many mini-batches as one. It prints memory, the time of a
-step, and how far the weights of the second differ from those of the first, and of the fourth from those of the third.
+step, and how far the weights of the second way differ from those of the first, and those of the fourth from the third.
 """
 
 import gc
@@ -39,7 +39,7 @@ WAYS = {
     "one whole model": (1, Island()),
     "an island of two, tensor": (WORLD, Island(tensor=WORLD)),
 }
-"""The number of learners, and how they form islands."""
+"""The number of learners, and their islands, in each way."""
 NUM_FEATURES, NUM_OUTPUTS, FRAMES, BATCH = 140, 32_000, 21, 4
 
 
@@ -74,7 +74,7 @@ def bytes_of_tensors() -> int:
 
 
 class Measuring(Observer):
-    """Counts a learner's memory after its second step, and notes when its steps ended."""
+    """Records a learner's memory after its second step, and the times at which its steps ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -88,7 +88,7 @@ class Measuring(Observer):
 
 
 def learn(rank: int, folder: Path, name: str, steps: int) -> None:
-    """One learner of a run."""
+    """Be one learner of a run."""
     torch.set_num_threads(1)
     world, island = WAYS[name]
     place = Place(rank, world, rank, world, FileStore(str(folder / f"{name}.store"), world))
@@ -111,7 +111,7 @@ def learn(rank: int, folder: Path, name: str, steps: int) -> None:
 
 
 def main(steps: int) -> None:
-    """Train in all ways, and print what they took."""
+    """Train in all ways, and print their memory and time."""
     model = trainable(Published().make_model())
     shapes, begin = tuple(tuple(each.shape) for each in model), torch.cat([each.detach().reshape(-1) for each in model])
     print(

@@ -1,4 +1,4 @@
-"""Prepared sets of any size in seconds: an index of as many utterances as one likes, over a few recordings."""
+"""Makes prepared sets of any size in seconds: an index of any number of utterances, over a few recordings."""
 
 import io
 import json
@@ -18,14 +18,14 @@ from starling.speech.shards import Shard
 RATE = 8000
 SHARD_SIZE = 1000
 RECORDINGS = 16
-"""Different ones in each shard, of 1 to 4 s; all utterances are one of them."""
+"""Number of different recordings in each shard, of 1 to 4 s; every utterance is one of them."""
 WORDS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
 SPEAKER_OF = 200
-"""Utterances of a speaker."""
+"""Number of utterances of a speaker."""
 
 
 def write_large_set(folder: Path, utterances: int) -> None:
-    """Write what `starling prepare` would leave of so many utterances, in shards that are all alike."""
+    """Write what `starling prepare` would produce for so many utterances, in shards that are all alike."""
     (folder / "shar").mkdir(parents=True)
     (folder / "index").mkdir()
     tar, samples, offsets, sizes, checks = _recordings()
@@ -79,7 +79,7 @@ def forget(folder: Path) -> None:
 
 
 def _recordings() -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A tar of FLAC files; their samples, their offsets and sizes in it, and their CRC-32: `[RECORDINGS]` each."""
+    """A tar of FLAC files, their samples, their offsets and sizes in the tar, and their CRC-32, `[RECORDINGS]` each."""
     generator = np.random.default_rng(0)
     samples = np.linspace(RATE, 4 * RATE, RECORDINGS).astype(np.int64)
     file, offsets, sizes, checks = io.BytesIO(), [], [], []

@@ -1,4 +1,5 @@
-"""The program of a learner that makes runs one after the other and writes down what it noted: `learner RUNS FOLDER`."""
+"""The program of a learner that makes runs one after another and writes down what it recorded: `learner RUNS
+FOLDER`."""
 
 import json
 import sys
@@ -45,7 +46,7 @@ def main(runs: list[Run], folder: Path) -> None:
 
 
 def be_learner(run: Run, place: Place, notes: Notes) -> None:
-    """Be a learner of `run`."""
+    """Act as a learner of `run`."""
     link = None if run.bytes_per_second is None else SlowLink(run.bytes_per_second)
     with nullcontext() if link is None else link.under_messages():
         if run.strategy not in (DDP, SENDING):
@@ -62,7 +63,7 @@ def be_learner(run: Run, place: Place, notes: Notes) -> None:
 
 
 def reduce(run: Run, place: Place, notes: Notes, link: SlowLink | None) -> None:
-    """DistributedDataParallel, tuned, a fixed number of steps."""
+    """Train with tuned DistributedDataParallel for a fixed number of steps."""
     if run.steps is None:
         raise ValueError("plain DDP needs a number of steps")
 
@@ -77,7 +78,7 @@ def reduce(run: Run, place: Place, notes: Notes, link: SlowLink | None) -> None:
 
 
 def send(run: Run, place: Place, notes: Notes) -> None:
-    """Learner 0 sends as many numbers as the model has, and waits for a word that they have come."""
+    """Send as many numbers as the model has from learner 0, which waits until they have arrived."""
     model, word = torch.zeros(run.num_parameters), torch.zeros(1)
     for _ in range((run.steps or 0) + 1):
         if place.rank == 0:

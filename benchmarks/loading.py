@@ -1,7 +1,7 @@
 """Loading speech for training, beside lhotse's own reading of the same shards; everything on one core.
 
-What is compared is processor time of the loading thread, with the shards in the page cache: a disk that is slow, or a
-machine that others use, would be measured otherwise.
+Processor time of the loading thread is compared, with the shards in the page cache: otherwise, a slow disk or a shared
+machine would be measured.
 """
 
 import time
@@ -28,21 +28,21 @@ from starling.speech.training.workload import load_batch
 
 ROUNDS = 7
 LEAST_SPEED, LEAST_RATIO = 1000.0, 1.3
-"""Seconds of audio per second of one core; and times lhotse's plain iteration."""
+"""Bars: seconds of audio per second of one core, and the ratio to lhotse's plain iteration."""
 SYNTHETIC = 600
-"""Utterances of the corpus that is always there."""
+"""Number of utterances of the synthetic corpus, which is always available."""
 READ_SECONDS = 10.0
-"""Of an utterance of read speech, the usual case: corpora of sentences have 10 to 15 s."""
+"""Length of an utterance of read speech, the usual case: utterances of sentence corpora last 10 to 15 s."""
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Bars for each corpus: connected digits and read sentences where they are there, and synthetic speech."""
+    """Bars for each corpus: connected digits and read sentences where available, and synthetic speech."""
     return [bar for name, speech in corpora(folder) for bar in compared(name, speech)]
 
 
 def corpora(folder: Path) -> Iterator[tuple[str, SpeechSet]]:
-    """The sets to load, prepared; of some, the same audio in utterances of 10 s."""
+    """The prepared sets to load; some also with the same audio in utterances of 10 s."""
     demo = [f"data.corpus.sets={{train: {SYNTHETIC}, dev: 1, test: 1}}", "data.valid=null", "data.test=[]"]
     synthetic = _prepared("demo.yaml", folder / "loading-demo", demo)
     yield "synthetic", synthetic
@@ -64,7 +64,7 @@ def _prepared(recipe: str, folder: Path, changes: Iterable[str]) -> SpeechSet:
 
 
 def _joined(speech: SpeechSet, folder: Path) -> SpeechSet:
-    """The same audio in utterances of about 10 s."""
+    """A set with the same audio in utterances of about 10 s."""
     together = max(1, round(READ_SECONDS * len(speech) / speech.summary.seconds))
     with SpeechWriter(folder, speech.name, speech.sampling_rate) as writer:
         for number, first in enumerate(range(0, len(speech), together)):
@@ -77,7 +77,7 @@ def _joined(speech: SpeechSet, folder: Path) -> SpeechSet:
 
 
 def compared(name: str, speech: SpeechSet) -> list[Bar]:
-    """All ways of reading one set, one after the other, again and again in the other order."""
+    """Bars for one set: all ways of reading it are measured one after another, repeatedly and in alternating order."""
     ways: dict[str, Callable[[], None]] = {
         "ours": lambda: load_epoch(speech),
         "lhotse": lambda: lhotse_iteration(speech),
@@ -118,7 +118,7 @@ def compared(name: str, speech: SpeechSet) -> list[Bar]:
 
 
 def epoch_of(speech: SpeechSet) -> Iterator[np.ndarray]:
-    """The micro-batches of an epoch, in random order, as training takes them."""
+    """The micro-batches of an epoch, in random order, as in training."""
     union = SpeechSets([Member("all", speech.folder)])
     config = BatchConfig()
     planner = Planner(union.durations, ShardWindows(union.shards, config.window, 1), config, seed=1, draws_seed=1)
@@ -127,7 +127,7 @@ def epoch_of(speech: SpeechSet) -> Iterator[np.ndarray]:
 
 
 def load_epoch(speech: SpeechSet) -> None:
-    """Ours: audio, features, padding and tokens of every mini-batch."""
+    """Load the audio, features, padding and tokens of every mini-batch with Starling."""
     log_mel = LogMel(FeatureConfig(), speech.sampling_rate)
     tokenizer = CharacterTokenizer("".join(sorted({letter for i in range(len(speech)) for letter in speech.text(i)})))
     for number, indices in enumerate(epoch_of(speech)):
@@ -135,19 +135,19 @@ def load_epoch(speech: SpeechSet) -> None:
 
 
 def read_epoch(speech: SpeechSet) -> None:
-    """Ours: audio of every mini-batch."""
+    """Load the audio of every mini-batch with Starling."""
     for indices in epoch_of(speech):
         speech.read(indices.tolist())
 
 
 def lhotse_iteration(speech: SpeechSet) -> None:
-    """lhotse: every cut of the shards in order, with its audio."""
+    """Load every cut of the shards with its audio, in order, with lhotse."""
     for cut in CutSet.from_shar(in_dir=speech.folder / "shar"):
         cut.load_audio()
 
 
 def lhotse_features(speech: SpeechSet) -> None:
-    """lhotse: every cut of the shards in order, with its log-mel features."""
+    """Load every cut of the shards with its log-mel features, in order, with lhotse."""
     bands = FeatureConfig().mels_at(speech.sampling_rate)
     extractor = Fbank(FbankConfig(sampling_rate=speech.sampling_rate, num_filters=bands))
     for cut in CutSet.from_shar(in_dir=speech.folder / "shar"):

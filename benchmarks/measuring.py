@@ -9,14 +9,14 @@ Seconds = float
 
 @dataclass(frozen=True)
 class Bar:
-    """A measured ratio beside the bar it is held to."""
+    """A measured ratio, beside the bar that it is held to."""
 
     name: str
     ratio: float
     bar: float
     holds: bool
     detail: str = ""
-    """The absolute figures behind it, for people."""
+    """The absolute figures behind the ratio, for readers."""
 
     @classmethod
     def at_least(cls, name: str, ratio: float, bar: float, detail: str = "") -> "Bar":
@@ -35,13 +35,13 @@ class Bar:
 def median_speed_up(pairs: list[tuple[Seconds, Seconds]]) -> float:
     """How many times faster the first of each pair is: the median of second / first.
 
-    Who was measured first changes from pair to pair: the geometric mean of both orders' medians favours neither.
+    The order of measurement alternates from pair to pair: the geometric mean of both orders' medians favours neither.
     """
     ratios = [second / first for first, second in pairs]
     return math.sqrt(median(ratios[0::2]) * median(ratios[1::2]))
 
 
 def milliseconds_of_both(pairs: list[tuple[Seconds, Seconds]]) -> str:
-    """The medians of both, in words."""
+    """A description of the medians of both."""
     ours, theirs = (1000.0 * median(column) for column in zip(*pairs, strict=True))
     return f"{ours:.2f} and {theirs:.2f} ms a step"

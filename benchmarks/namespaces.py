@@ -1,4 +1,4 @@
-"""Two network namespaces of Linux, joined by a link that is throttled for real."""
+"""Two network namespaces of Linux, joined by a link that is really throttled."""
 
 import secrets
 import subprocess
@@ -29,17 +29,18 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Throttle:
-    """A token bucket: `rate` and `burst` in the units of `tc`, and how long a packet may wait before it is dropped."""
+    """A token bucket: `rate` and `burst` in the units of `tc`, and the time that a packet may wait before it is
+    dropped."""
 
     rate: str
     burst: str
     latency: str
     congestion_control: str | None = None
-    """Of TCP; None: what this machine has as its default."""
+    """TCP's congestion control; None takes this machine's default."""
 
 
 def execute(command: Sequence[str]) -> None:
-    """Run a command of iproute2; `NoNamespacesError` says what it complained of."""
+    """Run a command of iproute2. Raises `NoNamespacesError` with its error message."""
     try:
         done = subprocess.run(list(command), capture_output=True, text=True, check=False)
     except OSError as error:
@@ -50,9 +51,9 @@ def execute(command: Sequence[str]) -> None:
 
 @contextmanager
 def joined_namespaces(throttle: Throttle, run: Execute = execute) -> Generator[list[Namespace], None, None]:
-    """Two namespaces with nothing but a link to each other, throttled in both directions; gone after the context.
+    """A context with two namespaces whose only connection is a link to each other, throttled in both directions.
 
-    Raises `NoNamespacesError` where they are not allowed.
+    Raises `NoNamespacesError` if they are not allowed.
     """
     number = secrets.token_hex(4)
     ends = [Namespace(f"starling-bench-{number}-{side}", f"10.77.0.{side + 1}") for side in range(2)]
@@ -80,7 +81,7 @@ def joined_namespaces(throttle: Throttle, run: Execute = execute) -> Generator[l
 
 
 def _remove(namespaces: Sequence[Namespace], run: Execute) -> None:
-    """Remove all of them, whatever goes wrong with one; the link goes with its ends."""
+    """Remove all namespaces, even if removing one fails; the link is removed with its ends."""
     errors = []
     for namespace in namespaces:
         try:

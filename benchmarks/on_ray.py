@@ -1,4 +1,5 @@
-"""Learners on a Ray cluster of this machine: their throughput beside local ones, and the pause after a lost node."""
+"""Learners on a Ray cluster on this machine: their throughput beside local learners, and the pause after a node is
+lost."""
 
 import os
 import signal
@@ -27,16 +28,16 @@ from starling.launch.rendezvous import find_place
 from starling.launch.roster import Roster
 
 PAIRS, SECONDS = 4, 10.0
-"""Of the throughput: how many pairs, and how long each run lasts."""
+"""Number of pairs of throughput measurements, and seconds of each run."""
 WORLD, STEPS, KILLED_AT, REPEATS = 4, 900, 200, 3
 GRADIENT_SECONDS = 0.05
-"""On an emulated device, so that learners do not wait for this machine's cores."""
+"""Seconds of a gradient on an emulated device, so that learners do not wait for this machine's cores."""
 LONGEST = {"adpsgd": 2.0, "allreduce": 5.0}
-"""Seconds that survivors may pause."""
+"""Longest pause of survivors in seconds."""
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Ray / local, with everything else the same."""
+    """Bars for Ray / local, with everything else the same."""
     with ray_cluster() as cluster:
         cluster.add(num_cpus=2)
         bars = [_throughput(folder, RayMachines(cluster.address))]
@@ -61,7 +62,7 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def _throughput(folder: Path, ray: Machines) -> Bar:
-    """Gradients per second of two learners in step, from the third one to the last."""
+    """Gradients per second of two learners in step, from the third gradient to the last."""
     run = Run("allreduce", 2, widths=LARGE, seconds=SECONDS)
 
     def seconds_per_step(machines: Machines) -> Seconds:
@@ -81,7 +82,7 @@ def _throughput(folder: Path, ray: Machines) -> Bar:
 def _pauses(
     machines: Machines, folder: Path, strategy: str, node: str, kill: Callable[[int], None], num_lost: int
 ) -> list[Seconds]:
-    """The longest pause of each survivor, after `kill` got the process id of a learner on `node`."""
+    """The longest pause of each survivor; `kill` is called with the process id of a learner on `node`."""
     roster = Roster(WORLD)
 
     def kill_one(pids: dict[int, int]) -> None:

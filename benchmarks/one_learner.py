@@ -1,4 +1,4 @@
-"""One learner of Starling against a bare PyTorch loop of the same model and data."""
+"""One learner of Starling against a bare PyTorch loop with the same model and data."""
 
 from pathlib import Path
 

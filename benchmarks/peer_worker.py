@@ -1,6 +1,7 @@
-"""The program of a worker that trains case after case and writes down what it measured: `peer_worker CASES FOLDER`.
+"""The program of a worker that trains one case after another and writes down what it measured: `peer_worker CASES
+FOLDER`.
 
-It imports nothing of Starling itself: the start of a rival must not pay for that.
+It does not import Starling itself, because a rival's start must not include that time.
 """
 
 import itertools
@@ -28,36 +29,36 @@ from benchmarks.rivals import COLUMNS, LOCAL_STEPS, Loop, Worker, case_store
 Seconds = float
 BATCH_SIZE, NUM_BATCHES = 32, 64
 WARM_UP_STEPS, WARM_UP_SECONDS = 2 * LOCAL_STEPS, 0.5
-"""Untimed: of columns in step, and of the others."""
+"""Untimed steps of columns in step, and untimed seconds of other columns."""
 LAST_STEPS = LOCAL_STEPS // 2
-"""Untimed steps before the models are compared: LocalSGD is caught halfway between two averagings."""
+"""Number of untimed steps before the models are compared: LocalSGD is caught halfway between two averagings."""
 SYNCHRONOUS_START: Seconds = 0.02
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement of one column."""
+    """One measurement of a column."""
 
     column: str
     widths: Sequence[int]
     slow_seconds: Seconds = 0.0
-    """What the last worker sleeps before each gradient."""
+    """Seconds that the last worker sleeps before each gradient."""
     seconds: Seconds = 2.0
-    """About how long to measure; 0: stop after the first step."""
+    """Approximate seconds to measure; 0 stops after the first step."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The column's."""
+    """Options of the column."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one worker measured of one case."""
+    """The measurements of one worker for one case."""
 
     steps: int
     seconds: Seconds
     rounds: float
-    """Exchanges within these steps."""
+    """Number of exchanges within these steps."""
     first_step_at: Seconds
-    """On the clock that all processes of a machine share."""
+    """Time of the first step, on the clock that all processes of a machine share."""
 
 
 def main(cases: list[Case], folder: Path) -> None:
@@ -77,7 +78,7 @@ def main(cases: list[Case], folder: Path) -> None:
 
 
 def measure(case: Case, worker: Worker, loop: Loop) -> Measured:
-    """Warm up, meet the others, and count and time this worker's steps."""
+    """Warm up, wait for the others, and count and time this worker's steps."""
     column = COLUMNS[case.column]
     sleep = case.slow_seconds if worker.rank == worker.world - 1 else 0.0
     batches = draw_batches(case.widths, worker.rank)
@@ -124,14 +125,15 @@ def measure(case: Case, worker: Worker, loop: Loop) -> Measured:
 
 
 def warm_up_until(when: Seconds, step: Callable[[], None], loop: Loop) -> int:
-    """Make steps until `when`; the rounds made by then."""
+    """Make steps until `when`, and return the number of rounds made by then."""
     while time.monotonic() < when:
         step()
     return loop.num_rounds() if loop.num_rounds else 0
 
 
 def draw_batches(widths: Sequence[int], rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of worker `rank`, over and over; they are drawn once, so that drawing costs no column time."""
+    """Inputs and targets of worker `rank`, repeated forever. They are drawn once, so that no column spends time on
+    drawing."""
     generator = torch.Generator().manual_seed(100 + rank)
     drawn = [
         (
@@ -144,14 +146,14 @@ def draw_batches(widths: Sequence[int], rank: int) -> Iterator[tuple[Tensor, Ten
 
 
 def agree_on_steps(store: Store, rank: int, steps: float) -> int:
-    """Learner 0's wish, in whole periods of LocalSGD."""
+    """The number of steps that worker 0 asks for, rounded up to whole periods of LocalSGD."""
     if rank == 0:
         store.set("steps", str(LOCAL_STEPS * max(1, math.ceil(steps / LOCAL_STEPS))))
     return int(store.get("steps"))
 
 
 def begin_together(store: Store, rank: int, world: int) -> Seconds:
-    """Wait for all; the moment, the same for all, at which this returns."""
+    """Wait for all workers, and return the time, the same for all of them, at which this returns."""
     meet(store, world, "begin")
     if rank == 0:
         store.set("moment", repr(time.monotonic() + SYNCHRONOUS_START))
@@ -161,14 +163,14 @@ def begin_together(store: Store, rank: int, world: int) -> Seconds:
 
 
 def meet(store: Store, world: int, name: str) -> None:
-    """Wait until all workers are here."""
+    """Wait until all workers have arrived."""
     if store.add(f"{name}/number", 1) == world:
         store.set(f"{name}/all", "")
     store.wait([f"{name}/all"])
 
 
 def end_with_launcher() -> None:
-    """End this process when the other end of the line that the launcher gave it is closed."""
+    """End this process when the other end of the launcher's pipe is closed."""
     line = socket.socket(fileno=int(os.environ.pop("STARLING_LINK_FD")))
 
     def watch() -> None:

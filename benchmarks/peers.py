@@ -1,8 +1,8 @@
-"""Starling's drop-in beside its peers, in one and the same loop: a table on the screen, and `bench-peers.json`.
+"""Starling's drop-in beside its peers, in the same loop: a table on the screen, and `bench-peers.json`.
 
 Run as `make bench-peers`. Four workers, one thread each, train the same model with the same mini-batches and optimizer;
-each column is a library under one strategy. What a bar compares is measured alternately by the same four processes.
-SGP's AD-PSGD is left out: it cannot be installed beside a current torch.
+each column is a library under one strategy. The two columns that a bar compares are measured alternately by the same
+four processes. SGP's AD-PSGD is left out, because it cannot be installed beside a current torch.
 """
 
 import argparse
@@ -36,7 +36,7 @@ WORLD = 4
 SIZES = {"small": SMALL, "large": LARGE}
 TITLES = {"small": "13 k parameters", "large": "4 M parameters"}
 SPEEDS = {"equal": 0.0, "slow": 0.1}
-"""What the last worker sleeps before each gradient."""
+"""Seconds that the last worker sleeps before each gradient."""
 RIVALS = {
     "allreduce": "ddp",
     "dpsgd": "decent_dp",
@@ -44,12 +44,12 @@ RIVALS = {
     "local_sgd": "torchft_local_sgd",
     "diloco": "torchft_diloco",
 }
-"""By the column of ours that must keep up with it. Decent-DP's ring exchanges with one neighbour a step, as our pairs
-do; our ring exchanges with both."""
+"""The rival of each of our columns, which must keep up with it. Decent-DP's ring exchanges with one neighbour per step,
+as our pairs do; our ring exchanges with both."""
 LEAST_RATIO, LONGEST_START = 0.97, 2.7
 STARTING = ("adpsgd", "ddp", "torchft_ddp", "decent_dp")
 REPEATS = 3
-"""Measurements of a column that is in no pair."""
+"""Number of measurements of a column that is in no pair."""
 LAUNCH_LIMIT: Seconds = 600.0
 
 
@@ -58,15 +58,16 @@ class Cell:
     """One measurement of a column in a row."""
 
     ms_per_gradient: float
-    """Until the last worker has made its steps, where they are in step; otherwise the mean of the workers, of the fast
-    ones where one sleeps."""
+    """Milliseconds per gradient: until the last worker has made its steps if they are in step, otherwise the mean over
+    the workers, or over the fast workers if one sleeps."""
     rounds_per_gradient: float
     distance: float
-    """sqrt(mean_l |w_l - mean|^2) / |mean|, with w_l the weights that worker l computes its next gradient at."""
+    """Distance between the models: sqrt(mean_l |w_l - mean|^2) / |mean|, with w_l the weights at which worker l
+    computes its next gradient."""
 
 
 Cells = dict[str, list[Cell]]
-"""By column."""
+"""Measurements by column."""
 
 
 def main() -> int:
@@ -99,7 +100,7 @@ def main() -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """What to measure, how often, and where the figures go."""
+    """Parse what to measure, how often, and where to write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("bench-peers.json"))
     names = [*COLUMNS, "start_up"]
@@ -116,7 +117,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure_row(size: str, slow_seconds: Seconds, given: argparse.Namespace, folder: Path) -> Cells:
-    """All columns that were asked for; those of a bar alternate with their rival."""
+    """Measure all columns that were asked for; the columns of a bar alternate with their rivals."""
 
     def case(column: str) -> Case:
         return Case(column, SIZES[size], slow_seconds, given.seconds, given.options.get(column, {}))
@@ -134,7 +135,7 @@ def measure_row(size: str, slow_seconds: Seconds, given: argparse.Namespace, fol
 
 
 def measure(columns: Sequence[str], repeats: int, case: Any, folder: Path) -> Cells:
-    """`columns` alternately, all by the same processes; their order turns from round to round."""
+    """Measure `columns` alternately in the same processes; their order changes from round to round."""
     order = [column for number in range(repeats) for column in (columns if number % 2 == 0 else columns[::-1])]
     found: Cells = {column: [] for column in columns}
     cells, _ = launched([case(column) for column in order], folder)
@@ -146,8 +147,8 @@ def measure(columns: Sequence[str], repeats: int, case: Any, folder: Path) -> Ce
 
 
 def launched(cases: Sequence[Case], folder: Path, world: int = WORLD) -> tuple[list[Cell], Seconds]:
-    """Let `world` processes make `cases` one after the other; what they measured, and how long it took from their
-    launch until the last of them had made the first step."""
+    """Let `world` processes run `cases` one after another; returns their measurements, and the time from their launch
+    to the last one's first step."""
     with tempfile.TemporaryDirectory(dir=folder) as name, loopback_store() as port:
         own = Path(name)
         program = [sys.executable, "-m", "benchmarks.peer_worker", json.dumps([asdict(each) for each in cases]), name]
@@ -220,7 +221,7 @@ def bars_of(row: str, found: Cells) -> list[Bar]:
 
 
 def speed_ratios(ours: Sequence[Cell], theirs: Sequence[Cell]) -> list[float]:
-    """How many times faster ours was, pair by pair."""
+    """Factors by which ours was faster, pair by pair."""
     return [their.ms_per_gradient / our.ms_per_gradient for our, their in zip(ours, theirs, strict=True)]
 
 
@@ -236,7 +237,7 @@ def milliseconds(cells: Sequence[Cell]) -> float:
 
 
 def in_words(cells: Sequence[Cell]) -> str:
-    """A column's medians: ms per gradient, rounds per gradient, distance between the models."""
+    """A description of a column's medians: ms per gradient, rounds per gradient, distance between the models."""
     rounds, distance = median(cell.rounds_per_gradient for cell in cells), median(cell.distance for cell in cells)
     return f"{milliseconds(cells):.3g} ms ({rounds:.2g} rounds, distance {distance:.1e})"
 
@@ -263,7 +264,7 @@ def bar_of_starts(starts: Mapping[str, Sequence[Seconds]]) -> Bar:
 def write(
     output: Path, bars: Sequence[Bar], rows: Mapping[str, Cells], starts: Mapping[str, Sequence[Seconds]]
 ) -> None:
-    """All that was measured so far."""
+    """Write everything measured so far."""
     figures = {
         row: {column: [asdict(cell) for cell in cells] for column, cells in found.items()}
         for row, found in rows.items()
@@ -273,7 +274,8 @@ def write(
 
 
 def table(rows: Mapping[str, Cells]) -> Table:
-    """A line for each column: ms per gradient, rounds per gradient and the distance between models in every row."""
+    """A table with a line for each column: ms per gradient, rounds per gradient and the distance between models in
+    every row."""
     made = Table(
         "", *rows, title=f"ms per gradient (rounds per gradient, distance between models), torch {torch.__version__}"
     )

@@ -1,4 +1,4 @@
-"""What one writes without Starling: a plain PyTorch loop over the same model, data and optimizer."""
+"""The loop that one writes without Starling: a plain PyTorch loop over the same model, data and optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -18,9 +18,10 @@ def plain_loop(
     wrap: Callable[[nn.Module], nn.Module] = lambda m: m,
     sync_every: int = 1,
 ) -> Iterator[None]:
-    """What one writes without Starling: the same model, data, optimizer and clipping, gradient by gradient.
+    """The loop that one writes without Starling, with the same model, data, optimizer and clipping, gradient by
+    gradient.
 
-    With `sync_every`, the optimizer steps with the mean of so many gradients, and DDP communicates once for them.
+    With `sync_every`, the optimizer steps with the mean of that many gradients, for which DDP communicates once.
     """
     model = wrap(job.workload.make_model().to(device))
     parameters = list(model.parameters())

@@ -1,4 +1,4 @@
-"""A corpus with wrong transcripts, to see which of them `starling check --model` finds.
+"""Makes a corpus with wrong transcripts, to see which of them `starling check --model` finds.
 
     starling prepare demo
     python -m benchmarks.planted_transcripts plant data/demo planted
@@ -25,12 +25,12 @@ from starling.speech.store import SpeechSet
 
 SETS = ("train", "dev", "test")
 RECIPE = {"learners": 1, "strategy": "allreduce", "budget": {"epochs": 16}, "batches": {"max_duration": 20}}
-"""What differs from the recipe `demo`, besides the data."""
+"""Keys that differ from the recipe `demo`, besides the data."""
 
 
 def plant(prepared: Path, folder: Path) -> None:
-    """Write the sets that `demo` has prepared as FLAC files, a TSV with wrong transcripts, what was planted, and a
-    recipe."""
+    """Write the sets that `demo` prepared as FLAC files, with a TSV of wrong transcripts, the list of planted errors,
+    and a recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in SETS:
@@ -51,7 +51,7 @@ def plant(prepared: Path, folder: Path) -> None:
 
 
 def _spoil(rows: list[list[str]]) -> dict[str, str]:
-    """Spoil the transcripts of some rows, their last column; returns the kind of each spoilt one, by id."""
+    """Spoil the transcripts (the last column) of some rows; returns the kind of error of each spoilt row, by id."""
     random = np.random.default_rng(5)
     order = [rows[place] for place in random.permutation(len(rows))]
     kinds = {}
@@ -74,7 +74,7 @@ def _spoil(rows: list[list[str]]) -> dict[str, str]:
 
 
 def count(folder: Path) -> None:
-    """Print how many of what was planted a check has found, and how many right transcripts it has listed."""
+    """Print how many of the planted errors a check found, and how many right transcripts it listed."""
     kinds = json.loads((folder / "planted.json").read_text(encoding="utf-8"))
     _, *rows = (folder / "data" / LIST).read_text(encoding="utf-8").splitlines()
     found = {row.split("\t")[2] for row in rows if row.split("\t")[0] in ("swapped", "misfit")}

@@ -1,4 +1,4 @@
-"""How much sooner a corpus is prepared by two processes than by one."""
+"""How much faster two processes prepare a corpus than one."""
 
 import shutil
 import time
@@ -13,11 +13,11 @@ from starling.speech.prepare import prepare
 from starling.speech.preparing.executors import Executor, Processes
 
 ROUNDS, FILES, USES, SHARD_SIZE = 2, 200, 50, 500
-"""The corpus lists each file several times, so that it is long but soon made."""
+"""Parameters of the measurement; the corpus lists each file several times, so that it is long but quickly made."""
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Seconds with one process / with two, their start included; files are read, resampled and encoded."""
+    """Seconds with one process / with two, including their start; files are read, resampled and encoded."""
     table = write_corpus(folder / "corpus")
     pairs = []
     for number in range(ROUNDS):
@@ -38,7 +38,7 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def write_corpus(folder: Path) -> Path:
-    """A table of synthetic speech in files of its own rate, 22.05 kHz."""
+    """Write a table of synthetic speech in files at their own rate, 22.05 kHz."""
     folder.mkdir()
     rows = ["id\tspeaker\taudio\ttext"]
     spoken = SyntheticCorpus(kind="synthetic", sets={"train": FILES}).utterances("train")
@@ -51,7 +51,7 @@ def write_corpus(folder: Path) -> Path:
 
 
 def seconds(table: Path, folder: Path, executor: Executor) -> Seconds:
-    """How long it takes to prepare the corpus."""
+    """Seconds that preparing the corpus takes."""
     config = DataConfig.model_validate(
         {
             "folder": folder,

@@ -1,4 +1,4 @@
-"""Two learners that agree rarely, on a slow link, against a lone one: what DiLoCo's periods and fragments save.
+"""Two learners that average rarely, on a slow link, against a lone one: what DiLoCo's periods and fragments save.
 
 Sending the model takes as long as eight gradients. DDP, and DDP with `no_sync`, are in the same table.
 """
@@ -25,11 +25,11 @@ ARMS: dict[str, tuple[str, Mapping[str, Any], int, float | None]] = {
     "DDP with no_sync, every 8": (DDP, {"sync_every": 8}, 80, None),
     "DDP": (DDP, {"sync_every": 1}, 20, None),
 }
-"""The strategy, its options, a learner's gradients, and the share of a lone learner's speed that is asked for."""
+"""The strategy, its options, a learner's number of gradients, and the required share of a lone learner's speed."""
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Samples per second of a learner / of a lone one."""
+    """Samples per second of a learner / of a lone learner."""
     with slow_link(folder) as link:
         return _measure(link)
 

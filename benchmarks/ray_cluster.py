@@ -1,4 +1,4 @@
-"""A Ray cluster of several raylets on this machine's loopback interface, and what it leaves behind.
+"""A Ray cluster of several raylets on this machine's loopback interface, and a check of what it leaves behind.
 
 Ray reads the variables below when it is imported, so this module sets them first.
 """
@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 MARK = "STARLING_RAY_CLUSTER"
 OBJECT_STORE_BYTES = 80 * 2**20
 LONGEST_END = 20.0
-"""Seconds in which the processes of a node that was killed must have ended."""
+"""Seconds within which the processes of a killed node must have ended."""
 SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -30,8 +30,8 @@ SYSTEM_CONFIG = {
     "health_check_failure_threshold": 3,
     "worker_niceness": 0,
 }
-"""By default, Ray needs some 15 s to notice a lost node, and until then gives it actors; and it gives its workers a
-niceness of 15, so that other programs of a machine come first."""
+"""Settings of Ray. By default, it needs some 15 s to notice a lost node, and gives it actors until then; it also gives
+its workers a niceness of 15, so that other programs on a machine come first."""
 
 
 class RayCluster:
@@ -53,7 +53,7 @@ class RayCluster:
 
     @property
     def logs(self) -> Path:
-        """Where all nodes and workers write."""
+        """The folder to which all nodes and workers write."""
         return Path(self._cluster.head_node.get_session_dir_path()) / "logs"
 
     def add(self, num_cpus: int, **resources: float) -> Any:
@@ -78,12 +78,12 @@ class RayCluster:
             )
 
     def kill(self, node: Any) -> None:
-        """Kill a raylet with SIGKILL; its workers end because of that."""
+        """Kill a raylet with SIGKILL, which ends its workers."""
         self._cluster.remove_node(node, allow_graceful=False)
 
     @contextmanager
     def more_nodes(self) -> Iterator["RayCluster"]:
-        """Raylets that are added inside this context are killed at its end, and none of their processes may be left."""
+        """A context at whose end raylets added inside it are killed; none of their processes may be left."""
         own, mark = set(self._cluster.worker_nodes), self.mark
         self.mark = secrets.token_hex(8)
         try:
@@ -105,7 +105,8 @@ class RayCluster:
 
 
 def _end(mark: str) -> dict[int, str]:
-    """Wait for the processes of nodes with a mark, and for learners on them; kill and return what is left."""
+    """Wait for the processes of nodes with a mark, and for learners on them; kill those that are left, and return
+    them."""
     deadline = time.monotonic() + LONGEST_END
     while (left := dict(_marked(mark))) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -123,7 +124,7 @@ def _marked(mark: str) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _same_handler(number: int) -> Iterator[None]:
-    """The handler of a signal is the same afterwards."""
+    """A context that restores the handler of a signal at its end."""
     handler = signal.getsignal(number)
     try:
         yield
@@ -133,7 +134,7 @@ def _same_handler(number: int) -> Iterator[None]:
 
 @contextmanager
 def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for the processes that are started inside the context."""
+    """A context in which started processes have these environment variables."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

@@ -1,6 +1,6 @@
-"""A Ray cluster whose nodes have a network namespace each, so that cables can be cut, as between machines.
+"""A Ray cluster whose nodes have separate network namespaces, so that cables can be cut, as between machines.
 
-Each node also has a `/tmp/ray` of its own, where Ray keeps what belongs to one machine. All share the other files.
+Each node also has its own `/tmp/ray`, where Ray keeps the files of one machine. All nodes share the other files.
 """
 
 import json
@@ -23,23 +23,23 @@ from benchmarks.ray_cluster import OBJECT_STORE_BYTES, SYSTEM_CONFIG
 RAY = str(Path(sys.executable).parent / "ray")
 BRIDGE, PORT = "bridge", 6379
 STARTS = 3
-"""How often a node is started: Ray ends one that takes half a minute, as it may on a busy machine."""
+"""Number of attempts to start a node: Ray ends one that takes half a minute, as it may on a busy machine."""
 _OWN_FILES = 'mount -t tmpfs none /tmp/ray && exec "$@"'
 
 
 def environment() -> dict[str, str]:
-    """Environment variables for these machines, whose addresses are not loopback ones."""
+    """Environment variables for these machines, whose addresses are not loopback addresses."""
     return {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
 
 
 @dataclass
 class Machine:
-    """A machine of the cluster; the first has the control plane, and a driver."""
+    """A machine of the cluster; the first machine has the control plane, and a driver."""
 
     namespace: str
     address: str
     process: "subprocess.Popen[bytes] | None" = None
-    """`ray start`, which ends with its node."""
+    """The process of `ray start`, which ends with its node."""
 
     def inside(self, command: Sequence[str], folder: Path) -> list[str]:
         """`command`, to be run in a folder of this machine while its node runs."""
@@ -59,7 +59,7 @@ class Machine:
 
 
 class Machines:
-    """The first machine runs a node with one CPU; `start` and `kill` are for the others."""
+    """The machines of a cluster. The first runs a node with one CPU; `start` and `kill` are for the others."""
 
     def __init__(self, number: int, log: Path) -> None:
         name, self._log = f"starling-ray-{secrets.token_hex(3)}", log
@@ -71,7 +71,7 @@ class Machines:
         return f"{self.all[0].address}:{PORT}"
 
     def lay_cables(self) -> None:
-        """Make the namespaces, with a bridge in the first, to which all others are connected."""
+        """Make the namespaces, with a bridge in the first one, to which all others are connected."""
         hub = self.all[0]
         for machine in self.all:
             execute(["ip", "netns", "add", machine.namespace])
@@ -87,7 +87,7 @@ class Machines:
             execute(["ip", "-n", machine.namespace, "link", "set", INTERFACE, "up"])
 
     def start(self, machine: Machine) -> None:
-        """Start a node with one CPU, and wait until it belongs to the cluster."""
+        """Start a node with one CPU, and wait until it has joined the cluster."""
         place = [f"--node-ip-address={machine.address}"]
         if machine is self.all[0]:
             settings = json.dumps(SYSTEM_CONFIG)
@@ -110,7 +110,7 @@ class Machines:
         raise RuntimeError(f"no node on {machine.address}: {log.read_text(errors='replace')[-2000:]}")
 
     def kill(self, machine: Machine) -> int:
-        """Kill all that runs on a machine, at once; return how many processes that were."""
+        """Kill everything that runs on a machine at once; returns the number of killed processes."""
         living = machine.processes()
         for process in living:
             with suppress(psutil.Error):
@@ -129,7 +129,7 @@ class Machines:
         execute(["ip", "-n", machine.namespace, "link", "set", INTERFACE, "up" if is_in else "down"])
 
     def remove(self) -> list[str]:
-        """Kill everything and remove the namespaces; return what was left on machines that had been killed."""
+        """Kill everything and remove the namespaces; returns what was left on machines that had been killed."""
         left = [
             " ".join(each.cmdline()) for machine in self.all if machine.process is None for each in machine.processes()
         ]
@@ -141,9 +141,9 @@ class Machines:
 
 @contextmanager
 def machines(number: int, log: Path) -> Generator[Machines, None, None]:
-    """So many machines, of which the first runs a node; gone after the context.
+    """A context with `number` machines, of which the first runs a node.
 
-    Raises `NoNamespacesError` where namespaces are not allowed.
+    Raises `NoNamespacesError` if namespaces are not allowed.
     """
     execute(["unshare", "--mount", "true"])
     Path("/tmp/ray").mkdir(exist_ok=True)

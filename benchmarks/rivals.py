@@ -1,7 +1,7 @@
-"""The columns of the table of peers: the training loop of each, ours and theirs, behind one face.
+"""The columns of the table of peers: each one's training loop, ours and theirs, behind a common interface.
 
-Each is a context in which a worker has a `Loop`. Each library is imported where it is used: only
-`make bench-peers` installs the rivals, and none pays for the import of another.
+Each column is a context in which a worker has a `Loop`. Each library is imported where it is used: only `make
+bench-peers` installs the rivals, and no column's time includes the import of another's library.
 """
 
 import os
@@ -23,18 +23,18 @@ TIMEOUT = timedelta(seconds=60)
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 LOCAL_STEPS = 10
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
-"""Of DiLoCo."""
+"""Learning rate and momentum of DiLoCo's outer optimizer."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What a training loop calls, in this order: `zero_grad`, `model`, `backward` of the loss, `step`."""
+    """The calls of a training loop, in this order: `zero_grad`, `model`, `backward` of the loss, `step`."""
 
     model: Callable[[Tensor], Tensor]
     zero_grad: Callable[[], None]
     step: Callable[[], None]
     num_rounds: Callable[[], int] | None = None
-    """Exchanges so far, where their number is no constant share of the steps."""
+    """A function that returns the number of exchanges so far, if it is not a constant share of the steps."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Worker:
     rank: int
     world: int
     store: Store
-    """With names of this case's own."""
+    """A store for this case alone."""
     model: nn.Module
     options: dict[str, Any]
-    """Of the column, in place of its usual ones."""
+    """Options of the column, in place of its usual ones."""
 
 
 Open = Callable[[Worker], AbstractContextManager[Loop]]
@@ -55,14 +55,15 @@ Open = Callable[[Worker], AbstractContextManager[Loop]]
 
 @dataclass(frozen=True)
 class Column:
-    """How one library, under one strategy, trains."""
+    """A library's training under one strategy."""
 
     title: str
     open: Open
     in_step: bool = True
     """Whether all workers must make equal numbers of steps."""
     rounds_per_gradient: float | None = None
-    """Where it is constant. None beside `in_step=False`: measured. None otherwise: nothing is averaged."""
+    """Rounds per gradient, if constant. None means that they are measured if `in_step=False`; otherwise, nothing is
+    averaged."""
     averages: bool = True
 
 
@@ -73,14 +74,14 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @contextmanager
 def alone(worker: Worker) -> Generator[Loop, None, None]:
-    """A plain loop that knows of nobody."""
+    """A plain loop without other workers."""
     optimizer = sgd(list(worker.model.parameters()))
     yield Loop(worker.model, optimizer.zero_grad, optimizer.step)
 
 
 @contextmanager
 def ddp(worker: Worker) -> Generator[Loop, None, None]:
-    """Plain DistributedDataParallel, tuned."""
+    """Tuned plain DistributedDataParallel."""
     with _default_group(worker):
         reducing = tuned_ddp(worker.model, **worker.options)
         optimizer = sgd(list(worker.model.parameters()))
@@ -104,7 +105,7 @@ def ours(strategy: str, **usual: Any) -> Open:
 
 @contextmanager
 def decent_dp(worker: Worker) -> Generator[Loop, None, None]:
-    """Decent-DP: steps and averages bucket by bucket behind backward, with one neighbour of a ring at a time."""
+    """Decent-DP: steps and averages bucket by bucket after backward, with one neighbour of a ring at a time."""
     from decent_dp.ddp import DecentralizedDataParallel
     from loguru import logger
 
@@ -234,7 +235,7 @@ COLUMNS = {
     "torchft_local_sgd": Column("torchft LocalSGD", torchft_local_sgd, rounds_per_gradient=1.0 / LOCAL_STEPS),
     "torchft_diloco": Column("torchft DiLoCo", torchft_diloco, rounds_per_gradient=1.0 / LOCAL_STEPS),
 }
-"""By the name that `--only` knows them by."""
+"""The columns, by their names for `--only`."""
 
 
 def case_store(store: Store, number: int) -> Store:

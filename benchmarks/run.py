@@ -74,9 +74,9 @@ BENCHMARKS: dict[str, Measure] = {
     "transcribing": lambda folder, device: transcribing.measure(folder),
     "adapters": lambda folder, device: adapters.measure(folder),
 }
-"""By the name that `--only` knows them by."""
+"""The benchmarks, by their names for `--only`."""
 ON_SPEECH = {"one_learner", "two_learners", "virtual_cluster", "surviving", "checkpointing"}
-"""Those that train on the demo's corpus."""
+"""The benchmarks that train on the demo's corpus."""
 
 
 def main() -> int:
@@ -103,7 +103,7 @@ def main() -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], Path]:
-    """The benchmarks that were asked for, in their usual order, and where the figures go."""
+    """The benchmarks that were asked for, in their usual order, and the file for the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("bench.json"))
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="BENCHMARK")
@@ -112,7 +112,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], Path]:
 
 
 def table(bars: Sequence[Bar], title: str) -> Table:
-    """The bars, one a row."""
+    """A table with a row for each bar."""
     made = Table("measured", "ratio", "bar", "holds", "absolute", title=title)
     for bar in bars:
         ratio = f"{bar.ratio:.3f}" if bar.ratio >= 0.1 else f"{bar.ratio:.2g}"

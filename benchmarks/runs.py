@@ -1,4 +1,4 @@
-"""Short runs that are measured: what they are, and what each learner notes of them."""
+"""Short runs that are measured: their parameters, and what each learner records."""
 
 import json
 import time
@@ -22,51 +22,52 @@ from starling.workload import Workload
 
 Seconds = float
 DDP = "ddp"
-"""In the place of a strategy: DistributedDataParallel. Its one option is `sync_every`, the gradients that are summed up
-(under `no_sync`) before it communicates."""
+"""Stands in for a strategy: DistributedDataParallel. Its one option is `sync_every`, the number of gradients that are
+summed (under `no_sync`) before it communicates."""
 SENDING = "sending"
-"""In the place of a strategy: learner 0 sends the model to learner 1 again and again."""
+"""Stands in for a strategy: learner 0 sends the model to learner 1 repeatedly."""
 WARM_UP = 3
-"""Gradients of each learner that are not timed: the first ones prepare."""
+"""Number of gradients of each learner that are not timed, because the first ones prepare."""
 LEARNING_RATE = 0.05
 COMPARED_AT = 0.5
-"""The share of the budget after which each learner's weights are kept, to be compared with the others'."""
+"""Share of the budget after which each learner's weights are kept, for comparison with the others'."""
 LEAST_ROUNDS = 0.5
-"""Averaging rounds per gradient below which an asynchronous strategy trains models that know little of each other."""
+"""Averaging rounds per gradient below which the models of an asynchronous strategy have little influence on each
+other."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of some learners, equally long for all who are told about it."""
+    """A run of several learners, which ends at the same time for all learners that are told about it."""
 
     strategy: str
     world: int
     num_parameters: int = 0
-    """Of the emulated device's model."""
+    """Number of parameters of the emulated device's model."""
     gradient_seconds: Seconds = 0.0
-    """What a gradient takes on the emulated device; beside a perceptron, what it takes longer."""
+    """Seconds of a gradient on the emulated device; with a perceptron, seconds added to each gradient."""
     widths: tuple[int, ...] = ()
-    """Of a perceptron that is computed for real, in place of the emulated device's model."""
+    """Widths of a perceptron that is really computed, in place of the emulated device's model."""
     steps: int | None = None
-    """Mini-batches of all learners together."""
+    """Number of mini-batches of all learners together."""
     seconds: Seconds | None = None
     last_is_slower: float = 1.0
-    """How many times longer the last learner's gradients take."""
+    """Factor by which the last learner's gradients take longer."""
     jitter: float = 0.0
-    """Each gradient takes longer by a random share of its time, exponentially distributed with this mean."""
+    """Mean of an exponentially distributed share of its time by which each gradient takes longer."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The strategy's."""
+    """Options of the strategy."""
     batch_shares: Mapping[str, int] = field(default_factory=dict)
-    """By rank, as JSON has it."""
+    """Batch shares by rank, with the ranks as text, as in JSON."""
     bytes_per_second: float | None = None
-    """Emulates a link of this speed where no real one can be throttled."""
+    """Speed of a link to emulate if no real link can be throttled."""
 
     @classmethod
     def from_json(cls, text: str) -> "list[Run]":
         return [cls(**{**values, "widths": tuple(values["widths"])}) for values in json.loads(text)]
 
     def job(self) -> Job:
-        """This run for an engine; of a run without a strategy, its model and data."""
+        """The job of this run, for an engine; for a run without a strategy, its model and data."""
         workload: Workload[Any] = (
             Computing(self.widths, self.gradient_seconds)
             if self.widths
@@ -87,23 +88,23 @@ class Run:
 
     @property
     def stragglers(self) -> Stragglers:
-        """The slowness that is injected."""
+        """The injected slowness."""
         slow = {self.world - 1: self.last_is_slower} if self.last_is_slower > 1.0 else {}
         return Stragglers(slow=slow, jitter=self.jitter)
 
 
 @dataclass
 class Outcome:
-    """What one learner noted of a run."""
+    """The record of a run by one learner."""
 
     stamps: list[Seconds] = field(default_factory=list)
-    """When each gradient was there, on the clock that all processes of a machine share."""
+    """Times at which each gradient was ready, on the clock that all processes of a machine share."""
     cpu_seconds: Seconds = 0.0
     """Processor time of the whole process, gloo's threads included, from its first gradient to the run's end."""
     rounds: int = 0
     bytes_sent: int = 0
     distance: float | None = None
-    """Between all learners' models, each taken after `COMPARED_AT` of the budget; see `relative_distance`."""
+    """Distance between all learners' models, each taken after `COMPARED_AT` of the budget; see `relative_distance`."""
 
     @property
     def rate(self) -> float:
@@ -118,23 +119,23 @@ class Outcome:
 
 
 class Notes(Observer):
-    """An observer, or the plain loop's, that fills in an outcome."""
+    """An observer (also for the plain loop) that fills in an outcome."""
 
     def __init__(self, run: Run) -> None:
         self.job = run.job()
         self.outcome = Outcome()
         self.weights: Tensor | None = None
-        """`[P]`, this learner's own after `COMPARED_AT` of the budget."""
+        """This learner's weights `[P]` after `COMPARED_AT` of the budget."""
         self._cpu_begin = 0.0
 
     def gradient_made(self) -> None:
-        """One more gradient is there."""
+        """Record that another gradient is ready."""
         if not self.outcome.stamps:
             self._cpu_begin = time.process_time()
         self.outcome.stamps.append(time.monotonic())
 
     def ended(self) -> None:
-        """The run is over."""
+        """Record that the run is over."""
         self.outcome.cpu_seconds = time.process_time() - self._cpu_begin
 
     def on_step(self, report: StepReport) -> None:
@@ -149,31 +150,32 @@ class Notes(Observer):
 
 
 def weights_file(folder: Path, number: int, rank: int) -> Path:
-    """Where learner `rank` writes its weights of a run."""
+    """The file to which learner `rank` writes its weights of a run."""
     return folder / f"weights-{number}-{rank}.bin"
 
 
 def read_weights(file: Path) -> Tensor:
-    """Weights `[P]` that a process wrote."""
+    """Read weights `[P]` that a process wrote."""
     return torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.float32)
 
 
 def relative_distance(models: Sequence[Tensor]) -> float:
-    """How far models `[P]` are from their mean, as a share of its norm: sqrt(mean_l |w_l - mean|^2) / |mean|."""
+    """Distance of models `[P]` from their mean, as a share of its norm: sqrt(mean_l |w_l - mean|^2) / |mean|."""
     every = torch.stack([model.double() for model in models])
     mean = every.mean(dim=0)
     return float((every - mean).norm() / len(models) ** 0.5 / mean.norm())
 
 
 def averaging_in_words(runs: Sequence[Sequence[Outcome]]) -> str:
-    """How often learners averaged, and how far apart their models were: the medians over runs of one kind."""
+    """A description of how often learners averaged, and how far apart their models were: the medians over runs of one
+    kind."""
     rounds = f"{median(rounds_per_gradient(outcomes) for outcomes in runs):.2f} rounds per gradient"
     distances = [outcomes[0].distance for outcomes in runs if outcomes[0].distance is not None]
     return f"{rounds}, distance between models {median(distances):.1e}" if distances else rounds
 
 
 def rounds_per_gradient(outcomes: Sequence[Outcome]) -> float:
-    """The mean over learners of each one's averaging rounds per gradient of its own."""
+    """The mean over learners of their averaging rounds per gradient."""
     return fmean(outcome.rounds / len(outcome.stamps) for outcome in outcomes)
 
 
@@ -183,5 +185,5 @@ def total_rate(outcomes: Sequence[Outcome]) -> float:
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median over the rounds of numerator / denominator, both of one round."""
+    """The median over rounds of numerator / denominator, both from the same round."""
     return median(above / below for above, below in zip(numerators, denominators, strict=True))

@@ -1,4 +1,5 @@
-"""Whether the size of a set matters: a learner's memory at 10 thousand and a million utterances, and a resume there."""
+"""The effect of a set's size: a learner's memory at 10 thousand and at a million utterances, and a resume in the larger
+set."""
 
 import json
 import random
@@ -15,7 +16,7 @@ SMALL, LARGE = 10_000, 1_000_000
 MOST_MEBIBYTES, MOST_SECONDS = 200.0, 1.0
 ROUNDS = 3
 GONE_THROUGH = 50_000
-"""Utterances of the plan: five windows of the large set, and five times the small one."""
+"""Number of utterances of the plan: five windows of the large set, and five times the small set."""
 
 
 def measure(folder: Path) -> list[Bar]:
@@ -47,7 +48,8 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def read(folder: Path) -> dict[str, float]:
-    """What a fresh process, at a place of its own, notes about itself; the system's caches are empty if it can be."""
+    """The notes of a fresh process about itself, started at its own place; the system's caches are empty if
+    possible."""
     forget(folder)
     chance = random.Random()
     with TemporaryDirectory(dir=folder.parent) as name:

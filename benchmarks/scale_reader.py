@@ -1,7 +1,9 @@
-"""A process that trains on a large set, without the training: `scale_reader FOLDER EPOCH PLACE UTTERANCES RESULT`.
+"""A process that reads a large set as in training, but does not train: `scale_reader FOLDER EPOCH PLACE UTTERANCES
+RESULT`.
 
-It opens the set, loads the mini-batch at PLACE (0 to 1) of an epoch as a resumed learner does, goes on through the plan
-of so many utterances, and notes in RESULT how long the first took and how much memory it all came to.
+It opens the set, loads the mini-batch at PLACE (0 to 1) of an epoch as a resumed learner does, continues through the
+plan for UTTERANCES utterances, and records in RESULT how long the first mini-batch took and how much memory everything
+used.
 """
 
 import json
@@ -24,7 +26,7 @@ from starling.workload import Ticket
 
 MEBIBYTE = 2**20
 KINDS = ("Anon", "File")
-"""Memory of the process's own, and pages of mapped files that it has touched."""
+"""Kinds of memory: the process's own, and pages of mapped files that it has touched."""
 
 
 def main(folder: Path, epoch: int, place: float, utterances: int, result: Path) -> None:
@@ -48,7 +50,7 @@ def main(folder: Path, epoch: int, place: float, utterances: int, result: Path) 
 
 
 def recipe_for(folder: Path) -> Recipe:
-    """The usual recipe, of a corpus that nobody prepares."""
+    """The usual recipe, for a corpus that is never prepared."""
     return check_recipe(
         {
             "name": "scale",
@@ -66,7 +68,7 @@ def recipe_for(folder: Path) -> Recipe:
 
 
 def open_workload(recipe: Recipe, features: LogMel, folder: Path) -> SpeechWorkload:
-    """The training set as a learner opens it, with everything in it kept."""
+    """Open the training set as a learner does, with everything in it kept."""
     train = SpeechSets([Member("", folder)])
     tokenizer = CharacterTokenizer("ABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     with TemporaryDirectory() as initial:
@@ -75,7 +77,7 @@ def open_workload(recipe: Recipe, features: LogMel, folder: Path) -> SpeechWorkl
 
 
 def memory() -> dict[str, float]:
-    """Mebibytes of this process, by kind."""
+    """Memory of this process in mebibytes, by kind."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return {kind: int(lines[f"Rss{kind}"].split()[0]) * 1024 / MEBIBYTE for kind in KINDS}
 

@@ -1,4 +1,4 @@
-"""Lets this environment see all packages of another one, editable ones included: `see_packages_of ENVIRONMENT`."""
+"""Lets this environment see all packages of another one, including editable ones: `see_packages_of ENVIRONMENT`."""
 
 import sys
 import sysconfig

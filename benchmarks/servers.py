@@ -1,4 +1,4 @@
-"""Parameter servers: what a slow worker costs the others under each rule, and how many gradients servers take."""
+"""Parameter servers: what a slow worker costs the others under each rule, and how many gradients servers accept."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +19,17 @@ RULES: dict[str, dict[str, Any]] = {
 SIZES = {"0.25 M": 1 << 18, "1 M": 1 << 20, "4 M": 1 << 22, "16 M": 1 << 24}
 PUSHING, PUSHES_OF_A_SIZE = 2, {"0.25 M": 600, "1 M": 300, "4 M": 100, "16 M": 30}
 SECOND_SHARD = 0.5
-"""A second server may not halve the gradients that are taken, even where all processes share one memory."""
+"""Bar for a second server: it may not halve the gradients that are accepted, even though all processes share one
+memory."""
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Workers on emulated devices beside one that is ten times slower; then workers that only push and pull."""
+    """Workers on emulated devices beside one that is ten times slower, then workers that only push and pull."""
     return [*beside_a_slow_worker(folder), *pushes(folder)]
 
 
 def beside_a_slow_worker(folder: Path) -> list[Bar]:
-    """The three fast workers' throughput, as a share of what it is when all four are fast."""
+    """The three fast workers' throughput, as a share of their throughput when all four are fast."""
 
     def run(options: dict[str, Any], slower: float) -> Run:
         return Run(
@@ -65,7 +66,7 @@ def _beside(rule: str, slow: Sequence[Sequence[Outcome]], even: Sequence[Sequenc
 
 
 def pushes(folder: Path) -> list[Bar]:
-    """Gradients that one server takes and two servers take, from workers that compute next to nothing."""
+    """Gradients that one server accepts and two servers accept, from workers that compute next to nothing."""
     bars = []
     for size, num_parameters in SIZES.items():
         found = alternately(

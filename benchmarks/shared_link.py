@@ -1,4 +1,4 @@
-"""What messages between two nodes of two learners take on a throttled link that they share: nothing but exchanges.
+"""The time of messages between two nodes of two learners on a throttled link that they share; learners only exchange.
 
 Run as `python -m benchmarks.shared_link [CONGESTION_CONTROL]`. It has no bar; it explains what `calibration` finds.
 """
@@ -23,16 +23,16 @@ from starling.topology import find_topology
 ROUNDS = 30
 HALF = WORLD // 2
 Peers = Callable[[int, int], Sequence[int]]
-"""Whom a learner exchanges with, by round and rank."""
+"""A function that returns the learners with which a learner exchanges, by round and rank."""
 
 
 def across(rank: int, others: Sequence[int]) -> list[int]:
-    """Those of the others that are in the other node."""
+    """The others that are in the other node."""
     return [other for other in others if other // HALF != rank // HALF]
 
 
 def patterns() -> dict[str, Peers]:
-    """The exchanges by name; those inside a node are left out."""
+    """The exchanges by name, without those inside a node."""
     rings = find_topology("random", WORLD, seed=0)
     return {
         "one pair": lambda k, rank: [(rank + HALF) % WORLD] if rank % HALF == 0 else [],
@@ -42,7 +42,7 @@ def patterns() -> dict[str, Peers]:
 
 
 def exchange(rank: int, note: Path) -> None:
-    """Be a learner; the first writes the lines of the table."""
+    """Act as a learner; the first one writes the lines of the table."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=100.0))
     mine, lines = torch.zeros(NUM_PARAMETERS), []
     for name, peers_of in patterns().items():

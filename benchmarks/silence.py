@@ -1,9 +1,10 @@
-"""What silence, faint noise and another level do to the word errors of a trained recogniser.
+"""The effect of silence, faint noise and a different level on the word errors of a trained recogniser.
 
     python -m benchmarks.silence EXPERIMENT PREPARED_SET
 
-Each utterance of the set alone, with digital silence or noise around it, and louder or softer; then all of them as one
-recording with gaps, as a file and through the WebSocket of `starling serve`. The exit code is 1 where a bar is missed.
+Each utterance of the set is transcribed alone, with digital silence or noise around it, and louder or softer; then all
+of them are transcribed as one recording with gaps, as a file and through the WebSocket of `starling serve`. The exit
+code is 1 if a bar is missed.
 """
 
 import argparse
@@ -30,21 +31,22 @@ from starling.speech.transcribing.transcriber import Transcriber
 
 Samples = NDArray[np.float32]
 PADS: tuple[Seconds, ...] = (0.1, 0.4, 1.0, 2.0)
-"""Before, and after."""
+"""Lengths of silence before and after an utterance."""
 NOISES = (0.0, 0.001)
-"""Standard deviations; 0 is digital silence."""
+"""Standard deviations of the noise; 0 is digital silence."""
 GAINS = (-30, -20, -10, 6)
-"""dB."""
+"""Changes of level in dB."""
 GAPS: tuple[Seconds, ...] = (0.6, 2.0)
-"""Between utterances."""
+"""Gaps between utterances."""
 BLOCK: Seconds = 0.2
 TOGETHER: Seconds = 60.0
 WORST, MEAN, JOINED = 1.5, 0.5, 1.5
-"""Points of word error rate more than alone: the worst cell, the mean of all, and as one recording."""
+"""Bars in points of word error rate above the utterances alone: the worst cell, the mean of all, and as one
+recording."""
 
 
 def of_experiment(experiment: Path, speech_set: SpeechSet) -> Iterator[Bar]:
-    """Points of word error rate beside those of the utterances alone."""
+    """Points of word error rate above the utterances alone."""
     recogniser = load_recogniser(experiment)
     stored = speech_set.read(range(len(speech_set)))
     references = {each.id: each.text for each in stored}
@@ -96,7 +98,7 @@ def louder(samples: Samples, decibels: float) -> Samples:
 
 
 def between(samples: Samples, noise: float, length: int, generator: np.random.Generator) -> Samples:
-    """Samples with noise of a standard deviation, `length` samples before them and as many after."""
+    """Samples with noise of standard deviation `noise`: `length` samples before them and as many after."""
     before, after = (noise * generator.standard_normal(length) for _ in range(2))
     return np.concatenate([before, samples, after]).astype(np.float32)
 
@@ -107,7 +109,7 @@ def as_file(transcriber: Transcriber, recording: Samples, rate: int) -> str:
 
 @contextmanager
 def served(experiment: Path) -> Iterator[str]:
-    """The address of `starling serve` with the newest model, in a process of its own."""
+    """A context with the address of `starling serve` with the newest model, in a separate process."""
     command = [sys.executable, "-u", "-m", "starling", "serve", str(experiment), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -121,7 +123,7 @@ def served(experiment: Path) -> Iterator[str]:
 
 
 def as_stream(address: str, recording: Samples, rate: int) -> str:
-    """Through the WebSocket, in short blocks."""
+    """The text of a recording that is sent through the WebSocket in short blocks."""
     pcm, hop = np.clip(recording * 32768.0, -32768, 32767).astype("<i2"), round(BLOCK * rate)
     texts = list[str]()
     with connect(f"ws{address}/live?rate={rate}", max_queue=None) as client:

@@ -1,4 +1,4 @@
-"""A link that is slow on purpose, emulated by waiting, for machines on which no real one can be throttled."""
+"""A deliberately slow link, emulated by waiting, for machines on which no real link can be throttled."""
 
 import threading
 import time
@@ -15,7 +15,8 @@ from benchmarks.runs import Seconds
 
 
 class SlowLink:
-    """What this process sends takes as long as on a link of `bytes_per_second` that carries one thing at a time."""
+    """A link of `bytes_per_second` that carries one message at a time; what this process sends takes as long as on
+    it."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
@@ -23,14 +24,14 @@ class SlowLink:
         self._lock = threading.Lock()
 
     def occupy(self, num_bytes: int) -> Seconds:
-        """When bytes that are sent now have passed the link."""
+        """The time at which bytes that are sent now have passed the link."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_second
             return self._free_at
 
     @contextmanager
     def under_messages(self) -> Generator[None, None, None]:
-        """Let all that `isend` sends pass the link."""
+        """A context in which everything that `isend` sends passes the link."""
         unpatched: Callable[..., Any] = dist.isend
 
         def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> "_Late":
@@ -43,7 +44,7 @@ class SlowLink:
             dist.isend = unpatched
 
     def under_reducing(self, model: DistributedDataParallel, world: int) -> DistributedDataParallel:
-        """Let what `model` sends for its means, as a ring does, pass the link."""
+        """Make what `model` sends for its means, as in a ring, pass the link."""
 
         def reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             gradients = bucket.buffer().div_(world)
@@ -60,7 +61,7 @@ class SlowLink:
 
 
 class _Late:
-    """Sending that is not over before `passed_at`."""
+    """A send that does not complete before `passed_at`."""
 
     def __init__(self, work: Any, passed_at: Seconds) -> None:
         self._work, self._passed_at = work, passed_at

@@ -1,11 +1,12 @@
-"""What `base: small` reaches on four real corpora, and what other settings would.
+"""Error rates that `base: small` reaches on four real corpora, and that other settings would reach.
 
     python -m benchmarks.small_corpora FOLDER NAME [KEY=VALUE ...]
 
-Each cell is one run on one corpus: nothing but the data and KEY=VALUE are set. It becomes FOLDER/NAME-CORPUS-SEED.json
-once it has ended, and is then skipped, so that a search can be interrupted. Settings are chosen by the error on the
-development sets; `--test` also scores the test sets. With `--after SECONDS` a run is ended early, and only the curve of
-its beginning counts. Then the cells of the folder are shown as a table. The corpora lie in `../shared/data`, or --data.
+Each cell is one run on one corpus, in which only the data and KEY=VALUE are set. When it ends, its result is written to
+FOLDER/NAME-CORPUS-SEED.json, and it is skipped from then on, so that a search can be interrupted. Settings are chosen
+by the error on the development sets; `--test` also scores the test sets. With `--after SECONDS` a run is ended early,
+and only the curve of its beginning counts. Then the cells of the folder are shown as a table. The corpora lie in
+`../shared/data`, or --data.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from benchmarks.measuring import Seconds
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 USEFUL = 80.0
-"""Per cent of character errors, below which an output is useful."""
+"""Character error rate in per cent below which an output is useful."""
 _SPLITS = {"sets": {each: {"split": each} for each in ("train", "dev", "test")}}
 _DIGITS = {
     "hold_out": {"folds": 20},
@@ -41,11 +42,11 @@ CORPORA: dict[str, tuple[Sequence[str], dict[str, Any], dict[str, Any]]] = {
     "kathleen": (["kathleen"], _SPLITS, {}),
     "digits": (["fsdd"], {"sets": {each: {"official_split": each} for each in ("train", "test")}}, _DIGITS),
 }
-"""The tables of each corpus, the keys of data.corpus, and those of data."""
+"""The tables of each corpus, its keys of data.corpus, and its keys of data."""
 
 
 def write_recipe(folder: Path, data: Path, corpus: str) -> Path:
-    """A recipe that sets nothing but the data. Several tables become one, whose audio paths are absolute."""
+    """Write a recipe that sets only the data. Several tables become one, whose audio paths are absolute."""
     tables, of_corpus, of_data = CORPORA[corpus]
     rows = [row for name in tables for row in _rows(data, name)]
     table = folder / f"{corpus}.tsv"
@@ -68,7 +69,7 @@ def _rows(data: Path, name: str) -> Iterator[dict[str, str]]:
 
 
 def run(folder: Path, name: str, command: Sequence[str], after: Seconds | None = None) -> int:
-    """Run a command of `starling`, for so many seconds at most; the exit code."""
+    """Run a command of `starling` for at most `after` seconds; returns the exit code."""
     started = [sys.executable, "-m", "starling", *command]
     with (folder / f"{name}.log").open("a") as log, subprocess.Popen(started, stdout=log, stderr=log, cwd=folder) as it:
         try:
@@ -79,7 +80,7 @@ def run(folder: Path, name: str, command: Sequence[str], after: Seconds | None =
 
 
 def curve(experiment: Path) -> list[tuple[Seconds, float, float]]:
-    """Seconds since the beginning, WER and CER of each model that was scored on the development set."""
+    """Seconds since the beginning, WER and CER of each model scored on the development set."""
     lines = (experiment / "log" / "events.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     scored = [each for each in events if each["kind"] == "validation"]
@@ -87,13 +88,13 @@ def curve(experiment: Path) -> list[tuple[Seconds, float, float]]:
 
 
 def score(experiment: Path, way: str, name: str) -> dict[str, float]:
-    """WER and CER of a set that has been scored."""
+    """WER and CER of a scored set."""
     text = (experiment / "decode" / way / f"wer-summary-{name}.txt").read_text(encoding="utf-8")
     return {rate.lower(): float(re.findall(rf"%{rate} (\S+)", text)[0]) for rate in ("WER", "CER")}
 
 
 def cell(folder: Path, corpus: str, given: argparse.Namespace) -> None:
-    """Run a cell, unless it has ended before."""
+    """Run a cell, unless it has ended earlier."""
     name = f"{given.name}-{corpus}-{given.seed}"
     done = folder / f"{name}.json"
     if done.exists():
@@ -111,7 +112,7 @@ def cell(folder: Path, corpus: str, given: argparse.Namespace) -> None:
 
 
 def table(folder: Path) -> Table:
-    """All cells: when an output was first useful, and the character errors."""
+    """A table of all cells: when an output was first useful, and the character errors."""
     columns = ("greedy dev CER", "beam dev CER", "greedy test CER", "beam test CER", "beam test WER")
     made = Table(Column("cell", no_wrap=True), f"dev CER below {USEFUL:g} % after", "last dev CER", *columns)
     for path in sorted(folder.glob("*.json")):
@@ -131,7 +132,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--corpora", nargs="+", choices=CORPORA, default=list(CORPORA))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--after", type=float, help="end each run after so many seconds")
+    parser.add_argument("--after", type=float, help="end each run after this many seconds")
     parser.add_argument("--test", action="store_true", help="also score the test sets")
     parser.add_argument("--data", type=Path, default=DATA)
     given = parser.parse_args()

@@ -23,7 +23,7 @@ class SpeechWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def write(self, utterance_id: str, speaker: str, text: str, audio: NDArray[np.float32]) -> None:
         """Append one utterance; `audio` is [T], mono, in -1..1 (clipped beyond)."""

@@ -1,11 +1,12 @@
-"""Makes a small corpus of spelled words, numbers and dates in synthetic voices: a stand-in for real ones of that kind.
+"""Makes a small corpus of spelled words, numbers and dates in synthetic voices, as a stand-in for real corpora of that
+kind.
 
     python -m benchmarks.spelling_corpus data/spelling
     starling train recipes/spelling.yaml
 
-About 48 minutes of 74 training speakers at 16 kHz, and sets of 5 and 10 other speakers, whose espeak-ng voices no
-training speaker has. A speaker is a voice with an accent, a pitch, a rate and a room of its own. The same version of
-espeak-ng gives the same corpus.
+It has about 48 minutes of 74 training speakers at 16 kHz, and sets of 5 and 10 other speakers, whose espeak-ng voices
+no training speaker has. A speaker is a voice with its own accent, pitch, rate and room. The same version of espeak-ng
+gives the same corpus.
 """
 
 import sys
@@ -29,7 +30,7 @@ LETTERS = {
     **{"J": "jay", "K": "kay", "L": "ell", "M": "em", "N": "en", "O": "oh", "P": "pee", "Q": "cue", "R": "are"},
     **{"S": "ess", "T": "tee", "U": "you", "V": "vee", "W": "double you", "X": "ex", "Y": "why", "Z": "zee"},
 }
-"""How each letter's name is written for the synthesiser."""
+"""The names of letters, as written for the synthesiser."""
 DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
 TEENS = (
     "TEN", "ELEVEN", "TWELVE", "THIRTEEN", "FOURTEEN", "FIFTEEN", "SIXTEEN", "SEVENTEEN", "EIGHTEEN", "NINETEEN",

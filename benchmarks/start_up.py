@@ -1,4 +1,5 @@
-"""How long learners take to start, from `launch` to the first gradient of the last one, beside bare torch processes."""
+"""The time that learners take to start, from `launch` to the first gradient of the last one, beside bare torch
+processes."""
 
 import json
 import sys
@@ -16,11 +17,13 @@ from starling.launch.rendezvous import loopback_interface
 
 ROUNDS, WORLDS = 3, (2, 4, 8)
 RUN_SECONDS, GRADIENT_SECONDS = 0.5, 0.05
-"""Who is ready first waits for an emulated device, and does not take the processor from those who still start."""
+"""Seconds of a run, and of a gradient. A learner that is ready first waits for an emulated device, and takes no
+processor time from learners that are still starting."""
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Seconds under `adpsgd` / seconds of programs that import torch, meet by gloo and compute a gradient in DDP."""
+    """Seconds under `adpsgd` / seconds of programs that import torch, meet through gloo and compute a gradient in
+    DDP."""
     bars = []
     for world in WORLDS:
         pairs = []
@@ -40,7 +43,7 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def our_seconds(world: int, folder: Path) -> Seconds:
-    """From `launch` to the first gradient of the last learner."""
+    """Seconds from `launch` to the first gradient of the last learner."""
     begin = time.monotonic()
     (outcomes,) = launched(
         [Run("adpsgd", world, widths=SMALL, gradient_seconds=GRADIENT_SECONDS, seconds=RUN_SECONDS)], folder
@@ -49,7 +52,7 @@ def our_seconds(world: int, folder: Path) -> Seconds:
 
 
 def bare_seconds(world: int, folder: Path) -> Seconds:
-    """The same without Starling; the store is on the loopback interface as ours is."""
+    """Seconds from launch to the last gradient without Starling; the store is on the loopback interface, as ours is."""
     with TemporaryDirectory(dir=folder) as name, loopback_store() as port:
         notes = [Path(name) / f"first-{rank}.json" for rank in range(world)]
         programs = [

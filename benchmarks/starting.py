@@ -18,25 +18,25 @@ from starling.launch.link import VARIABLE
 from starling.launch.process import Machines
 
 Outcomes = list[list[Outcome]]
-"""By round, then by rank."""
+"""Outcomes by round, then by rank."""
 LIMIT: Seconds = 300.0
-"""How long programs may take all together."""
+"""Seconds that programs may take together."""
 
 
 def learner_command(runs: Sequence[Run], folder: Path) -> list[str]:
-    """A learner's program that makes `runs`."""
+    """The command of a learner's program that makes `runs`."""
     return [sys.executable, "-m", "benchmarks.learner", json.dumps([asdict(run) for run in runs]), str(folder)]
 
 
 def launched(runs: Sequence[Run], folder: Path, machines: Machines = this_machine) -> Outcomes:
-    """Make `runs` one after the other with the same processes, started by Starling's launcher."""
+    """Make `runs` one after another in the same processes, started by Starling's launcher."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
         launch(learner_command(runs, Path(own)), max(run.world for run in runs), Path(own), machines=machines)
         return read_outcomes(runs, Path(own))
 
 
 def read_outcomes(runs: Sequence[Run], folder: Path) -> Outcomes:
-    """What the learners of `runs` noted, by run and rank."""
+    """The records of the learners of `runs`, by run and rank."""
     found: Outcomes = [[] for _ in runs]
     for rank in range(max(run.world for run in runs)):
         noted = json.loads((folder / f"outcomes-{rank}.json").read_text())
@@ -52,7 +52,7 @@ def read_outcomes(runs: Sequence[Run], folder: Path) -> Outcomes:
 
 
 def alternately(runs: Mapping[str, Run], rounds: int, make: Callable[[Sequence[Run]], Outcomes]) -> dict[str, Outcomes]:
-    """Make each run once in every round, and turn their order round from round to round."""
+    """Make each run once in every round, in an order that changes from round to round."""
     names = [name for number in range(rounds) for name in (list(runs) if number % 2 == 0 else reversed(list(runs)))]
     found: dict[str, Outcomes] = {name: [] for name in runs}
     for name, outcomes in zip(names, make([runs[name] for name in names]), strict=True):
@@ -62,16 +62,17 @@ def alternately(runs: Mapping[str, Run], rounds: int, make: Callable[[Sequence[R
 
 @dataclass(frozen=True)
 class Program:
-    """A program to be started, with variables beside those of this process."""
+    """A program to start, with variables added to those of this process."""
 
     command: Sequence[str]
     variables: Mapping[str, object]
 
 
 def run_side_by_side(programs: Sequence[Program], log_folder: Path, limit: Seconds = LIMIT) -> None:
-    """Run programs until all have ended well; none outlives this call, nor this process where it listens to its link.
+    """Run programs until all have ended successfully. None outlives this call, nor this process if it listens to its
+    link.
 
-    Raises `RuntimeError` with the end of the log of the first that fails, or when they take longer than `limit`.
+    Raises `RuntimeError` with the end of the log of the first program that fails, or if they take longer than `limit`.
     """
     processes: list[subprocess.Popen[bytes]] = []
     lines: list[socket.socket] = []
@@ -114,7 +115,7 @@ def run_side_by_side(programs: Sequence[Program], log_folder: Path, limit: Secon
 
 
 def _wait_a_little(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Wait for the first that runs to end, but not for long: another may fail meanwhile."""
+    """Wait briefly for the first running process to end; another one may fail meanwhile."""
     running = next((process for process in processes if process.poll() is None), None)
     if running is not None:
         with contextlib.suppress(subprocess.TimeoutExpired):

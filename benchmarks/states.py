@@ -1,4 +1,5 @@
-"""What tied states cost the papers' network: parameters, and the time of a gradient. `python -m benchmarks.states`."""
+"""The cost of tied states in the papers' network: parameters, and the time of a gradient. `python -m
+benchmarks.states`."""
 
 import time
 
@@ -11,7 +12,7 @@ SEQUENCES, FRAMES, INPUTS, REPEATS = 16, 21, 260, 3
 
 
 def main() -> None:
-    """One line for each number of states: the best of a few gradients of a small mini-batch, on one thread."""
+    """Print a line for each number of states: the best of a few gradients of a small mini-batch, on one thread."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(SEQUENCES, FRAMES, INPUTS, generator=generator)

@@ -1,4 +1,4 @@
-"""Four learners on emulated devices, one of them ten times slower: what that costs the other three."""
+"""Four learners on emulated devices, one of them ten times slower: what this costs the other three."""
 
 from pathlib import Path
 from statistics import median
@@ -9,13 +9,14 @@ from benchmarks.starting import alternately, launched
 
 ROUNDS, WORLD, SLOWER = 3, 4, 10.0
 MODELS = {"13 k": (13_000, 0.03, 3.0), "4 M": (1 << 22, 0.1, 8.0)}
-"""Parameters, seconds of a gradient, and seconds of a run. Averaging the small model costs next to nothing; a round of
-the large one, 16 MB to and from two neighbours, costs two cores a good part of a gradient's time."""
+"""Number of parameters, seconds of a gradient, and seconds of a run of each model. Averaging the small model costs next
+to nothing; a round of the large one, 16 MB to and from two neighbours, costs two cores a good part of a gradient's
+time."""
 
 
 def measure(folder: Path) -> list[Bar]:
-    """What the fast learners keep of a lone learner's throughput: the slowest of them under `adpsgd`, the fastest under
-    `allreduce`."""
+    """The share of a lone learner's throughput that the fast learners keep: the slowest of them under `adpsgd`, the
+    fastest under `allreduce`."""
     return [bar for model in MODELS for bar in measure_model(model, folder)]
 
 

@@ -1,4 +1,4 @@
-"""How long the others stand still when a learner is killed, on the demo's model and with default settings."""
+"""The pause of the others when a learner is killed, on the demo's model and with default settings."""
 
 import os
 import signal
@@ -28,12 +28,12 @@ WORLD, VICTIM, STEPS, REPEATS = 3, 1, 90, 3
 KILLED_AT = 30
 """The mini-batch at which the victim is killed."""
 LONGEST = 2.0
-"""Seconds."""
+"""Longest pause in seconds."""
 Seconds = float
 
 
 def measure(folder: Path) -> list[Bar]:
-    """The longest time that any survivor of a kill -9 made no gradient, less what a gradient takes."""
+    """The longest time in which a survivor of a kill -9 made no gradient, less the time of a gradient."""
     return [_measure(folder, strategy) for strategy in ("adpsgd", "allreduce")]
 
 
@@ -52,10 +52,10 @@ def _pauses(folder: Path, strategy: str, number: int) -> list[Seconds]:
 
 
 class Killing:
-    """Kills once all learners train, and notes when each made its gradients."""
+    """Kills once all learners train, and records when each made its gradients."""
 
     def __init__(self, world: int, at_step: int, kill: Callable[[dict[int, int]], None]) -> None:
-        """`kill` gets the process id of each learner."""
+        """`kill` is called with the process id of each learner."""
         self._at_step, self._kill = at_step, kill
         self._moments: dict[int, list[float]] = {learner_id: [] for learner_id in range(world)}
         self._pids: dict[int, int] = {}
@@ -63,7 +63,7 @@ class Killing:
         self._killed: float | None = None
 
     def on_message(self, learner_id: int, message: LearnerMessage) -> None:
-        """Of a learner that sends what `Moments` and its process id say."""
+        """Record the times and the process id in a learner's message, and kill when it is time."""
         told: dict[str, Any] = dict(values_of(message))
         if "pid" in told:
             self._pids[learner_id] = told["pid"]
@@ -77,21 +77,21 @@ class Killing:
                 self._kill(self._pids)
 
     def pauses(self, lost: Container[int]) -> list[Seconds]:
-        """How long each survivor stood still."""
+        """The pause of each survivor."""
         if self._killed is None:
             raise RuntimeError("no learner was killed")
         return [_pause_of(own, self._killed) for each, own in self._moments.items() if each not in lost]
 
 
 def _pause_of(moments: list[float], killed: float) -> Seconds:
-    """The longest time between two gradients from the kill on, less the median of the times before it."""
+    """The longest time between two gradients after the kill, less the median of the times before it."""
     usual = [after - before for before, after in pairwise(moments) if after < killed]
     later = [after - before for before, after in pairwise(moments) if after >= killed]
     return max(0.0, max(later) - median(usual))
 
 
 class Moments(Observer):
-    """Tells the launcher when each gradient was made."""
+    """An observer that tells the launcher when each gradient was made."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

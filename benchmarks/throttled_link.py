@@ -1,7 +1,7 @@
-"""Two learners on a link so slow that sending the model takes four times a gradient: `adpsgd` against DDP that averages
-every gradient, and against DDP that averages as rarely as `adpsgd` does there.
+"""Two learners on a link so slow that sending the model takes four times as long as a gradient: `adpsgd` against DDP
+that averages every gradient, and against DDP that averages as rarely as `adpsgd` does there.
 
-The link is real where this machine allows network namespaces, and otherwise emulated by waiting.
+The link is real if this machine allows network namespaces, and otherwise emulated by waiting.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,27 +44,27 @@ RUN_SECONDS: Seconds = 8.0
 EVERY_GRADIENT, AS_RARELY = "DDP", "DDP with no_sync, as many means per gradient"
 BARS = {EVERY_GRADIENT: 3.0, AS_RARELY: 1.0}
 PORT = 29500
-"""Of the store, in a namespace of its own."""
+"""Port of the store, in its own namespace."""
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """Runs of two learners with a slow link between them."""
+    """Makes runs of two learners with a slow link between them."""
 
     make: Callable[[Sequence[Run]], Outcomes]
     bytes_per_second: float | None
-    """What runs have to emulate."""
+    """Speed of the link that runs have to emulate; None if the link is real."""
     name: str
 
     def seconds_to_send(self, num_parameters: int) -> Seconds:
-        """How long a model takes from one learner to the other, while nothing else is sent."""
+        """Seconds that a model takes from one learner to the other, while nothing else is sent."""
         trial = Run(SENDING, WORLD, num_parameters, steps=5, bytes_per_second=self.bytes_per_second)
         return seconds_between(self.make([trial])[0][0])
 
 
 @contextmanager
 def slow_link(folder: Path) -> Iterator[SlowLink]:
-    """A throttled link between network namespaces; where there are none, an emulated one."""
+    """A throttled link between network namespaces or, without them, an emulated link."""
     try:
         with joined_namespaces(THROTTLE) as ends:
             yield SlowLink(lambda runs: _run_in(ends, runs, folder), None, "throttled link between namespaces")
@@ -73,7 +73,8 @@ def slow_link(folder: Path) -> Iterator[SlowLink]:
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Samples per second of both learners under `adpsgd` / under DDP, which spends a sending and more on each mean."""
+    """Samples per second of both learners under `adpsgd` / under DDP, which spends at least the time of a sending on
+    each mean."""
     with slow_link(folder) as link:
         return _measure(link)
 
@@ -108,7 +109,7 @@ def _measure(link: SlowLink) -> list[Bar]:
 
 
 def _ddp(sync_every: int, sending: Seconds, gradient: Seconds, speed: float | None) -> Run:
-    """DDP for about `RUN_SECONDS`: what it sends for a mean, of two learners, is as much as the model."""
+    """A run with DDP for about `RUN_SECONDS`: for a mean of two learners, it sends as much data as the model has."""
     periods = max(WARM_UP, round(RUN_SECONDS / (sending + sync_every * gradient)))
     steps = WORLD * sync_every * periods
     options = {"sync_every": sync_every}
@@ -116,7 +117,7 @@ def _ddp(sync_every: int, sending: Seconds, gradient: Seconds, speed: float | No
 
 
 def seconds_between(outcome: Outcome) -> Seconds:
-    """The median time from one thing noted to the next."""
+    """The median time between consecutive stamps."""
     return median(after - before for before, after in zip(outcome.stamps, outcome.stamps[1:], strict=False))
 
 

@@ -1,4 +1,4 @@
-"""Consensus distance, and what it costs, by topology and number of learners, on the problem of `convergence_rate`.
+"""Consensus distance, and its cost, by topology and number of learners, on the problem of `convergence_rate`.
 
 `python -m benchmarks.topologies FOLDER` writes topologies.md and topologies.json.
 """
@@ -25,27 +25,27 @@ ARMS = [(name, pattern) for name in ("dpsgd", "adpsgd") for pattern in ("ring", 
 
 @dataclass(frozen=True)
 class Row:
-    """One arm with one number of learners, over its seeds."""
+    """Results of one arm with one number of learners, over its seeds."""
 
     strategy: str
     pattern: str
     learners: int
     cost: Estimate
-    """By how much more, in per cent, the mean squared gradient norm is than that of `allreduce` with the same seed."""
+    """Increase, in per cent, of the mean squared gradient norm over that of `allreduce` with the same seed."""
     distance: Estimate
     """Mean consensus distance of a run, in units of a^2 sigma^2, with a the step size."""
     of_noise: float
-    """`distance_of_noise`, the mean over the steps of a learner, in these units."""
+    """Mean of `distance_of_noise` over a learner's steps, in the same units."""
 
 
 def predicted(pattern: str, learners: int, seed: int) -> float:
-    """The mean over the steps of a run of the distance that noise alone would cause, after each step."""
+    """The mean over the steps of a run of the distance that noise alone would cause after each step."""
     steps, topology = STEPS // learners, PATTERNS[pattern](learners, seed)
     return sum(distance_of_noise(topology, rounds) for rounds in range(steps)) / steps
 
 
 def rows(learners: Sequence[int], seeds: Sequence[int]) -> list[Row]:
-    """Every arm with these numbers of learners, beside `allreduce` with as many."""
+    """The results of every arm with these numbers of learners, beside `allreduce` with as many."""
     found = []
     for count in learners:
         unit = VARIANCE * step_size(STEPS, count) ** 2
@@ -60,7 +60,7 @@ def rows(learners: Sequence[int], seeds: Sequence[int]) -> list[Row]:
 
 
 def table(found: Sequence[Row]) -> list[str]:
-    """In Markdown, with the spectral gap of a pattern that is the same in every round."""
+    """A Markdown table, with the spectral gap of patterns that are the same in every round."""
     titles = ["learners", "pattern", "spectral gap", "distance of noise"]
     titles += [f"{name}: {what}" for name in ("dpsgd", "adpsgd") for what in ("distance", "cost, %")]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -75,7 +75,7 @@ def table(found: Sequence[Row]) -> list[str]:
 
 
 def main() -> None:
-    """Measure everything, or what the arguments choose."""
+    """Measure everything, or what the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--learners", type=int, nargs="+", default=LEARNERS)

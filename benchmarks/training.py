@@ -1,4 +1,5 @@
-"""The training that the first benchmarks measure: the demo's recipe on a smaller corpus, beside a plain loop of it."""
+"""The training that the first benchmarks measure: the demo's recipe on a smaller corpus, beside a plain loop with
+it."""
 
 import sys
 import time
@@ -15,7 +16,7 @@ from starling.training.job import Job, Observer, StepReport
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 WARM_UP = 4
-"""Steps that are made but not timed."""
+"""Number of steps that are made but not timed."""
 
 
 def prepare(folder: Path) -> None:
@@ -58,13 +59,14 @@ def job_for(folder: Path, learners: int, steps: int, strategy: str = "allreduce"
 class SideBySide(Observer):
     """An observer that makes the steps of a plain loop beside Starling's, and times both.
 
-    Who comes second finds memory and caches as they suit the mini-batch: so the plain loop makes two steps after
-    every second one of Starling's, and is first as often as it is second.
+    The second to step finds memory and caches that suit the mini-batch. So the plain loop makes two steps after every
+    second step of Starling's, and is first as often as it is second.
     """
 
     def __init__(self, plain_steps: Iterator[None], device: torch.device) -> None:
         self.pairs: list[tuple[float, float]] = []
-        """Seconds of each step after the warm-up: Starling's, the plain loop's. Starling is first in every other."""
+        """Seconds of each step after the warm-up, Starling's and the plain loop's. Starling is first in every other
+        pair."""
         self._plain_steps = plain_steps
         self._device = device
         self._num_steps = 0

@@ -3,7 +3,7 @@ by a warm server.
 
 The 5 M model has random weights, whose outputs are of no use to a search: a beam search among equally likely tokens
 takes far longer than one after training. The search therefore gets planted outputs, in which the right token has a
-probability of 0.9 in each frame; the encoder computes its own, and texts are aligned with these.
+probability of 0.9 in each frame; the encoder still computes its own outputs, with which texts are aligned.
 """
 
 import io
@@ -34,12 +34,12 @@ MODEL = model_config(name="transformer", preset="medium")
 MINUTES = 10
 WORDS, BEAM = 1_000, 64
 KEPT = Path(__file__).parents[1] / "tests" / "data" / "kept-0.2" / "exp" / "kept"
-"""An experiment that is small enough to be part of the source."""
+"""An experiment that is small enough to be part of the repository."""
 ROUNDS = 5
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Audio seconds per second, and seconds."""
+    """Speed in seconds of audio per second, and times in seconds."""
     return [_long(folder), *_short(folder)]
 
 
@@ -83,7 +83,7 @@ def _long(folder: Path) -> Bar:
 
 
 def speech_like(seconds: int, generator: np.random.Generator) -> NDArray[np.float32]:
-    """Noise that comes and goes four times a second, with a pause after some seconds."""
+    """Noise that rises and falls four times a second, with a pause after some seconds."""
     time_axis = np.arange(seconds * RATE) / RATE
     loudness = np.abs(np.sin(4 * np.pi * time_axis)) * (time_axis % 9 < 8)
     return np.asarray((0.1 * loudness + 1e-3) * generator.standard_normal(len(time_axis)), np.float32)
@@ -137,7 +137,8 @@ def _short(folder: Path) -> list[Bar]:
 
 
 def processor_seconds(command: list[str]) -> Seconds:
-    """Of a program, until it ends. Other programs on the machine delay it, but cost it little of these."""
+    """Processor seconds of a program until it ends. Other programs on the machine delay it, but hardly change this
+    figure."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel at its best, wherever it is the rival."""
+"""DistributedDataParallel at its best, for all benchmarks in which it is the rival."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_MEGABYTES = 25
-"""Its default; `python -m benchmarks.peers --options '{"ddp": {"bucket_cap_mb": 8}}'` measures with another."""
+"""DDP's default; `python -m benchmarks.peers --options '{"ddp": {"bucket_cap_mb": 8}}'` measures with another value."""
 
 
 def tuned_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """`model` in DDP whose gradients are views into its buckets: it saves a copy of every gradient."""
+    """`model` in DDP whose gradients are views into its buckets, which saves a copy of every gradient."""
     return DistributedDataParallel(
         model, **{"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MEGABYTES, **options}
     )

@@ -1,4 +1,4 @@
-"""Two learners under `allreduce` against DistributedDataParallel, tuned, step by step in the same two processes."""
+"""Two learners under `allreduce` against tuned DistributedDataParallel, step by step in the same two processes."""
 
 import sys
 from pathlib import Path
@@ -37,7 +37,7 @@ def measure(folder: Path) -> Bar:
 
 
 def measure_as_learner(folder: Path) -> list[tuple[float, float]]:
-    """This learner's seconds for each step of both; learner 0's are what is reported."""
+    """This learner's seconds for each step of both; those of learner 0 are reported."""
     torch.set_num_threads(1)
     place = find_place()
     device = choose_device("auto", place)

@@ -1,4 +1,4 @@
-"""What the virtual engine costs beside the gradients that it computes."""
+"""The cost of the virtual engine beyond the gradients that it computes."""
 
 import time
 from pathlib import Path
@@ -39,7 +39,7 @@ def measure(folder: Path, device: torch.device) -> list[Bar]:
 
 
 def gradients_alone(job: Job, device: torch.device) -> float:
-    """Seconds for the same gradients in a plain loop: load, forward, backward, and nothing else."""
+    """Seconds for the same gradients in a plain loop that only loads and computes forward and backward passes."""
     model = job.workload.make_model().to(device)
     num_batches = job.workload.num_batches(0)
     begin = time.perf_counter()

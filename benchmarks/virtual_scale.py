@@ -1,6 +1,7 @@
 """The virtual engine at scale: thousands of learners timed without gradients, and many gradients in one call.
 
-As a program, `python -m benchmarks.virtual_scale LEARNERS ROUNDS NUM_BYTES RESULT`: one timing-only run of `adpsgd`.
+As a program, `python -m benchmarks.virtual_scale LEARNERS ROUNDS NUM_BYTES RESULT` makes one timing-only run of
+`adpsgd`.
 """
 
 import json
@@ -27,14 +28,14 @@ ROUNDS = 3
 MOST_SECONDS, MOST_MEBIBYTES = 20.0, 2048.0
 MOST_SECONDS_OF_MANY = 60.0
 NUM_BYTES = 13_000_000
-"""3.25 M weights: one message of adpsgd's default 16 MiB."""
+"""Size of a model of 3.25 M weights, which fits into one message of adpsgd's default 16 MiB."""
 WIDTHS = (40, 64, 64, 64, 64, 64, 64, 32)
-"""Of a perceptron with seven layers and 25 k parameters."""
+"""Widths of a perceptron with seven layers and 25 k parameters."""
 BATCH_SIZE = 8
 
 
 def measure(folder: Path) -> list[Bar]:
-    """Seconds and memory of timing-only runs, each in a process of its own."""
+    """Seconds and memory of timing-only runs, each in a separate process."""
     whole = [timed(1024, 100, folder) for _ in range(ROUNDS)]
     many = timed(10_000, 10, folder)
     seconds, mebibytes = (median(each[key] for each in whole) for key in ("seconds", "mebibytes"))
@@ -71,7 +72,7 @@ def together() -> Bar:
 
 
 def pair(strategy: str, number: int) -> tuple[float, float]:
-    """Seconds of both runs, one or the other first."""
+    """Seconds of both runs, in an order that alternates."""
     found = {is_batched: trained(strategy, is_batched) for is_batched in (number % 2 == 0, number % 2 == 1)}
     return found[True], found[False]
 
@@ -92,7 +93,7 @@ def trained(strategy: str, is_batched: bool) -> float:
 
 
 def timed(world: int, rounds: int, folder: Path) -> dict[str, float]:
-    """Seconds, events and the peak of memory of one run in a fresh process."""
+    """Seconds, events and peak memory of one run in a fresh process."""
     with TemporaryDirectory(dir=folder) as name:
         note = Path(name) / "note.json"
         arguments = [str(world), str(rounds), str(NUM_BYTES), str(note)]

@@ -1,6 +1,7 @@
-"""How long learners of a whole training run wait for data: the recipe of the digits, from its first step to its last.
+"""The time that the learners of a whole training run wait for data: the recipe of the digits, from its first step to
+its last.
 
-The processes that load begin with the run, and what the first mini-batch waits for them is counted.
+The loading processes start with the run, and the first mini-batch's wait for them is counted.
 """
 
 import re
@@ -16,12 +17,12 @@ from starling.speech.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "fsdd.yaml"
 MOST = 0.02
-"""Of the time of both learners."""
+"""Largest share of both learners' time."""
 
 
 def measure(folder: Path) -> list[Bar]:
-    """The share of a training run of `recipes/fsdd.yaml` with two learners that they wait for data; nothing where the
-    recordings, which are no part of the project, are absent."""
+    """The share of a training run of `recipes/fsdd.yaml` with two learners that they wait for data; no bar if the
+    recordings, which are not part of the project, are missing."""
     try:
         prepare(load_recipe(RECIPE, [f"data.folder={folder / 'waiting-data'}"]).data)
     except DataError:
@@ -39,5 +40,5 @@ def measure(folder: Path) -> list[Bar]:
 
 
 def shares_in(log: Path) -> list[float]:
-    """The share of each epoch, all of about one length, that a learner waited for data, as its log has it."""
+    """The share of each epoch, all about equally long, that a learner waited for data, according to its log."""
     return [float(each) / 100.0 for each in re.findall(r" ended: .*? ([0-9.]+) % waiting for data", log.read_text())]

@@ -1,8 +1,8 @@
-"""How far word times are from where espeak-ng put the words: `python -m benchmarks.word_times exp/demo`; and those of
-`starling align`, which knows the text.
+"""The distance of word times from espeak-ng's, for `starling transcribe` and for `starling align`, which knows the
+text: `python -m benchmarks.word_times exp/demo`.
 
-New sentences are spoken by the voices of the demo's test set. espeak-ng says where each phoneme begins; a word reaches
-from the beginning of its first phoneme to the end of its last one. Only words of sentences that were understood count.
+The voices of the demo's test set speak new sentences. espeak-ng reports where each phoneme begins; a word reaches from
+the beginning of its first phoneme to the end of its last one. Only words of correctly recognised sentences count.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _END, _WORD, _PHONEME = 0, 1, 7
 
 
 class _Event(ctypes.Structure):
-    """espeak_EVENT."""
+    """espeak-ng's struct `espeak_EVENT`."""
 
     _fields_ = (
         ("kind", ctypes.c_int), ("message", ctypes.c_uint), ("text", ctypes.c_int), ("length", ctypes.c_int),
@@ -42,7 +42,7 @@ class _Event(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Spoken:
-    """A sentence, `[T]` in [-1, 1], and the seconds at which each of its words begins and ends."""
+    """A sentence as samples `[T]` in [-1, 1], and the seconds at which each of its words begins and ends."""
 
     text: str
     samples: NDArray[np.float32]
@@ -90,7 +90,7 @@ def _say(library: ctypes.CDLL, sentence: Sentence) -> None:
 
 
 def _spans(events: list[tuple[int, int, bytes]], rate: int, total: int) -> list[tuple[Seconds, Seconds]]:
-    """Of each word, from its first phoneme to the next event that is none of its phonemes."""
+    """The span of each word, from its first phoneme to the next event that is not one of its phonemes."""
     spans: list[tuple[Seconds, Seconds]] = []
     begin: int | None = None
     is_open = False

@@ -1,4 +1,4 @@
-"""Small workloads: one whose gradients take time but no processor, as on a device of its own, and one that computes."""
+"""Small workloads: one whose gradients take time but no processor, as on a separate device, and one that computes."""
 
 import time
 from collections.abc import Sequence
@@ -13,15 +13,16 @@ from benchmarks.perceptron import perceptron
 from starling.workload import Ticket, Workload
 
 BLOCK_SIZE = 1 << 18
-"""Parameters of one block of an emulated model: a megabyte."""
+"""Number of parameters in one block of an emulated model: a megabyte."""
 BATCH_SIZE = 32
 NUM_BATCHES = 64
-"""Different mini-batches of the computing workload; they are drawn once, so that drawing costs neither side time."""
+"""Number of different mini-batches of the computing workload; they are drawn once, so that neither side spends time on
+drawing."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs `[B, D]` and targets `[B, E]`."""
+    """A mini-batch of inputs `[B, D]` and targets `[B, E]`."""
 
     inputs: Tensor
     targets: Tensor
@@ -38,18 +39,18 @@ class Batch:
 
 
 class _Device:
-    """Keeps the time of a device that computes beside the processor: it begins when it is given work, and goes from one
-    piece of work to the next without a gap, however late the processor notices."""
+    """Keeps the time of a device that computes beside the processor: it starts when it is given work, and continues
+    from one piece of work to the next without a gap, however late the processor notices."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
 
     def begin(self) -> None:
-        """A gradient begins."""
+        """Begin a gradient."""
         self._free_at = time.monotonic()
 
     def work(self, seconds: float) -> None:
-        """Return when the device has worked for that long."""
+        """Return when the device has worked for `seconds`."""
         self._free_at += seconds
         time.sleep(max(0.0, self._free_at - time.monotonic()))
 
@@ -70,7 +71,7 @@ class _Work(torch.autograd.Function):
 
 
 class _Block(nn.Module):
-    """Some parameters of an emulated model; backward takes twice as long as forward, as it usually does."""
+    """Parameters of an emulated model's block; backward takes twice as long as forward, as it usually does."""
 
     def __init__(self, size: int, device: _Device, seconds: float) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """Blocks, one after the other."""
+    """An emulated model: blocks, one after another."""
 
     def __init__(self, num_blocks: int, size: int, seconds: float) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class _Model(nn.Module):
 
 
 class Watched(Workload[Batch]):
-    """A workload that keeps hold of the first model it made, which is the learner's own."""
+    """A workload that keeps the first model it made, which is the learner's own."""
 
     model: nn.Module | None = None
 
@@ -107,8 +108,8 @@ class Watched(Workload[Batch]):
 
 
 class EmulatedDevice(Watched):
-    """Gradients of `num_parameters` that take `seconds`, in blocks one after the other: what follows a block's backward
-    can overlap with that of the blocks before it."""
+    """Gradients of `num_parameters` that take `seconds`, in consecutive blocks: what follows a block's backward can
+    overlap with that of the blocks before it."""
 
     def __init__(self, num_parameters: int, seconds: float) -> None:
         self._num_blocks = max(1, num_parameters // BLOCK_SIZE)
@@ -129,7 +130,7 @@ class EmulatedDevice(Watched):
 
 
 class Computing(Watched):
-    """A perceptron on random points, computed for real; each loss takes `seconds` more."""
+    """A perceptron on random points that is really computed; each loss takes `seconds` longer."""
 
     def __init__(self, widths: Sequence[int], seconds: float = 0.0, batch_size: int = BATCH_SIZE) -> None:
         self._widths, self._batch_size = widths, batch_size

@@ -1,6 +1,7 @@
 """Your own loop under any strategy: `torchrun --nproc-per-node 2 examples/classifier.py --strategy adpsgd`.
 
-Learns to tell four shapes apart in noisy pictures that it draws itself. What Starling changes in the loop is marked.
+Learns to tell four shapes apart in noisy pictures that it draws itself. The lines that Starling changes in the loop are
+marked.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def main(strategy: str, steps: int, autocast: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="adpsgd", help="a name that `starling strategies` lists")
-    parser.add_argument("--steps", type=int, default=200, help="of each learner")
+    parser.add_argument("--steps", type=int, default=200, help="number of steps of each learner")
     parser.add_argument("--autocast", action="store_true", help="compute in bfloat16 where torch considers it safe")
     given = parser.parse_args()
     main(given.strategy, given.steps, given.autocast)

@@ -1,7 +1,7 @@
 """A loop in the style of icefall, under any strategy: `torchrun --nproc-per-node 2 examples/icefall_style.py`.
 
-ScaledAdam, a GradScaler, an average of the model over its steps, and lhotse's dynamic buckets. The recordings are tones
-that the dataset makes itself. docs/icefall.md shows what differs from the loop under DistributedDataParallel.
+It uses ScaledAdam, a GradScaler, an average of the model over its steps, and lhotse's dynamic buckets. The recordings
+are tones that the dataset generates. docs/icefall.md shows how the loop differs from one under DistributedDataParallel.
 """
 
 import argparse
@@ -22,7 +22,7 @@ NUM_CLASSES = 4
 
 
 class ScaledAdam(torch.optim.Optimizer):
-    """Adam whose steps are relative to the size of each parameter, which it also learns, after icefall's."""
+    """Adam as in icefall: its steps are relative to the size of each parameter, and it also learns these sizes."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.03, clipping_scale: float = 2.0) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.98), "eps": 1e-8, "clipping_scale": clipping_scale})

@@ -1,4 +1,5 @@
-"""The loop of `surviving.py` in Ray actors. Ray starts a lost one again, on another node if need be, and it joins.
+"""The loop of `surviving.py` in Ray actors. Ray restarts a lost actor, on another node if necessary, and the actor
+joins.
 
     python examples/ray_actors.py --learners 4 --strategy adpsgd --steps 1500
 
@@ -41,6 +42,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--strategy", default="adpsgd", help="a name that `starling strategies` lists")
-    parser.add_argument("--steps", type=int, default=200, help="of the run")
+    parser.add_argument("--steps", type=int, default=200, help="number of steps of the run")
     given = parser.parse_args()
     main(given.learners, given.strategy, given.steps)

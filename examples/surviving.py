@@ -1,7 +1,7 @@
 """A loop that survives the loss of learners, and that restarted processes join.
 
 Start every process with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, end any of them with kill -9, and start it again
-with the same variables. What a loop does because learners come and go is marked.
+with the same variables. The lines that handle leaving and joining learners are marked.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import starling
 
 
 def main(strategy: str, steps: int) -> str:
-    """Train, and return what was reached."""
+    """Train, and return a description of the result."""
     torch.set_num_threads(1)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -48,6 +48,6 @@ def main(strategy: str, steps: int) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="adpsgd", help="a name that `starling strategies` lists")
-    parser.add_argument("--steps", type=int, default=200, help="of the run")
+    parser.add_argument("--steps", type=int, default=200, help="number of steps of the run")
     given = parser.parse_args()
     main(given.strategy, given.steps)

@@ -1,4 +1,4 @@
-"""The code blocks of a page: their language, where the page says to save them, and why one is not run."""
+"""The code blocks of a page: their language, the file in which the page says to save them, and why one is not run."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ class Block:
 
     page: str
     number: int
-    """Of the page's blocks, from 1."""
+    """Number of the block among those of its page, from 1."""
     language: str
     text: str
     saved_as: str
@@ -27,7 +27,7 @@ class Block:
 
 
 def code_blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in its order."""
+    """The fenced blocks of a page, in order."""
     found: list[Block] = []
     paragraph, reason, inside = "", "", None
     for line in page.read_text(encoding="utf-8").splitlines():
@@ -48,7 +48,7 @@ def code_blocks(page: Path) -> list[Block]:
 
 
 def run_python(text: str, **names: Any) -> dict[str, Any]:
-    """Run a program that knows `names`: all names that it has at its end."""
+    """Run a program that knows `names`; returns all names that exist at its end."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "program.py"
         program.write_text(text, encoding="utf-8")

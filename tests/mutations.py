@@ -1,4 +1,4 @@
-"""Files that somebody, or some disk, has changed at random."""
+"""Files that an attacker or a disk has changed at random."""
 
 import shutil
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ import numpy as np
 
 
 def mutated(content: bytes, random: np.random.Generator, header: int) -> bytes:
-    """Cut short, with a piece left out or put in, or with some bytes changed, often in the first `header`."""
+    """Content that is cut short, has a piece left out or inserted, or has some bytes changed, often in the first
+    `header`."""
     spoilt, how = bytearray(content), random.integers(6)
     place, other = (int(each) for each in random.integers(0, len(spoilt), 2))
     if how == 0:
@@ -26,12 +27,12 @@ def mutated(content: bytes, random: np.random.Generator, header: int) -> bytes:
 
 @dataclass(frozen=True)
 class Damage:
-    """What was done to a copy of a folder."""
+    """The damage to a copy of a folder."""
 
     victim: Path
     other: Path
     is_moved: bool
-    """Whether the victim was deleted, or changed places with the other, and not changed inside."""
+    """Whether the victim was deleted or exchanged with the other file, rather than changed inside."""
 
 
 def damaged(whole: Path, folder: Path, victim: str, names: Sequence[str], random: np.random.Generator) -> Damage:

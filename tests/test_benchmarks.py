@@ -1,4 +1,4 @@
-"""The arithmetic and the tidiness of the benchmarks; the measurements themselves are `make bench`."""
+"""The arithmetic and the clean-up of the benchmarks; `make bench` makes the measurements themselves."""
 
 import io
 import json
@@ -49,8 +49,8 @@ from starling.workload import Ticket
 THROTTLE = Throttle(rate="100mbit", burst="256kb", latency="20ms", congestion_control="reno")
 
 
-def test_who_is_measured_first_does_not_matter() -> None:
-    """Whoever is first pays a tenth more; equals come out equal, and twice as fast comes out as 2."""
+def test_the_order_of_measurement_does_not_matter() -> None:
+    """The first to be measured takes a tenth longer; equals come out equal, and twice as fast comes out as 2."""
     equals = [(1.1, 1.0), (1.0, 1.1)] * 20
     assert median_speed_up(equals) == pytest.approx(1.0)
     twice_as_fast = [(1.1, 2.0), (1.0, 2.2)] * 20
@@ -65,7 +65,7 @@ def test_a_bar_is_held_or_missed_at_its_own_value() -> None:
 
 
 def test_a_rate_leaves_the_warm_up_out() -> None:
-    """Ten gradients a second after three slow ones are 10; two of them that are timed are the fewest."""
+    """Ten gradients per second after three slow ones are a rate of 10; at least two of them must be timed."""
     steady = [100.0 + 0.1 * number for number in range(20)]
     assert Outcome([0.0, 40.0, 80.0, *steady]).rate == pytest.approx(10.0)
     assert total_rate([Outcome([0.0, 1.0, 2.0, *steady])] * 4) == pytest.approx(40.0)
@@ -74,13 +74,13 @@ def test_a_rate_leaves_the_warm_up_out() -> None:
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
-    """A round on a busy machine slows both sides, and one that slows one side only is an outlier."""
+    """A round on a busy machine slows both sides, and a round that slows only one side is an outlier."""
     assert median_ratio([10.0, 5.0, 1.0], [5.0, 2.5, 5.0]) == 2.0
     assert spread([100, 104, 98, 98]) == pytest.approx(0.06)
 
 
 def test_runs_alternate_and_come_back_by_name_and_round() -> None:
-    """Every round makes each run once, every second round in the other order."""
+    """Every round makes each run once, and every second round does so in reverse order."""
     made: list[str] = []
 
     def make(runs: Sequence[Run]) -> Outcomes:
@@ -94,7 +94,7 @@ def test_runs_alternate_and_come_back_by_name_and_round() -> None:
 
 
 def test_runs_travel_to_the_learners_as_they_are(tmp_path: Path) -> None:
-    """What a learner's command line says are the same runs."""
+    """A learner's command line encodes the same runs."""
     runs = [Run("adpsgd", 4, 13_000, 0.03, seconds=3.0, last_is_slower=10.0), Run(DDP, 2, widths=(8, 4), steps=6)]
     *_, text, folder = learner_command(runs, tmp_path)
     assert Run.from_json(text) == runs and folder == str(tmp_path)
@@ -102,7 +102,7 @@ def test_runs_travel_to_the_learners_as_they_are(tmp_path: Path) -> None:
 
 
 def test_an_emulated_device_takes_its_time_and_gives_a_gradient() -> None:
-    """The loss and its gradient take at least what was asked, whatever the blocks; every parameter has a gradient."""
+    """The loss and its gradient take at least the requested time, for any blocks; every parameter has a gradient."""
     workload = EmulatedDevice(num_parameters=1 << 19, seconds=0.03)
     model = workload.make_model()
     (batch,) = workload.load(Ticket(0, 0, 0))
@@ -115,7 +115,7 @@ def test_an_emulated_device_takes_its_time_and_gives_a_gradient() -> None:
 
 @pytest.mark.wide
 def test_learners_note_what_they_did(tmp_path: Path) -> None:
-    """One learner alone, two that average, and two under plain DDP, by the same two processes."""
+    """One learner alone, two that average, and two under plain DDP run in the same two processes."""
     runs = [
         Run("allreduce", 1, 1000, 0.001, steps=6),
         Run("adpsgd", 2, 1000, 0.001, steps=12),
@@ -136,7 +136,8 @@ def test_learners_note_what_they_did(tmp_path: Path) -> None:
 
 
 def test_what_is_sent_over_an_emulated_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two messages of 1,000 bytes at 50,000 a second are not over before 40 ms; after the context nothing is late."""
+    """Two messages of 1,000 bytes at 50,000 per second do not complete before 40 ms; after the context nothing is
+    late."""
 
     class Sent:
         def wait(self) -> None: ...
@@ -156,7 +157,7 @@ def test_what_is_sent_over_an_emulated_link_takes_its_time(monkeypatch: pytest.M
 
 
 def test_a_gradient_that_is_summed_up_is_that_of_the_whole() -> None:
-    """Three mini-batches before one step leave the weights that their mean gradient leaves."""
+    """Three mini-batches before one step give the same weights as their mean gradient."""
     job = Run(DDP, 1, widths=(8, 4), steps=3).job()
     models: list[torch.nn.Module] = []
 
@@ -175,7 +176,8 @@ def test_a_gradient_that_is_summed_up_is_that_of_the_whole() -> None:
 
 
 def test_the_distance_between_models_is_a_share_of_their_means_norm(tmp_path: Path) -> None:
-    """Two models 3 left and right of a mean of norm 10; models that are equal are 0 apart; outcomes have it, too."""
+    """Two models at a distance of 3 on either side of a mean of norm 10 are tested; equal models are 0 apart; outcomes
+    have it, too."""
     mean, apart = torch.tensor([6.0, 8.0]), torch.tensor([3.0, 0.0])
     assert relative_distance([mean + apart, mean - apart]) == pytest.approx(0.3)
     assert relative_distance([mean, mean, mean]) == 0.0
@@ -191,7 +193,7 @@ def program(text: str) -> Program:
     return Program([sys.executable, "-c", text], {"WORD": "here"})
 
 
-def test_programs_get_their_variables_and_end_well(tmp_path: Path) -> None:
+def test_programs_get_their_variables_and_succeed(tmp_path: Path) -> None:
     """Both have run when the call returns."""
     text = "import os, pathlib; pathlib.Path({!r}).write_text(os.environ['WORD'])"
     files = [tmp_path / "a", tmp_path / "b"]
@@ -200,7 +202,7 @@ def test_programs_get_their_variables_and_end_well(tmp_path: Path) -> None:
 
 
 def test_when_a_program_fails_none_is_left(tmp_path: Path) -> None:
-    """The error shows the end of its log, and the program that would have gone on is gone."""
+    """The error shows the end of its log, and the program that would have continued is gone."""
     note = tmp_path / "pid"
     goes_on = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"
     fails = (
@@ -215,7 +217,7 @@ def test_when_a_program_fails_none_is_left(tmp_path: Path) -> None:
 
 
 def test_programs_that_take_too_long_are_ended(tmp_path: Path) -> None:
-    """The limit is for all together."""
+    """The limit applies to all programs together."""
     with pytest.raises(RuntimeError, match=r"did not end within 0\.1 s"):
         run_side_by_side([program("import time; time.sleep(600)")], tmp_path, limit=0.1)
 
@@ -227,7 +229,7 @@ def namespaces_here() -> set[str]:
 
 
 def test_no_namespace_outlives_an_error_among_the_learners() -> None:
-    """Where this machine allows namespaces they see each other, and in any case none is left."""
+    """If this machine allows namespaces, they see each other; in any case, none is left."""
     mine: set[str] = set()
     try:
         with joined_namespaces(THROTTLE) as (first, second):
@@ -245,7 +247,7 @@ def test_no_namespace_outlives_an_error_among_the_learners() -> None:
 
 @pytest.mark.parametrize("failing", range(10))
 def test_namespaces_that_were_made_are_removed_whatever_fails(failing: int) -> None:
-    """Whichever command fails, one is removed for each that was added, and the failure is what one hears of."""
+    """Whichever command fails, one namespace is removed for each that was added, and the failure is raised."""
     there: set[str] = set()
     commands: list[Sequence[str]] = []
 
@@ -266,7 +268,7 @@ def test_namespaces_that_were_made_are_removed_whatever_fails(failing: int) -> N
 
 
 def test_benchmarks_are_chosen_by_name() -> None:
-    """None named are all; those named come in the usual order; an unknown name is refused."""
+    """Without names, all are chosen; named ones come in the usual order; an unknown name is refused."""
     assert parse([]) == (list(BENCHMARKS), Path("bench.json"))
     chosen, output = parse(["--only", "start_up", "stragglers", "--output", "elsewhere.json"])
     assert (chosen, output) == (["stragglers", "start_up"], Path("elsewhere.json"))
@@ -275,7 +277,7 @@ def test_benchmarks_are_chosen_by_name() -> None:
 
 
 def test_the_table_shows_absolute_figures_and_what_is_missed() -> None:
-    """A row for each bar; small ratios keep two digits."""
+    """It has a row for each bar; small ratios keep two digits."""
     bars = [Bar.at_least("throughput", 0.5, 0.97, "12 of 24 steps/s"), Bar.at_most("cost", 0.00123, 0.02)]
     text = io.StringIO()
     Console(file=text, width=120).print(table(bars, "here"))
@@ -283,8 +285,8 @@ def test_the_table_shows_absolute_figures_and_what_is_missed() -> None:
     assert rows == [["throughput", "0.500", "0.97", "NO", "12 of 24 steps/s"], ["cost", "0.0012", "0.02", "yes", ""]]
 
 
-def test_outcomes_leave_out_who_had_no_part(tmp_path: Path) -> None:
-    """A run of one learner among two has one outcome."""
+def test_outcomes_leave_out_learners_that_took_no_part(tmp_path: Path) -> None:
+    """A run of one of two learners has one outcome."""
     (tmp_path / "outcomes-0.json").write_text('[{"stamps": [1.0]}, {"stamps": [2.0]}]')
     (tmp_path / "outcomes-1.json").write_text('[null, {"stamps": [3.0]}]')
     found = read_outcomes([Run("allreduce", 1), Run("adpsgd", 2)], tmp_path)
@@ -295,8 +297,8 @@ def test_outcomes_leave_out_who_had_no_part(tmp_path: Path) -> None:
 def test_a_loss_is_reached_when_the_consensus_of_all_learners_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: float, seconds: float, has_reached: bool
 ) -> None:
-    """From the moment at which each learner has kept a copy; a run that never has it counts to its end. The untrained
-    model's loss is about 2.3."""
+    """It counts from the time at which each learner has kept a copy; a run that never reaches it counts to its end. The
+    untrained model's loss is about 2.3."""
     monkeypatch.setattr(auto, "TARGET", target)
     untrained = parameters_to_vector(Imitation(0.0).make_model().parameters()).detach()
     for rank in range(auto.WORLD):

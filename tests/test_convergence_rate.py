@@ -24,7 +24,7 @@ from starling.workload import Ticket
 
 
 def test_the_constants_of_the_problem_are_those_of_its_function() -> None:
-    """Gradient and curvature by autograd, the variance of the noise from samples."""
+    """Gradient and curvature come from autograd, the variance of the noise from samples."""
     x = torch.linspace(-4.0, 4.0, 2001, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(objective(x[:, None]).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -49,8 +49,8 @@ def test_the_bound_is_the_theorem_at_the_step_size_of_the_corollary() -> None:
 
 @pytest.mark.wide
 def test_adpsgd_keeps_the_bound_and_does_not_depend_on_a_few_learners() -> None:
-    """One and four learners with the same number of gradients: the same mean squared gradient within 10 %, in a quarter
-    of the time, and below the bound."""
+    """With one and with four learners and the same number of gradients, the mean squared gradient agrees within 10 %,
+    in a quarter of the time, and is below the bound."""
     one, four = (measure(256, learners, seed=1) for learners in (1, 4))
     assert 0.1 * bound(256) < one.gradients < bound(256)
     assert four.gradients == pytest.approx(one.gradients, rel=0.1)
@@ -59,7 +59,7 @@ def test_adpsgd_keeps_the_bound_and_does_not_depend_on_a_few_learners() -> None:
 
 
 def test_the_tables_have_a_line_for_each_number_of_steps() -> None:
-    """Means with intervals over seeds, and increases paired by seed; what was not run is a dash."""
+    """Means have intervals over seeds, increases are paired by seed, and missing runs are dashes."""
     values = {(100, 1): (0.5, 0.7), (100, 2): (0.6, 0.84), (200, 1): (0.3,)}
     runs = [Run(*key, seed, value, 0.0, 1.0) for key, own in values.items() for seed, value in enumerate(own)]
     half = 12.706204736 * math.sqrt(0.02 / 2)

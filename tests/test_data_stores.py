@@ -1,4 +1,4 @@
-"""`python -m benchmarks.data_stores`: each layout and format is measured on one's own audio, and nothing is left."""
+"""`python -m benchmarks.data_stores` measures each layout and format on the user's audio, and leaves nothing behind."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ EVERYTHING = [
 
 
 def silent(name: str, done: int, total: int) -> None:
-    """No progress is shown."""
+    """A progress callback that shows nothing."""
 
 
 def _measured(*arguments: str | Path) -> Result:
@@ -35,7 +35,8 @@ def readers(folder: Path, count: int = 12) -> Sequence[data_stores.Audio]:
 
 
 def test_every_layout_and_format_is_measured(tmp_path: Path) -> None:
-    """All figures are positive, WAV takes its 16 bits, FLAC less, Opus least, and random access is where it can be."""
+    """All figures are positive, WAV takes its 16 bits, FLAC less, Opus least, and random access is measured where
+    possible."""
     sample = take_sample(readers(tmp_path / "songs"), 8000, silent)
     (tmp_path / "bench").mkdir()
     rows, skipped = bench(sample, tmp_path / "bench", silent)
@@ -51,10 +52,10 @@ def test_every_layout_and_format_is_measured(tmp_path: Path) -> None:
     assert opus.bytes_per_hour < rows[0].bytes_per_hour < wav.bytes_per_hour
 
 
-def test_formats_that_cannot_be_written_are_left_out_with_a_word(
+def test_formats_that_cannot_be_written_are_left_out_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without Opus in libsndfile the other rows are there, and the reason is given."""
+    """Without Opus in libsndfile, the other rows are complete, and the reason is given."""
     encode = data_stores.encode
 
     def without_opus(audio: np.ndarray, rate: int, name: str) -> bytes:
@@ -71,10 +72,10 @@ def test_formats_that_cannot_be_written_are_left_out_with_a_word(
     assert advice(rows).startswith("Choose ")
 
 
-def test_a_sample_is_bounded_resampled_and_does_without_what_cannot_be_read(
+def test_a_sample_is_bounded_and_resampled_and_skips_unreadable_audio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seconds stop it; a bad file is passed over; nothing readable at all is an error that says why."""
+    """The limit in seconds ends it; a bad file is skipped; if nothing is readable, an error says why."""
 
     def broken() -> tuple[np.ndarray, int]:
         raise DataError("u7 is damaged")
@@ -90,7 +91,7 @@ def test_a_sample_is_bounded_resampled_and_does_without_what_cannot_be_read(
 
 
 def test_a_prepared_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    """The command prints every row, what the cache did, and one sentence of advice."""
+    """The command prints every row, the state of the cache, and one sentence of advice."""
     song_set(tmp_path / "data" / "train", 12)
     before = sorted((tmp_path / "data").rglob("*"))
     result = _measured(tmp_path / "data")
@@ -103,7 +104,7 @@ def test_a_prepared_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> Non
 
 
 def test_a_recipe_is_measured_before_anything_is_prepared(tmp_path: Path) -> None:
-    """The corpus itself is sampled; its folder of prepared sets is not even made."""
+    """The corpus itself is sampled; the folder of prepared sets is not even created."""
     corpus = {"kind": "tsv", "path": str(write_table(tmp_path / "corpus"))}
     corpus["sets"] = {"train": {"split": "train"}, "test": {"split": "test"}}
     data = {"folder": str(tmp_path / "data"), "corpus": corpus, "sampling_rate": RATE, "valid": None}
@@ -132,13 +133,13 @@ def test_nothing_is_left_behind_when_it_is_interrupted(tmp_path: Path, monkeypat
 
 
 def test_a_folder_without_sets_is_named(tmp_path: Path) -> None:
-    """Exit code 2, and what to give instead."""
+    """The exit code is 2, and the message says what to give instead."""
     result = _measured(tmp_path)
     assert result.exit_code == 2 and f"{tmp_path}: contains no prepared set" in result.stderr
 
 
 def test_the_advice_follows_the_figures() -> None:
-    """FLAC; Opus where the disk is too slow for FLAC; WAV where the processor is."""
+    """It recommends FLAC; Opus if the disk is too slow for FLAC; WAV if the processor is."""
 
     def row(layout: str, form: str, size: float, decoding: float, first: float) -> Row:
         return Row(layout, form, size, decoding, Pace(first, first, True), Pace(first / 60, first / 60, True))

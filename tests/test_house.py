@@ -1,4 +1,4 @@
-"""The yardstick of the house measures what it says."""
+"""The size figures of the source measure what they state."""
 
 from pathlib import Path
 
@@ -67,7 +67,8 @@ def source(tmp_path: Path) -> Source:
 
 
 def test_figures_are_those_of_the_source(source: Source) -> None:
-    """Prose is no code; a file is small alone if one other imports it; rows without methods may have many fields."""
+    """Prose is not code; a file is small and alone if a single other file imports it; rows without methods may have
+    many fields."""
     assert {each.key: (each.value, each.where) for each in source.figures()} == {
         "code_lines": (145, ". 141, speech 4"),
         "code_lines_outside_speech": (141, ""),
@@ -94,7 +95,7 @@ def test_a_ceiling_is_exceeded_above_itself(ceilings: Ceilings) -> None:
 
 
 def test_ceilings_are_only_lowered(ceilings: Ceilings, tmp_path: Path) -> None:
-    """What is exceeded stays so, and what explains the file stays in it."""
+    """An exceeded ceiling stays exceeded, and comments in the file stay in it."""
     ceilings.lower(FIGURES)
     assert (tmp_path / "house.toml").read_text(encoding="utf-8") == "# why\nfiles = 10\nfiles_of_speech = 19\n"
     assert ceilings.exceeded(FIGURES) == FIGURES[:1]
@@ -111,5 +112,5 @@ def test_the_program_fails_if_a_figure_exceeds_its_ceiling(
 
 @pytest.mark.wide
 def test_a_mini_batch_passes_no_more_files_than_allowed() -> None:
-    """`make lint` compares what is read from the source; this, the traced runs."""
+    """`make lint` compares the figures that are read from the source; this test compares those of traced runs."""
     assert house.main(["--runs"]) == 0

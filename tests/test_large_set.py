@@ -1,4 +1,4 @@
-"""The benchmarks' large sets are sets: what they measure is what `starling prepare` would have left."""
+"""The benchmarks' large sets are valid sets, like those that `starling prepare` would have written."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from benchmarks.scale_reader import main
 from starling.speech.store import SpeechSet
 
 
-def test_a_generated_set_opens_and_every_kind_of_its_audio_is_there(tmp_path: Path) -> None:
-    """Shards, texts, speakers, and samples of the length that the index says."""
+def test_a_generated_set_opens_and_has_every_kind_of_audio(tmp_path: Path) -> None:
+    """The set has shards, texts, speakers, and samples of the length that the index states."""
     write_large_set(tmp_path / "large", 2500)
     opened = SpeechSet.open(tmp_path / "large")
     assert len(opened) == 2500 and len(opened.summary.shards) == 3
@@ -21,8 +21,8 @@ def test_a_generated_set_opens_and_every_kind_of_its_audio_is_there(tmp_path: Pa
     assert lengths == set(np.unique(opened.num_samples).tolist()) and min(lengths) == RATE
 
 
-def test_what_a_learner_of_it_notes_is_positive(tmp_path: Path) -> None:
-    """Seconds, memory, and a mini-batch that holds something."""
+def test_the_figures_of_a_learner_on_it_are_positive(tmp_path: Path) -> None:
+    """A learner records seconds, memory, and a mini-batch that contains something."""
     write_large_set(tmp_path / "large", 2500)
     main(tmp_path / "large", epoch=3, place=0.5, utterances=3000, result=tmp_path / "note.json")
     noted = json.loads((tmp_path / "note.json").read_text())

@@ -1,4 +1,4 @@
-"""The benchmark of loading reads the same audio on both sides; the measurement itself is `make bench`."""
+"""The benchmark of loading reads the same audio on both sides; `make bench` makes the measurement itself."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.speech.tones import song_set
 
 
 def test_both_sides_read_every_utterance_once(tmp_path: Path, monkeypatch) -> None:
-    """Our epoch is all utterances in another order, and the joined set holds the same samples."""
+    """Our epoch has all utterances in a different order, and the joined set has the same samples."""
     songs = song_set(tmp_path / "songs", 30)
     seen = np.concatenate(list(loading.epoch_of(songs)))
     assert sorted(seen.tolist()) == list(range(30)) and seen.tolist() != list(range(30))
@@ -20,8 +20,8 @@ def test_both_sides_read_every_utterance_once(tmp_path: Path, monkeypatch) -> No
     assert np.array_equal(audio, np.concatenate([songs.audio(index) for index in range(30)]))
 
 
-def test_speed_and_ratios_are_told_for_a_set(tmp_path: Path, monkeypatch) -> None:
-    """One speed and three ratios, each with its bar and what it is about."""
+def test_speed_and_ratios_are_reported_for_a_set(tmp_path: Path, monkeypatch) -> None:
+    """One speed and three ratios are reported, each with its bar and its subject."""
     monkeypatch.setattr(loading, "ROUNDS", 2)
     speed, *ratios = loading.compared("songs", song_set(tmp_path / "songs", 6))
     assert (speed.bar, [each.bar for each in ratios]) == (loading.LEAST_SPEED, [loading.LEAST_RATIO] * 3)

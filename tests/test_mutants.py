@@ -16,7 +16,8 @@ def test_a_fix_that_is_undone_fails_its_test(mutant: Mutant, tmp_path: Path) -> 
 
 
 def test_every_patch_applies_and_names_a_test_that_exists() -> None:
-    """So that a change of the source does not leave patches behind; whether tests notice them, the soak tests show."""
+    """A change of the source therefore cannot leave patches behind; the soak tests show whether tests notice the
+    mutants."""
     root = Path(__file__).parents[1]
     assert mutants()
     for mutant in mutants():

@@ -1,4 +1,4 @@
-"""The arithmetic of the table of peers, and the workers that measure it; the rivals run in `make bench-peers` alone."""
+"""The arithmetic of the table of peers, and its measuring workers; the rivals run only in `make bench-peers`."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def cells(ms: float, rounds: float) -> list[Cell]:
 
 
 def test_the_lower_limit_is_below_the_median_and_an_outlier_does_not_move_it() -> None:
-    """Of equal ratios it is the ratio; a pair that another program disturbed changes nothing."""
+    """For equal ratios it is that ratio; a pair that another program disturbed changes nothing."""
     assert lower_limit([1.1] * 11) == pytest.approx(1.1)
     ratios = [0.95, 0.97, 0.98, 0.99, 1.0, 1.0, 1.01, 1.02, 1.03, 1.04, 1.05]
     assert 0.95 < lower_limit(ratios) < 1.0
@@ -26,7 +26,8 @@ def test_the_lower_limit_is_below_the_median_and_an_outlier_does_not_move_it() -
 
 
 def test_adpsgd_must_average_and_be_the_fastest_of_those_that_do() -> None:
-    """A rival that averages less than every second gradient is no rival; fast without averaging holds no bar."""
+    """A rival that averages less than every second gradient does not count; being fast without averaging holds no
+    bar."""
     found = {"ddp": cells(8.0, 1.0), "decent_dp": cells(3.0, 1.0), "torchft_local_sgd": cells(1.0, 0.1)}
     rounds, fastest = bars_of("a row", {**found, "adpsgd": cells(2.0, 0.6)})
     assert (rounds.ratio, rounds.holds) == (0.6, True)
@@ -46,8 +47,8 @@ def test_each_strategy_is_held_to_its_own_rival() -> None:
 
 @pytest.mark.wide
 def test_the_workers_measure_steps_rounds_and_models(tmp_path: Path) -> None:
-    """Alone, models part; under `allreduce` they stay equal; `adpsgd` goes on although one worker sleeps; a case of no
-    length ends with its first step."""
+    """Alone, models diverge; under `allreduce` they stay equal; `adpsgd` continues although one worker sleeps; a case
+    of zero length ends with its first step."""
     cases = [
         Case("alone", WIDTHS, seconds=0.2),
         Case("allreduce", WIDTHS, seconds=0.2),

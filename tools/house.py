@@ -1,10 +1,11 @@
-"""The yardstick of the house: how large the source is, how finely it is cut, and how many files a mini-batch passes.
+"""Size figures of the source: how large it is, how finely it is divided, and how many files a mini-batch passes
+through.
 
     python -m tools.house [--code | --runs] [--update]
 
-Prints each figure and its ceiling, which stands in `tools/house.toml`, and exits with 1 if a figure exceeds its own.
-`--code` has the figures that are read from the source, `--runs` those of two traced runs. `--update` lowers ceilings to
-the figures of today; it raises none.
+Prints each figure and its ceiling from `tools/house.toml`, and exits with 1 if a figure exceeds its ceiling. `--code`
+prints the figures that are read from the source, `--runs` those of two traced runs. `--update` lowers ceilings to the
+current figures; it raises none.
 """
 
 import argparse
@@ -31,9 +32,9 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 CEILINGS = ROOT / "tools" / "house.toml"
 SMALL = 120
-"""Lines of a file that may as well be part of the only one that imports it."""
+"""Number of lines below which a file may as well be part of the only file that imports it."""
 PLUG_IN = re.compile(r"Strategy\(|register\(|_strategy\(|Topology\(|registry")
-"""What is in a file that is one of many of a kind."""
+"""Marks of a file that is one of many of its kind."""
 TOY_JOB = """
 import sys, torch, starling, starling.experiment.any_job, starling.experiment.train
 starling.train, starling.join
@@ -59,7 +60,7 @@ class Figure:
 
 
 class Source:
-    """The Python files of the package in `folder`, which is named as the package is."""
+    """The Python files of the package in `folder`, which has the package's name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,7 +69,7 @@ class Source:
         self._trees = {path: ast.parse(text) for path, text in self._texts.items()}
 
     def figures(self) -> Iterator[Figure]:
-        """What is read from the files."""
+        """The figures that are read from the files."""
         rooms = self._code_lines_by_room
         yield Figure("code_lines", "code lines", rooms.total(), ", ".join(f"{n} {c}" for n, c in rooms.most_common()))
         yield Figure("code_lines_outside_speech", "code lines outside speech/", rooms.total() - rooms["speech"])
@@ -105,14 +106,14 @@ class Source:
         ]
 
     def _constructors(self) -> Iterator[tuple[int, str]]:
-        """How many arguments each written one has, apart from `self`."""
+        """The number of arguments of each written constructor, apart from `self`."""
         for path, kind in self._nodes(ast.ClassDef):
             for item in kind.body:
                 if isinstance(item, ast.FunctionDef) and item.name == "__init__":
                     yield len(item.args.args) + len(item.args.kwonlyargs) - 1, f"{path}: {kind.name}"
 
     def _dataclasses(self) -> Iterator[tuple[int, str]]:
-        """How many fields each one with methods has."""
+        """The number of fields of each dataclass with methods."""
         for path, kind in self._nodes(ast.ClassDef):
             methods = [each for each in kind.body if isinstance(each, ast.FunctionDef)]
             if _is_decorated(kind, "dataclass") and any(not method.name.startswith("__") for method in methods):
@@ -132,7 +133,7 @@ class Source:
 
 
 def code_lines(text: str, tree: ast.Module) -> int:
-    """How many lines are neither blank nor a comment, a docstring or a string below an attribute."""
+    """The number of lines that are not blank, a comment, a docstring or a string below an attribute."""
     prose: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -146,13 +147,13 @@ def _is_decorated(node: ast.ClassDef | ast.FunctionDef, name: str) -> bool:
 
 
 def toy_job() -> Figure:
-    """What a job that has nothing to do with speech loads."""
+    """The number of speech modules that a job unrelated to speech loads."""
     (said,) = _said_by([([sys.executable, "-c", TOY_JOB], {})], ROOT)
     return Figure("speech_of_a_toy_job", "modules of speech that a toy job loads", int(said))
 
 
 def runs() -> Iterator[Figure]:
-    """What learners pass through from one optimizer step to the next, in their main threads."""
+    """The files that learners pass through from one optimizer step to the next, in their main threads."""
     train = [sys.executable, "-m", "starling", "train", "demo", *DEMO]
     yield from _traced("demo", "a mini-batch of recipes/demo.yaml", [(train, {})])
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -164,8 +165,8 @@ def runs() -> Iterator[Figure]:
 
 
 def _traced(key: str, title: str, programs: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[Figure]:
-    """What is usual among several mini-batches of all learners, and beside it the most: what is done now and then, as
-    sending progress is, depends on time."""
+    """The usual figure among several mini-batches of all learners, and beside it the largest: occasional work, such as
+    sending progress, depends on time."""
     with tempfile.TemporaryDirectory() as name:
         folder, records = Path(name) / "work", Path(name) / "records"
         folder.mkdir()
@@ -189,7 +190,7 @@ def _traced(key: str, title: str, programs: Sequence[tuple[list[str], dict[str, 
 
 
 def _said_by(programs: Sequence[tuple[list[str], dict[str, str]]], folder: Path) -> list[str]:
-    """What programs print that run together, each a command and environment variables; all of them must end well."""
+    """The output of programs that run together, each a command and environment variables; all of them must succeed."""
     path = os.pathsep.join([str(ROOT / "tools" / "trace"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     running = [
         subprocess.Popen(
@@ -216,7 +217,7 @@ def _said_by(programs: Sequence[tuple[list[str], dict[str, str]]], folder: Path)
 
 
 class Ceilings:
-    """The ceilings in a file, by the keys of figures."""
+    """The ceilings in a file, by the keys of their figures."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -226,7 +227,7 @@ class Ceilings:
         return [each for each in figures if each.value > self._values[each.key]]
 
     def lower(self, figures: Sequence[Figure]) -> None:
-        """To these figures, where they are lower; comments in the file stay."""
+        """Lower the ceilings to these figures, where the figures are lower; comments in the file stay."""
         text = self._path.read_text(encoding="utf-8")
         for figure in figures:
             self._values[figure.key] = min(figure.value, self._values[figure.key])
@@ -242,12 +243,12 @@ class Ceilings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show the figures; 1 if one exceeds its ceiling."""
+    """Show the figures; returns 1 if one exceeds its ceiling."""
     parser = argparse.ArgumentParser(prog="python -m tools.house", description=(__doc__ or "").partition("\n")[0])
     part = parser.add_mutually_exclusive_group()
-    part.add_argument("--code", action="store_true", help="only what is read from the source")
+    part.add_argument("--code", action="store_true", help="only the figures that are read from the source")
     part.add_argument("--runs", action="store_true", help="only the two traced runs")
-    parser.add_argument("--update", action="store_true", help="lower ceilings to the figures of today")
+    parser.add_argument("--update", action="store_true", help="lower ceilings to the current figures")
     asked = parser.parse_args(arguments)
     figures = [] if asked.runs else [*Source(ROOT / "src" / "starling").figures(), toy_job()]
     figures += [] if asked.code else runs()

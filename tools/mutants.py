@@ -43,7 +43,7 @@ class Mutant:
 
 
 def mutants(names: Sequence[str] = ()) -> list[Mutant]:
-    """All mutants, or those of these names, in order. Raises ValueError for an unknown name."""
+    """All mutants, or the mutants of these names, in order. Raises ValueError for an unknown name."""
     known = {patch.stem: patch for patch in sorted(PATCHES.glob("*.patch"))}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no mutant {', '.join(unknown)}; there are {', '.join(known)}")
@@ -51,7 +51,7 @@ def mutants(names: Sequence[str] = ()) -> list[Mutant]:
 
 
 def copy_tree(to: Path) -> None:
-    """Copy all files that git knows, or would add, as they are now."""
+    """Copy all files that git tracks or would add, as they are now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, names.split("\0")):
@@ -62,8 +62,8 @@ def copy_tree(to: Path) -> None:
 
 
 def outcome(mutant: Mutant, folder: Path) -> tuple[str, str]:
-    """What became of a mutant in a folder of its own: empty if its test failed, otherwise what is wrong; and what the
-    test said."""
+    """The outcome of a mutant in its own folder (empty if its test failed, otherwise the problem), and the output of
+    the test."""
     copy_tree(folder)
     applied = subprocess.run(["git", "apply", str(mutant.patch)], cwd=folder, capture_output=True, text=True)
     if applied.returncode:
@@ -84,7 +84,7 @@ def outcome(mutant: Mutant, folder: Path) -> tuple[str, str]:
 
 
 def main(names: Sequence[str]) -> int:
-    """Try mutants, and print a line for each; 1 if one is not noticed."""
+    """Try mutants, and print a line for each; returns 1 if one is not noticed."""
     survivors = 0
     for mutant in mutants(names):
         begin = time.monotonic()

@@ -113,7 +113,7 @@ def test_transcripts_of_other_recordings_are_to_be_checked(recipe: str, songs: P
 
     data = changed(songs, tmp_path, wrong)
     verdict = verdict_of(tmp_path, *run(tmp_path, recipe, *data, "budget.epochs=40"))
-    assert "does not hold on test: transcripts do not belong to their recordings" in verdict
+    assert "does not carry over to test: transcripts do not belong to their recordings" in verdict
     assert "look for wrong transcripts with `starling check exp/songs/config.yaml`" in verdict
     assert starling(tmp_path, "check", "exp/songs/config.yaml").returncode == 0
 

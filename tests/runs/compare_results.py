@@ -11,7 +11,7 @@ WORD_ERRORS = Metric(name="WER %", all_right=0.0, all_wrong=95.0, diverged=100.0
 
 
 def result(cell: Cell, value: float | None = 10.0, **fields: Any) -> CellResult:
-    """Of a cell; None diverged."""
+    """The result of a cell; None diverged."""
     measured: dict[str, Any] = {
         "digest": "",
         "diverged": value is None,

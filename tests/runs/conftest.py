@@ -15,13 +15,13 @@ Tree = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Tests share the machine."""
+    """Limit torch to one thread, because tests share the machine."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def songs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A TSV of songs of tones: 24 to learn from, 6 to test on."""
+    """A TSV of songs of tones: 24 for training, 6 for testing."""
     folder = tmp_path_factory.mktemp("songs")
     generator = np.random.default_rng(1)
     lines = ["id\tspeaker\tsplit\taudio\ttext"]

@@ -1,4 +1,4 @@
-"""`strategy: auto`: the choice follows from what was measured, is said and noted, and stays."""
+"""`strategy: auto`: the choice follows from the measurements, is reported and recorded, and stays."""
 
 import io
 import sys
@@ -46,8 +46,8 @@ FAST, SLOW_LINK = 0.001, 0.3
 
 
 def figures(slowest: float = 1.0, link: float = FAST, world: int = 4, per_node: int = 1) -> list[Figures]:
-    """What learners measure whose last one's gradients take `slowest` times as long; a mean of the model takes `link`
-    seconds."""
+    """The measurements of learners whose last one's gradients take `slowest` times as long; a mean of the model takes
+    `link` seconds."""
     rounds = {"ring": link, "pairs": link / 2}
     if per_node > 1:
         rounds |= {INSIDE: FAST, ACROSS: link / per_node}
@@ -65,13 +65,13 @@ def figures(slowest: float = 1.0, link: float = FAST, world: int = 4, per_node: 
 
 
 def decided(measured: list[Figures], per_node: int = 1, among: Sequence[str] = CANDIDATES) -> Decision:
-    """The choice, and the others."""
+    """The choice, followed by the other strategies."""
     choices = [StrategyChoice(name=name) for name in among]
     return choose(Machines(costs_of(measured, per_node)), len(measured), choices)
 
 
 def compared(measured: list[Figures], per_node: int = 1, among: Sequence[str] = CANDIDATES) -> Sequence[Prediction]:
-    """The choice first."""
+    """The compared strategies, with the choice first."""
     return decided(measured, per_node, among).predictions
 
 
@@ -84,7 +84,7 @@ def worth(arm: Arm, learners: int, staleness: Counter[int]) -> float:
 
 
 def chosen(measured: list[Figures], per_node: int = 1, weighting: Weighting = "batches", **options: Any) -> Choice:
-    """What a run notes and says of its choice."""
+    """The records and messages of a run about its choice."""
     run = RunConfig(
         name="r", learners=len(measured), strategy={"name": "auto", **options}, budget=starling.Budget(epochs=1)
     )
@@ -106,8 +106,8 @@ def test_equal_learners_on_a_fast_link_choose_allreduce() -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("link", [FAST, SLOW_LINK])
 def test_a_slow_learner_makes_the_choice_asynchronous(link: float) -> None:
-    """Nearly as many mini-batches as the learners compute alone, 3.1 times those of a fast one; `allreduce` takes turns
-    with the slowest."""
+    """It makes nearly as many mini-batches as the learners compute alone, 3.1 times those of a fast one; `allreduce`
+    waits for the slowest."""
     found, *others = compared(figures(slowest=10.0, link=link))
     assert found.arm.name == "adpsgd"
     assert rate(found) == pytest.approx(3.1 / GRADIENT, rel=0.1)
@@ -117,7 +117,7 @@ def test_a_slow_learner_makes_the_choice_asynchronous(link: float) -> None:
 
 @pytest.mark.wide
 def test_a_slow_link_makes_learners_average_in_the_background_and_rarely() -> None:
-    """A round of averaging takes six gradients, so that averaging each of them would make learners wait."""
+    """A round of averaging takes six gradients, so averaging each gradient would make learners wait."""
     found = compared(figures(link=SLOW_LINK))[0]
     assert found.arm.name == "adpsgd"
     assert found.arm.given["period"] >= 2
@@ -137,14 +137,14 @@ def test_a_period_that_is_just_long_enough_is_too_short() -> None:
 
 
 def test_a_link_too_slow_for_the_longest_period_makes_learners_wait() -> None:
-    """Rounds of 60 gradients; with a period of 16 a learner may be 32 ahead."""
+    """Rounds take 60 gradients; with a period of 16, a learner may be 32 ahead."""
     found = compared(figures(link=2 * 60 * GRADIENT), among=("adpsgd",))[0]
     assert found.arm.given["period"] == 16
     assert found.waiting > 0.2
 
 
 def test_rounds_that_were_measured_while_all_sent_do_not_queue_a_second_time() -> None:
-    """A round of the ring, two messages in and two out, takes as long as it was measured to take."""
+    """A round of the ring, with two messages in and two out, takes as long as measured."""
     strategy = starling.STRATEGIES["dpsgd"]
     arm = Arm(strategy, strategy.options(pattern="ring"))
     machines = Machines(costs_of(figures(link=SLOW_LINK), 1))
@@ -154,8 +154,8 @@ def test_rounds_that_were_measured_while_all_sent_do_not_queue_a_second_time() -
 
 @pytest.mark.parametrize("period", [4.0, 16.0])
 def test_gradients_that_rounds_slow_down_are_predicted_slower(period: float) -> None:
-    """Two learners lose half of their time while a round is under way. Oracle: iterate how long their gradients take,
-    and for which share of the time a round is under way, until they agree."""
+    """Two learners lose half of their time while a round is in progress. The oracle iterates the duration of their
+    gradients and the share of the time in which a round is in progress, until they agree."""
     rounds, alone = 2.5 * GRADIENT, GRADIENT + 0.0005
     measured = [
         each.model_copy(update={"lost": 0.5 if rank > 1 else 0.0})
@@ -173,7 +173,7 @@ def test_gradients_that_rounds_slow_down_are_predicted_slower(period: float) -> 
 
 @pytest.mark.parametrize("world", [3, 4, 5, 8])
 def test_measured_pairs_meet_once(world: int) -> None:
-    """Whatever the first round is; so that all links are measured, and equally often."""
+    """This holds for any first round, so that all links are measured equally often."""
     pairs = topologies(world, 1)["pairs"]
     assert pairs.period == (world if world % 2 else world - 1)
     met = [(rank, peer) for k in range(7, 7 + pairs.period) for rank in range(world) for peer in pairs.targets(k, rank)]
@@ -185,7 +185,7 @@ def test_measured_pairs_meet_once(world: int) -> None:
 
 @pytest.mark.wide
 def test_nodes_are_tried_as_super_learners() -> None:
-    """Two nodes of two; `hadpsgd` is not tried where there are none, nor where learners cannot be divided."""
+    """There are two nodes of two; `hadpsgd` is not tried without nodes, nor if learners cannot be divided."""
     names = {each.arm.name for each in compared(figures(link=SLOW_LINK, per_node=2), per_node=2)}
     assert names == set(CANDIDATES)
     only = compared(figures(link=SLOW_LINK, per_node=2), per_node=2, among=("hadpsgd",))
@@ -208,7 +208,7 @@ def test_a_stale_strategy_is_chosen_only_if_it_makes_up_for_what_its_mini_batche
 
 
 def test_longer_periods_are_worth_less() -> None:
-    """A little, for each doubling; a period below 1 is worth no more."""
+    """Each doubling of the period reduces the worth a little; a period below 1 is worth no more."""
     strategy = starling.STRATEGIES["adpsgd"]
     arms = [Arm(strategy, strategy.options(period=period)) for period in (0.5, 1.0, 2.0, 8.0)]
     values = [worth(arm, 4, Counter({1: 1})) for arm in arms]
@@ -231,7 +231,7 @@ def test_longer_periods_are_worth_less() -> None:
 def test_a_mini_batch_is_worth_less_where_gradients_are_stale_or_models_differ(
     name: str, options: Tree, staleness: dict[int, int], expected: float
 ) -> None:
-    """By what the strategy does, not by its name; with one learner there is nothing stale."""
+    """This depends on what the strategy does, not on its name; with one learner there is nothing stale."""
     strategy = starling.STRATEGIES[name]
     arm = Arm(strategy, strategy.options.model_validate(options))
     assert worth(arm, 4, Counter(staleness)) == expected
@@ -254,7 +254,7 @@ def test_a_mini_batch_is_worth_less_where_gradients_are_stale_or_models_differ(
 def test_plan_and_auto_choose_the_same_strategy_for_the_same_cluster(
     world: int, slowest: float, send_time: float, expected: str
 ) -> None:
-    """By one rule, from the costs of a profile. The two once disagreed on the second and the third."""
+    """Both use one rule and the costs of a profile. The two once disagreed on the second and the third."""
     slow = Stragglers(slow={} if slowest == 1.0 else {world - 1: slowest})
     own = measured_profile()
     link = LinkModel(latency=1e-4, bandwidth=own.job.model_bytes / (send_time * own.gradient.seconds))
@@ -280,8 +280,8 @@ def test_plan_and_auto_choose_the_same_strategy_for_the_same_cluster(
 def test_plan_and_auto_choose_the_same_strategy_with_the_same_options_for_any_cluster(
     world: int, per_node: int, times: Tree, send_time: float, slowest: float, uplink: Any
 ) -> None:
-    """The two front ends get the same figures, each in its own way: `plan` a profile and a cluster's description,
-    `auto` the cluster of a simulation. A message of the model takes 10 ** `send_time` gradients."""
+    """The two front ends get the same figures in different ways: `plan` from a profile and a cluster's description,
+    `auto` from the cluster of a simulation. A message of the model takes 10 ** `send_time` gradients."""
     job = emulated(stragglers=Stragglers(slow={world - 1: slowest}))
     bandwidth = 4 * (1 << 12) / (10.0**send_time * GRADIENT)
     cluster = starling.Cluster.model_validate(
@@ -313,7 +313,7 @@ def test_plan_and_auto_choose_the_same_strategy_with_the_same_options_for_any_cl
 def test_plan_and_auto_choose_the_same_strategy_with_the_same_options_for_any_measured_figures(
     gradients: list[float], exchange: float, mean: float, synchronous: float, slowest: float
 ) -> None:
-    """A profile's figures; exchanges and means take 10 ** so many gradients."""
+    """The figures are a profile's; exchanges and means take powers of ten of gradients."""
     sizes = (1 << 12, 1 << 14)
     of_size = [{size: 10.0**each * GRADIENT * size / sizes[-1] for size in sizes} for each in (exchange, mean)]
     alone = Figures(
@@ -332,13 +332,13 @@ def test_plan_and_auto_choose_the_same_strategy_with_the_same_options_for_any_me
 
 
 def test_a_weighting_leaves_only_what_averages_gradients() -> None:
-    """The others would ignore it."""
+    """The other strategies would ignore it."""
     predicted = chosen(figures(slowest=10.0), weighting="utterances").notes["predicted"]
     assert [each["strategy"]["name"] for each in predicted] == ["allreduce"]
 
 
 def test_three_lines_say_what_and_why_and_how_far_the_second_choice_is_behind() -> None:
-    """The second choice is another strategy, not the same with other options."""
+    """The second choice is a different strategy, not the same with other options."""
     what, why, behind = reasons(figures(slowest=10.0))
     assert what.startswith("strategy auto: adpsgd (pattern: pairs) for 4 learners, ")
     assert "a gradient takes 50 ms (500 ms on learner 3)" in why
@@ -353,7 +353,8 @@ def test_three_lines_say_what_and_why_and_how_far_the_second_choice_is_behind() 
 
 
 def test_jitter_is_not_counted_twice() -> None:
-    """What `allreduce` takes beyond the slowest gradient of each round is the mean, not the spread of the gradients."""
+    """The time that `allreduce` takes beyond the slowest gradient of each round is the mean, not the spread of the
+    gradients."""
     generator = torch.Generator().manual_seed(1)
     times = (0.05 + 0.05 * torch.rand(4, 200, generator=generator)).tolist()
     rounds = [max(each) + 0.01 for each in zip(*times, strict=True)]
@@ -377,14 +378,14 @@ def test_jitter_is_not_counted_twice() -> None:
     [(1000, None, 0.03 * 1000 * 0.05 / 4), (10**9, None, 60.0), (None, 10.0, 18.0), (1000, 1e-3, 0.03 * 0.06)],
 )
 def test_measuring_takes_a_small_share_of_the_run(gradients: int | None, minutes: float | None, seconds: float) -> None:
-    """3 % of its expected time, and at most a minute."""
+    """It takes 3 % of the expected time, and at most a minute."""
     assert Allowance(starling.Budget(steps=gradients, minutes=minutes), 1, 60.0).seconds([0.05] * 4) == pytest.approx(
         seconds
     )
 
 
-def test_what_auto_cannot_do_is_one_clear_problem_of_the_recipe(tree: Tree) -> None:
-    """Before anything is measured."""
+def test_a_recipe_that_auto_cannot_handle_has_one_clear_problem(tree: Tree) -> None:
+    """The problem is reported before anything is measured."""
     with pytest.raises(ConfigError, match=r"strategy.among.0: input should be 'allreduce', .* or 'hadpsgd', got 'hogw"):
         check_recipe(tree | {"strategy": {"name": "auto", "among": ["hogwild"]}}, "r.yaml")
     with pytest.raises(ConfigError, match=r"strategy\.secnds"):
@@ -412,7 +413,7 @@ def test_a_job_is_not_run_before_a_strategy_has_been_chosen(tree: Tree) -> None:
     ],
 )
 def test_a_resume_that_cannot_keep_its_strategy_says_why(tree: Tree, tmp_path: Path, config: Any, message: str) -> None:
-    """It never chooses again."""
+    """A resume never chooses again."""
     if config is not None:
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     run = check_recipe(tree | {"strategy": "auto", "resume": str(tmp_path / "checkpoints" / "step-1")}, "r.yaml")
@@ -421,7 +422,7 @@ def test_a_resume_that_cannot_keep_its_strategy_says_why(tree: Tree, tmp_path: P
 
 
 def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -> None:
-    """To the event hash; without measuring, from the simulated cluster."""
+    """They agree to the event hash; the choice uses the simulated cluster, without measuring."""
     tree |= {
         "learners": 3,
         "overwrite": True,
@@ -445,8 +446,8 @@ def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -
 
 
 @pytest.mark.wide
-def test_a_plan_of_a_recipe_with_auto_compares_the_strategies_that_there_are(tree: Tree, tmp_path: Path) -> None:
-    """The placeholder is none of them."""
+def test_a_plan_of_a_recipe_with_auto_compares_the_existing_strategies(tree: Tree, tmp_path: Path) -> None:
+    """The placeholder is not one of them."""
     (tmp_path / "profile.yaml").write_text(dump(measured_profile(), ""))
     lines: list[str] = []
     plan_recipe(
@@ -508,7 +509,7 @@ def test_real_learners_measure_choose_train_and_resume_with_the_same_choice(tmp_
 
 
 def test_one_learner_needs_no_measuring(tmp_path: Path) -> None:
-    """One line says so."""
+    """One line reports this."""
     said = io.StringIO()
     job = emulated(budget=starling.Budget(steps=3), stragglers=Stragglers())
     trained = starling.train(job, strategy="auto", exp=tmp_path, console=Console(file=said))
@@ -518,7 +519,7 @@ def test_one_learner_needs_no_measuring(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_learners_of_another_launcher_agree_on_the_choice(tree: Tree, tmp_path: Path) -> None:
-    """As under torchrun: they measure, learner 0 chooses and notes it, and all train with it."""
+    """As under torchrun, they measure, learner 0 chooses and records the choice, and all train with it."""
     (tmp_path / "songs.yaml").write_text(yaml.safe_dump(tree | {"strategy": "auto"}))
     run_learners([sys.executable, "-m", "starling", "train", str(tmp_path / "songs.yaml")], 2, tmp_path)
     folder = ExperimentFolder(Path(tree["exp"]) / "songs")

@@ -1,4 +1,4 @@
-"""`starling evaluate` with a beam search: tuned on the validation set, written down, and read again."""
+"""`starling evaluate` with a beam search: tuned on the validation set, recorded, and read again."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def scored(experiment: Path, **options: object) -> list[str]:
 
 @pytest.mark.wide
 def test_both_decodings_are_scored_tuned_on_the_validation_set_alone(songs_tree: Tree) -> None:
-    """The weights are written down, and read again as long as nothing they depend on changes."""
+    """The weights are recorded, and read again as long as nothing they depend on changes."""
     experiment, at_end = simulated(songs_tree)
     assert [line.split()[0] for line in at_end] == ["test", "%WER", "%SER", "%CER", "simulated", "event"]
     lines = scored(experiment, with_beam=True)
@@ -91,7 +91,7 @@ def test_both_decodings_are_scored_tuned_on_the_validation_set_alone(songs_tree:
 
 @pytest.mark.wide
 def test_phrases_are_boosted_in_both_decodings(songs_tree: Tree, songs: Path, tmp_path: Path) -> None:
-    """They are scored beside the texts without them, and are those that `transcribe` writes."""
+    """They are scored beside the texts without them, and are the same as `transcribe` writes."""
     experiment, _ = simulated(songs_tree)
     words = tmp_path / "words.txt"
     words.write_text("".join(f"{word}\t-9\n" for word in WORDS))
@@ -133,7 +133,7 @@ def change(experiment: Path, **decoding: object) -> None:
 def test_files_are_transcribed_by_the_search_that_evaluate_has_tuned(
     songs_tree: Tree, songs: Path, tmp_path: Path
 ) -> None:
-    """The text of each file is the one scored; a file that is no audio is named after all others are done."""
+    """The text of each file is the one scored; a file that is not audio is named after all others are done."""
     experiment, _ = simulated(songs_tree)
     scored(experiment, with_beam=True)
     home = experiment / "decode" / "beam"
@@ -150,7 +150,8 @@ def test_files_are_transcribed_by_the_search_that_evaluate_has_tuned(
 
 
 def test_a_recipe_chooses_words_model_and_weights(songs_tree: Tree, tmp_path: Path) -> None:
-    """A list of words, a language model of one's own, fixed weights; without a validation set, nothing is tuned."""
+    """The recipe gives a list of words, its own language model and fixed weights; without a validation set, nothing is
+    tuned."""
     songs_tree["data"]["valid"] = None
     songs_tree["budget"] = {"epochs": 1}
     (tmp_path / "words.txt").write_text("DO\nRE\nNAÏVE\n", encoding="utf-8")
@@ -175,7 +176,7 @@ def test_a_recipe_chooses_words_model_and_weights(songs_tree: Tree, tmp_path: Pa
 
 
 def test_keys_of_another_loss_and_contradictions_are_refused(tree: Tree) -> None:
-    """All at once, with their names."""
+    """One error names all of them."""
     wrong = tree | {"decoding": {"words": "one", "vocabulary": "open", "lm": "x.arpa"}}
     with pytest.raises(ConfigError, match=r"(?s)decoding\.words: only for loss: frames.*decoding\.lm: known words"):
         check_recipe(wrong, "r")
@@ -184,8 +185,8 @@ def test_keys_of_another_loss_and_contradictions_are_refused(tree: Tree) -> None
         check_recipe(frames, "r")
 
 
-def test_without_the_training_set_greedy_decoding_is_left_unless_the_recipe_asks_for_more(songs_tree: Tree) -> None:
-    """A model may be scored where only the test set is."""
+def test_without_the_training_set_greedy_decoding_remains_unless_the_recipe_asks_for_more(songs_tree: Tree) -> None:
+    """A model may be scored where only the test set exists."""
     songs_tree["data"]["folder"] += "-some"
     songs_tree["budget"] = {"epochs": 1}
     experiment, at_end = simulated(songs_tree)
@@ -199,7 +200,7 @@ def test_without_the_training_set_greedy_decoding_is_left_unless_the_recipe_asks
         scored(experiment)
 
 
-def test_without_the_extra_greedy_decoding_is_left_and_the_reason_is_told(
+def test_without_the_extra_greedy_decoding_remains_and_the_reason_is_reported(
     songs_tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command still scores; with `--greedy` it does not mention the search."""

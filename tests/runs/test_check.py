@@ -1,4 +1,4 @@
-"""`starling check` on the command line, and scores without what is nearly in training too."""
+"""`starling check` on the command line, and scores without near-duplicates of training."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -42,16 +42,16 @@ def _recipe(corpus: Planted, folder: Path, **data: object) -> Path:
     return path
 
 
-def test_a_clean_corpus_ends_well_with_an_empty_list(corpus: Planted, tmp_path: Path) -> None:
-    """No table, exit code 0 even with `--strict`, and a list with nothing but its header."""
+def test_a_clean_corpus_gives_an_empty_list(corpus: Planted, tmp_path: Path) -> None:
+    """There is no table, the exit code is 0 even with `--strict`, and the list has only its header."""
     result = _starling("check", _recipe(corpus, tmp_path), "--strict")
     listed = tmp_path / "data" / "check.tsv"
     assert (result.exit_code, result.stdout) == (0, f"nothing found in 32 utterances, listed in {listed}\n")
     assert listed.read_text(encoding="utf-8") == "kind\tset\tid\tother_set\tother_id\tvalue\tlimit\tdetail\n"
 
 
-def test_what_is_found_is_shown_by_kind_and_set_and_listed(corpus: Planted, tmp_path: Path) -> None:
-    """Counts in a table; in the list, each with the other utterance and the numbers."""
+def test_findings_are_shown_by_kind_and_set_and_listed(corpus: Planted, tmp_path: Path) -> None:
+    """The table has counts; the list has each finding with the other utterance and the numbers."""
     plants.audio_in_training(corpus)
     plants.three_times_the_same_file(corpus)
     result = _starling("check", _recipe(corpus, tmp_path))
@@ -67,7 +67,7 @@ def test_what_is_found_is_shown_by_kind_and_set_and_listed(corpus: Planted, tmp_
 
 
 def test_strict_ends_with_the_exit_code_of_bad_data(corpus: Planted, tmp_path: Path) -> None:
-    """For scripts: 5, and the first finding in the message; the list is written all the same."""
+    """The code is 5, for scripts, and the message has the first finding; the list is still written."""
     plants.silence(corpus)
     result = _starling("check", _recipe(corpus, tmp_path), "--strict")
     assert result.exit_code == 5
@@ -76,8 +76,8 @@ def test_strict_ends_with_the_exit_code_of_bad_data(corpus: Planted, tmp_path: P
     assert (tmp_path / "data" / "check.tsv").is_file()
 
 
-def test_what_check_drops_a_preparation_leaves_out(corpus: Planted, tmp_path: Path) -> None:
-    """From the command line: check, prepare without what was found, check again: nothing to drop any more."""
+def test_preparation_leaves_out_what_check_drops(corpus: Planted, tmp_path: Path) -> None:
+    """On the command line: check, prepare without the findings, and check again: nothing is left to drop."""
     for plant in (plants.audio_in_training, plants.three_times_the_same_file, plants.unreadable_files):
         plant(corpus)
     recipe = _recipe(corpus, tmp_path)
@@ -99,7 +99,8 @@ def test_what_check_drops_a_preparation_leaves_out(corpus: Planted, tmp_path: Pa
 
 
 def test_a_prepared_folder_is_checked_by_its_own_sets(corpus: Planted, tmp_path: Path) -> None:
-    """All of them, with `train` for training unless told otherwise; keys that do not count there are refused."""
+    """All its sets are checked, with `train` for training unless told otherwise; keys that have no meaning there are
+    refused."""
     plants.text_in_training(corpus)
     assert _starling("prepare", _recipe(corpus, tmp_path)).exit_code == 0
     found = _starling("check", tmp_path / "data")
@@ -121,7 +122,8 @@ def test_a_prepared_folder_is_checked_by_its_own_sets(corpus: Planted, tmp_path:
 
 
 def test_a_model_adds_what_it_hears_and_what_its_training_means(tree: Tree, tmp_path: Path) -> None:
-    """An experiment, a checkpoint's model or a recogniser's folder; a recipe and a folder prepared from it."""
+    """The model is an experiment, a checkpoint's model or a recogniser's folder; the data are a recipe and a folder
+    prepared from it."""
     tree["data"]["folder"] = str(tmp_path / "data")  # other tests share the prepared data, and would find the check
     recipe = tmp_path / "songs.yaml"
     recipe.write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -132,7 +134,7 @@ def test_a_model_adds_what_it_hears_and_what_its_training_means(tree: Tree, tmp_
         result = _starling("check", data, "data.check.kinds=[swapped,misfit]", "--model", folder.initial)
         assert result.exit_code == 0, result.stderr
         assert re.search(r"train: the model hears \d+\.\d% of the characters wrong; limit \d", result.stdout)
-        assert "train: with so many errors it finds hardly more than swaps; use a better model" in result.stdout
+        assert "train: with so many errors, it finds little but swaps; use a better model" in result.stdout
         assert "train: the model was trained on these transcripts" in result.stdout
         assert "test: the model was trained" not in result.stdout
         assert (prepared / "check-heard.tsv").read_text(encoding="utf-8").count("\n") == 31
@@ -145,7 +147,7 @@ def test_a_model_adds_what_it_hears_and_what_its_training_means(tree: Tree, tmp_
 
 
 class _Recogniser:
-    """Gets every text right but those that it has not seen in training."""
+    """Gets every text right except those that it has not seen in training."""
 
     def __init__(self, seen: set[str]) -> None:
         self._seen = seen
@@ -165,7 +167,8 @@ class _Recogniser:
 
 @pytest.fixture
 def scored(corpus: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[list[str], str]]:
-    """Evaluates an experiment on the corpus with two test utterances seen in training: lines told, and the summary."""
+    """Evaluate an experiment on the corpus with two test utterances seen in training; returns the printed lines and the
+    summary."""
     plants.audio_in_training(corpus)
     plants.text_in_training(corpus)
     recipe: Recipe = check_recipe(yaml.safe_load(_recipe(corpus, tmp_path).read_text(encoding="utf-8")), "r.yaml")
@@ -182,10 +185,10 @@ def scored(corpus: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return score
 
 
-def test_scores_are_told_without_near_duplicates_of_training_once_a_check_has_found_them(
+def test_scores_without_near_duplicates_of_training_are_reported_after_a_check(
     scored: Callable[[], tuple[list[str], str]], tmp_path: Path
 ) -> None:
-    """Below the score of the whole set, and in its summary; without a check the output is what it always was."""
+    """They are below the score of the whole set, and in its summary; without a check, the output is the usual one."""
     lines, summary = scored()
     assert [line.split()[0] for line in lines] == ["test", "%WER", "%SER", "%CER"]
     assert _starling("check", tmp_path / "planted.yaml").exit_code == 0
@@ -199,10 +202,10 @@ def test_scores_are_told_without_near_duplicates_of_training_once_a_check_has_fo
     assert with_check_summary == summary + with_check[4] + "\n"
 
 
-def test_a_check_of_other_data_is_not_used_and_that_is_said(
+def test_a_check_of_other_data_is_not_used_and_this_is_reported(
     scored: Callable[[], tuple[list[str], str]], tmp_path: Path
 ) -> None:
-    """One line instead of a score that would be wrong."""
+    """One line replaces a score that would be wrong."""
     assert _starling("check", tmp_path / "planted.yaml", "data.filter.max_seconds=19").exit_code == 0
     lines, _ = scored()
     assert len(lines) == 5

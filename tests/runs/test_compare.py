@@ -1,4 +1,4 @@
-"""A comparison from its recipe to its answer; what is done is not done again."""
+"""A comparison from its recipe to its answer; finished work is not repeated."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def compared(tree: Tree) -> Tree:
 
 
 def run(tree: Tree) -> tuple[list[str], str]:
-    """What a comparison tells, and what it says on the console."""
+    """The output of a comparison, and its messages on the console."""
     lines: list[str] = []
     console = io.StringIO()
     run_comparison(check_comparison(tree, "c.yaml"), lines.append, Console(file=console, width=200))
@@ -58,8 +58,8 @@ def results(folder: Path) -> dict[str, CellResult]:
     return {result.cell.arm: result for result in found}
 
 
-def test_a_comparison_ends_in_a_table_and_curves_and_continues_where_it_was(compared: Tree, tmp_path: Path) -> None:
-    """A second run computes nothing and writes the same; a cell that is removed is computed again, to the same end."""
+def test_a_comparison_ends_in_a_table_and_curves_and_continues_where_it_stopped(compared: Tree, tmp_path: Path) -> None:
+    """A second run computes nothing and writes the same; a removed cell is computed again, with the same result."""
     folder = tmp_path / "exp" / "songs"
     told, said = run(compared)
     assert "2 cells, 0 of them done" in said
@@ -89,14 +89,15 @@ def test_a_comparison_ends_in_a_table_and_curves_and_continues_where_it_was(comp
 
 
 def test_a_cell_of_another_recipe_is_computed_again(compared: Tree) -> None:
-    """A longer budget changes all of them."""
+    """A longer budget changes all cells."""
     run(compared)
     compared["budget"] = {"steps": 13}
     assert "2 cells, 0 of them done" in run(compared)[1]
 
 
-def test_cells_of_a_seed_begin_with_one_model(compared: Tree, tmp_path: Path) -> None:
-    """Another seed has another, which is that of a run with this seed; the data are prepared once for all."""
+def test_cells_of_a_seed_start_with_the_same_model(compared: Tree, tmp_path: Path) -> None:
+    """A different seed has a different model, which is that of a run with this seed; the data are prepared once for
+    all."""
     compared["compare"] |= {"seeds": [1, 2]}
     _, said = run(compared)
     assert said.count("parameters, ") == 1
@@ -117,7 +118,7 @@ def test_cells_of_a_seed_begin_with_one_model(compared: Tree, tmp_path: Path) ->
 
 
 def test_numbers_that_stop_being_finite_are_a_result(compared: Tree, tmp_path: Path) -> None:
-    """Counted as 100 % of words wrong, and marked in the table."""
+    """They count as 100 % of words wrong, and are marked in the table."""
     del compared["compare"]["arms"]["delay"]
     compared["compare"] |= {"baseline": "server", "rates": [1e38]}
     compared["optimizer"] = {"name": "sgd", "clip_norm": None}
@@ -130,7 +131,7 @@ def test_numbers_that_stop_being_finite_are_a_result(compared: Tree, tmp_path: P
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """What is started hears SIGINT, also where a script runs the tests in its background, which ignores it."""
+    """Make started processes receive SIGINT, even if a script runs the tests in its background, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -138,8 +139,8 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.wide
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(compared: Tree, tmp_path: Path) -> None:
-    """One message and the shell's exit code for SIGINT; what several processes have found is what one finds."""
+def test_ctrl_c_ends_all_processes_and_keeps_finished_cells(compared: Tree, tmp_path: Path) -> None:
+    """There are one message and the shell's exit code for SIGINT; several processes find the same as one."""
     recipe = tmp_path / "c.yaml"
     recipe.write_text(yaml.safe_dump(compared), encoding="utf-8")
     seeds = ",".join(map(str, range(1, 13)))
@@ -173,7 +174,7 @@ def _wait_until_gone(group: int) -> None:
 
 
 def test_an_error_in_a_cell_names_it_and_what_is_kept(compared: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that one knows what to do next."""
+    """The user then knows what to do next."""
 
     def fail(*arguments: object) -> None:
         raise DataError("the disk is full")
@@ -186,7 +187,7 @@ def test_an_error_in_a_cell_names_it_and_what_is_kept(compared: Tree, monkeypatc
 
 
 def test_a_process_that_dies_is_an_error_that_names_its_cell(compared: Tree, tmp_path: Path) -> None:
-    """Killed from outside, or for want of memory; nothing waits for it for ever."""
+    """The process is killed from outside, or for lack of memory; nothing waits for it forever."""
     subject = check_comparison(compared, "c.yaml")
     cells = {Cell(arm="server", learners=3, rate=0.01, seed=seed): "" for seed in (1, 2)}
     found = compute(subject, cells, 2, tmp_path)
@@ -205,7 +206,7 @@ def _kill_children() -> None:
 
 
 def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """It was changed by hand; to remove it is enough."""
+    """It was changed by hand; removing it is enough."""
     cell = Cell(arm="server", learners=3, rate=0.01, seed=1)
     assert CellResult.read(tmp_path / "cells", cell, "") is None
     (tmp_path / "cells").mkdir()
@@ -215,14 +216,14 @@ def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named(compared: Tree, tmp_path: Path) -> None:
-    """Before anything is computed."""
+    """It is named before anything is computed."""
     (tmp_path / "exp").write_text("in the way")
     with pytest.raises(ConfigError, match="cannot be written"):
         run(compared)
 
 
 def test_a_cell_depends_on_nothing_that_was_computed_before_it(compared: Tree, tmp_path: Path) -> None:
-    """Random generators and mini-batches in memory included."""
+    """This includes random generators and mini-batches in memory."""
     run(compared)
     subject = check_comparison(compared, "c.yaml")
     found = [

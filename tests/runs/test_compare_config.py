@@ -104,7 +104,8 @@ def test_the_study_of_divided_data_compares_each_strategy_with_itself() -> None:
 
 
 def test_the_grid_has_every_cell_once_and_each_is_what_it_says(compared: Tree) -> None:
-    """An arm's own keys win over the setting's, and those over the recipe's; rates may be multiples of the arm's."""
+    """An arm's own keys override the setting's, and these override the recipe's; rates may be multiples of the
+    arm's."""
     subject = check_comparison(compared, "c.yaml")
     found = cells(subject)
     assert len(found) == len({cell.name for cell in found}) == 2 * (1 * 2 * 3 + 2 * 2 * 3 + 2 * 2 * 1)
@@ -118,16 +119,16 @@ def test_the_grid_has_every_cell_once_and_each_is_what_it_says(compared: Tree) -
         assert recipe.budget == subject.base.budget
 
 
-def test_an_arm_is_compared_in_its_own_settings_alone(compared: Tree) -> None:
-    """Where it names some; the others are in all."""
+def test_an_arm_is_compared_only_in_its_own_settings(compared: Tree) -> None:
+    """This holds if the arm names settings; other arms are in all of them."""
     compared["compare"]["arms"]["adpsgd"]["settings"] = "fast"
     subject = check_comparison(compared, "c.yaml")
     found = [(row.setting, row.arm) for row in subject.section.rows if row.learners != 4]
     assert found == [("lstm", "one"), ("lstm", "batch"), ("fast", "one"), ("fast", "batch"), ("fast", "adpsgd")]
 
 
-def test_a_lone_learner_is_added_where_there_is_no_baseline(compared: Tree) -> None:
-    """Unless an arm is one, or another is named."""
+def test_a_lone_learner_is_added_if_there_is_no_baseline(compared: Tree) -> None:
+    """It is not added if an arm is one, or if another baseline is named."""
 
     def baseline(section: Tree) -> tuple[list[str], Row]:
         found = check_comparison({**compared, "compare": section}, "c.yaml").section
@@ -140,7 +141,7 @@ def test_a_lone_learner_is_added_where_there_is_no_baseline(compared: Tree) -> N
     assert baseline({"arms": alone}) == (["adpsgd", "allreduce", "lone"], Row("", "lone", 1))
 
 
-def test_options_of_the_command_replace_what_the_recipe_says(compared: Tree, tmp_path: Path) -> None:
+def test_options_of_the_command_override_the_recipe(compared: Tree, tmp_path: Path) -> None:
     """`--strategies` names arms of the recipe, or strategies."""
     recipe = tmp_path / "c.yaml"
     recipe.write_text(yaml.safe_dump(compared), encoding="utf-8")
@@ -157,7 +158,8 @@ def test_options_of_the_command_replace_what_the_recipe_says(compared: Tree, tmp
 
 
 def test_cells_that_load_the_same_mini_batches_have_one_key(compared: Tree) -> None:
-    """Whatever the strategy and the rate are; the arm with batches of its own has another, and so has another seed."""
+    """The strategy and the rate do not matter; an arm with its own batches has another key, and so does another
+    seed."""
     subject = check_comparison(compared, "c.yaml")
     keys = {(cell.seed, cell.arm == "batch"): set[str]() for cell in cells(subject)}
     for cell in cells(subject):
@@ -179,7 +181,7 @@ def test_a_digest_changes_with_what_a_result_depends_on(compared: Tree) -> None:
 
 
 def test_all_problems_of_a_comparison_are_listed_at_once(compared: Tree) -> None:
-    """Those of the section and those of the recipe under it: one message, a line each."""
+    """One message lists the problems of the section and of the recipe under it, a line each."""
     compared["learnrs"] = 3
     compared["budget"] = {"epochs": "three"}
     compared["compare"] = {
@@ -238,7 +240,7 @@ def test_all_problems_of_a_comparison_are_listed_at_once(compared: Tree) -> None
 def test_a_comparison_that_cannot_be_run_is_refused_before_anything_starts(
     compared: Tree, section: Any, problem: str
 ) -> None:
-    """With the key that is wrong, and the nearest name."""
+    """The message has the wrong key, and the nearest name."""
     if isinstance(section, dict):
         section = COMPARED | section
     tree = {key: value for key, value in compared.items() if key != "compare"}
@@ -246,8 +248,8 @@ def test_a_comparison_that_cannot_be_run_is_refused_before_anything_starts(
         check_comparison(tree if section is None else {**tree, "compare": section}, "c.yaml")
 
 
-def test_sets_that_a_comparison_needs_are_asked_for(compared: Tree) -> None:
-    """A validation set to choose rates by; it or a test set for a word error rate."""
+def test_sets_that_a_comparison_needs_are_required(compared: Tree) -> None:
+    """Rates need a validation set, and a word error rate needs it or a test set."""
     compared["data"] |= {"valid": None}
     with pytest.raises(ConfigError, match=r"data\.valid: rates are chosen on a validation set"):
         check_comparison(compared, "c.yaml")
@@ -259,7 +261,7 @@ def test_sets_that_a_comparison_needs_are_asked_for(compared: Tree) -> None:
 
 
 def test_cells_in_the_order_of_their_seeds_keep_equal_mini_batches_together(compared: Tree) -> None:
-    """So that a process loads each once."""
+    """A process then loads each mini-batch once."""
     from starling.comparing.compare import _Cells
 
     subject = check_comparison(compared, "c.yaml")
@@ -273,7 +275,7 @@ def test_cells_in_the_order_of_their_seeds_keep_equal_mini_batches_together(comp
 def test_a_bad_comparison_is_one_message_on_the_command_line(
     compared: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a traceback; and a key=value may come first, for the study's own recipe is the default."""
+    """There is no traceback; a key=value may come first, because the study's own recipe is the default."""
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(yaml.safe_dump(compared), encoding="utf-8")
     for command in (["compare"], ["study", "staleness"]):

@@ -1,4 +1,4 @@
-"""`starling.compare`: any model and data, with what a comparison of a recipe has."""
+"""`starling.compare`: any model and data, with all features of a comparison of a recipe."""
 
 import io
 import os
@@ -53,7 +53,8 @@ def compare(tmp_path: Path, *strategies: str, said: io.StringIO | None = None, *
 
 @pytest.mark.wide
 def test_six_strategies_interrupted_and_resumed_lose_no_cell_and_compute_none_twice(tmp_path: Path) -> None:
-    """Asked to stop (SIGTERM) and killed (-9) in the middle; the table is then that of a run without a break."""
+    """It is asked to stop (SIGTERM) and killed (-9) in the middle; the table then equals that of an uninterrupted
+    run."""
     script = tmp_path / "six.py"
     call = f"compare(Path({str(tmp_path)!r}), *SIX, said=sys.stderr, name='six')"
     script.write_text(f"import sys\nfrom tests.runs.test_compare_job import *\n{call}\n")
@@ -84,8 +85,8 @@ def test_six_strategies_interrupted_and_resumed_lose_no_cell_and_compute_none_tw
     assert [row["arm"] for row in table.rows()] == ["one", *SIX]
 
 
-def test_sigterm_is_told_with_its_number_and_what_is_kept(tmp_path: Path) -> None:
-    """By the signal to this process, in the middle of the second cell's score."""
+def test_sigterm_is_reported_with_its_number_and_what_is_kept(tmp_path: Path) -> None:
+    """The signal reaches this process in the middle of the second cell's score."""
     calls = []
 
     def score(model: nn.Module) -> float:
@@ -102,7 +103,8 @@ def test_sigterm_is_told_with_its_number_and_what_is_kept(tmp_path: Path) -> Non
 
 
 def test_a_grid_grows_until_it_brackets_the_best_rate(tmp_path: Path) -> None:
-    """By its own factor, at the end where the best rate lies; a grid that has its best inside stays as it is."""
+    """It grows by its own factor, at the end where the best rate lies; a grid with its best rate inside stays
+    unchanged."""
     grids = {"low": [0.01, 0.03], "wide": [0.001, 3.0, 3000.0]}
     arms = {label: {"strategy": "allreduce", "rates": rates} for label, rates in grids.items()}
     options = {"validate": accuracy, "higher_is_better": True, "tuning_seeds": 1, "bracket": True}
@@ -119,8 +121,9 @@ def test_a_grid_grows_until_it_brackets_the_best_rate(tmp_path: Path) -> None:
         starling.compare(JOB, {"low": {"strategy": "allreduce", "rates": [0.1]}}, exp=tmp_path, **options)
 
 
-def test_any_job_is_tuned_on_its_validation_result_and_the_edge_of_the_grid_is_told(tmp_path: Path) -> None:
-    """A test result that prefers the lowest rate changes nothing; with one tuning seed, the other has one rate only."""
+def test_any_job_is_tuned_on_its_validation_result_and_the_edge_of_the_grid_is_reported(tmp_path: Path) -> None:
+    """A test result that prefers the lowest rate changes nothing; with one tuning seed, the other seed has only one
+    rate."""
     table = compare(
         tmp_path,
         "adpsgd",
@@ -149,7 +152,7 @@ def test_any_job_is_tuned_on_its_validation_result_and_the_edge_of_the_grid_is_t
 
 
 def test_a_workload_scores_by_its_mean_loss(tmp_path: Path) -> None:
-    """Over all of its examples, as computed at once."""
+    """The mean runs over all of its examples, as if computed at once."""
     held_out = starling.DataWorkload(make_model, loss, torch.utils.data.TensorDataset(POINTS, LABELS), batch_size=7)
     table = compare(tmp_path, "adpsgd", validate=held_out, seeds=[1])
     model = starling.simulate(table_job(1), learners=1).model()
@@ -198,23 +201,23 @@ def test_seeds_change_the_model_and_other_settings_compute_cells_again(tmp_path:
         ({"baseline": "adpsdg"}, r"baseline: 'adpsdg' is no arm; did you mean 'adpsgd'\?"),
     ],
 )
-def test_a_call_that_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
-    """In one message that names the argument, before a folder is made."""
+def test_an_impossible_call_is_refused(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
+    """One message names the argument, before a folder is made."""
     given = {"strategies": ["adpsgd"], "exp": tmp_path / "exp", **options}
     with pytest.raises(ConfigError, match=rf"^starling\.compare: (?s:.*){problem}"):
         starling.compare(JOB, **given)
     assert not (tmp_path / "exp").exists()
 
 
-def test_what_cannot_be_sent_to_processes_is_told(tmp_path: Path) -> None:
-    """With what to do."""
+def test_a_job_that_cannot_be_sent_to_processes_is_an_error(tmp_path: Path) -> None:
+    """The message says what to do."""
     with pytest.raises(ConfigError, match=r"jobs: what is compared cannot be sent to 2 processes .*leave out jobs"):
         compare(tmp_path, "adpsgd", jobs=2, validate=lambda model: 0.0)
 
 
 @pytest.mark.wide
-def test_several_processes_find_for_any_job_what_one_finds(tmp_path: Path) -> None:
-    """The job travels to them as it is."""
+def test_several_processes_find_the_same_as_one_for_any_job(tmp_path: Path) -> None:
+    """The job is sent to them unchanged."""
     both = [
         compare(tmp_path, "adpsgd", seeds=[1], name=f"jobs-{jobs}", jobs=jobs, validate=partial(accuracy, last=500))
         for jobs in (1, 2)

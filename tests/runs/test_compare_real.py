@@ -1,4 +1,4 @@
-"""Comparisons with real learners: processes of `starling.train`, a cell at a time."""
+"""Comparisons with real learners: processes of `starling.train`, one cell at a time."""
 
 from pathlib import Path
 
@@ -12,7 +12,8 @@ __all__ = ["compared"]
 
 @pytest.mark.wide
 def test_real_learners_are_measured_by_their_own_clock(tmp_path: Path) -> None:
-    """Two processes: waits, bytes and the loss of each mini-batch; diverging is a result, too; no checkpoint stays."""
+    """Two processes report waits, bytes and the loss of each mini-batch; diverging is a result, too; no checkpoint
+    remains."""
     table = compare(
         tmp_path,
         "adpsgd",
@@ -36,7 +37,7 @@ def test_real_learners_are_measured_by_their_own_clock(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_a_recipe_is_compared_with_real_learners(compared: Tree, tmp_path: Path) -> None:
-    """Those of `starling.train`, which decode and count as the simulated ones do."""
+    """They are those of `starling.train`, which decode and count like simulated ones."""
     del compared["compare"]["arms"]["delay"]
     compared["compare"] |= {"baseline": "server", "engine": "processes"}
     compared["compare"]["arms"]["server"]["learners"] = 2

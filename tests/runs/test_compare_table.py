@@ -42,22 +42,22 @@ def test_a_difference_is_paired_by_seed_and_tested() -> None:
 
 
 def test_an_interval_with_zero_in_it_is_inconclusive() -> None:
-    """Whatever the means are."""
+    """This holds for any means."""
     row = rows(one=[10.0, 20.0, 30.0], adpsgd=[40.0, 12.0, 35.0])["adpsgd"]
     assert abs(row["difference"]) < row["difference_half"]
     assert row["p"] > 0.05
     assert row["verdict"] == "inconclusive"
 
 
-def test_better_is_what_the_metric_says() -> None:
-    """Fewer errors, but more of an accuracy."""
+def test_the_metric_defines_what_is_better() -> None:
+    """Fewer errors are better, but a higher accuracy is."""
     assert rows(one=[10.0, 11.0, 12.0], adpsgd=[5.0, 6.1, 7.0])["adpsgd"]["verdict"] == "better"
     accuracy = Metric(name="accuracy", higher_is_better=True)
     assert rows(accuracy, one=[10.0, 11.0, 12.0], adpsgd=[5.0, 6.1, 7.0])["adpsgd"]["verdict"] == "worse"
 
 
 def test_p_values_are_corrected_for_the_number_of_comparisons() -> None:
-    """After Benjamini and Hochberg: the largest stays, and with m of them the smallest is multiplied by m at most."""
+    """After Benjamini and Hochberg, the largest stays, and of m values the smallest is multiplied by at most m."""
     one: Tests = [10.0, 11.0, 12.0]
     alone = {
         arm: rows(one=one, **{arm: tests})[arm]["p"]
@@ -75,7 +75,8 @@ def test_only_seeds_that_both_sides_have_are_compared() -> None:
 
 
 def test_equal_differences_are_judged_by_the_spread_of_both_sides() -> None:
-    """A coarse result gives equal differences by chance: Welch's test, as scipy has it, and 1 where nothing differs."""
+    """A coarse result gives equal differences by chance: Welch's test decides, as in scipy, and gives 1 where nothing
+    differs."""
     found = rows(one=[10.0, 11.0], batch=[20.0, 21.0], delayed=[10.0, 11.0])
     expected = stats.false_discovery_control([stats.ttest_ind([20, 21], [10, 11], equal_var=False).pvalue, 1.0])
     assert found["batch"]["p"] == pytest.approx(expected[0])
@@ -85,7 +86,7 @@ def test_equal_differences_are_judged_by_the_spread_of_both_sides() -> None:
 
 
 def test_a_run_that_diverged_counts_as_all_wrong_and_is_marked() -> None:
-    """In both tables."""
+    """This holds in both tables."""
     found = made_up({("", "one", 1): [10.0, 10.0, 10.0], ("", "adpsgd", 4): [20.0, None, None]})
     row = found.rows()[1]
     assert (row["seeds"], row["diverged"]) == (3, 2)
@@ -94,14 +95,14 @@ def test_a_run_that_diverged_counts_as_all_wrong_and_is_marked() -> None:
     assert "† counts runs" in page and re.search(r"\| adpsgd +\| 4 .*\| 3 +\| 2 ", page)
 
 
-def test_what_diverged_is_not_compared_where_it_has_no_value() -> None:
-    """A loss that is not a number is no loss."""
+def test_a_diverged_run_without_a_value_is_not_compared() -> None:
+    """A loss that is not a number has no value."""
     found = rows(Metric(name="loss"), one=[1.0, 1.1], adpsgd=[2.0, None])["adpsgd"]
     assert (found["value"], found["difference"], found["verdict"]) == (None, None, "diverged")
 
 
 def test_arms_with_everything_wrong_or_right_are_named_and_not_compared() -> None:
-    """Near a floor or a ceiling a difference says nothing; nor does one from such a baseline."""
+    """Near a floor or a ceiling a difference shows nothing; nor does a difference from such a baseline."""
     found = rows(one=[10.0, 11.0, 12.0], wrong=[99.0, 100.0, 97.0], right=[0.0, 0.0, 0.0])
     assert [found[arm]["verdict"] for arm in found] == ["baseline", "everything wrong", "everything right"]
     assert found["wrong"]["difference"] is None and found["wrong"]["p"] is None
@@ -124,7 +125,7 @@ def test_differences_are_taken_within_a_setting() -> None:
 
 
 def test_the_baseline_has_as_many_learners_where_it_can() -> None:
-    """And may be any arm."""
+    """It may be any arm."""
     given: dict[tuple[str, str, int], Tests] = {
         ("", arm, learners): [base + learners, base + learners + 1]
         for (arm, base), learners in product((("allreduce", 10), ("adpsgd", 20)), (4, 16))
@@ -149,8 +150,9 @@ def test_speed_is_that_to_the_target_or_else_the_throughput() -> None:
         assert again.rows()[1]["target_seconds"] is None
 
 
-def test_the_rate_is_chosen_by_the_validation_result_alone() -> None:
-    """The test result would choose another; a rate at an end of the grid is marked, one that diverged is never best."""
+def test_the_rate_is_chosen_only_by_the_validation_result() -> None:
+    """The test result would choose another rate; a rate at an end of the grid is marked, and one that diverged is never
+    best."""
 
     def found(valid: dict[float, list[float | None]], metric: Metric = WORD_ERRORS) -> tuple[float, str]:
         results = [
@@ -170,7 +172,7 @@ def test_the_rate_is_chosen_by_the_validation_result_alone() -> None:
 
 
 def test_the_training_loss_can_decide() -> None:
-    """Then it chooses the rate and is compared, whatever the score says, and the score stands beside it."""
+    """It then chooses the rate and is compared, whatever the score, which is shown beside it."""
     by_loss = Metric(name="training loss", of_loss=True, beside="WER %")
     cells = [Cell(arm="one", learners=1, rate=rate, seed=1) for rate in (0.1, 0.2, 0.4)]
     losses, scores = (0.3, 0.2, 0.1), (30.0, 20.0, None)  # the last diverged after a low loss
@@ -190,7 +192,7 @@ def test_the_training_loss_can_decide() -> None:
     assert (diverged["verdict"], diverged["score"]) == ("diverged", None)
 
 
-def test_rows_are_what_pandas_reads() -> None:
+def test_pandas_reads_the_rows() -> None:
     """Flat records with the same columns; `to_pandas` is a frame of them."""
     pandas = pytest.importorskip("pandas")
     table = made_up({("", "one", 1): [10.0, 11.0], ("", "adpsgd", 4): [12.0, 15.0]})
@@ -200,14 +202,14 @@ def test_rows_are_what_pandas_reads() -> None:
 
 
 def test_everything_is_json() -> None:
-    """For other programs, with nothing that JSON does not have."""
+    """Other programs can read it, because it has nothing that JSON lacks."""
     table = made_up({("", "one", 1): [10.0, 11.0], ("", "adpsgd", 4): [None, 15.0]})
     again = json.loads(json.dumps(table.content(), allow_nan=False))
     assert [row["arm"] for row in again["rows"]] == ["one", "adpsgd"] and len(again["cells"]) == 4
 
 
 def test_a_row_keeps_to_its_best_rate() -> None:
-    """Results at other rates are kept, and not counted."""
+    """Results at other rates are kept, but do not count."""
     table = made_up({("", "one", 1): [10.0, 11.0]})
     other = [result(Cell(arm="one", learners=1, rate=9.0, seed=1), 90.0)]
     table.results = [*table.results, *other]
@@ -215,14 +217,14 @@ def test_a_row_keeps_to_its_best_rate() -> None:
 
 
 def test_scipy_and_pandas_are_loaded_only_to_answer() -> None:
-    """They take a second that no other command should take: no module of a comparison imports them at its top."""
+    """They take a second that no other command should take: no module of a comparison imports them at the top."""
     for file in Path(table.__file__).parent.glob("*.py"):
         imported = [line for line in file.read_text().splitlines() if line.startswith(("import ", "from "))]
         assert not any(name in line for line in imported for name in ("scipy", "pandas")), file.name
 
 
 def test_a_result_with_a_field_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """One that knew the joules of a cell."""
+    """The earlier version recorded the joules of a cell."""
     cell = Cell(arm="one", learners=1, rate=0.5, seed=1)
     result(cell).write(tmp_path)
     (file,) = tmp_path.iterdir()

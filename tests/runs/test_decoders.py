@@ -93,8 +93,8 @@ class Noise(Workload[Batch]):
     ],
 )
 def test_every_model_trains_under_every_strategy(name: str, strategy: str) -> None:
-    """Two virtual learners, six mini-batches: the flat weights of all move, and stay finite; those that are sent, where
-    only the largest changes are."""
+    """Two virtual learners make six mini-batches: their flat weights all change and stay finite, or those that are sent
+    if only the largest changes are."""
     choice = EVERY[strategy]
     is_sparse = isinstance(getattr(choice.options(2), "compression", None), TopK)
     job = Job(Noise(config_of(name)), choice.strategy, Budget(epochs=1), adam(1e-3), options=choice.options(2))
@@ -107,7 +107,7 @@ def test_every_model_trains_under_every_strategy(name: str, strategy: str) -> No
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_void_batch_has_no_loss_and_gradients_of_zero(name: str) -> None:
-    """For all parameters that take part, as DDP needs it."""
+    """All parameters that take part have gradients, as DDP requires."""
     model = build_model(config_of(name), 10, 6, seed=1)
     void = replace(
         batch_of(1, ids=()),
@@ -124,7 +124,7 @@ def test_a_void_batch_has_no_loss_and_gradients_of_zero(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["conformer-attention", "blstm-transducer"])
 def test_the_loss_is_a_mean_of_both_by_the_ctc_weight(name: str) -> None:
-    """ctc_weight of CTC and the rest of the decoder, each per token."""
+    """CTC has the weight ctc_weight, the decoder the rest, each per token."""
     config, batch = config_of(name), batch_of(1)
     model = build_model(config, 10, 6, seed=1).eval()
     *_, beside = model(batch.features, batch.lengths, batch.tokens, batch.token_lengths)
@@ -172,7 +172,8 @@ def scored(experiment: Path, **options: Any) -> list[str]:
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["attention", "transducer"])
 def test_a_decoder_is_scored_in_all_its_ways(tree: Tree, songs: Path, kind: str) -> None:
-    """Greedy and by beam search, beside both searches of CTC; what `transcribe` says is the decoder's greedy text."""
+    """It is scored by greedy and beam search, beside both searches of CTC; `transcribe` writes the decoder's greedy
+    text."""
     pytest.importorskip("flashlight.lib.text.decoder.kenlm", reason="the extra `decoding` is not installed")
     tree = songs_with(tree, {"decoder": {"kind": kind, "width": 32}}) | {"budget": {"epochs": 6}}
     experiment = simulated(tree)
@@ -214,7 +215,8 @@ def test_the_recipe_of_models_compares_decoders_at_one_budget_of_parameters() ->
 
 
 def test_a_decoder_needs_ctc(tree: Tree) -> None:
-    """`loss: frames` has none, and a run cannot be resumed with another decoder; without one, nothing changes."""
+    """`loss: frames` has no decoder, and a run cannot be resumed with a different one; without a decoder, nothing
+    changes."""
     frames = {"model": {"name": "dnn-hybrid", "decoder": TRANSDUCER}, "loss": "frames", "augment": None}
     with pytest.raises(ConfigError, match=r"model\.decoder: only for loss: ctc; leave it out"):
         check_recipe(tree | frames, "songs")
@@ -224,7 +226,7 @@ def test_a_decoder_needs_ctc(tree: Tree) -> None:
 
 
 def test_phones_need_ctc(tree: Tree) -> None:
-    """As decoders do; so do channels of convolutions over time and frequency."""
+    """Decoders do, too, and so do channels of convolutions over time and frequency."""
     frames = {"model": {"name": "blstm-hybrid", "phones": {}}, "loss": "frames", "augment": None}
     with pytest.raises(ConfigError, match="phones: blstm-hybrid has no layer for them; blstm, lstm"):
         check_recipe(tree | frames, "songs")
@@ -236,7 +238,7 @@ def test_phones_need_ctc(tree: Tree) -> None:
 
 @pytest.mark.parametrize("pieces", ["characters", "sentencepiece"])
 def test_a_model_with_phones_is_trained_and_transcribes(tree: Tree, songs: Path, tmp_path: Path, pieces: str) -> None:
-    """With words that the lexicon lacks; nothing but training needs the lexicon."""
+    """Some words are missing in the lexicon; only training needs it."""
     lexicon = tmp_path / "lexicon.txt"
     lexicon.write_text("DO  d o\nRE  r e\nMI  m i\n", encoding="utf-8")
     tree = songs_with(tree, {"phones": {"lexicon": str(lexicon), "weight": 0.3}}) | {"budget": {"epochs": 3}}

@@ -56,7 +56,7 @@ MODELS: dict[str, Tree] = {
 def recogniser_of(
     model: Tree, features: str | Tree = "global", tokenizer: Tokenizer | None = None, rate: int = RATE
 ) -> Recogniser:
-    """One with random weights whose outputs change from frame to frame."""
+    """A recogniser with random weights whose outputs change from frame to frame."""
     chosen = {"normalise": features} if isinstance(features, str) else features
     layer = LogMel(FeatureConfig.model_validate({**chosen, "num_mels": 20}), rate)
     if features == "global":
@@ -74,7 +74,8 @@ def recogniser_of(
 @pytest.mark.wide
 @pytest.mark.parametrize("name", MODELS)
 def test_onnx_agrees_with_torch(name: str, tmp_path: Path) -> None:
-    """To 1e-4, for any number of utterances of any length; chunk by chunk as well, from the program's own features."""
+    """They agree to 1e-4 for any number of utterances of any length, and also chunk by chunk, from the program's own
+    features."""
     recogniser = recogniser_of(MODELS[name])
     write_onnx(recogniser, tmp_path)
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
@@ -100,7 +101,7 @@ def test_onnx_agrees_with_torch(name: str, tmp_path: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("features", ["utterance", "speech", "global", "none", {"normalise": "active", "pauses": 0.1}])
 def test_the_programs_features_are_those_of_training(features: str | Tree, tmp_path: Path) -> None:
-    """To 1e-3 of their own size, in NumPy; and its resampling is ours."""
+    """They agree to 1e-3 of their own size, in NumPy; its resampling equals ours."""
     recogniser = recogniser_of({"name": "lstm"}, features)
     write_onnx(recogniser, tmp_path)
     transcriber = Transcriber(tmp_path)
@@ -147,7 +148,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_the_folder_works_without_starling(experiment: Path, tmp_path: Path) -> None:
-    """Its program gives the texts of Starling, of whole files and in chunks, at another rate and with two channels."""
+    """Its program gives the same texts as Starling, for whole files and in chunks, at another rate and with two
+    channels."""
     folder = tmp_path / "new" / "model"
     result = CliRunner().invoke(app, ["export", str(experiment), str(folder), "--onnx", "--best"])
     assert result.exit_code == 0, result.output
@@ -174,8 +176,8 @@ def test_the_folder_works_without_starling(experiment: Path, tmp_path: Path) -> 
         assert len(partial) > 3
 
 
-def test_the_folder_says_what_it_holds(experiment: Path, tmp_path: Path) -> None:
-    """A card with data, scores and latency, without a path of this machine; the language model; and no ONNX."""
+def test_the_folder_describes_its_contents(experiment: Path, tmp_path: Path) -> None:
+    """It has a card with data, scores and latency, without a path of this machine; the language model; and no ONNX."""
     folder = tmp_path / "model"
     result = CliRunner().invoke(app, ["export", str(experiment), str(folder), "--best"])
     assert result.exit_code == 0, result.output
@@ -214,8 +216,8 @@ def test_an_export_is_complete_or_absent(experiment: Path, tmp_path: Path, monke
     assert list(folder.parent.iterdir()) == []
 
 
-def test_what_onnx_cannot_hold_is_one_error(tmp_path: Path) -> None:
-    """That says what to do."""
+def test_a_model_that_onnx_cannot_represent_is_one_error(tmp_path: Path) -> None:
+    """The error says what to do."""
     decoder = {"kind": "transducer", "width": 8}
     with pytest.raises(ConfigError, match="decoder; export it without --onnx"):
         write_onnx(recogniser_of({"name": "blstm", "decoder": decoder}), tmp_path)
@@ -235,7 +237,7 @@ def test_what_onnx_cannot_hold_is_one_error(tmp_path: Path) -> None:
 
 
 def test_pieces_become_words_in_the_program(tmp_path: Path) -> None:
-    """As SentencePiece joins them."""
+    """SentencePiece joins them in the same way."""
     texts = ["DO RE MI", "FA DO", "MI RE DO FA", "RE RE"]
     tokenizer = make_tokenizer(TokenConfig(kind="sentencepiece", vocab_size=16), texts)
     write_onnx(recogniser_of({"name": "lstm"}, tokenizer=tokenizer), tmp_path)

@@ -26,12 +26,12 @@ Tree = dict[str, Any]
 
 @pytest.fixture
 def tree(tree: Tree) -> Tree:
-    """With something of the budget left at any checkpoint of these tests."""
+    """A recipe with some budget left at any checkpoint of these tests."""
     return tree | {"budget": {"epochs": 100}}
 
 
 def save(recipe: Recipe, position: Ticket, world: int = 2, weight: float = 0.0) -> None:
-    """A checkpoint in the experiment of a recipe."""
+    """Write a checkpoint in the experiment of a recipe."""
     arrived: list[str] = []
 
     def arrive(name: str) -> int:
@@ -51,7 +51,7 @@ def save(recipe: Recipe, position: Ticket, world: int = 2, weight: float = 0.0) 
 
 
 def test_the_resolved_recipe_is_in_the_folder(tree: Tree) -> None:
-    """With every default written out; loading it gives the same recipe."""
+    """It has every default written out; loading it gives the same recipe."""
     recipe = check_recipe(tree, "r.yaml")
     folder = claim_folder(recipe, print)
     assert load_recipe(folder.config) == recipe
@@ -74,8 +74,8 @@ def test_an_earlier_run_is_moved_aside_and_named(tree: Tree) -> None:
     assert list((recipe.folder / "checkpoints").iterdir()) == []
 
 
-def test_overwriting_removes_what_is_ours_and_nothing_else(tree: Tree) -> None:
-    """Notes that somebody left in the folder stay."""
+def test_overwriting_removes_only_our_own_files(tree: Tree) -> None:
+    """Notes that a user left in the folder stay."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
@@ -97,8 +97,8 @@ def test_resuming_finds_the_newest_checkpoint(tree: Tree) -> None:
     assert resumed.resume.is_dir()
 
 
-def test_a_resume_with_another_strategy_or_number_of_learners_says_what_becomes_of_it(tree: Tree) -> None:
-    """One line, with what has changed; none if each learner continues from its own state."""
+def test_a_resume_with_another_strategy_or_number_of_learners_reports_the_consequences(tree: Tree) -> None:
+    """One line lists what has changed; there is none if each learner continues from its own state."""
     recipe = check_recipe({**tree, "learners": 2, "strategy": "diloco"}, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
@@ -115,7 +115,7 @@ def test_a_resume_with_another_strategy_or_number_of_learners_says_what_becomes_
 
 
 def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -> None:
-    """Later checkpoints of another past would be taken for this run's."""
+    """Later checkpoints of a different past would be taken for this run's."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
@@ -128,7 +128,8 @@ def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -
 
 
 def test_a_run_resumed_from_another_experiment_is_not_mixed_with_one_of_its_name(tree: Tree) -> None:
-    """The earlier one is moved aside, its record of what was seen too; that of the other experiment is taken over."""
+    """The earlier run is moved aside with its record of what was seen; the record of the other experiment is taken
+    over."""
     first, second = (check_recipe({**tree, "name": name}, "r.yaml") for name in ("first", "second"))
     for recipe, seen in ((first, "theirs"), (second, "mine")):
         folder = claim_folder(recipe, print)
@@ -156,7 +157,7 @@ def test_a_run_resumed_from_another_experiment_is_not_mixed_with_one_of_its_name
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tree: Tree, change: Tree, problem: str) -> None:
-    """With the sections that differ, before any learner starts."""
+    """The error lists the sections that differ, before any learner starts."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 3, 11))
@@ -166,7 +167,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tree: Tree, change: Tree, pro
 
 @pytest.mark.parametrize("change", [{"learners": 3}, {"strategy": "adpsgd"}, {"learners": 5, "strategy": "adpsgd"}])
 def test_learners_and_the_strategy_may_change_in_mid_epoch(tree: Tree, change: Tree) -> None:
-    """What a mini-batch holds depends on neither."""
+    """The contents of a mini-batch depend on neither."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 3, 11))
@@ -184,14 +185,14 @@ def test_the_budget_and_the_learning_rate_may_change_in_a_resume(tree: Tree) -> 
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tree: Tree, tmp_path: Path) -> None:
-    """Not at the first checkpoint."""
+    """The error does not wait for the first checkpoint."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         claim_folder(check_recipe({**tree, "exp": str(tmp_path / "file")}, "r.yaml"), print)
 
 
 def test_checkpoints_that_cannot_be_written_are_an_error_at_the_start(tree: Tree) -> None:
-    """Here a file is in the place of their folder."""
+    """Here, a file is in the place of their folder."""
     recipe = check_recipe(tree, "r.yaml")
     recipe.folder.mkdir(parents=True)
     (recipe.folder / "checkpoints").write_text("")
@@ -199,8 +200,8 @@ def test_checkpoints_that_cannot_be_written_are_an_error_at_the_start(tree: Tree
         claim_folder(recipe, print)
 
 
-def test_a_folder_is_tried_by_writing_into_it(tmp_path: Path) -> None:
-    """Permission bits do not bind root, but nobody can make anything in `/proc`; a folder that is fine stays empty."""
+def test_a_folder_is_tested_by_writing_into_it(tmp_path: Path) -> None:
+    """Permission bits do not bind root, but nothing can be created in `/proc`; a usable folder stays empty."""
     check_writable(tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == []
     with pytest.raises(OSError, match="/proc/checkpoints"):
@@ -209,7 +210,7 @@ def test_a_folder_is_tried_by_writing_into_it(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_a_resume_on_a_disk_that_is_read_only_is_an_error_at_the_start(tree: Tree) -> None:
-    """Before anything is prepared: the checkpoints can be read, but none can be added."""
+    """The error comes before anything is prepared: the checkpoints can be read, but none can be added."""
     recipe = check_recipe(tree, "r.yaml")
     folder = claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
@@ -220,7 +221,7 @@ def test_a_resume_on_a_disk_that_is_read_only_is_an_error_at_the_start(tree: Tre
 
 
 def go_on(config: str) -> None:
-    """Go on from the only checkpoint of a recipe; the error is printed."""
+    """Resume from the only checkpoint of a recipe; the error is printed."""
     recipe = load_recipe(Path(config))
     with pytest.raises(ConfigError) as caught:
         check_claim(recipe.model_copy(update={"resume": recipe.folder / "checkpoints" / "step-00000008"}))
@@ -240,7 +241,7 @@ def test_only_a_later_number_is_a_later_checkpoint(tree: Tree) -> None:
 
 
 def test_resuming_from_weights_that_are_not_finite_is_an_error(tree: Tree) -> None:
-    """However many such checkpoints came last, the newest finite one is there, and it is named."""
+    """However many such checkpoints came last, the newest finite one still exists, and it is named."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
@@ -255,7 +256,7 @@ def test_resuming_from_weights_that_are_not_finite_is_an_error(tree: Tree) -> No
 
 
 def test_an_earlier_run_is_kept_whatever_its_checkpoint_is_called(tree: Tree) -> None:
-    """Somebody put the best one aside, and the others are gone."""
+    """A user put the best one aside, and the others are gone."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
@@ -265,7 +266,7 @@ def test_an_earlier_run_is_kept_whatever_its_checkpoint_is_called(tree: Tree) ->
 
 
 def test_ten_runs_killed_in_a_row_do_not_stop_the_eleventh(tree: Tree) -> None:
-    """Each had begun a checkpoint, and removed another; the folder is claimed all the same, and clean."""
+    """Each had started a checkpoint, and removed another; the folder is still claimed, and clean."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
@@ -280,7 +281,7 @@ def test_ten_runs_killed_in_a_row_do_not_stop_the_eleventh(tree: Tree) -> None:
 
 
 def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions and machine; no value of a variable."""
+    """It has versions and the machine, but no value of a variable."""
     monkeypatch.setenv("STARLING_SECRET", "hunter2")
     text = describe_environment()
     assert "torch 2." in text
@@ -291,7 +292,7 @@ def test_the_environment_is_described_without_its_variables(monkeypatch: pytest.
 
 @pytest.mark.parametrize("has_saved", [True, False])
 def test_stopping_a_run_before_its_first_checkpoint_says_that_there_is_none(has_saved: bool, tmp_path: Path) -> None:
-    """With the signal's exit code, and no word about going on."""
+    """It has the signal's exit code, and no word about resuming."""
     error = resumable(Stopped("stopped by SIGTERM", 15, has_saved), ExperimentFolder(tmp_path / "exp"), "a command")
     assert str(error) == "stopped by SIGTERM; there is no checkpoint"
     assert error.exit_code == 143
@@ -299,7 +300,7 @@ def test_stopping_a_run_before_its_first_checkpoint_says_that_there_is_none(has_
 
 
 def test_a_checkpoint_of_other_data_names_the_key_that_differs(tree: Tree) -> None:
-    """With both values."""
+    """The message has both values."""
     recipe = check_recipe(tree, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
@@ -317,7 +318,7 @@ def test_a_checkpoint_of_other_data_names_the_key_that_differs(tree: Tree) -> No
     ],
 )
 def test_a_resume_without_budget_says_what_was_reached_and_what_to_raise(tree: Tree, budget: Tree, said: str) -> None:
-    """Rather than ending well without a step; nothing changes."""
+    """It does not end successfully without a step; nothing changes."""
     recipe = check_recipe({**tree, "budget": {"epochs": 2}}, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))

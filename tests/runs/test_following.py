@@ -1,4 +1,4 @@
-"""What a launcher notes of its run does not harm the run, whatever happens to it."""
+"""A launcher's records of its run do not harm the run, whatever happens to them."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def recipe(tree: Tree) -> Recipe:
 
 @pytest.fixture
 def folder(recipe: Recipe) -> ExperimentFolder:
-    """An experiment that is set up, and did not run."""
+    """An experiment that is set up, but did not run."""
     folder = ExperimentFolder(recipe.folder)
     begin_segment(folder.seen, Position())
     folder.config.write_text("name: songs\n")
@@ -55,13 +55,13 @@ def said(console: Console) -> str:
 
 @contextmanager
 def followed(recipe: Recipe, folder: ExperimentFolder, screen: Console) -> Generator[Following, None, None]:
-    """As `starling train` follows a run."""
+    """The context in which `starling train` follows a run."""
     with recorded(recipe, folder, screen.print) as events, Following(recipe, folder, screen, events) as following:
         yield following
 
 
 def test_a_run_that_fails_is_summed_up_and_its_status_says_how(recipe: Recipe, folder: ExperimentFolder) -> None:
-    """With the exit code of the error; the error goes its way."""
+    """The status has the exit code of the error, which is raised again."""
     screen = console()
     with pytest.raises(NonFiniteError), followed(recipe, folder, screen) as following:
         assert is_alive(read_status(folder.path))
@@ -79,7 +79,7 @@ def test_a_run_that_fails_is_summed_up_and_its_status_says_how(recipe: Recipe, f
 def test_a_stall_that_ends_just_before_the_run_is_reported(
     tree: Tree, folder: ExperimentFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although nobody looks once more while learners train."""
+    """This holds although nothing checks again while learners train."""
     monkeypatch.setattr(starling.experiment.following, "LOOK_EVERY", 3600.0)
     screen = console()
     with followed(check_recipe(tree | {"engine": {"explain_seconds": 1}}, "r.yaml"), folder, screen) as following:
@@ -96,7 +96,7 @@ def test_a_stall_that_ends_just_before_the_run_is_reported(
 
 
 def test_a_joiner_that_did_not_join_is_not_waited_for(recipe: Recipe, folder: ExperimentFolder) -> None:
-    """It is no loss of the run, and no heartbeat of it is expected; one that never started is not shown."""
+    """It is not a loss of the run, and no heartbeat of it is expected; one that never started is not shown."""
     with followed(recipe, folder, console()) as following:
         following.roster.hear(2, Activity("starting"))
         following.roster.lose(2)
@@ -108,7 +108,7 @@ def test_a_joiner_that_did_not_join_is_not_waited_for(recipe: Recipe, folder: Ex
 
 
 def test_a_status_whose_launcher_has_ended_is_not_alive(recipe: Recipe, folder: ExperimentFolder) -> None:
-    """However fresh it is; nor is one that is old, whatever process has that number now."""
+    """This holds however recent it is; an old one is not alive either, whatever process has that number now."""
     with followed(recipe, folder, console()):
         status = read_status(folder.path)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
@@ -119,7 +119,7 @@ def test_a_status_whose_launcher_has_ended_is_not_alive(recipe: Recipe, folder: 
 
 
 def test_a_run_ends_when_its_test_sets_are_scored(recipe: Recipe, folder: ExperimentFolder) -> None:
-    """Until then its status is written, and an error while scoring is how it ended."""
+    """Until then its status is written, and an error while scoring becomes its outcome."""
     with pytest.raises(DataError), followed(recipe, folder, console()) as following:
         following.end_training()
         assert read_status(folder.path).stage == "scoring"
@@ -128,10 +128,10 @@ def test_a_run_ends_when_its_test_sets_are_scored(recipe: Recipe, folder: Experi
     assert (status.stage, status.exit_code, status.message) == ("ended", 5, "no test set")
 
 
-def test_a_model_that_does_not_work_is_named_first_and_does_not_end_well(
+def test_a_model_that_does_not_work_is_named_first_and_is_not_a_success(
     recipe: Recipe, folder: ExperimentFolder
 ) -> None:
-    """In the status while it trains, and at the end; in the summary, where it is one line however long it is."""
+    """It is in the status during training and at the end; in the summary it is one line, however long it is."""
     screen, verdict = console(), "it does not work, " + "for this and that reason, " * 20
     with followed(recipe, folder, screen) as following:
         following.events.judge(verdict, lambda line: None)
@@ -149,8 +149,8 @@ def test_a_model_that_does_not_work_is_named_first_and_does_not_end_well(
     assert (status.exit_code, status.message) == (0, verdict)
 
 
-def test_an_error_is_how_a_run_ended_whose_model_does_not_work(recipe: Recipe, folder: ExperimentFolder) -> None:
-    """The verdict stands before it in the summary."""
+def test_a_run_whose_model_does_not_work_can_end_with_an_error(recipe: Recipe, folder: ExperimentFolder) -> None:
+    """The summary has the verdict before the error."""
     with pytest.raises(DataError), followed(recipe, folder, console()) as following:
         following.events.judge("it does not work", lambda line: None)
         raise DataError("no test set")

@@ -1,4 +1,4 @@
-"""Frame-level training, from a corpus to the words that are recognised."""
+"""Frame-level training, from a corpus to recognised words."""
 
 import io
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def tree(tree: Tree) -> Tree:
 
 
 def ready(tree: Tree) -> tuple[Recipe, FrameWorkload, list[str]]:
-    """A recipe that is set up, its workload, and what was said."""
+    """A recipe that is set up, its workload, and the messages."""
     recipe = check_recipe(tree, "r.yaml")
     folder = claim_folder(recipe, print)
     lines: list[str] = []
@@ -73,7 +73,7 @@ def simulated(tree: Tree) -> tuple[Path, list[str]]:
 
 @pytest.fixture(scope="module")
 def trained(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An experiment that learned the songs, on the virtual engine."""
+    """An experiment that learned the songs on the virtual engine."""
     folder = tmp_path_factory.mktemp("trained")
     corpus = {"kind": "tsv", "path": str(songs), "sets": {"train": {"split": "train"}, "test": {"split": "test"}}}
     data = {"folder": str(folder / "data"), "corpus": corpus, "sampling_rate": RATE, "valid": None}
@@ -98,7 +98,7 @@ def trained(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.wide
 def test_the_whole_chain_recognises_songs_that_it_never_heard(trained: Path, tmp_path: Path) -> None:
-    """Alignment, tied states, training and search together: WER at most 5 %, and a file is transcribed."""
+    """Alignment, tied states, training and search work together: WER is at most 5 %, and a file is transcribed."""
     lines: list[str] = []
     evaluate(trained, None, lines.append, Console(file=io.StringIO()))
     assert lines[0] == "test"
@@ -120,7 +120,7 @@ def test_the_audit_counts_sub_sequences(trained: Path) -> None:
 
 
 def share_right(workload: FrameWorkload) -> float:
-    """The share of frames of which the alignment knows whether there is a gap: 0.08 s, then 0.25 s of each word."""
+    """The share of frames for which the alignment knows whether there is a gap: 0.08 s, then 0.25 s of each word."""
     frames, states = workload.plan.frames, Recogniser.load(workload.initial).states
     assert states is not None
     silence = states.tied((0, 0, 0, 0))
@@ -143,7 +143,7 @@ def test_a_flat_start_and_a_model_of_ours_find_words_and_gaps(tree: Tree, traine
 
 @pytest.mark.wide
 def test_rounds_repair_the_alignment_of_a_ctc_model_that_has_learned_little(tree: Tree) -> None:
-    """It emits tokens in the right order, and at this age not yet in the right places."""
+    """The model emits tokens in the right order, but not yet in the right places."""
     of_frames = ("sequences", "states", "alignment", "features", "loss")
     ctc = {key: value for key, value in tree.items() if key not in of_frames} | {
         "name": "ctc",
@@ -163,8 +163,8 @@ def test_rounds_repair_the_alignment_of_a_ctc_model_that_has_learned_little(tree
 
 
 @pytest.mark.wide
-def test_mini_batches_are_a_function_of_the_ticket_alone(tree: Tree) -> None:
-    """The same bits in a loading process, and for any number of learners; each frame once in an epoch."""
+def test_mini_batches_are_a_function_only_of_the_ticket(tree: Tree) -> None:
+    """A loading process gives the same bits, for any number of learners; each frame occurs once in an epoch."""
     _, workload, _ = ready(tree)
     _, others, _ = ready(tree | {"name": "others", "learners": 3, "strategy": "adpsgd"})
     tickets = [Ticket(1, index, index) for index in range(workload.num_batches(1))]
@@ -192,7 +192,7 @@ def test_mini_batches_are_a_function_of_the_ticket_alone(tree: Tree) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_trains_frames(tree: Tree, name: str) -> None:
-    """A mini-batch for each of four learners, and the weights have moved."""
+    """Each of four learners gets a mini-batch, and the weights change."""
     given = {"learners": 4, "budget": {"steps": 4}, "data": tree["data"] | {"test": []}}
     experiment, lines = simulated(tree | given | {"strategy": {"name": name, **OPTIONS.get(name, {})}})
     assert lines[-1].startswith("event hash")
@@ -202,7 +202,7 @@ def test_every_strategy_trains_frames(tree: Tree, name: str) -> None:
 
 
 def test_each_speed_is_stored_aligned_and_counted(tree: Tree, trained: Path) -> None:
-    """From a flat start, and by a model that hears the same speeds; a name says which speed it is of."""
+    """This holds for a flat start, and for a model that hears the same speeds; names include the speed."""
     slow, fast = 0.96, 1.04  # words are notes here
     change: Tree = {"augment": {"speed": [fast, slow]}}
     recipe, workload, _ = ready(tree | {"name": "speeds"} | change)
@@ -259,8 +259,8 @@ def test_a_partition_gives_each_learner_its_own_utterances(tree: Tree) -> None:
     assert not utterances[0] & utterances[1]
 
 
-def test_fewer_contexts_than_states_are_told(tree: Tree) -> None:
-    """With both numbers."""
+def test_fewer_contexts_than_states_are_reported(tree: Tree) -> None:
+    """The message has both numbers."""
     _, workload, lines = ready(tree | {"states": {"number": 32_000, "per_unit": 2, "min_frames": 1}})
     (line,) = [line for line in lines if "tied states, and states.number is 32000" in line]
     assert "the training texts have " in line
@@ -270,7 +270,7 @@ def test_fewer_contexts_than_states_are_told(tree: Tree) -> None:
 
 
 def test_utterances_with_fewer_frames_than_states_are_an_error_or_left_out(tree: Tree) -> None:
-    """As the filter says; they are listed."""
+    """The filter decides; they are listed."""
     tree["states"] |= {"per_unit": 10}
     tree["features"] |= {"frame_shift": 0.04}
     tree["data"] |= {"filter": {"on_bad": "fail"}}
@@ -299,14 +299,14 @@ def test_utterances_with_fewer_frames_than_states_are_an_error_or_left_out(tree:
         ({"loss": "frame"}, r"loss: "),
     ],
 )
-def test_what_does_not_go_with_the_loss_is_one_problem_of_its_key(tree: Tree, change: Tree, problem: str) -> None:
+def test_a_key_that_does_not_fit_the_loss_is_one_problem(tree: Tree, change: Tree, problem: str) -> None:
     """The message says what to do."""
     with pytest.raises(ConfigError, match=problem):
         check_recipe(tree | change, "r.yaml")
 
 
 def test_a_resolved_recipe_is_the_same_recipe(tree: Tree) -> None:
-    """Sections that were left out are written with what they mean."""
+    """Sections that were left out are written out with their defaults."""
     import yaml
 
     recipe = check_recipe({key: value for key, value in tree.items() if key not in ("sequences", "states")}, "r.yaml")
@@ -316,18 +316,18 @@ def test_a_resolved_recipe_is_the_same_recipe(tree: Tree) -> None:
 
 
 def test_a_model_that_cannot_align_is_refused_by_name(tree: Tree, trained: Path) -> None:
-    """Of other states a character, of another rate, or no model at all."""
+    """Its states per character or its rate differ, or it is not a model at all."""
     aligned = {"alignment": {"experiment": str(trained)}}
-    with pytest.raises(ConfigError, match=r"has 2 states a character, and states\.per_unit is 3"):
+    with pytest.raises(ConfigError, match=r"has 2 states per character, but states\.per_unit is 3"):
         ready(tree | aligned | {"states": {"per_unit": 3}})
-    with pytest.raises(ConfigError, match=r"has a frame each 0\.01 s, and features\.frame_shift is 0\.02"):
+    with pytest.raises(ConfigError, match=r"has a frame every 0\.01 s, and features\.frame_shift is 0\.02"):
         ready(tree | aligned | {"features": {"frame_shift": 0.02}})
     with pytest.raises(CheckpointError, match="nowhere"):
         ready(tree | {"alignment": {"experiment": str(trained.parent / "nowhere")}})
 
 
-def test_other_words_can_be_recognised_than_were_trained(tree: Tree, tmp_path: Path) -> None:
-    """Of a list; the tree has states for contexts that it never saw. An unknown character is named."""
+def test_words_that_were_not_trained_can_be_recognised(tree: Tree, tmp_path: Path) -> None:
+    """They come from a list; the tree has states for contexts that it never saw. An unknown character is named."""
     (tmp_path / "words.txt").write_text("DO\nREDO\nMIFA\n", encoding="utf-8")
     decoding = {"word_list": str(tmp_path / "words.txt"), "words": "one"}
     experiment, _ = simulated(tree | {"budget": {"steps": 2}, "decoding": decoding})

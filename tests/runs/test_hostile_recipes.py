@@ -1,4 +1,4 @@
-"""Recipes that were damaged, or made to do harm: one ConfigError, soon, and nothing happens."""
+"""Damaged or malicious recipes raise one ConfigError, quickly, and nothing else happens."""
 
 import os
 import resource
@@ -50,7 +50,7 @@ PIECES = [
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 12)
 )
-"""10**12 values in 700 characters."""
+"""A text of 700 characters with 10**12 values."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,8 @@ def little_memory() -> Iterator[None]:
 
 
 def _mutated(content: bytes, random: np.random.Generator) -> bytes:
-    """A few bytes changed, removed or repeated, or something foreign put in, also as the value of a key."""
+    """A recipe with a few bytes changed, removed or repeated, or with something foreign inserted, also as the value of
+    a key."""
     spoilt = bytearray(content)
     for _ in range(random.integers(1, 4)):
         place, other = (int(each) for each in random.integers(0, len(spoilt), 2))
@@ -86,7 +87,7 @@ def _mutated(content: bytes, random: np.random.Generator) -> bytes:
 
 @pytest.mark.wide
 def test_500_mutated_recipes_are_recipes_or_config_errors(tmp_path: Path) -> None:
-    """Nothing but ConfigError, each within a second of computing; some of them are still recipes."""
+    """They raise nothing but ConfigError, each within a second of computing; some of them are still recipes."""
     random = np.random.default_rng(17)
     path = tmp_path / "r.yaml"
     ends: Counter[str] = Counter()
@@ -139,7 +140,8 @@ def test_500_mutated_recipes_are_recipes_or_config_errors(tmp_path: Path) -> Non
 def test_what_is_made_to_do_harm_is_refused(
     text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bombs of aliases, depth without end, tags that would call something, numbers that are none, devices as files."""
+    """Bombs of aliases, endless depth, tags that would call something, invalid numbers, and devices as files are
+    refused."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     Path("r.yaml").write_text(text, encoding="utf-8")
@@ -149,7 +151,7 @@ def test_what_is_made_to_do_harm_is_refused(
 
 
 def test_aliases_may_still_be_used() -> None:
-    """As YAML has them, a few."""
+    """A few aliases, as in YAML, are allowed."""
     assert parse_yaml("a: &a {x: 1}\nb: *a\nc: [*a, *a]", "here") == {
         "a": {"x": 1},
         "b": {"x": 1},
@@ -159,14 +161,14 @@ def test_aliases_may_still_be_used() -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfen\0", b"name: \xc3", "name: ü".encode("latin-1"), b"\xed\xa0\x80: a"])
-def test_what_is_not_utf_8_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
-    """Other encodings, and halves of characters."""
+def test_text_that_is_not_utf_8_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+    """Other encodings and halves of characters are refused."""
     (tmp_path / "r.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"r\.yaml: cannot be read as UTF-8"):
         read_recipe(tmp_path / "r.yaml")
 
 
-def test_a_folder_a_pipe_and_a_device_are_no_recipes(tmp_path: Path) -> None:
+def test_a_folder_a_pipe_and_a_device_are_not_recipes(tmp_path: Path) -> None:
     """Reading one of them may never end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):

@@ -1,4 +1,4 @@
-"""What a recipe says reaches the engines."""
+"""Settings of a recipe reach the engines."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ Tree = dict[str, Any]
 
 
 def test_stragglers_of_the_recipe_are_those_of_the_job(tree: Tree) -> None:
-    """On both engines, which run the same job."""
+    """This holds on both engines, which run the same job."""
     tree["stragglers"] = {"slow": {1: "10x"}, "jitter": 0.1, "pauses": [{"learner": 0, "after": 2, "seconds": 3}]}
     recipe = check_recipe(tree, "r.yaml")
     job = make_job(recipe, set_up_and_claim(SPEECH, recipe, lambda line: None))
@@ -27,7 +27,7 @@ def test_stragglers_of_the_recipe_are_those_of_the_job(tree: Tree) -> None:
 
 
 def test_batch_shares_of_the_recipe_are_those_of_the_job_and_wrong_ones_are_listed(tree: Tree) -> None:
-    """By learner, as for stragglers."""
+    """They are given by learner, like stragglers."""
     tree |= {"learners": 2, "strategy": "local-sgd", "batch_shares": {0: 3}}
     recipe = check_recipe(tree, "r.yaml")
     assert make_job(recipe, set_up_and_claim(SPEECH, recipe, lambda line: None)).batch_shares == {0: 3}
@@ -86,14 +86,14 @@ def test_models_are_written_beside_the_training_without_a_trace_in_it(
 def test_loading_processes_are_chosen_from_cores_learners_and_budget(
     tree: Tree, change: Tree, cores: int, expected: int
 ) -> None:
-    """One each where a learner has a core, and the run is long enough; here an epoch has 48 minutes of audio."""
+    """Each learner gets one if it has a core and the run is long enough; here an epoch has 48 minutes of audio."""
     recipe = check_recipe({**tree, "budget": {"epochs": 10}} | change, "r.yaml")
     assert recipe.batches.num_workers == "auto"
     assert loading_processes(recipe, recipe.learners, cores, epoch=2880.0) == expected
 
 
 def test_learners_of_an_object_store_get_what_cores_there_are(tree: Tree) -> None:
-    """Its answers take long, and cost no core."""
+    """Its answers take long, but no core."""
     tree["data"]["remote"] = "s3://bucket/songs"
     recipe = check_recipe({**tree, "budget": {"epochs": 10}}, "r.yaml")
     assert [loading_processes(recipe, 2, cores, 2880.0) for cores in (1, 2, 6, 64)] == [0, 1, 2, 4]

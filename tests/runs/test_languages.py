@@ -45,7 +45,7 @@ def test_one_model_is_trained_on_three_languages_and_scored_on_each(tmp_path: Pa
 
 
 def test_languages_are_spoken_in_their_own_words_by_unseen_voices(tmp_path: Path) -> None:
-    """Each is another corpus; English is what it was before there were others."""
+    """Each language is a different corpus; English is the same as before there were others."""
     recipe = load_recipe(RECIPE, smaller(tmp_path))
     for name, code in (("german", "de"), ("spanish", "es")):
         known = set(" ".join([*LANGUAGES[code].digits, *LANGUAGES[code].commands]).split())
@@ -75,13 +75,13 @@ def test_a_tag_asks_for_a_new_preparation_and_the_language_of_the_demo_does_not(
     ],
 )
 def test_tags_that_cannot_be_told_from_words_or_each_other_are_refused(tags: str, problem: str, tmp_path: Path) -> None:
-    """When the recipe is read."""
+    """They are refused when the recipe is read."""
     with pytest.raises(ConfigError, match=problem):
         load_recipe(RECIPE, [*smaller(tmp_path), f"data.corpus.tags={tags}"])
 
 
 def test_texts_are_scored_without_tags_and_right_tags_are_counted() -> None:
-    """Wherever a tag is heard; a missing hypothesis has no tag."""
+    """A tag counts wherever it is heard; a missing hypothesis has no tag."""
     references = {"a": "Ⓔ ONE TWO", "b": "Ⓖ EINS", "c": "Ⓢ UNO", "d": "Ⓔ SIX"}
     hypotheses = {"a": "ⒺONE Ⓖ TWO", "b": "Ⓔ EINS", "c": "UNO"}
     clean, heard, line = without_tags(references, hypotheses, "ⒺⒼⓈ")

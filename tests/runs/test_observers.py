@@ -1,4 +1,4 @@
-"""What a learner reports reaches the launcher as it was, but not more often than people can read."""
+"""A learner's reports reach the launcher unchanged, but not more often than people can read."""
 
 import io
 from collections import Counter
@@ -88,8 +88,8 @@ def test_messages_arrive_as_json_and_are_shown(tmp_path: Path) -> None:
     assert "1.50 rounds per gradient, staleness 1.5 (at most 2), 3.0 MB sent" in here.getvalue().splitlines()[-1]
 
 
-def test_a_log_gives_each_advice_once() -> None:
-    """Not at the end of each epoch."""
+def test_a_log_gives_each_piece_of_advice_once() -> None:
+    """Advice is not repeated at the end of each epoch."""
     text = io.StringIO()
     log = Log(text, 2)
     for epoch in range(3):
@@ -117,15 +117,15 @@ def test_the_end_of_an_epoch_arrives_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_shown_with_the_consensus_distance() -> None:
-    """Three digits; without it where it is not known."""
+    """The distance has three digits; it is left out if it is unknown."""
     assert shown(Saved("exp/demo/checkpoints/step-00000010", "barrier", 0.0123456)) == (
         "saved exp/demo/checkpoints/step-00000010, consensus distance 0.0123\n"
     )
     assert shown(Saved("step-00000010", "barrier")) == "saved step-00000010\n"
 
 
-def test_the_learner_that_completes_a_checkpoint_tells_and_draws_how_far_learners_are_apart(tmp_path: Path) -> None:
-    """No other does, and the points of different learners make one curve by the step of the run."""
+def test_the_learner_that_completes_a_checkpoint_reports_and_draws_how_far_learners_are_apart(tmp_path: Path) -> None:
+    """Only this learner does, and the points of different learners form one curve by the step of the run."""
     told: list[tuple[int, Saved]] = []
     together = writer(tmp_path)
     savers = [Saver(together, lambda message, rank=rank: told.append((rank, message)), tmp_path) for rank in range(2)]
@@ -155,7 +155,7 @@ def saver_of(folder: Path, told: list[Saved]) -> Saver:
 
 
 def test_what_was_begun_is_finished_when_the_training_fails(tmp_path: Path) -> None:
-    """And told, and the error of the training is the one that counts."""
+    """This is reported, and the error of the training is the one that counts."""
     told: list[Saved] = []
     with pytest.raises(PeerLost, match="learner 1") as caught, saver_of(tmp_path, told) as saver:
         saver.on_barrier(state(0, 1, Ticket(0, 4, 4)))
@@ -176,7 +176,7 @@ def test_a_save_that_fails_after_the_training_did_is_a_note(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("when", ["at the next mini-batch", "at the end"])
 def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
-    """At the learner's next mini-batch, or when it has none."""
+    """It ends at the learner's next mini-batch, or when it has none."""
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"), saver_of(tmp_path, []) as saver:
         saver.on_barrier(state(0, 1, Ticket(0, 4, 4)))
@@ -196,8 +196,8 @@ def test_what_a_learner_does_is_told_to_the_launcher(tmp_path: Path) -> None:
     assert roster.learners[progress.learner_id].attempt.doing == "computing batch 4 of epoch 2"
 
 
-def test_of_an_epoch_that_needs_no_checkpoint_only_the_model_is_written_or_nothing(tmp_path: Path) -> None:
-    """Without what optimizers remember; the launcher is told where it is."""
+def test_an_epoch_that_needs_no_checkpoint_writes_only_the_model_or_nothing(tmp_path: Path) -> None:
+    """The optimizer's state is left out; the launcher is told where the model is."""
     told: list[LearnerMessage] = []
     kept: list[Keep] = ["", "model", "checkpoint"]
     models = CheckpointWriter(tmp_path / "validation", lambda name: 1, write_model, {})

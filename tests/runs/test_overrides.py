@@ -1,4 +1,4 @@
-"""`key=value` arguments change a recipe as one would write it."""
+"""`key=value` arguments change a recipe like an edit of the file."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ from starling.recipe.file import apply_overrides
     ],
 )
 def test_values_are_yaml(argument: str, result: dict[str, Any]) -> None:
-    """Numbers, lists, mappings, null and texts that hold an equals sign."""
+    """Numbers, lists, mappings, null and texts that contain an equals sign are tested."""
     assert apply_overrides({}, [argument]) == result
 
 
-def test_later_arguments_win_and_the_recipe_stays_as_it_was() -> None:
-    """The tree that is given is not changed."""
+def test_later_arguments_win_and_the_recipe_is_unchanged() -> None:
+    """The given tree is not changed."""
     tree = {"a": {"b": 1, "c": 2}}
     assert apply_overrides(tree, ["a.b=3", "a.b=4"]) == {"a": {"b": 4, "c": 2}}
     assert tree == {"a": {"b": 1, "c": 2}}

@@ -68,7 +68,7 @@ def ring_seconds(world: int) -> float:
 
 
 def test_allreduce_takes_a_gradient_and_a_ring_for_each_step() -> None:
-    """The closed form, for four learners that are alike; with it the shares of computing and waiting."""
+    """The closed form holds for four equal learners, and gives the shares of computing and waiting."""
     found = simulate(arm("allreduce"), 4, machines())
     step = GRADIENT + ring_seconds(4)
     assert found.seconds_per_gradient == pytest.approx(step / 4, rel=1e-6)
@@ -77,7 +77,7 @@ def test_allreduce_takes_a_gradient_and_a_ring_for_each_step() -> None:
 
 
 def test_delay_by_one_hides_the_shorter_of_gradient_and_mean() -> None:
-    """max(gradient, ring): here the gradient, and with a tenth of the bandwidth the ring."""
+    """The time is max(gradient, ring): here the gradient, and with a tenth of the bandwidth the ring."""
     assert simulate(arm("delay-by-one"), 4, machines()).seconds_per_gradient == pytest.approx(GRADIENT / 4, rel=1e-6)
     slower = replace(machines(), bandwidth=0.1)
     ring = 6 * (LATENCY + MEGABYTE / (BANDWIDTH / 10))
@@ -85,7 +85,8 @@ def test_delay_by_one_hides_the_shorter_of_gradient_and_mean() -> None:
 
 
 def test_a_slow_learner_sets_the_pace_of_allreduce_and_not_that_of_adpsgd() -> None:
-    """Four times slower: every step of one, a quarter of one learner's share of the other."""
+    """It is four times slower: this sets the time of every step of one, and a quarter of one learner's share in the
+    other."""
     slow = machines(Stragglers(slow={0: 4.0}))
     assert simulate(arm("allreduce"), 4, slow).seconds_per_gradient == pytest.approx(
         (4 * GRADIENT + ring_seconds(4)) / 4, rel=1e-6
@@ -123,14 +124,15 @@ def test_learners_that_form_super_learners_without_nodes_keep_a_link_each() -> N
 
 
 def test_without_exchange_allreduce_only_computes() -> None:
-    """What is left of the waiting is 0 where learners are alike."""
+    """The remaining waiting is 0 if learners are equal."""
     found = simulate(arm("allreduce"), 4, replace(machines(), at_once=True))
     assert found.seconds_per_gradient == pytest.approx(GRADIENT / 4)
     assert found.waiting == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_plan_has_hours_shares_bytes_and_cost_that_follow_from_the_closed_form() -> None:
-    """An epoch of 3,600 mini-batches with four learners under `allreduce`, at 2 a device hour, for 10 epochs."""
+    """The plan is for an epoch of 3,600 mini-batches with four learners under `allreduce`, at 2 per device hour, for 10
+    epochs."""
     preset = plan_of(["allreduce"], price=2.0, budget=starling.Budget(epochs=10))
     (row,) = preset.rows
     step = GRADIENT + ring_seconds(4)
@@ -179,7 +181,7 @@ def measured_profile(validation: Validation | None = None) -> Profile:
 
 
 def test_an_interval_contains_the_prediction_and_grows_with_the_validation_s_error() -> None:
-    """A validation that was 10 % off leaves at least 10 % either way."""
+    """A validation that was 10 % off leaves at least 10 % on either side."""
     bare, checked = (
         plan(profile=measured_profile(validation), learners=[4], strategies=["allreduce"], crossings=False)
         for validation in (None, Validation(error=0.1, against="a test"))
@@ -212,13 +214,13 @@ def test_the_bandwidth_at_which_another_strategy_is_faster_solves_its_equation()
 
 
 def test_bisection_finds_a_root_on_either_side() -> None:
-    """To 3 %, whichever end is the larger."""
+    """It is found to 3 %, whichever end is larger."""
     assert bisect(lambda x: x * x > 2.0, 0.1, 10.0) == pytest.approx(2**0.5, rel=0.03)
     assert bisect(lambda x: x * x > 2.0, 10.0, 0.1) == pytest.approx(2**0.5, rel=0.03)
 
 
 def test_the_most_progress_is_recommended_and_of_equals_what_is_worth_most() -> None:
-    """Speed times worth; within a tie the worth decides, and then the order."""
+    """Progress is speed times worth; within a tie the worth decides, and then the order."""
 
     def found(name: str, progress: float) -> Prediction:
         made = Prediction(arm(name), 4, (1.0,), 0.0, 0.0, Counter())
@@ -250,7 +252,7 @@ def test_a_plan_tries_the_options_that_auto_would_try() -> None:
 
 
 def test_gradient_times_are_fitted_by_the_distribution_that_they_are_drawn_from() -> None:
-    """Log-normal, uniform and constant times, each with its mean and spread."""
+    """Log-normal, uniform and constant times are fitted, each with its mean and spread."""
     generator = np.random.default_rng(1)
     drawn = 0.2 * generator.lognormal(-0.5 * 0.4**2, 0.4, 4000)
     fitted = fit_compute(drawn)
@@ -263,7 +265,7 @@ def test_gradient_times_are_fitted_by_the_distribution_that_they_are_drawn_from(
 
 
 def test_the_interval_of_the_mean_holds_the_true_mean() -> None:
-    """In about 95 of 100 experiments; the standard error tells its width."""
+    """It does in about 95 of 100 experiments; the standard error gives its width."""
     generator = np.random.default_rng(2)
     found = [gradient_times(generator.normal(1.0, 0.1, 40).tolist()) for _ in range(100)]
     assert 88 <= sum(each.low <= 1.0 <= each.high for each in found) <= 100
@@ -282,8 +284,8 @@ def test_a_link_is_the_line_through_what_its_messages_took() -> None:
     assert fit_link({1000: 1e-3}).latency == 1e-3
 
 
-def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
-    """And everything that is wrong with a file is said at once."""
+def test_a_profile_comes_back_from_its_file_unchanged(tmp_path: Path) -> None:
+    """All errors in a file are reported at once."""
     found = measured_profile(Validation(error=0.04, against="a test"))
     file = tmp_path / "profile.yaml"
     file.write_text(dump(found, "a comment"), encoding="utf-8")
@@ -295,8 +297,8 @@ def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
         read_profile(tmp_path / "absent.yaml")
 
 
-def test_wrong_arguments_of_a_plan_are_told_in_one_message() -> None:
-    """Each with what to do."""
+def test_wrong_arguments_of_a_plan_are_reported_in_one_message() -> None:
+    """Each comes with what to do."""
     with pytest.raises(ConfigError, match="either a profile, made by `starling profile`, or a preset"):
         plan(learners=[4])
     with pytest.raises(ConfigError, match="preset 'v100' is unknown; did you mean 'v100-2019'"):
@@ -316,8 +318,8 @@ def test_wrong_arguments_of_a_plan_are_told_in_one_message() -> None:
         plan(other, profile=measured_profile())
 
 
-def test_what_does_not_fit_a_number_of_learners_is_left_out_with_a_note() -> None:
-    """Three learners are no super-learners of two."""
+def test_strategies_that_do_not_fit_a_number_of_learners_are_left_out_with_a_note() -> None:
+    """Three learners cannot form super-learners of two."""
     found = plan(profile=measured_profile(), learners=[3], strategies=["allreduce", "hadpsgd"], crossings=False)
     assert [row.strategy for row in found.rows] == ["allreduce"]
     assert any(note.startswith("hadpsgd with 3 learners is left out") for note in found.notes)
@@ -346,14 +348,14 @@ async def _looks(me: starling.Learner) -> None:
 
 
 def test_a_strategy_that_looks_at_numbers_cannot_be_planned() -> None:
-    """And the message says what can be done."""
+    """The message says what can be done."""
     looking = Arm(starling.Strategy("looking", "only in tests", _looks), NoOptions())
     with pytest.raises(ConfigError, match=r"strategy looking: cannot be planned.*simulate it with `starling simulate`"):
         simulate(looking, 2, machines())
 
 
 def test_a_cluster_s_file_changes_only_what_it_says() -> None:
-    """The link is as given, the gradient times are as measured."""
+    """The link is as given, and the gradient times are as measured."""
     given = read_cluster({"link": {"bandwidth": 1e6}})
     cluster = Machines(costs(), given=given).cluster(arm("adpsgd"), 4)
     assert cluster.link.bandwidth == 1e6 and cluster.compute == costs().compute
@@ -392,8 +394,8 @@ def job() -> starling.Job:
 
 
 def test_the_facts_of_a_job_are_its_bytes_mini_batches_and_operations() -> None:
-    """Of a perceptron: 2 operations for each weight and example forward; backward the same for weights and inputs, but
-    for the inputs of the first layer."""
+    """For a perceptron, there are 2 operations for each weight and example forward, and as many backward for weights
+    and inputs, except the inputs of the first layer."""
     found = facts_of(job(), counts_flops=True)
     assert found.model_bytes == 4 * (17 * 64 + 65 * 4)
     assert found.batches_per_epoch == 20
@@ -401,7 +403,7 @@ def test_the_facts_of_a_job_are_its_bytes_mini_batches_and_operations() -> None:
 
 
 def test_a_recurrent_layer_s_operations_are_counted() -> None:
-    """6 for each weight and frame of an LSTM, to the elementwise rest."""
+    """An LSTM has 6 for each weight and frame, up to the elementwise rest."""
 
     def recurrent() -> nn.Module:
         return nn.LSTM(8, 16, batch_first=True)
@@ -424,7 +426,7 @@ def test_a_recurrent_layer_s_operations_are_counted() -> None:
 
 @pytest.mark.wide
 def test_real_learners_are_measured_as_they_are_started_and_planned_with() -> None:
-    """One learner and two, processes of their own: every figure is there, and the plan rests on them."""
+    """One learner and two are measured in separate processes: every figure exists, and the plan rests on them."""
     said: list[str] = []
     found = profile(job(), gradients=12, engine={"threads": 1}, command="a test", say=said.append)
     assert found.gradient.num_measured == 12
@@ -451,7 +453,7 @@ def test_the_published_network_has_the_published_size() -> None:
 
 @pytest.mark.wide
 def test_published_hours_are_fitted_on_one_row_and_predicted_on_all_others() -> None:
-    """None is left out; the presets hold the fitted number; comparable rows are those without a reason."""
+    """No row is left out; the presets contain the fitted number; comparable rows are those without a reason."""
     found = published.ROWS
     assert [each.hours for each in found] == [192.0, 14.0, 11.5, 5.2, 5.0, 3.0, 2.28, 1.98]
     assert Counter(each is published.FITTED for each in found) == {False: 7, True: 1}
@@ -471,7 +473,7 @@ def test_published_hours_are_fitted_on_one_row_and_predicted_on_all_others() -> 
 
 
 def test_the_page_of_published_hours_is_what_the_command_prints() -> None:
-    """To the letter."""
+    """They agree to the letter."""
     result = CliRunner().invoke(app, ["plan", "--published"])
     assert result.exit_code == 0, result.output
     assert result.stdout == PAGE.read_text(encoding="utf-8")
@@ -479,7 +481,7 @@ def test_the_page_of_published_hours_is_what_the_command_prints() -> None:
 
 @pytest.mark.wide
 def test_the_memory_of_a_process_is_its_own_and_not_that_of_the_one_which_started_it() -> None:
-    """On Linux a process inherits the peak that `getrusage` tells, also that of a large notebook."""
+    """On Linux, a process inherits the peak that `getrusage` reports, including that of a large notebook."""
     code = "from starling.predict.measure import peak_memory\nprint(peak_memory())"
     large = bytearray(1 << 30)
     large[:: 1 << 12] = b"1" * len(large[:: 1 << 12])  # each page is in memory

@@ -1,4 +1,4 @@
-"""Published encoders: miniature ones with random weights, as `transformers` writes them; nothing is downloaded."""
+"""Published encoders: miniature models with random weights in the format of `transformers`; nothing is downloaded."""
 
 import io
 from pathlib import Path
@@ -67,7 +67,7 @@ def published(tree: Tree, folder: Path, **model: Any) -> Tree:
 
 
 def published_whisper(tree: Tree, folder: Path) -> Tree:
-    """The same with a Whisper."""
+    """The recipe with a Whisper in a folder."""
     return published(tree, folder, name="whisper") | {
         "features": {"kind": "raw", "normalise": "none"},
         "freeze": ["whisper.conv1", "whisper.embed_positions"],
@@ -76,7 +76,8 @@ def published_whisper(tree: Tree, folder: Path) -> Tree:
 
 @pytest.mark.parametrize("norm", ["layer", "group"])
 def test_an_encoder_gives_what_it_gives_in_transformers(norm: str, tree: Tree, tmp_path: Path) -> None:
-    """To 1e-5 in a batch with padding; what is saved needs the checkpoint no more, and learns what is not frozen."""
+    """They agree to 1e-5 in a batch with padding; a saved model no longer needs the checkpoint, and trains what is not
+    frozen."""
     theirs = miniature(tmp_path / "published", norm)
     recipe = check_recipe(published(tree, tmp_path / "published"), "r.yaml")
     folder = claim_folder(recipe, print)
@@ -111,8 +112,8 @@ def test_an_encoder_gives_what_it_gives_in_transformers(norm: str, tree: Tree, t
 
 
 def test_a_whisper_gives_what_it_gives_in_transformers(tree: Tree, tmp_path: Path) -> None:
-    """To 1e-5, with its front end, for the length that it was made for. A shorter utterance does not hear the padding
-    of its batch. What is saved needs the checkpoint no more, and learns what is not frozen."""
+    """They agree to 1e-5, with its front end, for the length for which it was made. A shorter utterance does not hear
+    the padding of its batch. A saved model no longer needs the checkpoint, and trains what is not frozen."""
     theirs = miniature_whisper(tmp_path / "published")
     recipe = check_recipe(published_whisper(tree, tmp_path / "published"), "r.yaml")
     folder = claim_folder(recipe, print)
@@ -149,7 +150,7 @@ def test_a_whisper_gives_what_it_gives_in_transformers(tree: Tree, tmp_path: Pat
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["wav2vec2", "whisper"])
 def test_a_published_encoder_trains(name: str, tree: Tree, tmp_path: Path) -> None:
-    """Through an engine, to a checkpoint that transcribes."""
+    """It trains through an engine, to a checkpoint that transcribes."""
     make, recipe_of = (miniature, published) if name == "wav2vec2" else (miniature_whisper, published_whisper)
     make(tmp_path / "published")
     recipe = check_recipe(recipe_of(tree, tmp_path / "published") | {"budget": {"steps": 2}}, "r.yaml")
@@ -159,7 +160,7 @@ def test_a_published_encoder_trains(name: str, tree: Tree, tmp_path: Path) -> No
 
 
 def test_a_model_of_the_hub_comes_from_its_cache(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network: what is not in the cache is one error."""
+    """There is no network: a model that is not in the cache is one error."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     kept = tmp_path / "hub" / "models--somebody--tiny"
@@ -170,12 +171,14 @@ def test_a_model_of_the_hub_comes_from_its_cache(tree: Tree, tmp_path: Path, mon
     said: list[str] = []
     set_up(recipe, claim_folder(recipe, print), said.append)
     assert any(line.startswith("checkpoint somebody/tiny: ") for line in said)
-    with pytest.raises(ConfigError, match=r"facebook/wav2vec2-base is no folder .*, and the hub .* `hf download NAME`"):
+    with pytest.raises(
+        ConfigError, match=r"facebook/wav2vec2-base is not a folder .*, and the hub .* `hf download NAME`"
+    ):
         check_recipe(published(tree, Path("facebook/wav2vec2-base")), "r.yaml")
 
 
-def test_what_does_not_fit_is_an_error(tree: Tree, tmp_path: Path) -> None:
-    """That names the key; a path is never looked up on the hub."""
+def test_a_model_that_does_not_fit_is_an_error(tree: Tree, tmp_path: Path) -> None:
+    """The error names the key; a path is never looked up on the hub."""
     miniature(tmp_path / "published")
     miniature_whisper(tmp_path / "whisper")
     fitting = published(tree, tmp_path / "published")

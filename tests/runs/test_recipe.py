@@ -1,4 +1,4 @@
-"""A recipe is checked as a whole, and says everything that is wrong with it at once."""
+"""A recipe is checked as a whole, and all its problems are reported at once."""
 
 import copy
 from pathlib import Path
@@ -24,14 +24,14 @@ RECIPES = [  # a comparison is more than a recipe, and has tests of its own
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_the_recipes_that_come_with_starling_are_complete(path: Path) -> None:
-    """Each loads, and what is written into the experiment's folder loads as the same recipe."""
+    """Each loads, and the file written into the experiment's folder loads as the same recipe."""
     recipe = load_recipe(path)
     assert check_recipe(yaml.safe_load(dump_recipe(recipe)), "dumped") == recipe
 
 
 @pytest.mark.parametrize("path", BASES, ids=lambda path: path.name)
 def test_a_base_needs_nothing_but_data(path: Path, tree: Tree, tmp_path: Path) -> None:
-    """A name and the data are all that a recipe of one's own says; without data, the message asks for them."""
+    """A user's recipe needs only a name and the data; without data, the message asks for them."""
     own = tmp_path / "own.yaml"
     own.write_text(yaml.safe_dump({"base": str(path), "name": "own", "data": tree["data"]}), encoding="utf-8")
     recipe = load_recipe(own)
@@ -47,8 +47,8 @@ def test_there_are_recipes() -> None:
     assert {path.name for path in BASES} == {"large.yaml", "small.yaml"}
 
 
-def test_an_unknown_kind_of_corpus_is_answered_with_the_known_ones(tree: Tree) -> None:
-    """By its key, without the words of the library that checks."""
+def test_an_unknown_kind_of_corpus_lists_the_known_ones(tree: Tree) -> None:
+    """The message has its key, but not the words of the validation library."""
     tree["data"]["corpus"]["kind"] = "kaldii"
     with pytest.raises(ConfigError) as caught:
         check_recipe(tree, "r.yaml")
@@ -66,7 +66,8 @@ def test_a_section_without_content_is_named(tree: Tree) -> None:
 
 
 def test_all_problems_are_listed_at_once(tree: Tree) -> None:
-    """Unknown keys, wrong types, impossible values, an unknown strategy and optimizer: one message, a line each."""
+    """Unknown keys, wrong types, impossible values, an unknown strategy and optimizer make one message, with a line
+    each."""
     tree["learnrs"] = 3
     tree["seed"] = -1
     tree["budget"] = {"epochs": "three"}
@@ -119,8 +120,8 @@ def test_a_wrong_option_of_a_strategy_is_a_problem_of_that_key(tree: Tree) -> No
         (None, "stragglers: must be a mapping of keys to values, got None"),
     ],
 )
-def test_a_straggler_that_cannot_be_is_a_problem_of_its_key(tree: Tree, change: Tree | None, problem: str) -> None:
-    """One problem, in the words of the others."""
+def test_an_impossible_straggler_is_a_problem_of_its_key(tree: Tree, change: Tree | None, problem: str) -> None:
+    """There is one problem, worded like the others."""
     tree["stragglers"] = change
     with pytest.raises(ConfigError) as caught:
         check_recipe(tree, "r.yaml")
@@ -129,14 +130,14 @@ def test_a_straggler_that_cannot_be_is_a_problem_of_its_key(tree: Tree, change: 
     assert line.startswith(f"  {problem}")
 
 
-def test_a_value_that_is_no_path_is_a_problem_in_plain_words(tree: Tree) -> None:
+def test_a_value_that_is_not_a_path_is_a_problem_in_plain_words(tree: Tree) -> None:
     tree["resume"] = True
     with pytest.raises(ConfigError, match="resume: must be a path, got True"):
         check_recipe(tree, "r.yaml")
 
 
-def test_stragglers_are_written_as_one_speaks(tree: Tree, tmp_path: Path) -> None:
-    """`10x` in a file or an override, which wins; the dumped recipe is the same one."""
+def test_stragglers_are_written_in_natural_notation(tree: Tree, tmp_path: Path) -> None:
+    """The value is `10x` in a file or an override, which wins; the dumped recipe is the same."""
     tree["stragglers"] = {"slow": {0: "10x"}, "pauses": [{"learner": 1, "after": 10, "seconds": 5}]}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_recipe(tmp_path / "r.yaml")
@@ -148,15 +149,15 @@ def test_stragglers_are_written_as_one_speaks(tree: Tree, tmp_path: Path) -> Non
     assert recipe_digest(both) != recipe_digest(recipe)
 
 
-def test_slow_learners_are_no_longer_a_matter_of_the_cluster(tree: Tree) -> None:
-    """The message leads to where they are now."""
+def test_slow_learners_are_no_longer_a_setting_of_the_cluster(tree: Tree) -> None:
+    """The message names the place where they are now."""
     tree["cluster"] = {"compute": {"slow": {0: 10}}}
     with pytest.raises(ConfigError, match=r"cluster\.compute\.slow: unknown key; did you mean stragglers\.slow\?"):
         check_recipe(tree, "r.yaml")
 
 
 def test_joining_a_run_that_ends_at_a_loss_is_refused(tree: Tree) -> None:
-    """Its learners are not told of each other; otherwise a name may come that is none of the first."""
+    """Its learners are not told of each other; otherwise a name may come that is not one of the first."""
     join = {"faults": [{"join": 9, "at_seconds": 1.0}]}
     assert check_recipe(tree | join, "r.yaml").faults
     with pytest.raises(ConfigError, match=r"no learner can join a run with on_loss: stop; remove the join or on_loss"):
@@ -164,14 +165,14 @@ def test_joining_a_run_that_ends_at_a_loss_is_refused(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("choice", ["hadpsgd", {"name": "hadpsgd"}])
-def test_an_option_that_a_strategy_cannot_do_without_is_asked_for(tree: Tree, choice: object) -> None:
-    """However the strategy is named."""
+def test_a_required_option_of_a_strategy_is_asked_for(tree: Tree, choice: object) -> None:
+    """This holds however the strategy is named."""
     with pytest.raises(ConfigError, match=r"strategy\.per_node"):
         check_recipe(tree | {"strategy": choice}, "r.yaml")
 
 
 def test_a_weighting_that_the_strategy_cannot_use_is_one_problem_among_others(tree: Tree) -> None:
-    """Only learners that average their gradients can weigh them."""
+    """Only learners that average their gradients can weight them."""
     tree |= {"batches": {"weighting": "frames"}, "learners": 2}
     served = {"name": "parameter-server", "update": "hybrid"}
     for strategy in ("allreduce", served, {"name": "hadpsgd", "per_node": 2}):
@@ -185,7 +186,7 @@ def test_a_weighting_that_the_strategy_cannot_use_is_one_problem_among_others(tr
 
 @pytest.mark.parametrize("learners", [3, "3"])
 def test_a_strategy_that_does_not_fit_the_learners_is_one_problem_among_others(tree: Tree, learners: object) -> None:
-    """Before any process starts."""
+    """The problem is reported before any process starts."""
     tree |= {"learners": learners, "strategy": {"name": "hadpsgd", "per_node": 2}, "seed": -1}
     with pytest.raises(ConfigError) as caught:
         check_recipe(tree, "r.yaml")
@@ -204,13 +205,13 @@ def test_a_strategy_that_does_not_fit_the_learners_is_one_problem_among_others(t
     [("allreduce", 4), ("adpsgd", 1), ({"name": "hadpsgd", "per_node": 2}, 2)],
     ids=["all", "alone", "a super-learner"],
 )
-def test_the_strategy_says_who_claims_together(tree: Tree, strategy: object, sync_group_size: int) -> None:
-    """All learners of a synchronous strategy, one super-learner's, or each for itself."""
+def test_the_strategy_determines_who_claims_together(tree: Tree, strategy: object, sync_group_size: int) -> None:
+    """Learners of a synchronous strategy claim together, those of a super-learner do, or each claims alone."""
     assert check_recipe({**tree, "learners": 4, "strategy": strategy}, "r.yaml").sync_group_size == sync_group_size
 
 
 def test_another_number_of_learners_is_checked_instead_of_the_first(tree: Tree, tmp_path: Path) -> None:
-    """torchrun may start another number than the recipe says; then the recipe's own need not fit."""
+    """torchrun may start a different number than the recipe says; the recipe's own number need not fit then."""
     tree |= {"learners": 1, "strategy": {"name": "hadpsgd", "per_node": 2}, "stragglers": {"slow": {3: 2}}}
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -246,7 +247,7 @@ def test_an_optimizer_that_cannot_train_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "", "a" * 200])
 def test_a_name_cannot_lead_out_of_the_folder_of_experiments(tree: Tree, name: str) -> None:
-    """It becomes a folder's name."""
+    """The name becomes a folder's name."""
     tree["name"] = name
     with pytest.raises(ConfigError, match="name"):
         check_recipe(tree, "r.yaml")
@@ -280,12 +281,12 @@ def test_optimizers_are_known_in_any_case(tree: Tree) -> None:
     ids=str,
 )
 def test_the_fingerprint_of_a_model_is_that_of_earlier_checkpoints(tree: Tree, model: Tree, digest: str) -> None:
-    """It depends on the sizes that a recipe sets, and not on what the architecture is called in the source."""
+    """It depends on the sizes that a recipe sets, and not on the architecture's name in the source."""
     assert fingerprints(check_recipe({**tree, "model": model}, "r.yaml"))["model"] == digest
 
 
 def test_the_fingerprint_of_a_section_changes_with_what_a_resume_needs(tree: Tree) -> None:
-    """The model's size does; the budget, the learning rate and the place of the data don't."""
+    """The model's size changes it; the budget, the learning rate and the place of the data do not."""
     before = fingerprints(check_recipe(tree, "r.yaml"))
     other = copy.deepcopy(tree)
     other["budget"] = {"steps": 3}
@@ -299,7 +300,8 @@ def test_the_fingerprint_of_a_section_changes_with_what_a_resume_needs(tree: Tre
 
 
 def test_a_resume_needs_the_same_windows_mixture_and_parts(tree: Tree) -> None:
-    """They decide which batch is whose; and a part for each learner is no longer any number of learners."""
+    """They determine which batch belongs to whom; with a part for each learner, the number of learners is fixed,
+    too."""
     tree["mixture"] = {"domains": {"a": {"sets": "train"}, "b": {"sets": "test"}}}
     before = fingerprints(check_recipe(tree, "r.yaml"))
     for change, section in (
@@ -315,7 +317,7 @@ def test_a_resume_needs_the_same_windows_mixture_and_parts(tree: Tree) -> None:
 
 
 def test_data_of_a_mixture_are_part_of_the_fingerprint(tree: Tree) -> None:
-    """Another set in it is other data."""
+    """A different set in it is different data."""
     tree["mixture"] = {"domains": {"a": {"sets": ["train"]}}}
     before = fingerprints(check_recipe(tree, "r.yaml"))
     tree["mixture"] = {"domains": {"a": {"sets": ["train", "test"]}}}
@@ -337,7 +339,7 @@ def test_data_of_a_mixture_are_part_of_the_fingerprint(tree: Tree) -> None:
     ],
 )
 def test_a_partition_that_cannot_be_made_is_refused(tree: Tree, change: Tree, problem: str) -> None:
-    """Before any data is opened."""
+    """It is refused before any data is opened."""
     with pytest.raises(ConfigError, match=problem):
         check_recipe({**tree, **change}, "r.yaml")
 
@@ -351,7 +353,7 @@ def test_learners_of_different_recipes_have_different_digests(tree: Tree) -> Non
 
 
 def test_faults_that_only_a_simulation_knows_are_refused_before_processes_start(tree: Tree) -> None:
-    """With their places; the recipe itself is sound, for `starling simulate`."""
+    """The error has their places; the recipe itself is valid for `starling simulate`."""
     faults = [{"kill": 0, "at_step": 3}, {"kill": 0, "at_event": 3}, {"split": [0], "at_seconds": 1, "seconds": 1}]
     with pytest.raises(ConfigError) as caught:
         check_engine(check_recipe({**tree, "faults": faults}, "r.yaml"))
@@ -359,7 +361,7 @@ def test_faults_that_only_a_simulation_knows_are_refused_before_processes_start(
 
 
 def test_a_wrong_fault_is_one_problem(tree: Tree) -> None:
-    """Not one for each kind of fault that it might have been."""
+    """It is not one for each kind of fault that it might have been."""
     faults = [
         {"kil": 0, "at_step": 4},
         {"pause": 0, "seconds": -5},
@@ -378,8 +380,8 @@ def test_a_wrong_fault_is_one_problem(tree: Tree) -> None:
     ]
 
 
-def test_a_recipe_without_a_dev_set_is_told_which_key_names_it(tree: Tree) -> None:
-    """It is the default of that key, so nothing in the recipe hints at it."""
+def test_the_error_for_a_missing_dev_set_names_its_key(tree: Tree) -> None:
+    """The set is the default of that key, so nothing in the recipe hints at it."""
     del tree["data"]["valid"]
     with pytest.raises(
         ConfigError, match=r"data\.valid names the set 'dev', which is not in data\.corpus\.sets"
@@ -395,8 +397,8 @@ def test_a_recipe_without_a_dev_set_is_told_which_key_names_it(tree: Tree) -> No
         ({"average": 3}, "average: 3 checkpoints, but checkpoints.keep is 2; raise that"),
     ],
 )
-def test_an_end_that_cannot_be_is_refused(tree: Tree, keys: Tree, problem: str) -> None:
-    """Early stopping without scores, and a mean of checkpoints that are not kept."""
+def test_an_impossible_end_is_refused(tree: Tree, keys: Tree, problem: str) -> None:
+    """Early stopping without scores, and a mean of checkpoints that are not kept, are refused."""
     tree["data"]["valid"] = None
     with pytest.raises(ConfigError) as caught:
         check_recipe({**tree, **keys}, "r.yaml")

@@ -1,4 +1,4 @@
-"""`starling report` shows what an experiment's folder holds, and says what it does not hold."""
+"""`starling report` shows what an experiment's folder contains, and says what is missing."""
 
 import base64
 import io
@@ -59,7 +59,7 @@ def flock(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen_in_flock(flock: Path) -> Evidence:
-    """What the report finds in it."""
+    """The findings of the report in it."""
     return collect(ExperimentFolder(flock), "flock")
 
 
@@ -82,8 +82,8 @@ def test_a_timeline_shows_who_waited_for_the_straggler(seen_in_flock: Evidence) 
             assert each.end - each.begin == pytest.approx(1.5, abs=2e-3)
 
 
-def test_stretches_and_epochs_tell_the_same(flock: Path, seen_in_flock: Evidence) -> None:
-    """Loss, mini-batches and seconds computing, summed over the run in two ways."""
+def test_stretches_and_epochs_agree(flock: Path, seen_in_flock: Evidence) -> None:
+    """Loss, mini-batches and seconds of computing, summed over the run in two ways, agree."""
     epochs = events_of(flock, "epoch")
     stretches = seen_in_flock.stretches
     assert sum(each.batches for each in stretches) == sum(each["steps_in_epoch"] for each in epochs)
@@ -101,7 +101,7 @@ def test_stretches_and_epochs_tell_the_same(flock: Path, seen_in_flock: Evidence
 
 
 def test_the_page_of_a_simulation_is_complete(flock: Path, tmp_path: Path) -> None:
-    """Its figures, scores, commands and environment; what simulations do not have is a sentence."""
+    """It has figures, scores, commands and environment; what simulations lack is a sentence."""
     page = report(flock, tmp_path / "page.html").path.read_text(encoding="utf-8")
     assert set(re.findall(r'class="plot" id="([\w-]+)"', page)) == {"time", "samples", "timeline-0", "staleness"}
     assert "Simulations score no valid set while they train." in page
@@ -114,7 +114,7 @@ def test_the_page_of_a_simulation_is_complete(flock: Path, tmp_path: Path) -> No
 
 
 def test_a_report_is_an_object_too(flock: Path, tmp_path: Path) -> None:
-    """`starling.report(...)` gives the page's path and what it shows, whatever of `starling` was imported before."""
+    """`starling.report(...)` gives the page's path and contents, whatever of `starling` was imported before."""
     result = starling.report([str(flock), flock], tmp_path / "deep" / "page.html")
     assert result.path == tmp_path / "deep" / "page.html"
     (only,) = result.experiments
@@ -123,7 +123,7 @@ def test_a_report_is_an_object_too(flock: Path, tmp_path: Path) -> None:
 
 
 def test_more_learners_are_faster_where_nothing_costs_time(tree: Tree, tmp_path: Path) -> None:
-    """One learner beside three, on a network without latency: three times the utterances per second."""
+    """One learner and three run on a network without latency: three make three times the utterances per second."""
     tree |= {"batches": {"max_duration": 1}, "budget": {"epochs": 1}}
     folders = [simulated(tree, name=f"l{learners}", learners=learners, strategy="adpsgd") for learners in (1, 3)]
     result = report(folders, tmp_path / "page.html")
@@ -134,7 +134,7 @@ def test_more_learners_are_faster_where_nothing_costs_time(tree: Tree, tmp_path:
 
 
 def test_an_experiment_of_an_older_version_is_shown(kept: Path) -> None:
-    """It has no events and no times: sentences; once it is scored, WER, utterances and audio."""
+    """It has no events and no times, but sentences instead; once it is scored, WER, utterances and audio are shown."""
     folder = kept / "exp" / "kept"
     found = report(folder).experiments[0]
     assert {"training", "timeline", "staleness", "consensus", "scores", "events"} <= found.missing.keys()
@@ -150,7 +150,7 @@ def test_an_experiment_of_an_older_version_is_shown(kept: Path) -> None:
 
 
 def test_a_run_that_was_killed_is_shown(flock: Path, tmp_path: Path) -> None:
-    """Files end in the middle of a line, and there is no end on record."""
+    """Files end in the middle of a line, and no end is recorded."""
     folder = tmp_path / "killed"
     (folder / "log").mkdir(parents=True)
     (folder / "seen" / "from-00000000").mkdir(parents=True)
@@ -166,7 +166,7 @@ def test_a_run_that_was_killed_is_shown(flock: Path, tmp_path: Path) -> None:
 
 
 def test_without_a_timeline_the_loss_comes_from_tensorboard_and_else_from_epochs(flock: Path, tmp_path: Path) -> None:
-    """What Starling 0.2 wrote from the beginning is shown, too."""
+    """The records of Starling 0.2 are shown from the beginning, too."""
     folder = tmp_path / "older"
     (folder / "log").mkdir(parents=True)
     for name in ("config.yaml", "log/events.jsonl"):
@@ -181,7 +181,7 @@ def test_without_a_timeline_the_loss_comes_from_tensorboard_and_else_from_epochs
 
 
 def test_utterances_without_audio_are_shown_without(flock: Path, tmp_path: Path) -> None:
-    """The prepared data may be gone, or relative to another folder."""
+    """The prepared data may be missing, or relative to another folder."""
     folder = tmp_path / "moved"
     (folder / "decode").mkdir(parents=True)
     config = (flock / "config.yaml").read_text(encoding="utf-8")
@@ -210,8 +210,8 @@ def test_many_events_are_cut_in_the_middle(flock: Path, tmp_path: Path) -> None:
     assert told[MAX_EVENTS // 2].text.startswith("799 events are not shown")
 
 
-def test_a_folder_that_is_no_experiment_is_one_error(tmp_path: Path) -> None:
-    """Before anything is written; also when another experiment is one."""
+def test_a_folder_that_is_not_an_experiment_is_one_error(tmp_path: Path) -> None:
+    """The error comes before anything is written, also if another experiment is valid."""
     result = CliRunner().invoke(app, ["report", str(tmp_path / "absent"), "--output", str(tmp_path / "p.html")])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {tmp_path / 'absent'}: no config.yaml here")
@@ -221,14 +221,14 @@ def test_a_folder_that_is_no_experiment_is_one_error(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_one_error(flock: Path, tmp_path: Path) -> None:
-    """With the place, and what to do."""
+    """The error has the place, and what to do."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"page\.html: the report cannot be written .*--output"):
         report(flock, tmp_path / "file" / "page.html")
 
 
-def test_scored_texts_come_back_as_they_were_written(flock: Path) -> None:
-    """Scored again they give what the summary says; a damaged file names its line."""
+def test_scored_texts_come_back_unchanged(flock: Path) -> None:
+    """Scoring them again gives the same as the summary; a damaged file names its line."""
     references, hypotheses = read_texts(flock / "decode" / "recogs-test.txt")
     assert len(references) == 6
     first = error_rates(references, hypotheses).lines()[0]
@@ -247,7 +247,7 @@ def test_scored_texts_come_back_as_they_were_written(flock: Path) -> None:
     ],
 )
 def test_a_damaged_file_of_texts_is_an_error(tmp_path: Path, text: str) -> None:
-    """Never a wrong score."""
+    """There is never a wrong score."""
     file = tmp_path / "recogs-test.txt"
     file.write_text(text)
     with pytest.raises(DataError, match=r"recogs-test\.txt"):
@@ -255,7 +255,8 @@ def test_a_damaged_file_of_texts_is_an_error(tmp_path: Path, text: str) -> None:
 
 
 def test_best_median_and_worst_are_by_errors_per_word() -> None:
-    """Each utterance once; the longest of those without error is best, the most errors of those all wrong are worst."""
+    """Each utterance occurs once; the longest without errors is best, and of those all wrong, the one with the most
+    errors is worst."""
     references = {f"u{number}": " ".join("ABCDEFGHIJ"[: number + 1]) for number in range(10)}
     wrong = {"u0": "X", "u9": "X X X X X X X X X X", "u5": "X B C D E F", "u4": "X X C D E"}
     alignments = align_words(references, references | wrong)
@@ -269,7 +270,7 @@ def test_best_median_and_worst_are_by_errors_per_word() -> None:
 
 @pytest.mark.parametrize(("rate", "media"), [(16000, "mpeg"), (4000, "flac")])
 def test_audio_travels_in_the_page(rate: int, media: str) -> None:
-    """It sounds as long as it was, but for the frames that MP3 adds, and is small."""
+    """It sounds as long as before, except for the frames that MP3 adds, and is small."""
     samples = (0.3 * np.sin(2 * np.pi * 440 * np.arange(rate) / rate)).astype(np.float32)
     kind, _, packed = encoded(samples, rate).partition(";base64,")
     assert kind == f"data:audio/{media}"
@@ -281,16 +282,14 @@ def test_audio_travels_in_the_page(rate: int, media: str) -> None:
 
 
 def test_the_events_of_a_run_begin_with_its_command(flock: Path) -> None:
-    """A shell would run it again."""
+    """A shell could run it again."""
     (start,) = events_of(flock, "start")
     assert start["command"].startswith(("python ", "starling "))
     assert read_events(flock / "log" / "absent.jsonl") == []
 
 
-def test_no_environment_but_that_of_env_txt_is_shown(
-    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What variables hold is in no page."""
+def test_only_the_environment_in_env_txt_is_shown(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page has the values of variables."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-7f3a91c2e5")
     page = report(simulated(tree), tmp_path / "page.html").path.read_text(encoding="utf-8")
     assert "canary-7f3a91c2e5" not in page
@@ -298,7 +297,8 @@ def test_no_environment_but_that_of_env_txt_is_shown(
 
 
 def test_a_comparison_is_drawn_as_the_mean_and_the_range_of_its_seeds(tmp_path: Path) -> None:
-    """Each row at its best rate, against time, mini-batches and samples; beside an experiment, under its own name."""
+    """Each row is drawn at its best rate, against time, mini-batches and samples; an experiment beside it has its own
+    name."""
     table = made_up({("", "one", 1): [10.0, 11.0], ("", "adpsgd", 4): [20.0, None]}, tmp_path)
     (tmp_path / "results.json").write_text(json.dumps(table.content()))
     (tmp_path / "compare.yaml").write_text("compare: {}")

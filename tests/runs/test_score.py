@@ -1,4 +1,4 @@
-"""`starling score`: one experiment or two, again, in groups, and normalised."""
+"""`starling score`: one experiment or two, scored again, in groups, and normalised."""
 
 import io
 from pathlib import Path
@@ -27,14 +27,15 @@ def run(*arguments: object) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """Two folders of scored sets: the first has two errors in each utterance, the second one in a quarter of them."""
+    """Two folders of scored sets: the first has two errors in each utterance, the second has one in a quarter of
+    them."""
     for name, texts in (("a", FIRST), ("b", SECOND)):
         write_score_files(tmp_path / name / "decode", "test", REFERENCES, texts, "as-is")
     return tmp_path / "a", tmp_path / "b"
 
 
 def test_two_experiments_are_compared(pair: tuple[Path, Path]) -> None:
-    """Both scores, the difference with its interval, and the test of matched pairs."""
+    """Both scores, the difference with its interval, and the test of matched pairs are printed."""
     first, second = pair
     code, lines = run(first, second)
     assert code == 0
@@ -49,7 +50,7 @@ def test_two_experiments_are_compared(pair: tuple[Path, Path]) -> None:
 
 
 def test_groups_are_scored_one_by_one(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """By a column of a table; an utterance that it lacks is in a group of its own."""
+    """Groups follow a column of a table; an utterance that it lacks is in a separate group."""
     table = tmp_path / "domains.tsv"
     rows = [f"{name}\t{'news' if int(name[1:]) % 4 else 'talk'}" for name in REFERENCES if name != "u11"]
     table.write_text("\n".join(["id\tdomain", *rows]) + "\n", encoding="utf-8")
@@ -67,7 +68,7 @@ def test_groups_are_scored_one_by_one(pair: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_several_sets_are_scored_together_too(pair: tuple[Path, Path]) -> None:
-    """The sum over all, and a table of the sets."""
+    """The sum over all sets, and a table of the sets, are printed."""
     write_score_files(pair[0] / "decode", "other", {"u0": "one two"}, {"u0": "one two"}, "as-is")
     code, lines = run(pair[0])
     assert code == 0
@@ -78,7 +79,7 @@ def test_several_sets_are_scored_together_too(pair: tuple[Path, Path]) -> None:
 
 
 def test_normalisers_are_options(tmp_path: Path) -> None:
-    """Off by default."""
+    """They are off by default."""
     pytest.importorskip("num2words", reason="the extra `decoding` is not installed")
     write_score_files(tmp_path, "test", {"a": "It's twenty-one."}, {"a": "it's 21"}, "as-is")
     assert run(tmp_path)[1][1].startswith("%WER 100.00")
@@ -100,7 +101,7 @@ def test_normalisers_are_options(tmp_path: Path) -> None:
 def test_what_cannot_be_scored_is_an_error(
     pair: tuple[Path, Path], tmp_path: Path, arguments: list[str], problem: str
 ) -> None:
-    """It says what is wrong and what to do."""
+    """The error says what is wrong and what to do."""
     write_score_files(tmp_path / "other", "dev", REFERENCES, FIRST, "as-is")
     fewer = {name: text for name, text in REFERENCES.items() if name != "u3"}
     write_score_files(tmp_path / "changed", "test", fewer, {}, "as-is")
@@ -111,7 +112,7 @@ def test_what_cannot_be_scored_is_an_error(
 
 
 def test_an_experiment_knows_its_speakers_and_columns(tree: Tree) -> None:
-    """From the prepared set, and from the table of the corpus."""
+    """They come from the prepared set, and from the table of the corpus."""
     recipe = check_recipe(tree, "songs")
     simulate_recipe(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
     experiment = recipe.exp / f"{recipe.name}-virtual"
@@ -124,7 +125,7 @@ def test_an_experiment_knows_its_speakers_and_columns(tree: Tree) -> None:
 
 
 def test_a_set_of_several_corpora_has_the_columns_of_its_own(tree: Tree, tmp_path: Path) -> None:
-    """Also when it was scored through a codec."""
+    """This holds even if it was scored through a codec."""
     tree["data"]["corpus"] = {"kind": "several", "corpora": {"songs": tree["data"]["corpus"]}}
     tree["data"] |= {"train": "songs-train", "test": ["songs-test"]}
     (tmp_path / "config.yaml").write_text(dump_recipe(check_recipe(tree, "songs")), encoding="utf-8")
@@ -136,8 +137,8 @@ def test_a_set_of_several_corpora_has_the_columns_of_its_own(tree: Tree, tmp_pat
     assert row[3] == "6"
 
 
-def test_utterances_that_preparation_dropped_are_told(tree: Tree, tmp_path: Path) -> None:
-    """A score without them looks better than it is: songs of three words are too long here, those of two are not."""
+def test_utterances_that_preparation_dropped_are_reported(tree: Tree, tmp_path: Path) -> None:
+    """A score without them looks too good: songs of three words are too long here, those of two are not."""
     tree["data"] |= {"folder": str(tmp_path / "short"), "filter": {"max_seconds": 0.9}}
     lines: list[str] = []
     simulate_recipe(SPEECH, check_recipe(tree, "songs"), lines.append, Console(file=io.StringIO()))

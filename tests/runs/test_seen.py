@@ -1,4 +1,4 @@
-"""The record of who saw what says the truth, and what could not be used is on it."""
+"""The record of who saw what is correct, and includes what could not be used."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from tests.runs.conftest import Tree
 
 
 def simulated(tree: Tree, **changes: object) -> tuple[Path, list[str]]:
-    """The experiment of a simulation, and what was said on the way."""
+    """The experiment of a simulation, and its messages."""
     recipe = check_recipe({**tree, "budget": {"epochs": 2}, "strategy": "adpsgd", **changes}, "r.yaml")
     said = io.StringIO()
     simulate_recipe(SPEECH, recipe, lambda line: None, Console(file=said, force_terminal=False, width=300))
@@ -41,7 +41,7 @@ def audited(experiment: Path) -> tuple[str, str]:
 
 
 def test_an_audit_shows_who_saw_how_much(tree: Tree) -> None:
-    """Every epoch, every learner; all utterances were seen once in each."""
+    """It lists every epoch and every learner; all utterances were seen once in each."""
     experiment, _ = simulated(tree)
     table, verdict = audited(experiment)
     assert verdict.endswith("2 of 2 complete epochs saw each of 24 utterances exactly once")
@@ -52,9 +52,9 @@ def test_an_audit_shows_who_saw_how_much(tree: Tree) -> None:
     assert sorted(sight.ticket.step for sight in sights) == list(range(end.next_ticket.step))
 
 
-def test_an_audit_of_a_mixture_tells_the_passes_over_each_domain(tree: Tree) -> None:
-    """With equal shares the small domain is gone through more often, each utterance as often as any other or once
-    more."""
+def test_an_audit_of_a_mixture_reports_the_passes_over_each_domain(tree: Tree) -> None:
+    """With equal shares, the small domain is passed through more often, each of its utterances as often as any other or
+    once more."""
     tree["mixture"] = {
         "domains": {"many": {"sets": "train"}, "few": {"sets": "test"}},
         "by": "utterances",
@@ -87,7 +87,7 @@ def written(line: str, change: Callable[[list[str]], list[str]]) -> str:
     ids=["missing", "twice", "partial", "no event", "changed", "without an utterance", "with others"],
 )
 def test_an_audit_fails_when_something_is_wrong(tree: Tree, change: object, problem: str) -> None:
-    """A mini-batch that nobody computed, or two did, is named; so is a line that makes no sense."""
+    """A mini-batch that was computed by no learner, or by two, is named; so is an invalid line."""
     experiment, _ = simulated(tree)
     record = segments(experiment / "seen")[0] / "learner-1.jsonl"
     lines = [line for line in record.read_text().splitlines(keepends=True) if '"batch"' in line]
@@ -97,7 +97,7 @@ def test_an_audit_fails_when_something_is_wrong(tree: Tree, change: object, prob
 
 
 def test_a_line_that_was_cut_where_its_learner_was_killed_is_not_read(tree: Tree) -> None:
-    """It was written after the last checkpoint, or it would be whole."""
+    """It was written after the last checkpoint, or else it would be complete."""
     experiment, _ = simulated(tree)
     with (segments(experiment / "seen")[0] / "learner-0.jsonl").open("ab") as record:
         record.write('{"kind": "batch", "epoch": 1, "ids": ["sö'.encode()[:-1])
@@ -105,7 +105,7 @@ def test_a_line_that_was_cut_where_its_learner_was_killed_is_not_read(tree: Tree
 
 
 def test_a_resume_drops_what_is_not_in_its_checkpoint(tmp_path: Path) -> None:
-    """What was seen behind it, and what its checkpoint lists as not done; what lay before stays."""
+    """Records after the checkpoint, and those that it lists as not done, are dropped; earlier ones stay."""
     first = begin_segment(tmp_path, Position())
     (first / "learner-0.tsv").write_text("epoch\n" + "".join(f"1\t{step + 1}\t{step}\tu{step}\n" for step in range(9)))
     second = begin_segment(tmp_path, Position(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
@@ -118,7 +118,7 @@ def test_a_resume_drops_what_is_not_in_its_checkpoint(tmp_path: Path) -> None:
 
 
 def damage(tree: Tree, count: int) -> list[str]:
-    """Overwrite the audio of some utterances of the prepared training set; their names."""
+    """Overwrite the audio of some utterances of the prepared training set, and return their names."""
     speech_set = SpeechSet.open(Path(tree["data"]["folder"]) / "train")
     shard = next((speech_set.folder / "shar").glob("*.tar"))
     content = bytearray(shard.read_bytes())
@@ -130,7 +130,7 @@ def damage(tree: Tree, count: int) -> list[str]:
 
 
 def test_a_bad_utterance_is_skipped_counted_and_listed(tree: Tree, tmp_path: Path) -> None:
-    """In each epoch; the epoch goes on with all others."""
+    """This happens in each epoch, which continues with all other utterances."""
     tree["data"] |= {"folder": str(tmp_path / "data"), "filter": {"on_bad": "skip", "max_skipped": 0.1}}
     simulated(tree, budget={"steps": 1})
     bad = damage(tree, 2)
@@ -148,7 +148,7 @@ def test_a_bad_utterance_is_skipped_counted_and_listed(tree: Tree, tmp_path: Pat
 
 @pytest.mark.parametrize("on_bad", ["fail", "skip"])
 def test_too_many_bad_utterances_fail_the_run(tree: Tree, tmp_path: Path, on_bad: str) -> None:
-    """The first one where the recipe does not skip, and above the limit where it does."""
+    """The first one does if the recipe does not skip, and otherwise those above the limit."""
     tree["data"] |= {"folder": str(tmp_path / "data"), "filter": {"on_bad": on_bad, "max_skipped": 0.1}}
     simulated(tree, budget={"steps": 1})
     bad = damage(tree, 3)
@@ -157,8 +157,8 @@ def test_too_many_bad_utterances_fail_the_run(tree: Tree, tmp_path: Path, on_bad
         simulated(tree)
 
 
-def test_what_to_do_about_bad_utterances_may_change_in_a_resume(tree: Tree) -> None:
-    """Who meets some while training goes on with the same prepared set, and skips them."""
+def test_the_treatment_of_bad_utterances_may_change_in_a_resume(tree: Tree) -> None:
+    """A user may meet some while training continues with the same prepared set, and skip them."""
     recipe = check_recipe(tree, "r.yaml")
     set_up_and_claim(SPEECH, recipe, print)
     changed = check_recipe(
@@ -171,7 +171,7 @@ def test_what_to_do_about_bad_utterances_may_change_in_a_resume(tree: Tree) -> N
 
 
 def test_utterances_skipped_before_a_resume_count(tmp_path: Path) -> None:
-    """An epoch that is resumed has no more of them to spare than one that is not."""
+    """A resumed epoch has no more of them to spare than any other."""
     first = begin_segment(tmp_path, Position())
     (first / "skipped-0.tsv").write_text("epoch\tid\treason\n1\ta\tno\n1\tb\tno\n2\ta\tno\n")
     skips = Skips(HashStore().add, 2, print)
@@ -182,7 +182,7 @@ def test_utterances_skipped_before_a_resume_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "{}", '{"next_ticket": {"epoch": 0, "index": 0, "step": 5}}'])
-def test_a_segment_that_does_not_say_where_it_starts_is_no_beginning(damaged: str, tmp_path: Path) -> None:
+def test_a_segment_without_a_start_is_not_a_beginning(damaged: str, tmp_path: Path) -> None:
     segment = begin_segment(tmp_path, Position(Ticket(0, 4, 4)))
     assert start_of(segment) == Position(Ticket(0, 4, 4))
     (segment / "start.json").write_text(damaged)

@@ -1,4 +1,4 @@
-"""A run is made ready beside its folder, and takes the folder when nothing is wrong."""
+"""A run is prepared beside its folder, and takes the folder if nothing is wrong."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ Tree = dict[str, Any]
 
 
 def trained(tree: Tree) -> Recipe:
-    """A recipe that was made ready, with a checkpoint in its folder."""
+    """A prepared recipe, with a checkpoint in its folder."""
     recipe = check_recipe(tree, "r.yaml")
     set_up_and_claim(SPEECH, recipe, lambda line: None)
     save(recipe, Ticket(1, 0, 8))
@@ -28,7 +28,7 @@ def trained(tree: Tree) -> Recipe:
 
 
 def contents(folder: Path) -> list[str]:
-    """All that lies in a folder, by relative path."""
+    """All contents of a folder, by relative path."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
@@ -37,7 +37,7 @@ def contents(folder: Path) -> list[str]:
     "change", [{"learners": 25}, {"tokens": {"alphabet": "XYZ"}}], ids=["too many learners", "a small alphabet"]
 )
 def test_a_run_that_cannot_start_leaves_an_earlier_one_as_it_is(tree: Tree, change: Tree, overwrite: bool) -> None:
-    """A slip on the command line costs nobody a trained model, and leaves nothing half-made beside it."""
+    """A mistake on the command line costs no trained model, and leaves nothing half-made beside it."""
     recipe = trained(tree)
     before = contents(recipe.exp)
     with pytest.raises(DataError):
@@ -46,7 +46,7 @@ def test_a_run_that_cannot_start_leaves_an_earlier_one_as_it_is(tree: Tree, chan
 
 
 def test_a_run_that_cannot_start_leaves_no_folder(tree: Tree) -> None:
-    """There is no experiment before its data is known to be good."""
+    """An experiment exists only once its data is known to be good."""
     recipe = check_recipe({**tree, "learners": 25}, "r.yaml")
     with pytest.raises(DataError, match="at most 24 learners"):
         set_up_and_claim(SPEECH, recipe, lambda line: None)
@@ -54,7 +54,7 @@ def test_a_run_that_cannot_start_leaves_no_folder(tree: Tree) -> None:
 
 
 def test_a_run_that_can_start_takes_the_place_of_an_earlier_one(tree: Tree) -> None:
-    """With what was made ready and nothing of the making; the earlier run is moved aside."""
+    """The folder has what was prepared and no temporary files; the earlier run is moved aside."""
     recipe = trained(tree)
     folder = set_up_and_claim(SPEECH, recipe, lambda line: None)
     assert sorted(path.name for path in folder.path.iterdir()) == [
@@ -67,8 +67,8 @@ def test_a_run_that_can_start_takes_the_place_of_an_earlier_one(tree: Tree) -> N
     assert sorted(path.name for path in recipe.exp.iterdir()) == ["songs", "songs.1"]
 
 
-def test_a_resumed_run_keeps_its_checkpoints_and_is_made_ready_anew(tree: Tree) -> None:
-    """What CTC cannot align now is listed, whatever was listed before."""
+def test_a_resumed_run_keeps_its_checkpoints_and_is_prepared_again(tree: Tree) -> None:
+    """Utterances that CTC cannot align now are listed, whatever was listed before."""
     recipe = trained(tree)
     stale = recipe.folder / "too_short.tsv"
     stale.write_text("id\tframes\tneeded\nsong-1\t1\t2\n")
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_any_data_is_prepared(tr
 
 
 def test_a_resume_that_would_mix_two_runs_is_found_before_any_data_is_prepared(tree: Tree, tmp_path: Path) -> None:
-    """As above."""
+    """Preparing a large corpus takes hours."""
     recipe = trained(tree)
     save(recipe, Ticket(2, 0, 16))
     tree["data"]["folder"] = str(tmp_path / "unprepared")
@@ -102,7 +102,7 @@ def test_a_resume_that_would_mix_two_runs_is_found_before_any_data_is_prepared(t
 
 
 def test_training_never_replaces_data_prepared_with_other_settings(tree: Tree, tmp_path: Path) -> None:
-    """A slip on the command line costs neither the prepared sets nor the earlier run."""
+    """A mistake on the command line costs neither the prepared sets nor the earlier run."""
     tree["data"]["folder"] = str(tmp_path / "data")
     recipe = trained(tree)
     before, trained_before = contents(tmp_path / "data"), contents(recipe.exp)
@@ -129,7 +129,7 @@ def test_training_never_replaces_data_prepared_with_other_settings(tree: Tree, t
 def test_a_resume_with_a_larger_budget_says_what_becomes_of_the_learning_rate(
     tree: Tree, override: Tree, said: str | None
 ) -> None:
-    """And how to keep to the earlier schedule, which then says nothing."""
+    """The message says how to keep the earlier schedule, after which nothing is reported."""
     tree["budget"] = {"epochs": 2}
     recipe = check_recipe(tree, "r.yaml")
     set_up_and_claim(SPEECH, recipe, lambda line: None)
@@ -141,17 +141,17 @@ def test_a_resume_with_a_larger_budget_says_what_becomes_of_the_learning_rate(
     assert [line for line in lines if "schedule" in line] == ([said] if said else [])
 
 
-def test_learners_that_outnumber_the_mini_batches_are_warned_of(tree: Tree) -> None:
-    """Under a strategy that waits for nobody, too."""
+def test_learners_that_outnumber_the_mini_batches_cause_a_warning(tree: Tree) -> None:
+    """This holds even for a strategy that never waits."""
     lines: list[str] = []
     set_up_and_claim(SPEECH, check_recipe({**tree, "learners": 24, "strategy": "adpsgd"}, "r.yaml"), lines.append)
     (line,) = (line for line in lines if line.startswith("warning"))
-    assert re.match(r"warning: an epoch has \d+ mini-batches for 24 learners, so that some have none", line)
+    assert re.match(r"warning: an epoch has \d+ mini-batches for 24 learners, so some have none", line)
 
 
 @pytest.mark.parametrize(("learners", "is_said"), [(64, True), (8, False), (2, False)])
-def test_learners_that_far_outnumber_the_cores_are_warned_of(learners: int, is_said: bool) -> None:
-    """Here of two cores."""
+def test_learners_that_far_outnumber_the_cores_cause_a_warning(learners: int, is_said: bool) -> None:
+    """Here there are two cores."""
     line = crowding_warning(learners, 2)
     assert (line is not None) == is_said
     assert line is None or line.startswith("warning: 64 learners share 2 cores")

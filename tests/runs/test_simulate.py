@@ -31,7 +31,7 @@ def simulated(tree: Tree) -> list[str]:
 
 
 def test_a_simulation_says_where_it_writes_and_which_cluster_it_assumes(tree: Tree, tmp_path: Path) -> None:
-    """Before anything else; all times depend on the cluster."""
+    """This comes first; all times depend on the cluster."""
     said = io.StringIO()
     tree |= {"name": "flock", "cluster": {"compute": {"seconds": 0.25}}}
     simulate_recipe(SPEECH, check_recipe(tree, "r.yaml"), lambda line: None, Console(file=said))
@@ -43,7 +43,7 @@ def test_a_simulation_says_where_it_writes_and_which_cluster_it_assumes(tree: Tr
 
 @pytest.mark.parametrize("strategy", ["allreduce", "delay-by-one"])
 def test_two_simulations_of_one_recipe_agree_in_every_event(tree: Tree, strategy: str) -> None:
-    """The same scores, simulated time and event hash; another seed gives another hash."""
+    """Scores, simulated time and event hash are the same; a different seed gives a different hash."""
     tree |= {"strategy": strategy, "overwrite": True, "learners": 3}
     first, second = simulated(tree), simulated(tree)
     assert first == second
@@ -90,7 +90,7 @@ def test_a_simulation_can_be_evaluated_and_used(tree: Tree, songs: Path, tmp_pat
 
 
 def test_an_asynchronous_simulation_reports_rounds_staleness_and_distance(tree: Tree, tmp_path: Path) -> None:
-    """In the log, in the events, on the curves and in the manifest."""
+    """They are in the log, the events, the curves and the manifest."""
     tree |= {"strategy": "adpsgd", "learners": 3, "batches": {"max_duration": 2}}
     simulated(tree)
     experiment = tmp_path / "exp" / "songs-virtual"
@@ -112,7 +112,7 @@ def test_an_asynchronous_simulation_reports_rounds_staleness_and_distance(tree: 
 
 
 def test_a_straggler_of_the_recipe_delays_a_synchronous_simulation(tree: Tree) -> None:
-    """A pause of ten simulated minutes is waited for by all."""
+    """All learners wait for a pause of ten simulated minutes."""
     tree |= {"overwrite": True}
     without = simulated(tree)[-2]
     delayed = simulated({**tree, "stragglers": {"pauses": [{"learner": 1, "after": 1, "seconds": 600}]}})[-2]
@@ -120,15 +120,16 @@ def test_a_straggler_of_the_recipe_delays_a_synchronous_simulation(tree: Tree) -
     assert delayed.startswith("simulated time: 10 min 0")
 
 
-def test_a_folder_that_is_no_experiment_is_named(tmp_path: Path) -> None:
-    """With an example of one."""
+def test_a_folder_that_is_not_an_experiment_is_named(tmp_path: Path) -> None:
+    """The message gives an example of one."""
     with pytest.raises(ConfigError, match=r"no config\.yaml here"):
         transcribe_files(tmp_path, [], print)
 
 
 @pytest.mark.wide
 def test_a_simulation_survives_a_dead_learner_and_the_audit_agrees(tree: Tree, tmp_path: Path) -> None:
-    """What it had begun is seen by another; one that comes back takes part; the events are the same each time."""
+    """Another learner sees its unfinished mini-batches; one that comes back takes part; the events are the same each
+    time."""
     tree |= {
         "strategy": {"name": "adpsgd"},
         "learners": 3,
@@ -155,8 +156,8 @@ def test_a_simulation_survives_a_dead_learner_and_the_audit_agrees(tree: Tree, t
     assert "exactly once" in told[-1]
 
 
-def test_a_simulation_that_bears_no_loss_ends_with_who_was_lost(tree: Tree) -> None:
-    """As training does: exit code 3."""
+def test_a_simulation_that_tolerates_no_loss_names_the_lost_learner(tree: Tree) -> None:
+    """As in training, the exit code is 3."""
     tree |= {"learners": 3, "budget": {"epochs": 8}, "on_loss": "stop", "faults": [{"kill": 1, "at_seconds": 0.25}]}
     with pytest.raises(PeerLost, match=r"learner 1 was killed on purpose after 0\.25 simulated seconds"):
         simulated(tree)

@@ -1,4 +1,4 @@
-"""The record of when learners computed and waited: exact at first, bounded, and what a resume drops is dropped."""
+"""The record of when learners computed and waited: exact at first, bounded, and without what a resume drops."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.report.steps import step
 
 
 def timed(number: int, spent: Spent, minutes: float | None = None, rank: int = 0, loss: float = 1.0) -> StepReport:
-    """Step `number` at its time, of 50 frames."""
+    """Step `number` at its time, with 50 frames."""
     report = replace(step(number, rank=rank, loss=loss, frames=50), spent=spent)
     return report if minutes is None else replace(report, minutes=minutes)
 
@@ -39,12 +39,12 @@ def epoch_of(spent: Spent, rank: int = 0) -> EpochReport:
 
 @pytest.fixture
 def segment(tmp_path: Path) -> Path:
-    """Where a run that has just begun records."""
+    """Where a run that has just started records."""
     return begin_segment(tmp_path / "seen", Position())
 
 
 def test_each_mini_batch_is_a_stretch_at_first(segment: Path) -> None:
-    """With its loss, and what was spent since the one before; an epoch's end loses nothing."""
+    """The stretch has the loss, and the time spent since the previous one; an epoch's end loses nothing."""
     timeline = Recorded(segment, clock=None)
     timeline.on_step(timed(0, Spent(4.0, 1.0, 1.0)))
     timeline.on_step(timed(1, Spent(7.0, 1.5, 2.5), loss=3.0))
@@ -63,7 +63,7 @@ def test_each_mini_batch_is_a_stretch_at_first(segment: Path) -> None:
 
 @pytest.mark.wide
 def test_the_file_grows_with_the_logarithm_of_the_time(segment: Path) -> None:
-    """Of 100,000 mini-batches, equally long, at most 1000 (1 + ln 100) lines are written, and nothing is lost."""
+    """For 100,000 mini-batches of equal length, at most 1000 (1 + ln 100) lines are written, and nothing is lost."""
     timeline = Recorded(segment, clock=None)
     total = 100_000
     for number in range(total):
@@ -91,7 +91,7 @@ def test_many_learners_of_one_process_share_the_exact_stretches(segment: Path) -
 
 
 def test_a_loss_that_is_not_finite_does_not_count(segment: Path) -> None:
-    """Its stretch has none, and another is not spoilt."""
+    """Its stretch has no loss, and other stretches are unaffected."""
     timeline = Recorded(segment, clock=None)
     timeline.on_step(timed(0, Spent(1.0), loss=float("nan")))
     timeline.on_step(timed(1, Spent(2.0), loss=2.0))
@@ -101,8 +101,8 @@ def test_a_loss_that_is_not_finite_does_not_count(segment: Path) -> None:
     assert second.loss == 2.0
 
 
-def test_learners_are_brought_in_line_by_the_time_of_day(segment: Path) -> None:
-    """Each starts a clock of its own, here 3 s apart; what ended at one moment ends at one moment."""
+def test_learners_are_aligned_by_the_time_of_day(segment: Path) -> None:
+    """Each has its own clock, here 3 s apart; what ended at the same moment is recorded at the same moment."""
     for learner, late in ((0, 0.0), (1, 3.0)):
         now = iter([1006.0, 1012.0])
         timeline = Recorded(segment, clock=lambda now=now: next(now))  # type: ignore[misc]
@@ -131,8 +131,8 @@ def test_what_a_resume_drops_is_not_in_the_timeline(segment: Path) -> None:
     ]  # fmt: skip
 
 
-def test_lines_that_make_no_sense_are_left_out(segment: Path) -> None:
-    """Such as the last one of a learner that was killed."""
+def test_invalid_lines_are_left_out(segment: Path) -> None:
+    """The last line of a killed learner may be invalid."""
     timeline = Recorded(segment, clock=None)
     timeline.on_step(timed(0, Spent(1.0)))
     timeline.on_step(timed(1, Spent(2.0)))
@@ -157,7 +157,7 @@ def test_tables_of_earlier_versions_are_read(segment: Path) -> None:
 
 
 def test_a_record_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
-    """The run does not notice."""
+    """The run is not affected."""
     warned: list[Path] = []
     timeline = Recorded(tmp_path / "absent", clock=None, warn=lambda path, error: warned.append(path))
     for number in range(3):

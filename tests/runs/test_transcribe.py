@@ -37,7 +37,7 @@ def transcribed(*arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:
 
 @pytest.fixture
 def talks(tmp_path: Path) -> Path:
-    """A folder with audio of two rates in two folders, and a file that is none."""
+    """A folder with audio of two rates in two folders, and a file that is not audio."""
     sung(tmp_path / "talks" / "a.wav", ["DO", "RE", "MI"])
     sung(tmp_path / "talks" / "deep" / "b c.flac", ["FA", "DO"], rate=16_000)
     (tmp_path / "talks" / "notes.md").write_text("no audio")
@@ -45,12 +45,12 @@ def talks(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_transcribed_file_by_file(talks: Path) -> None:
-    """A line for each, with its path, a tab and the text."""
+    """Each file has a line with its path, a tab and the text."""
     assert transcribed(talks) == (0, f"{talks}/a.wav\tDO RE MI\n{talks}/deep/b c.flac\tFA DO\n", "")
 
 
 def test_transcripts_are_written_to_a_folder_as_they_were_found(talks: Path, tmp_path: Path) -> None:
-    """With the suffix of the format; a file with the same name and another suffix keeps its own."""
+    """Files have the suffix of the format; a file with the same name and another suffix keeps its own."""
     sung(talks / "a.flac", ["MI"])
     assert transcribed(talks, "--format", "srt", "--output", tmp_path / "out") == (0, "", "")
     found = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file())
@@ -60,7 +60,8 @@ def test_transcripts_are_written_to_a_folder_as_they_were_found(talks: Path, tmp
 
 
 def test_one_transcript_is_written_to_a_file(talks: Path, tmp_path: Path) -> None:
-    """Of one input; the folder of the file is made. A folder's go to a folder, even if it has one file."""
+    """This holds for one input; the folder of the file is created. Transcripts of a folder go to a folder, even if it
+    has one file."""
     path = tmp_path / "new" / "talk.json"
     assert transcribed(talks / "a.wav", "--format", "json", "--output", path)[0] == 0
     assert transcribed(talks / "deep", "--output", tmp_path / "texts")[0] == 0
@@ -71,7 +72,7 @@ def test_one_transcript_is_written_to_a_file(talks: Path, tmp_path: Path) -> Non
 
 
 def test_a_bad_file_is_named_and_the_others_are_done(talks: Path) -> None:
-    """With the exit code of unusable data; a truncated one is bad, too."""
+    """The exit code is that of unusable data; a truncated file is bad, too."""
     (talks / "bad.wav").write_bytes(b"RIFF of nothing")
     whole = (talks / "a.wav").read_bytes()
     (talks / "cut.wav").write_bytes(whole[: len(whole) // 2])
@@ -89,8 +90,8 @@ def test_a_bad_file_is_named_and_the_others_are_done(talks: Path) -> None:
     assert (code, "none: this folder has no audio files" in err) == (5, True)
 
 
-def test_a_file_with_less_audio_than_declared_and_one_without_speech_are_told(talks: Path, tmp_path: Path) -> None:
-    """On standard error: what is there of a file is transcribed, and silence has no words."""
+def test_a_file_with_less_audio_than_declared_and_one_without_speech_are_reported(talks: Path, tmp_path: Path) -> None:
+    """They are named on standard error: the existing audio of a file is transcribed, and silence has no words."""
     whole = (talks / "a.wav").read_bytes()
     (tmp_path / "cut.wav").write_bytes(whole[: round(0.95 * len(whole))])
     soundfile.write(tmp_path / "silent.wav", np.zeros(2 * RATE), RATE)
@@ -107,7 +108,8 @@ def test_a_file_with_less_audio_than_declared_and_one_without_speech_are_told(ta
 
 
 def test_standard_input_is_transcribed(talks: Path) -> None:
-    """A file of any kind that libsndfile reads, or raw PCM; without a name, and a line for each segment."""
+    """The input is a file of any kind that libsndfile reads, or raw PCM; the output has no name, and a line for each
+    segment."""
     assert transcribed("-", stdin=(talks / "a.wav").read_bytes()) == (0, "DO\nRE MI\n", "")
     assert transcribed("-", stdin=(talks / "deep" / "b c.flac").read_bytes()) == (0, "FA\nDO\n", "")
     samples, _ = soundfile.read(talks / "a.wav", dtype="int16")
@@ -137,7 +139,7 @@ def test_standard_input_is_transcribed(talks: Path) -> None:
 def test_contradictions_are_refused(
     talks: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    """Before anything is transcribed."""
+    """They are refused before anything is transcribed."""
     monkeypatch.chdir(talks)
     code, out, err = transcribed(*arguments)
     assert (code, out) == (2, "")
@@ -145,7 +147,7 @@ def test_contradictions_are_refused(
 
 
 def test_files_are_decoded_together_and_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one of them is longer than what is decoded at once."""
+    """This holds even if one of them is longer than what is decoded at once."""
     monkeypatch.setattr("starling.speech.transcribing.files.TOGETHER", 3.0)
     texts = [["DO"], ["RE", "MI", "FA", "DO", "RE", "MI", "FA"], ["MI"], ["FA", "FA"]]
     for number, words in enumerate(texts):
@@ -193,7 +195,7 @@ print(*peaks)
 
 @pytest.mark.soak
 def test_three_hours_take_no_more_memory_than_ten_minutes() -> None:
-    """The process may grow by 60 MB, which is a tenth of the audio as floats."""
+    """The process may grow by 60 MB, a tenth of the audio as floats."""
     run = subprocess.run(
         [sys.executable, "-c", PEAK, str(TONES), "10", "180"], capture_output=True, text=True, check=True
     )
@@ -202,7 +204,7 @@ def test_three_hours_take_no_more_memory_than_ten_minutes() -> None:
 
 
 def test_phrases_of_a_list_are_boosted(talks: Path, tmp_path: Path) -> None:
-    """In every file; a list that cannot be used is named, with its line, before anything is transcribed."""
+    """This holds in every file; an unusable list is named, with its line, before anything is transcribed."""
     waveform, _ = performance(["DO", "RE", "MI"], [0.3, 0.1, 0.05, 0.3], np.random.default_rng(3))
     soundfile.write(talks / "a.wav", waveform, RATE)
     words = tmp_path / "words.txt"

@@ -1,4 +1,4 @@
-"""The valid set is scored beside the training, at the ends of epochs whose turn it is, and the best model is kept."""
+"""The valid set is scored during training, at the ends of selected epochs, and the best model is kept."""
 
 import json
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ Tree = dict[str, Any]
 def test_a_score_says_after_how_much_training(
     tree: Tree, position: Ticket, epochs: int | None, beginning: str | None
 ) -> None:
-    """In epochs, or in steps where an epoch was not completed; every second epoch, if the recipe says so."""
+    """It is given in epochs, or in steps if an epoch was not completed; every second epoch, if the recipe says so."""
     tree["data"]["valid"] = "test"
     recipe = check_recipe({**tree, "validate_every": 2}, "r.yaml")
     folder = set_up_and_claim(SPEECH, recipe, lambda line: None)
@@ -57,7 +57,7 @@ def test_a_score_says_after_how_much_training(
 
 
 def test_the_final_model_has_its_turn_and_the_test_sets_the_last_word(tree: Tree) -> None:
-    """A verdict on an older model must not stand for it."""
+    """A verdict on an older model must not replace its own."""
     tree["data"]["valid"] = "test"
     recipe = check_recipe({**tree, "validate_every": 5}, "r.yaml")
     folder, scores = set_up_and_claim(SPEECH, recipe, lambda line: None), list[Score]()
@@ -69,7 +69,7 @@ def test_the_final_model_has_its_turn_and_the_test_sets_the_last_word(tree: Tree
 
 
 def write(folder: ExperimentFolder, epoch: int) -> Path:
-    """A model to be scored, of the end of an epoch of four mini-batches."""
+    """Write a model to be scored, from the end of an epoch of four mini-batches."""
     weights = torch.zeros(count_parameters(Recogniser.load(folder.initial).model))
     writer = CheckpointWriter(folder.validation, lambda name: 1, ModelWriter(folder.initial), {}, 1000, 1)
     saved = writer.save(
@@ -80,7 +80,7 @@ def write(folder: ExperimentFolder, epoch: int) -> Path:
 
 
 def ready(tree: Tree) -> tuple[Recipe, ExperimentFolder]:
-    """A recipe with a valid set, made ready."""
+    """A prepared recipe with a valid set."""
     tree["data"]["valid"] = "test"
     recipe = check_recipe(tree, "r.yaml")
     return recipe, set_up_and_claim(SPEECH, recipe, lambda line: None)
@@ -93,7 +93,7 @@ def scored(wer: int) -> ErrorRates:
 
 
 def test_the_best_model_is_kept_also_across_a_resume(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recogniser with its score, ready for use; one that is no better does not take its place."""
+    """It is a recogniser with its score, ready for use; a model that is not better does not replace it."""
     recipe, folder = ready(tree)
     rates: Iterator[int] = iter([50, 40, 60, 45])
     monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: scored(next(rates)))
@@ -110,8 +110,8 @@ def test_the_best_model_is_kept_also_across_a_resume(tree: Tree, monkeypatch: py
 def test_training_ends_when_the_error_has_not_fallen_for_as_long_as_patience_allows(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In epochs, since the last lower error; an error of 100 %, with which training begins, may stay for longer. A
-    resumed run counts from the best model of the run before it."""
+    """Epochs count since the last lower error; an error of 100 %, with which training begins, may persist for longer. A
+    resumed run counts from the best model of the previous run."""
     recipe, folder = ready({**tree, "patience": 3})
     rates = {1: 100, 5: 100, 6: 50, 8: 50, 9: 40, 11: 45, 12: 41}
     of_score = iter(rates.values())
@@ -126,7 +126,7 @@ def test_training_ends_when_the_error_has_not_fallen_for_as_long_as_patience_all
 
 
 def test_without_patience_only_the_budget_ends_a_run(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the error has not fallen."""
+    """This holds however long the error has not fallen."""
     recipe, folder = ready(tree)
     monkeypatch.setattr(validate, "recognised", lambda recogniser, folder: scored(50))
     for epoch in (1, 1000):
@@ -138,7 +138,7 @@ def test_without_patience_only_the_budget_ends_a_run(tree: Tree, monkeypatch: py
 @pytest.mark.wide
 @pytest.mark.parametrize(("number", "mean"), [(None, 5.0), (1, 7.0), (2, 6.0), (9, 4.0)])
 def test_the_mean_of_the_newest_checkpoints_is_scored(tree: Tree, number: int | None, mean: float) -> None:
-    """Of as many as the recipe says, or as are asked for; of all, if there are fewer."""
+    """The mean covers as many as the recipe says, or as requested; all, if there are fewer."""
     recipe, folder = ready({**tree, "average": 3, "checkpoints": {"keep": 5}})
     model = Recogniser.load(folder.initial).model
     writer = CheckpointWriter(
@@ -180,8 +180,8 @@ def test_scoring_takes_a_twentieth_of_the_time_at_most(tree: Tree) -> None:
 
 
 def test_learners_agree_on_what_is_kept_of_an_epoch(tree: Tree) -> None:
-    """The first one there answers for all, however the folder looks to the others by then; the end of the run, and
-    every third epoch where the recipe says so, is a checkpoint."""
+    """The answer of the first learner applies to all, however the folder looks to the others by then; the end of the
+    run, and every third epoch if the recipe says so, is a checkpoint."""
     _, folder = ready(tree)
     said: dict[str, str] = {}
     early, late = (save_choice(3, 1, folder, said.setdefault) for _ in range(2))
@@ -194,7 +194,7 @@ def test_learners_agree_on_what_is_kept_of_an_epoch(tree: Tree) -> None:
     assert [save_choice(None, None, folder, said.setdefault)(end) for end in ends] == ["", "", "", "", "checkpoint"]
 
 
-def test_a_cause_that_cannot_be_looked_for_costs_no_score(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_search_for_the_cause_costs_no_score(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run and its scores are worth more than the reason why a model does not work."""
 
     def fail(*_: object) -> None:

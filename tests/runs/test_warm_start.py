@@ -21,7 +21,7 @@ Tree = dict[str, Any]
 
 
 def ready(tree: Tree, **changes: Any) -> tuple[Recipe, dict[str, torch.Tensor], list[str]]:
-    """A recipe made ready: itself, the weights that training begins with, and what was said."""
+    """A prepared recipe, the initial weights of training, and the messages."""
     recipe = check_recipe({**tree, **changes}, "r.yaml")
     said: list[str] = []
     folder = set_up_and_claim(SPEECH, recipe, said.append)
@@ -29,7 +29,7 @@ def ready(tree: Tree, **changes: Any) -> tuple[Recipe, dict[str, torch.Tensor], 
 
 
 def test_training_begins_with_the_other_weights(tree: Tree) -> None:
-    """All of them where the tokens are the same, whatever the seed says."""
+    """All weights are taken if the tokens are the same, whatever the seed."""
     first, weights, _ = ready(tree, name="first")
     _, fresh, _ = ready(tree, name="fresh", seed=2)
     _, warm, said = ready(tree, name="warm", seed=2, warm_start=str(first.folder / "initial"))
@@ -39,7 +39,8 @@ def test_training_begins_with_the_other_weights(tree: Tree) -> None:
 
 
 def test_tokens_that_both_have_keep_their_rows(tree: Tree) -> None:
-    """The blank and the letters of the songs; the rows of new letters are new, and everything below is taken over."""
+    """These are the blank and the letters of the songs; the rows of new letters are new, and all lower layers are taken
+    over."""
     first, weights, _ = ready(tree, name="first")
     own = Recogniser.load(first.folder / "initial").tokenizer.names
     alphabet = " ABCDEFGHIJKLMNOPQRSTUVWXYZ'ÄÖÜ"
@@ -58,7 +59,7 @@ def test_tokens_that_both_have_keep_their_rows(tree: Tree) -> None:
 
 
 def test_a_model_of_other_sizes_is_refused_with_what_differs(tree: Tree) -> None:
-    """Before any process starts; nothing is left behind."""
+    """It is refused before any process starts; nothing is left behind."""
     first, _, _ = ready(tree, name="first")
     with pytest.raises(ConfigError, match=r"warm_start: .* only the outputs may differ, .*\[.*\] here, \[.*\] there"):
         ready(tree, name="wide", model={"preset": "small"}, warm_start=str(first.folder / "initial"))
@@ -66,12 +67,12 @@ def test_a_model_of_other_sizes_is_refused_with_what_differs(tree: Tree) -> None
 
 
 def test_an_experiment_without_a_model_is_refused(tree: Tree, tmp_path: Path) -> None:
-    """Its name is said."""
+    """The error names it."""
     with pytest.raises(CheckpointError, match="nothing-here"):
         ready(tree, warm_start=str(tmp_path / "nothing-here"))
 
 
-def test_tokens_count_by_what_they_stand_for_and_not_by_their_number(tree: Tree) -> None:
+def test_tokens_match_by_their_text_and_not_by_their_number(tree: Tree) -> None:
     """As many tokens in another order: each row moves to its token's place."""
     first, weights, _ = ready(tree, name="first", tokens={"alphabet": " ADEFIMOR"})
     start = str(first.folder / "initial")
@@ -103,7 +104,7 @@ def _outputs(folder: Path) -> torch.Tensor:
 def test_a_wider_model_begins_with_the_outputs_of_the_narrow_one(
     tree: Tree, model: dict[str, Any], wider: dict[str, Any]
 ) -> None:
-    """New units have weights of their own, but no old unit hears them yet; the lines say what was taken in part."""
+    """New units have weights, but no old unit hears them yet; the lines report what was taken in part."""
     first, _, _ = ready(tree, name="first", model=model)
     start = {"experiment": str(first.folder / "initial"), "sizes": "partial"}
     recipe, warm, said = ready(tree, name="wide", model=model | wider, warm_start=start, seed=2)
@@ -116,7 +117,7 @@ def test_a_wider_model_begins_with_the_outputs_of_the_narrow_one(
 
 
 def test_a_deeper_a_narrower_and_a_shallower_model_take_what_fits(tree: Tree) -> None:
-    """By name: layers that only one of them has are new or not used."""
+    """Layers match by name: those that only one of them has are new or not used."""
     model = {"name": "lstm", "preset": "tiny", "layers": 2}
     first, weights, _ = ready(tree, name="first", model=model)
     start = {"experiment": str(first.folder / "initial"), "sizes": "partial"}
@@ -130,7 +131,7 @@ def test_a_deeper_a_narrower_and_a_shallower_model_take_what_fits(tree: Tree) ->
 
 
 def test_other_features_leave_the_first_layer_new_and_sizes_are_strict_or_partial(tree: Tree) -> None:
-    """The columns of 60 bands mean others than those of 40."""
+    """The columns of 60 bands differ in meaning from those of 40."""
     first, weights, _ = ready(tree, name="first")
     start = {"experiment": str(first.folder / "initial"), "sizes": "partial"}
     _, warm, said = ready(tree, name="warm", features={"num_mels": 60}, warm_start=start, seed=2)
@@ -141,7 +142,7 @@ def test_other_features_leave_the_first_layer_new_and_sizes_are_strict_or_partia
 
 
 def test_a_strict_warm_start_is_written_as_its_path(tree: Tree) -> None:
-    """So that experiments and finished cells of earlier versions stay what they were."""
+    """Experiments and finished cells of earlier versions therefore stay the same."""
     given = check_recipe({**tree, "warm_start": "exp/other"}, "r.yaml")
     assert given.model_dump(mode="json")["warm_start"] == "exp/other"
     mapping = {"experiment": "exp/other", "sizes": "partial"}
@@ -174,7 +175,7 @@ def test_a_recipe_freezes_for_the_whole_run_and_until_then(tree: Tree, tmp_path:
 
 
 def test_what_is_frozen_for_good_is_a_part_of_the_model_that_a_resume_keeps(tree: Tree) -> None:
-    """What is thawed later may be changed; one string is a list of one; unknown names are refused in set-up."""
+    """What is thawed later may be changed; a string is a list of one; unknown names are refused in set-up."""
     plain, thawed, frozen = (
         check_recipe({**tree, "freeze": each}, "r.yaml")
         for each in ([], {"parameters": "layers", "until": {"fraction": 0.3}}, "layers")
@@ -187,7 +188,7 @@ def test_what_is_frozen_for_good_is_a_part_of_the_model_that_a_resume_keeps(tree
 
 
 def test_phones_that_both_have_keep_their_rows(tree: Tree, tmp_path: Path) -> None:
-    """By name, whatever their number; a source without phones gives the rest."""
+    """They match by name, whatever their number; a source without phones gives the rest."""
     models = []
     for name, lines in (("old", "DO  d o\nRE  r e\nMI  m i\n"), ("new", "DO  d o\nRE  a e\nMI  m i\n")):
         path = tmp_path / f"{name}.txt"
@@ -216,7 +217,7 @@ def test_phones_that_both_have_keep_their_rows(tree: Tree, tmp_path: Path) -> No
 
 
 def test_a_resumed_run_keeps_its_phones(tree: Tree, tmp_path: Path) -> None:
-    """Whatever the lexicon says now: the rows of its outputs mean these."""
+    """It does so whatever the lexicon says now, because the rows of its outputs mean these."""
     lexicon = tmp_path / "lexicon.txt"
     lexicon.write_text("DO  d o\nRE  r e\nMI  m i\n", encoding="utf-8")
     first, _, _ = ready(tree, name="first", model={"preset": "tiny", "phones": {"lexicon": str(lexicon)}})

@@ -48,7 +48,7 @@ def test_every_process_loads_the_same_bits(tree: Tree) -> None:
 
 
 def test_models_are_the_same_at_every_call(tree: Tree) -> None:
-    """All learners begin with the same weights."""
+    """All learners start with the same weights."""
     _, workload = ready(tree)
     torch.manual_seed(1)
     first = workload.make_model().state_dict()
@@ -73,7 +73,7 @@ def test_an_epoch_holds_every_utterance_once_for_any_learners(tree: Tree, learne
 
 
 def test_epochs_differ_in_order_and_augmentation(tree: Tree) -> None:
-    """The same batch number holds other utterances, and the same utterance is played at another speed."""
+    """The same batch number has different utterances, and the same utterance is played at a different speed."""
     _, workload = ready(tree)
     batches = [[workload.load(Ticket(epoch, index, 0))[0] for index in range(4)] for epoch in (0, 1)]
     assert batches[0][0].ids != batches[1][0].ids
@@ -86,7 +86,8 @@ def test_epochs_differ_in_order_and_augmentation(tree: Tree) -> None:
 
 @pytest.mark.parametrize("partition", ["identical", "domain"])
 def test_the_planned_size_of_a_mini_batch_is_that_of_what_is_loaded(tree: Tree, partition: str) -> None:
-    """Its utterances, and its frames without padding, but for the last ones of each utterance; known before loading."""
+    """It counts utterances, and frames without padding, except for the last ones of each utterance; it is known before
+    loading."""
     tree["augment"] = {"speed": [1.0]}
     tree["batches"] |= {"accumulate": 2}
     if partition == "domain":
@@ -115,14 +116,14 @@ def test_more_learners_than_utterances_are_refused_before_they_start(tree: Tree)
 
 
 def test_a_character_outside_the_alphabet_is_found_before_training(tree: Tree) -> None:
-    """With the utterance and the character."""
+    """The error has the utterance and the character."""
     tree["tokens"] = {"alphabet": "DOREMI "}
     with pytest.raises(DataError, match=r"'song-\d+' contains the character '[FA]'"):
         ready(tree)
 
 
 def test_utterances_too_short_for_ctc_are_an_error_or_left_out_and_listed(tree: Tree) -> None:
-    """As the recipe's filter says; more than it allows is an error in any case."""
+    """The recipe's filter decides; more than it allows is an error in any case."""
     tree["model"]["subsampling"] = 4
     tree["augment"] = {"speed": [2.0]}
     tree["features"] = {"frame_shift": 0.02}
@@ -146,8 +147,8 @@ def test_utterances_too_short_for_ctc_are_an_error_or_left_out_and_listed(tree: 
     assert sorted([*ids, *listed]) == sorted(f"song-{number}" for number in range(24))
 
 
-def test_what_is_set_up_is_told(tree: Tree) -> None:
-    """Sets with their hours, parameters, and how much audio all learners take at a time."""
+def test_the_set_up_is_reported(tree: Tree) -> None:
+    """The messages include sets with their hours, parameters, and how much audio all learners take at a time."""
     recipe = check_recipe(tree, "r.yaml")
     lines: list[str] = []
     set_up(recipe, claim_folder(recipe, lines.append), lines.append)
@@ -157,13 +158,14 @@ def test_what_is_set_up_is_told(tree: Tree) -> None:
 
 
 def ids_of_an_epoch(workload: SpeechWorkload, epoch: int) -> list[str]:
-    """All utterances that its mini-batches hold, sorted."""
+    """The ids of all utterances in its mini-batches, sorted."""
     indices = range(workload.num_batches(epoch))
     return sorted(each for index in indices for part in workload.load(Ticket(epoch, index, 0)) for each in part.ids)
 
 
 def test_a_mixture_is_trained_on_instead_of_the_training_set(tree: Tree, tmp_path: Path) -> None:
-    """Sets of the corpus and folders that were prepared elsewhere; in proportion, each utterance once an epoch."""
+    """It has sets of the corpus and folders that were prepared elsewhere; in proportion, each utterance occurs once per
+    epoch."""
     shutil.copytree(ready(tree)[0].data.set_folder("train"), tmp_path / "elsewhere")
     domains = {"new": {"sets": ["test"]}, "old": {"sets": [str(tmp_path / "elsewhere")]}}
     _, workload = ready({**tree, "mixture": {"domains": domains}})
@@ -172,7 +174,7 @@ def test_a_mixture_is_trained_on_instead_of_the_training_set(tree: Tree, tmp_pat
         assert ids_of_an_epoch(workload, epoch) == sorted(expected)
 
 
-def test_how_often_each_domain_is_gone_through_is_told(tree: Tree) -> None:
+def test_the_passes_over_each_domain_are_reported(tree: Tree) -> None:
     """6 and 24 utterances in equal shares are 2.5 passes and 0.625."""
     mixture = {"domains": {"new": {"sets": "test"}, "old": {"sets": "train"}}, "by": "utterances", "temperature": 0}
     recipe = check_recipe({**tree, "mixture": mixture}, "r.yaml")
@@ -182,7 +184,7 @@ def test_how_often_each_domain_is_gone_through_is_told(tree: Tree) -> None:
 
 
 def test_a_mixture_is_of_the_recipes_sampling_rate(tree: Tree, tmp_path: Path) -> None:
-    """Folders may have been prepared at any."""
+    """Folders may have been prepared at any rate."""
     shutil.copytree(ready(tree)[0].data.set_folder("train"), tmp_path / "elsewhere")
     tree["mixture"] = {"domains": {"old": {"sets": str(tmp_path / "elsewhere")}}}
     tree["data"] |= {"sampling_rate": 16000, "folder": str(tmp_path / "wide")}
@@ -190,8 +192,8 @@ def test_a_mixture_is_of_the_recipes_sampling_rate(tree: Tree, tmp_path: Path) -
         ready(tree)
 
 
-def test_learners_of_divided_data_see_their_own_part_only(tree: Tree) -> None:
-    """Part 0 is the one domain and part 1 the other; the same ticket loads the same bits again."""
+def test_learners_of_divided_data_see_only_their_own_part(tree: Tree) -> None:
+    """Part 0 is one domain and part 1 the other; the same ticket loads the same bits again."""
     tree["mixture"] = {"domains": {"new": {"sets": "test"}, "old": {"sets": "train"}}}
     lines: list[str] = []
     recipe = check_recipe({**tree, "partition": "domain"}, "r.yaml")
@@ -213,13 +215,13 @@ def test_learners_of_divided_data_see_their_own_part_only(tree: Tree) -> None:
 
 
 def test_data_that_cannot_be_divided_among_the_learners_are_refused(tree: Tree) -> None:
-    """One singer, two learners."""
+    """There are one singer and two learners."""
     with pytest.raises(ConfigError, match="1 speakers cannot be divided among 2 learners"):
         ready({**tree, "partition": "speaker"})
 
 
 def test_all_learners_share_one_stream_unless_data_are_divided(tree: Tree) -> None:
-    """Then there is one part, and who takes a ticket does not matter."""
+    """There is then one part, and it does not matter who takes a ticket."""
     _, workload = ready(tree)
     assert workload.num_parts == 1
     assert workload.load(Ticket(0, 1, 1, 0))[0].ids == workload.load(Ticket(0, 1, 1, 5))[0].ids

@@ -1,4 +1,4 @@
-"""A server in a process of its own, as `starling serve` starts it."""
+"""A server in a separate process, as `starling serve` starts it."""
 
 import io
 import signal
@@ -18,12 +18,12 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 TONES = Path(__file__).parents[1] / "data" / "tones"
 STALL = 1.0
-"""Seconds after which the server gives a client up."""
+"""Seconds after which the server gives up on a client."""
 
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[str]:
-    """The address of a server with narrow limits. It is stopped by SIGTERM, and ends in order."""
+    """The address of a server with narrow limits. SIGTERM stops it, and it must end cleanly."""
     command = [sys.executable, "-u", "-m", "starling", "serve", str(TONES), "--port", "0", "--max-megabytes", "10"]
     command += ["--max-minutes", "6", "--stall-seconds", str(STALL)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -40,13 +40,13 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def client(server: str) -> Iterator[httpx.Client]:
-    """Asks the server, from any thread."""
+    """A client that can be used from any thread."""
     with httpx.Client(base_url=server, verify=False, timeout=120) as made:
         yield made
 
 
 def words_of(seed: int, count: int = 3) -> list[str]:
-    """Some words, which differ with the seed."""
+    """Some words; different ones for each seed."""
     return [str(word) for word in np.random.default_rng(seed).choice(list(WORDS), count)]
 
 
@@ -61,7 +61,7 @@ def close_words() -> np.ndarray:
 
 
 def file_of(samples: np.ndarray, rate: int = RATE, form: str = "WAV") -> bytes:
-    """An audio file."""
+    """An audio file of samples."""
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=form)
     return file.getvalue()

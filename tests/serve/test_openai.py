@@ -30,13 +30,13 @@ SILENCE = file_of(np.zeros(2 * RATE))
 
 @pytest.fixture(scope="module")
 def openai(server: str) -> Iterator[OpenAI]:
-    """As a user makes it: the server knows no keys."""
+    """A client as a user makes it; the server knows no keys."""
     with OpenAI(base_url=f"{server}/v1", api_key="any", max_retries=0, timeout=120) as made:
         yield made
 
 
 def test_the_model_is_listed_by_the_name_of_its_folder(openai: OpenAI) -> None:
-    """And found by it, as by the name that many clients always send."""
+    """It can be requested by this name, and by the name that many clients always send."""
     (found,) = openai.models.list()
     Model.model_validate(found.to_dict(), strict=True)
     assert (found.id, found.object, found.owned_by) == (TONES.name, "model", "starling")
@@ -47,7 +47,7 @@ def test_the_model_is_listed_by_the_name_of_its_folder(openai: OpenAI) -> None:
 
 @pytest.mark.parametrize("model", [TONES.name, "whisper-1", ""])
 def test_the_text_is_one_line(openai: OpenAI, model: str) -> None:
-    """Of all segments; optional fields with the only values that there are change nothing."""
+    """The line has the text of all segments; optional fields with their only possible values change nothing."""
     words = [*words_of(1), *words_of(2)]
     audio = file_of(np.concatenate([sung(words[:3]), sung(words[3:])]))
     said = openai.audio.transcriptions.create(
@@ -59,7 +59,7 @@ def test_the_text_is_one_line(openai: OpenAI, model: str) -> None:
 
 @pytest.mark.parametrize("phrases", ["FADO\nREMI\t5", ["REMI\t5", *["FADO"] * 99]], ids=["text", "list"])
 def test_phrases_are_an_extra_field(openai: OpenAI, phrases: str | list[str]) -> None:
-    """Lines of a text, or a list."""
+    """They are lines of a text, or a list."""
     said = openai.audio.transcriptions.create(
         model="tones",
         file=("talk.wav", file_of(close_words())),
@@ -72,7 +72,7 @@ def test_phrases_are_an_extra_field(openai: OpenAI, phrases: str | list[str]) ->
 
 
 def test_text_and_subtitles_are_plain(openai: OpenAI) -> None:
-    """As the client returns them: strings."""
+    """The client returns them as strings."""
     words, create = words_of(3), openai.audio.transcriptions.create
     upload = ("talk.flac", file_of(sung(words, 16_000), 16_000, "FLAC"))
     assert create(model="tones", file=upload, response_format="text") == " ".join(words) + "\n"
@@ -86,7 +86,7 @@ def test_text_and_subtitles_are_plain(openai: OpenAI) -> None:
 def test_verbose_json_has_words_and_segments_with_the_times_of_the_transcript(
     openai: OpenAI, client: httpx.Client
 ) -> None:
-    """Each field that the client's own types require, and of the right type."""
+    """Each field that the client's own types require is there, with the right type."""
     words = [*words_of(1), *words_of(2)]
     audio = file_of(np.concatenate([sung(words[:3]), sung(words[3:])]))
     known = client.post("/transcribe", content=audio).json()
@@ -119,10 +119,10 @@ def test_verbose_json_has_words_and_segments_with_the_times_of_the_transcript(
     ("asked", "has_segments", "has_words"),
     [([], True, False), (["segment"], True, False), (["word"], False, True)],
 )
-def test_only_the_granularities_that_are_asked_for_are_answered(
+def test_only_the_requested_granularities_are_returned(
     openai: OpenAI, asked: list[str], has_segments: bool, has_words: bool
 ) -> None:
-    """Segments by default. Without `language`, the language is `und`."""
+    """The default is segments. Without `language`, the language is `und`."""
     found = openai.audio.transcriptions.create(
         model="tones",
         file=("talk.wav", file_of(sung(["DO"]))),
@@ -145,7 +145,7 @@ def test_a_stream_grows_to_the_whole_text(openai: OpenAI) -> None:
 
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(openai: OpenAI) -> None:
-    """Of a recording that turns out to be too long; the client raises it."""
+    """The recording turns out to be too long; the client raises the error."""
     audio = file_of(np.tile(sung(words_of(0, 40)), 20), form="FLAC")
     stream = openai.audio.transcriptions.create(model="tones", file=("talk.flac", audio), stream=True)
     assert next(iter(stream)).type == "transcript.text.delta"
@@ -154,7 +154,7 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(openai: OpenAI) ->
 
 
 def test_silence_has_no_text(openai: OpenAI) -> None:
-    """In every format."""
+    """This holds for every format."""
     create, upload = openai.audio.transcriptions.create, ("silence.wav", SILENCE)
     assert create(model="tones", file=upload).text == ""
     assert create(model="tones", file=upload, response_format="text") == "\n"
@@ -199,10 +199,10 @@ def test_silence_has_no_text(openai: OpenAI) -> None:
         ({"extra_headers": {"Origin": "http://elsewhere.org"}}, 403, None, "elsewhere.org may not use this server"),
     ],
 )
-def test_what_is_wrong_is_refused_as_in_the_api(
+def test_wrong_requests_are_refused_as_in_the_api(
     openai: OpenAI, asked: dict[str, object], status: int, parameter: str | None, message: str
 ) -> None:
-    """With the status, the message and the parameter that the client's error has."""
+    """The client's error has the status, the message and the parameter."""
     with pytest.raises(APIStatusError) as refused:
         openai.audio.transcriptions.create(**({"model": "tones", "file": ("silence.wav", SILENCE)} | asked))  # type: ignore[call-overload]
     error = refused.value
@@ -226,7 +226,7 @@ def test_what_is_wrong_is_refused_as_in_the_api(
 def test_other_requests_are_refused_in_the_same_shape(
     client: httpx.Client, method: str, path: str, upload: dict[str, object], status: int, message: str
 ) -> None:
-    """Whether they are refused before the upload, by its route, or while it comes."""
+    """They may be refused before the upload, by its route, or during it."""
     answer = client.request(method, f"/v1/{path}", **upload)  # type: ignore[arg-type]
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -236,7 +236,7 @@ def test_other_requests_are_refused_in_the_same_shape(
 def test_the_documents_program_runs(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As it stands on the page, but for the address and the name of the model."""
+    """It runs as printed on the page, except for the address and the name of the model."""
     (program,) = [block.text for block in code_blocks(PAGE) if block.language == "python"]
     (tmp_path / "hello.wav").write_bytes(file_of(sung(["DO", "RE"])))
     monkeypatch.chdir(tmp_path)
@@ -265,7 +265,7 @@ def test_a_busy_server_answers_between_the_turns_of_others(openai: OpenAI, clien
 
 
 def test_a_model_without_word_times_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When words are asked for; segments have the times of their speech, and no confidence."""
+    """This is so if words are requested; segments have the times of their speech, and no confidence."""
     transcriber = load_model(TONES)
     monkeypatch.setattr(transcriber.recogniser, "states", object())
     with ThreadPoolExecutor(1) as decoding:
@@ -286,8 +286,8 @@ def test_a_model_without_word_times_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 <= segment["start"] < segment["end"] <= answer["duration"]
 
 
-def test_a_fault_of_the_server_is_answered_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no more than that: the traceback is for the log."""
+def test_a_fault_of_the_server_is_reported_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer has nothing else: the traceback is for the log."""
     with ThreadPoolExecutor(1) as decoding:
         service = Service(load_model(TONES), str(TONES), Limits(1_000_000, 60.0, 30.0), decoding)
         app = service.app(False)

@@ -1,4 +1,4 @@
-"""The server's page in a real Chromium: a file that is dropped, a microphone, and errors."""
+"""The server's page in a real Chromium: a dropped file, a microphone, and errors."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def spoken() -> list[str]:
 
 @pytest.fixture(scope="module")
 def page(server: str, spoken: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """The page, in a browser whose microphone hears some words again and again."""
+    """The page, in a browser whose microphone hears some words repeatedly."""
     heard = tmp_path_factory.mktemp("microphone") / "words.wav"
     heard.write_bytes(file_of(sung(spoken, 48_000), 48_000))
     arguments = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
@@ -47,7 +47,7 @@ def page(server: str, spoken: list[str], tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_chosen_file_is_shown_by_segment(page: Page, tmp_path: Path) -> None:
-    """With the time at which each begins."""
+    """Each segment is shown with the time at which it begins."""
     words = words_of(3)
     (tmp_path / "talk.wav").write_bytes(file_of(sung(words)))
     page.set_input_files("#file", tmp_path / "talk.wav")
@@ -57,8 +57,8 @@ def test_a_chosen_file_is_shown_by_segment(page: Page, tmp_path: Path) -> None:
     assert page.inner_text("#model").endswith("tones")
 
 
-def test_a_dropped_file_that_is_no_audio_is_refused_in_words(page: Page) -> None:
-    """Those of the server."""
+def test_a_dropped_file_that_is_not_audio_is_refused_in_words(page: Page) -> None:
+    """The words are the server's."""
     page.evaluate(
         """() => {
             const transfer = new DataTransfer();
@@ -71,8 +71,8 @@ def test_a_dropped_file_that_is_no_audio_is_refused_in_words(page: Page) -> None
     assert page.inner_text("#text") == ""
 
 
-def test_the_microphone_is_transcribed_while_one_speaks(page: Page, client: httpx.Client, spoken: list[str]) -> None:
-    """Partial texts at first, segments after pauses; the button stops it."""
+def test_the_microphone_is_transcribed_during_speech(page: Page, client: httpx.Client, spoken: list[str]) -> None:
+    """Partial texts come first, segments after pauses; the button stops it."""
     page.click("#speak")
     page.wait_for_function("() => document.getElementById('partial').textContent !== ''")
     page.wait_for_selector("#text p:nth-child(2)")

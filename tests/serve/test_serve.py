@@ -27,7 +27,7 @@ from tests.speech.tones import RATE
 
 
 def test_it_is_healthy_and_shows_a_page(client: httpx.Client) -> None:
-    """Which loads nothing from elsewhere."""
+    """The page loads nothing from elsewhere."""
     assert client.get("/health").json() == {"status": "ok", "model": str(TONES), "rate": RATE, "waiting": 0}
     page = client.get("/")
     assert page.headers["content-type"].startswith("text/html")
@@ -36,8 +36,8 @@ def test_it_is_healthy_and_shows_a_page(client: httpx.Client) -> None:
     assert client.get("/other.js").json() == {"error": "no page /other.js"}
 
 
-def test_a_file_is_answered_in_every_format(client: httpx.Client) -> None:
-    """As a form or as the body, of any rate and kind; raw PCM, too."""
+def test_a_file_is_transcribed_in_every_format(client: httpx.Client) -> None:
+    """The file is sent as a form or as the body, at any rate and of any kind, including raw PCM."""
     words = words_of(1)
     audio = file_of(sung(words, 16_000), 16_000, "FLAC")
     form = {"file": ("my talk.flac", audio)}
@@ -73,10 +73,10 @@ def test_a_file_with_less_audio_than_declared_is_answered_with_a_note(client: ht
 
 
 @pytest.mark.parametrize(("form", "codec", "rate"), [("ipod", "aac", 16_000), ("webm", "libopus", 48_000)])
-def test_what_telephones_and_browsers_record_is_answered(
+def test_recordings_of_telephones_and_browsers_are_transcribed(
     client: httpx.Client, tmp_path: Path, form: str, codec: str, rate: int
 ) -> None:
-    """Where FFmpeg is installed."""
+    """This needs FFmpeg."""
     pytest.importorskip("av", reason="the extra [media] is not installed")
     from tests.speech.media import write_media
 
@@ -88,7 +88,7 @@ def test_what_telephones_and_browsers_record_is_answered(
 
 @pytest.mark.parametrize("asked", [{"params": {"boost": "FA\nREMI\t5"}}, {"data": {"boost": "# names\r\nREMI\t5\r\n"}}])
 def test_phrases_of_a_request_are_boosted(client: httpx.Client, asked: dict[str, dict[str, str]]) -> None:
-    """In this request alone, by its query or by a field of its form."""
+    """They apply to this request only, and come in its query or in a field of its form."""
     upload = {"files": {"file": ("talk.wav", file_of(close_words()))}}
     assert client.post("/transcribe?format=txt", **upload).text == "DO RE MI\n"
     found = client.post("/transcribe", **upload, **asked).json()
@@ -127,10 +127,10 @@ FORM = {"Content-Type": "multipart/form-data; boundary=x"}
         ("", {"content": b"x", "headers": {"Host": "elsewhere.org"}}, 403, "'elsewhere.org' is not this machine"),
     ],
 )
-def test_what_is_wrong_is_refused_in_one_message(
+def test_wrong_requests_are_refused_in_one_message(
     client: httpx.Client, query: str, upload: dict[str, object], code: int, message: str
 ) -> None:
-    """With a status of the 400s, and the server answers the next client."""
+    """The status is in the 400s, and the server answers the next client."""
     answer = client.post(f"/transcribe{query}", **upload)  # type: ignore[arg-type]
     assert answer.status_code == code, answer.text
     assert set(answer.json()) == {"error"}
@@ -144,7 +144,7 @@ def test_a_wrong_method_is_refused(client: httpx.Client) -> None:
 
 
 def test_a_client_that_stalls_is_cut_off_and_keeps_no_other_waiting(server: str, client: httpx.Client) -> None:
-    """In the middle of an upload: with status 408."""
+    """It is cut off in the middle of an upload, with status 408."""
     address = urlsplit(server)
     with socket.create_connection((address.hostname, address.port), timeout=30) as stalled:
         begin = monotonic()
@@ -158,8 +158,8 @@ def test_a_client_that_stalls_is_cut_off_and_keeps_no_other_waiting(server: str,
 
 
 def test_a_client_that_waits_for_its_answer_does_not_stall() -> None:
-    """After its upload: a response that is streamed for longer than the limit listens all the time whether the client
-    has gone."""
+    """During a response that is streamed for longer than the limit, the server still checks whether the client has
+    gone."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):
@@ -211,7 +211,7 @@ def live_address(server: str, rate: object = RATE) -> str:
 
 
 def test_phrases_are_boosted_while_they_are_spoken(server: str) -> None:
-    """In partial and final texts."""
+    """They are boosted in partial and final texts."""
     data, finals, partials = (32767 * close_words()).astype("<i2").tobytes(), [], []
     with connect(f"{live_address(server)}&boost=REMI%095") as client:
         for place in range(0, len(data), 1600):
@@ -225,7 +225,7 @@ def test_phrases_are_boosted_while_they_are_spoken(server: str) -> None:
     assert "DO REMI" in partials
 
 
-def test_live_audio_is_answered_while_it_is_spoken(server: str) -> None:
+def test_live_audio_is_transcribed_while_it_is_spoken(server: str) -> None:
     """Partial texts grow, final ones come at pauses, and the rest at the end; odd messages may cut a sample in two."""
     words = [*words_of(1), *words_of(2)]
     samples = np.concatenate([sung(words[:3]), sung(words[3:])])
@@ -258,7 +258,7 @@ def test_live_audio_is_answered_while_it_is_spoken(server: str) -> None:
 def test_live_audio_that_is_wrong_or_stalls_is_refused(
     server: str, rate: object, message: str | bytes | None, error: str
 ) -> None:
-    """With one message, before the connection is closed."""
+    """One message is sent before the connection is closed."""
     with connect(live_address(server, rate)) as client:
         if message is not None:
             client.send(message)
@@ -269,14 +269,14 @@ def test_live_audio_that_is_wrong_or_stalls_is_refused(
     assert closed.value.rcvd.code == 1008
 
 
-def test_pages_of_others_cannot_listen(server: str) -> None:
-    """A browser says which page opens a WebSocket."""
+def test_pages_of_other_sites_cannot_listen(server: str) -> None:
+    """A browser reports which page opens a WebSocket."""
     with pytest.raises(InvalidStatus, match="403"), connect(live_address(server), origin="http://elsewhere.org"):  # type: ignore[arg-type]
         pass
 
 
 def test_a_taken_port_is_named() -> None:
-    """Before the model is loaded."""
+    """The error comes before the model is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"at 127.0.0.1, port {port}: the port is taken; choose another one"):
@@ -285,8 +285,8 @@ def test_a_taken_port_is_named() -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_in_order(number: signal.Signals) -> None:
-    """Also while a client speaks, whose connection is closed."""
+def test_a_signal_ends_the_server_cleanly(number: signal.Signals) -> None:
+    """This holds even while a client speaks, whose connection is closed."""
     context = multiprocessing.get_context("fork")
     theirs, ours = context.Pipe()
     limits = Limits(1_000_000, 60.0, 30.0)

@@ -1,4 +1,4 @@
-"""What all tests of speech share."""
+"""Fixtures that all tests of speech share."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Small corpora made of tones and noise, built where a test wants them."""
+"""Small corpora made of tones and noise, built where a test needs them."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ RATE = 8000
 
 
 def sound(seconds: float, seed: int = 0, rate: int = RATE) -> NDArray[np.int16]:
-    """Noise, [T], 16-bit, the same for the same seed."""
+    """Noise, [T], 16-bit, identical for equal seeds."""
     return (np.random.default_rng(seed).standard_normal(round(seconds * rate)) * 3000).clip(-32768, 32767).astype("i2")
 
 
 def write_wav(path: Path, seconds: float = 0.5, seed: int = 0, rate: int = RATE) -> NDArray[np.int16]:
-    """A WAV file of noise; returns its samples."""
+    """Write a WAV file of noise, and return its samples."""
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = sound(seconds, seed, rate)
     soundfile.write(path, samples, rate)
@@ -23,7 +23,7 @@ def write_wav(path: Path, seconds: float = 0.5, seed: int = 0, rate: int = RATE)
 
 
 def write_table(folder: Path, count: int = 12, speakers: int = 2, seconds: float = 0.4) -> Path:
-    """A TSV corpus: utterances u0, u1, ... of speakers s0, s1, ..., every third in the set `test`."""
+    """Write a TSV corpus: utterances u0, u1, ... of speakers s0, s1, ..., every third in the set `test`."""
     rows = ["id\tspeaker\tsplit\taudio\ttext"]
     for i in range(count):
         write_wav(folder / "audio" / f"u{i}.wav", seconds + 0.01 * i, seed=i)

@@ -212,4 +212,4 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "timit": timit,
     "yesno": yesno,
 }
-"""What makes the corpus of each recipe, in a folder, and returns the corpus's own folder."""
+"""The function that makes the corpus of each recipe, in a folder, and returns the corpus's own folder."""

@@ -1,4 +1,4 @@
-"""Audio whose process is killed when it is read, as for want of memory; a module that the nodes of a cluster import."""
+"""Audio that kills the process that reads it, like a lack of memory; a module that the nodes of a cluster import."""
 
 import os
 import signal
@@ -10,8 +10,8 @@ RATE = 8000
 
 
 def read_or_die(mark: Path | None) -> tuple[np.ndarray, int]:
-    """The first process that reads it makes the file `mark` and dies, and the others hear a tone; without a file, every
-    process dies."""
+    """The first process that reads the audio makes the file `mark` and dies, and the others hear a tone; without a
+    file, every process dies."""
     if mark is None or not mark.exists():
         if mark is not None:
             mark.touch()

@@ -1,4 +1,4 @@
-"""Writes recordings as telephones and browsers do."""
+"""Writes recordings like those of telephones and browsers."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 def write_media(
     path: Path, form: str, codec: str, samples: NDArray[np.float32], rate: int, has_video: bool = False, **options: str
 ) -> Path:
-    """Samples `[channels, T]` in a format of FFmpeg, perhaps beside a picture that stands still."""
+    """Write samples `[channels, T]` in a format of FFmpeg, optionally beside a still picture."""
     layout = {1: "mono", 2: "stereo"}[len(samples)]
     with av.open(str(path), "w", format=form, options=options) as file:
         picture = file.add_stream("mpeg4", rate=10) if has_video else None

@@ -1,4 +1,5 @@
-"""Reads mutated audio in a process of its own with little memory: `mutated_audio.py FOLDER COUNT`; prints the ends."""
+"""Reads mutated audio in a separate process with little memory: `mutated_audio.py FOLDER COUNT`; prints how each
+reading ended."""
 
 import json
 import resource
@@ -18,7 +19,7 @@ from starling.speech.usable import Checker, Checking, FilterConfig
 from tests.speech.corpus_builders import RATE, sound
 
 MORE_MEMORY = 768 << 20
-"""Bytes: an hour at 48 kHz takes 691 MB, and is not what a file of 4 KB may lead to."""
+"""Limit in bytes: an hour at 48 kHz takes 691 MB, which a file of 4 KB may not cause."""
 FORMS = {"wav": "PCM_16", "wav-float": "FLOAT", "flac": "PCM_16", "flac-24": "PCM_24"}
 PIECES = [
     *(b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", b"\xff\xff\xff\x7f", b"\x00\x00\x00\x80", b"\x00\x00\xc0\x7f"),
@@ -27,7 +28,8 @@ PIECES = [
 
 
 def mutated(content: bytes, random: np.random.Generator) -> bytes:
-    """Cut off, header only, silent, not a number, random, or with some bytes changed, most of them in the header."""
+    """A file that is cut off, only a header, silent, not a number, random, or with some bytes changed, most of them in
+    the header."""
     spoilt = bytearray(content)
     how = random.integers(12)
     if how == 0:
@@ -57,7 +59,7 @@ def _utterance(path: Path) -> Utterance:
 
 
 def main(folder: Path, count: int) -> None:
-    """Each mutation is read as `starling prepare` reads an utterance, and as `starling transcribe` reads a file."""
+    """Read each mutation as `starling prepare` reads an utterance, and as `starling transcribe` reads a file."""
     whole = []
     for form, subtype in FORMS.items():
         path = folder / f"{form}.{form[:4].rstrip('-')}"

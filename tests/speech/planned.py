@@ -9,7 +9,7 @@ from starling.speech.training.plan import Planner
 
 
 def planner_of(durations: np.ndarray, shards: np.ndarray, config: BatchConfig, seed: int) -> Planner:
-    """A planner of one set, which deals each utterance once an epoch."""
+    """A planner of one set, which deals each utterance once per epoch."""
     return Planner(durations, ShardWindows(shards, config.window, seed), config, seed, seed)
 
 

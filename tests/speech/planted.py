@@ -1,4 +1,4 @@
-"""A corpus in which everything that is wrong is known: distinct sentences and voices, and what is planted on top."""
+"""A corpus whose faults are all known: distinct sentences and voices, and planted faults."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +17,17 @@ WORDS = [
 ]
 Row = dict[str, str]
 Expected = set[tuple[str, str, str]]
-"""Kind, set and id of every finding."""
+"""Kind, set and id of every expected finding."""
 
 
 def sentence(seed: int) -> str:
-    """Six to eight words, another sentence for another seed."""
+    """Six to eight words; a different sentence for each seed."""
     random = np.random.default_rng([7, seed])
     return " ".join(random.choice(WORDS, random.integers(6, 9), replace=False))
 
 
 def voice(seed: int, seconds: float) -> NDArray[np.float32]:
-    """A gliding harmonic tone with a loudness of its own, and a little noise, [T], at `RATE`."""
+    """A gliding harmonic tone at its own level, with a little noise, [T], at `RATE`."""
     random = np.random.default_rng([8, seed])
     time = np.arange(round(seconds * RATE)) / RATE
     pitch = np.interp(time, np.linspace(0, seconds, 5), random.uniform(100, 220, 5))
@@ -50,7 +50,7 @@ class Planted:
             self.add(f"{split}-{number}", split)
 
     def add(self, name: str, split: str, **own: str) -> Row:
-        """One more utterance, with a sentence, a voice and a speaker of its own but for what is given."""
+        """Add an utterance with its own sentence, voice and speaker, except for those given."""
         self._seed += 1
         row = {"id": name, "split": split, "speaker": f"{split}-speaker-{self._seed % 3}", "audio": f"{name}.wav"}
         row |= {"text": sentence(self._seed), **own}
@@ -67,7 +67,7 @@ class Planted:
         return samples
 
     def write(self, name: str, samples: NDArray[np.float32], **format_: str) -> str:
-        """An audio file; returns its name."""
+        """Write an audio file, and return its name."""
         self.folder.mkdir(parents=True, exist_ok=True)
         soundfile.write(self.folder / name, samples, RATE, **format_)
         return name
@@ -91,20 +91,20 @@ class Planted:
 
 
 def same_samples_as_flac(corpus: Planted) -> None:
-    """Lossless coding, another text and another speaker hide nothing."""
+    """Lossless coding, a different text and a different speaker hide nothing."""
     corpus.add("again", "train", audio=corpus.write("again.flac", corpus.sound("train-1")))
     corpus.find(("same-audio", "train", "again"))
 
 
 def three_times_the_same_file(corpus: Planted) -> None:
-    """The first of them stays."""
+    """The first of three identical files stays."""
     for name in ("second", "third"):
         corpus.add(name, "train", audio="train-2.wav")
         corpus.find(("same-audio", "train", name))
 
 
 def the_same_recording_as_vorbis(corpus: Planted) -> None:
-    """Lossy coding and another loudness, the same text."""
+    """Lossy coding at a different level, with the same text."""
     audio = corpus.write("vorbis.ogg", 0.7 * corpus.sound("train-3"), format="OGG", subtype="VORBIS")
     corpus.add("vorbis", "train", audio=audio, text=corpus.row("train-3")["text"])
     corpus.find(("same-text-and-length", "train", "vorbis"), ("near-text", "train", "vorbis"))
@@ -117,19 +117,19 @@ def another_take_of_the_same_length(corpus: Planted) -> None:
 
 
 def nearly_the_same_text(corpus: Planted) -> None:
-    """One letter is wrong."""
+    """One letter of the text is wrong."""
     corpus.add("spelt", "train", text=corpus.row("train-5")["text"] + "s")
     corpus.find(("near-text", "train", "spelt"))
 
 
 def audio_in_training(corpus: Planted) -> None:
-    """Under another text and speaker; both sides are told."""
+    """The same audio in training and test, with different text and speaker; both sides are reported."""
     corpus.add("leaked", "train", audio=corpus.write("leaked.flac", corpus.sound("test-1")))
     corpus.find(("overlap-audio", "train", "leaked"), ("overlap-audio", "test", "test-1"))
 
 
 def recording_in_training(corpus: Planted) -> None:
-    """Coded anew."""
+    """The same recording, encoded again."""
     audio = corpus.write("mp3.mp3", corpus.sound("test-2"), format="MP3", subtype="MPEG_LAYER_III")
     corpus.add("mp3", "train", audio=audio, text=corpus.row("test-2")["text"].upper())
     for kind in ("overlap-audio", "overlap-text"):
@@ -137,26 +137,26 @@ def recording_in_training(corpus: Planted) -> None:
 
 
 def text_in_training(corpus: Planted) -> None:
-    """Another case and more spaces are the same text."""
+    """Different case and more spaces are still the same text."""
     corpus.add("said", "train", text=corpus.row("test-3")["text"].title().replace(" ", "  "))
     corpus.find(("overlap-text", "train", "said"), ("overlap-text", "test", "test-3"))
 
 
 def text_nearly_in_training(corpus: Planted) -> None:
-    """A letter more."""
+    """The text has one letter more."""
     corpus.add("nearly", "train", text=corpus.row("test-4")["text"] + "s")
     corpus.find(("overlap-near-text", "train", "nearly"), ("overlap-near-text", "test", "test-4"))
 
 
 def speaker_in_training(corpus: Planted) -> None:
-    """One finding for a speaker, at the first utterance in the test set."""
+    """A speaker in training and test causes one finding, at the first utterance in the test set."""
     for name in ("known-1", "known-2"):
         corpus.add(name, "test", speaker="train-speaker-1")
     corpus.find(("overlap-speaker", "test", "known-1"))
 
 
 def silence(corpus: Planted) -> None:
-    """Zeros, and noise that nobody hears."""
+    """Zeros, and inaudible noise."""
     quiet = np.random.default_rng(1).standard_normal(4 * RATE).astype(np.float32) * 3e-4
     corpus.add("quiet", "train", audio=corpus.write("quiet.wav", quiet))
     corpus.add("zeros", "train", audio=corpus.write("zeros.wav", 0 * quiet))
@@ -164,21 +164,21 @@ def silence(corpus: Planted) -> None:
 
 
 def clipping(corpus: Planted) -> None:
-    """Twenty times too loud."""
+    """The audio is twenty times too loud."""
     row = corpus.add("loud", "test")
     corpus.write(row["audio"], np.clip(20 * corpus.sound("loud"), -1, 1))
     corpus.find(("clipping", "test", "loud"))
 
 
 def a_transcript_that_cannot_fit(corpus: Planted) -> None:
-    """Fast, but not impossible to speak: too few frames for CTC."""
+    """The speech is fast but possible, and has too few frames for CTC."""
     row = corpus.add("fast", "train")
     corpus.write(row["audio"], voice(901, 0.036 * len(row["text"])))
     corpus.find(("too-short", "train", "fast"))
 
 
 def seconds_per_character(corpus: Planted) -> None:
-    """A transcript cut off, and one of another recording."""
+    """A transcript cut off, and one of a different recording."""
     corpus.add("slow", "train", text="cut", audio=corpus.write("slow.wav", voice(902, 4.5)))
     row = corpus.add("long", "test")
     corpus.write(row["audio"], voice(903, 0.015 * len(row["text"])))
@@ -189,7 +189,7 @@ def seconds_per_character(corpus: Planted) -> None:
 
 
 def unreadable_files(corpus: Planted) -> None:
-    """No audio, cut off, missing, not finite."""
+    """Files without audio, cut off, missing, and not finite."""
     (corpus.folder / "bytes.wav").write_bytes(b"not audio" * 100)
     whole = (corpus.folder / "train-6.wav").read_bytes()
     (corpus.folder / "half.wav").write_bytes(whole[: len(whole) // 2])
@@ -200,7 +200,7 @@ def unreadable_files(corpus: Planted) -> None:
 
 
 def an_empty_transcript(corpus: Planted) -> None:
-    """And an id used twice, whose first utterance is used."""
+    """An empty transcript, and an id used twice, whose first utterance is used."""
     corpus.add("mute", "train", text=" ")
     corpus.add("train-7", "train")
     corpus.find(("unusable", "train", "mute"), ("unusable", "train", "train-7"))

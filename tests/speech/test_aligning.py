@@ -1,4 +1,4 @@
-"""When words and phones are spoken: on tones, whose times are known."""
+"""Times of words and phones, on tones whose times are known."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ def performed(seed: int, count: int) -> tuple[np.ndarray, list[tuple[str, float,
 
 @pytest.mark.parametrize("seed", range(12))
 def test_words_begin_and_end_where_they_are_sung(aligner: Aligner, seed: int) -> None:
-    """Within 40 ms, with and without pauses between them; a window of 25 ms blurs the edges."""
+    """Errors stay within 40 ms, with and without pauses between words; a window of 25 ms blurs the edges."""
     samples, spans = performed(seed, 4)
     found = aligner.align(samples, " ".join(word for word, _, _ in spans))
     assert [each.text for each in found.words] == [word for word, _, _ in spans]
@@ -47,7 +47,7 @@ def test_words_begin_and_end_where_they_are_sung(aligner: Aligner, seed: int) ->
 
 
 def test_phones_fill_their_words_in_order(aligner: Aligner) -> None:
-    """They are letters here, as no pronunciation was given."""
+    """The phones are letters here, because no pronunciation was given."""
     samples, spans = performed(1, 4)
     for word in aligner.align(samples, " ".join(word for word, _, _ in spans)).words:
         assert [each.text for each in word.phones] == list(word.text)
@@ -58,7 +58,8 @@ def test_phones_fill_their_words_in_order(aligner: Aligner) -> None:
 
 
 def test_a_long_recording_has_the_times_of_its_parts(aligner: Aligner) -> None:
-    """It is aligned stretch by stretch, cut in pauses, in memory that does not grow with the square of its length."""
+    """The recording is aligned stretch by stretch, cut in pauses, in memory that does not grow with the square of its
+    length."""
     parts = [performed(seed, 8) for seed in range(30)]
     rest = np.zeros(RATE, np.float32)
     whole = np.concatenate([piece for samples, _ in parts for piece in (samples, rest)])
@@ -85,8 +86,8 @@ def test_what_is_kept_aligns_the_same(aligner: Aligner, tmp_path: Path) -> None:
 
 
 def test_a_transcript_gets_the_times_of_its_alignment(aligner: Aligner) -> None:
-    """Behind the beginning of its piece; confidence and texts are the transcript's own. A word without a pronunciation
-    leaves the times of CTC."""
+    """Times count from the beginning of the piece; confidence and texts are the transcript's own. A word without a
+    pronunciation keeps the times of CTC."""
     samples, spans = performed(4, 4)
     words = tuple(Word(word, 10.0, 10.1, 0.5) for word, _, _ in spans)
     segment = Segment(10.0, 20.0, " ".join(each.text for each in words), words)
@@ -127,7 +128,7 @@ ALIGNMENT = Alignment(
 
 
 def test_praat_reads_a_textgrid(tmp_path: Path) -> None:
-    """As its most used library does; without gaps, and with the quotation marks of a word."""
+    """The most used Praat library reads it, without gaps, and with the quotation marks of a word."""
     path = tmp_path / "a.TextGrid"
     path.write_text(ALIGNMENT.formatted("textgrid", "a"), encoding="utf-8")
     found = textgrid.openTextgrid(str(path), includeEmptyIntervals=True)

@@ -58,7 +58,7 @@ def test_a_block_is_the_decoder_layer_of_torch():
     torch.testing.assert_close(block.self_inputs.weight.grad, oracle.self_attn.in_proj_weight.grad)
 
 
-def test_token_after_token_is_the_same_as_all_at_once():
+def test_one_token_at_a_time_gives_the_same_as_all_at_once():
     """With keys and values kept, each step's log-probabilities are those of the whole text, to 1e-5."""
     made = decoder()
     tokens = torch.tensor([[END, 1, 2, 3], [END, 4, 4, 1], [END, 2, 1, 1]])
@@ -72,7 +72,7 @@ def test_token_after_token_is_the_same_as_all_at_once():
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_loss_is_smoothed_cross_entropy_with_the_end(smoothing):
-    """By its equation, token by token, for texts of other lengths, one of them empty."""
+    """The loss follows its equation, token by token, for texts of different lengths, one of them empty."""
     made = decoder(label_smoothing=smoothing)
     texts = [[1, 2, 3], [4], []]
     loss = made(FRAMES, LENGTHS, torch.tensor([1, 2, 3, 4]), torch.tensor([3, 1, 0]))
@@ -91,8 +91,8 @@ def all_texts(vocab_size: int, longest: int) -> list[list[int]]:
     ]
 
 
-def test_scores_of_all_texts_sum_to_what_has_ended():
-    """A decoder that always ends after two tokens at most: the probabilities of all its texts sum to one."""
+def test_probabilities_of_all_texts_sum_to_one():
+    """A decoder always ends after at most two tokens: the probabilities of all its texts sum to one."""
     made, frames = decoder(vocab_size=3), FRAMES[0]
     log_probs = made.log_probs
 
@@ -109,7 +109,7 @@ def test_scores_of_all_texts_sum_to_what_has_ended():
 
 
 def test_a_wide_beam_finds_the_likeliest_texts_of_all():
-    """Of up to four tokens; their scores are those of the texts scored on their own."""
+    """All texts of up to four tokens are compared; their scores equal those of texts scored separately."""
     made, frames = decoder(vocab_size=4), FRAMES[0]
     texts = all_texts(4, 4)
     with torch.inference_mode():
@@ -121,7 +121,8 @@ def test_a_wide_beam_finds_the_likeliest_texts_of_all():
 
 
 def test_greedy_search_is_a_beam_of_one_token_after_another():
-    """For utterances in one batch as for each alone: the likeliest token, up to the end or as many as frames."""
+    """Utterances in one batch give the same as each one alone: the likeliest token, up to the end or as many as
+    frames."""
     made = decoder()
     with torch.inference_mode():
         found = decoding.greedy(made, FRAMES, LENGTHS)
@@ -153,7 +154,7 @@ def test_a_decoder_is_chosen_by_its_kind_and_has_its_own_keys():
 
 
 def test_a_model_with_a_decoder_has_the_weights_of_the_one_without():
-    """The decoder's come after them, so that the encoder begins alike."""
+    """The decoder's weights come after the others, so that the encoder starts out the same."""
     plain = model_config(name="transformer", preset="tiny")
     both = plain.model_copy(update={"decoder": AttentionConfig(kind="attention", width=16, heads=2)})
     model, other = (build_model(each, 40, 5, seed=1).state_dict() for each in (both, plain))

@@ -1,4 +1,4 @@
-"""Augmentation: what it does to audio, and that its chance is ours alone."""
+"""Augmentation: its effects on audio, and that only its own seeds determine them."""
 
 import random
 from collections.abc import Sequence
@@ -46,13 +46,13 @@ def test_noise_has_the_power_that_was_asked_for():
 def added(
     config: AugmentConfig, speech: torch.Tensor, seed: int = 0, others: Sequence[torch.Tensor] = ()
 ) -> np.ndarray:
-    """What augmentation adds to speech."""
+    """The signal that augmentation adds to speech."""
     return (augment_waveform(speech, 8000, config, np.random.default_rng(seed), others) - speech).double().numpy()
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_silence_surrounds_the_speech(seed: int) -> None:
-    """Digital silence or faint noise, of lengths drawn for each end; the speech in it is what it was."""
+    """Digital silence or faint noise of random length is added at each end; the speech inside is unchanged."""
     speech = tone(1000) / 4
     config = AugmentConfig(speed=(1.0,), silence=(0.1, 0.3), silence_probability=1.0)
     found = augment_waveform(speech, 8000, config, np.random.default_rng(seed))
@@ -80,7 +80,7 @@ def test_coloured_noise_has_the_power_that_was_asked_for_and_falls_with_frequenc
 
 
 def test_babble_is_speech_of_the_others_at_the_level_that_was_asked_for():
-    """One to three others, each from a random place on; nothing that was not among them."""
+    """One to three other utterances are added, each from a random position on, and nothing else."""
     config = AugmentConfig(speed=(1.0,), babble_snr=(20, 20), babble_probability=1)
     others = [tone(frequency, 2000) for frequency in (500, 1500, 2500)]
     numbers = set()
@@ -106,7 +106,7 @@ def test_a_rooms_echo_decays_by_60_db_in_the_time_that_was_drawn():
 
 
 def test_reverberation_is_a_convolution_with_a_room():
-    """As NumPy convolves, cut to the utterance's length."""
+    """The result equals NumPy's convolution, cut to the utterance's length."""
     config = AugmentConfig(speed=(1.0,), reverberation=(0.1, 0.3), reverberation_probability=1)
     generator = np.random.default_rng(5)
     generator.choice([1.0])
@@ -118,14 +118,14 @@ def test_reverberation_is_a_convolution_with_a_room():
 
 
 def test_the_level_changes_by_as_much_as_was_asked_for():
-    """In dB."""
+    """The change of level is measured in dB."""
     config = AugmentConfig(speed=(1.0,), gain_db=(-6, -6))
     louder = augment_waveform(tone(1000), 8000, config, np.random.default_rng(0))
     torch.testing.assert_close(louder, tone(1000) * 10 ** (-6 / 20))
 
 
 def test_warps_are_drawn_from_their_ranges_in_steps_of_a_hundredth():
-    """So that there are few mel banks; nothing is drawn where nothing is to be changed."""
+    """This keeps mel banks few; nothing is drawn where nothing is to be changed."""
     config = AugmentConfig(tempo=(0.8, 1.25), vocal_tract=(0.9, 1.1))
     drawn = draw_warps(config, 1, 300)
     tempos, frequencies = {each.tempo for each in drawn}, {each.frequency for each in drawn}
@@ -151,7 +151,7 @@ def test_masks_stay_within_their_limits():
 @pytest.mark.parametrize("num_frames", [1, 5, 19, 20, 21, 60])
 @pytest.mark.parametrize("options", [{}, {"num_time_masks": 0}, {"num_frequency_masks": 0}, {"time_warp": 5}])
 def test_any_length_can_be_masked(num_frames, options):
-    """Short utterances and switched-off masks are no special case for the caller."""
+    """Short utterances and switched-off masks are not special cases for the caller."""
     config = SpecAugmentConfig(probability=1, **options)
     (masked,) = spec_augment([torch.ones(num_frames, 40)], config, seed=0)
     assert masked.shape == (num_frames, 40)
@@ -159,7 +159,7 @@ def test_any_length_can_be_masked(num_frames, options):
 
 
 def test_masking_leaves_its_input_alone():
-    """The features given are not written to."""
+    """The given features are not changed."""
     features = torch.randn(100, 40)
     before = features.clone()
     spec_augment([features], SpecAugmentConfig(probability=1), seed=0)
@@ -203,8 +203,8 @@ def test_impossible_augmentation_is_refused(wrong):
         AugmentConfig.model_validate(wrong)
 
 
-def test_a_clean_start_leaves_out_what_masks_the_speech_until_so_many_mini_batches_of_the_run() -> None:
-    """Speed, silence, level and SpecAugment are there from the first."""
+def test_a_clean_start_leaves_masking_sounds_out_of_the_first_mini_batches() -> None:
+    """Speed, silence, level and SpecAugment are active from the first mini-batch."""
     whole = AugmentConfig(
         silence=(0.0, 0.5),
         noise_snr=(5, 30),

@@ -64,8 +64,8 @@ def test_a_batch_holds_its_utterances_padded_with_zeros(songs, tokenizer):
     assert batch.seconds == pytest.approx(sum(len(songs.audio(index)) for index in INDICES) / 8000)
 
 
-def test_seeds_decide_about_everything_random(songs, tokenizer):
-    """The same seed gives the same bits, another seed others, and the global generators stand still."""
+def test_seeds_determine_all_randomness(songs, tokenizer):
+    """The same seed gives the same bits, a different seed different ones, and the global generators do not change."""
     log_mel = LogMel(FeatureConfig(), songs.sampling_rate)
     states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy()
     first, again, other = (load_batch(songs, INDICES, log_mel, EVERYTHING, tokenizer, seed) for seed in (1, 1, 2))
@@ -99,8 +99,8 @@ def test_another_process_loads_the_same_bits(songs, tokenizer, threads):
     assert np.array_equal(tokens, here.tokens.numpy())
 
 
-def test_a_batch_moves_to_a_device_whole(songs, tokenizer):
-    """All tensors move, everything else stays."""
+def test_a_whole_batch_moves_to_a_device(songs, tokenizer):
+    """All tensors move, and everything else is unchanged."""
     log_mel = LogMel(FeatureConfig(), songs.sampling_rate)
     batch = load_batch(songs, INDICES, log_mel, None, tokenizer, seed=1).to("meta")
     tensors = (batch.features, batch.lengths, batch.tokens, batch.token_lengths)
@@ -133,7 +133,7 @@ def damaged(folder: Path, count: int, *victims: int) -> SpeechSet:
 
 
 def test_a_damaged_utterance_is_left_out_named_and_changes_no_other(tmp_path, songs, tokenizer):
-    """With `on_bad` skip the others have the bits that they have beside the whole file, augmentation included."""
+    """With `on_bad` skip, the others have the same bits as beside the intact file, including augmentation."""
     log_mel = LogMel(FeatureConfig(), songs.sampling_rate)
     alone = EVERYTHING.model_copy(update={"babble_snr": None})  # babble is made of the others
     whole = load_batch(songs, INDICES, log_mel, alone, tokenizer, seed=3)
@@ -163,7 +163,7 @@ def test_a_damaged_utterance_reads_as_its_own_error_beside_the_others(tmp_path):
 
 @pytest.mark.parametrize("name", ["blstm", "transformer", "deep-speech"])
 def test_a_batch_with_nothing_left_has_a_loss_of_zero_and_gradients_of_zero(tmp_path, tokenizer, name):
-    """Every parameter has a gradient, exactly 0, as whoever adds gradients up over learners needs it."""
+    """Every parameter has a gradient, exactly 0, as summing gradients over learners requires."""
     broken = damaged(tmp_path / "songs", 3, 0, 1)
     log_mel = LogMel(FeatureConfig(), broken.sampling_rate)
     batch = load_batch(broken, np.array([0, 1]), log_mel, None, tokenizer, seed=1, on_bad="skip")
@@ -176,8 +176,8 @@ def test_a_batch_with_nothing_left_has_a_loss_of_zero_and_gradients_of_zero(tmp_
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
-def test_statistics_leave_out_what_is_damaged_where_that_is_wished(tmp_path):
-    """`fit` names the utterance, or does without it; with nothing left it says so."""
+def test_statistics_can_leave_out_damaged_utterances(tmp_path):
+    """`fit` names the utterance or leaves it out; it reports when none is left."""
     log_mel = LogMel(FeatureConfig(normalise="global"), 8000)
     broken = damaged(tmp_path / "songs", 6, 2)
     with pytest.raises(DataError, match="the audio of song-2 is damaged"):

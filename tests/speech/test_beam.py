@@ -26,7 +26,7 @@ TOKENS = CharacterTokenizer(" AB")
 
 
 def model_of(path: Path, tokenizer: Tokenizer, texts: Sequence[str], is_closed: bool) -> NgramModel:
-    """A model of the words of texts, or of their tokens, in a file too."""
+    """A model of the words of texts, or of their tokens, which is also written to a file."""
     names = tokenizer.names
     sentences = [each.split() if is_closed else [names[token] for token in tokenizer.encode(each)] for each in texts]
     model = estimate(sentences, 3)
@@ -35,7 +35,7 @@ def model_of(path: Path, tokenizer: Tokenizer, texts: Sequence[str], is_closed: 
 
 
 def probability(model: NgramModel, words: Sequence[str]) -> float:
-    """The natural logarithm, with the end of the sentence."""
+    """The natural logarithm of a text's probability, with the end of the sentence."""
     sentence = [BEGIN, *words, END]
     return math.log(10) * sum(model.log10(sentence[at], sentence[:at]) for at in range(1, len(sentence)))
 
@@ -63,7 +63,8 @@ def spoken(tokenizer: Tokenizer, text: str, noise: float = 0.0, seed: int = 0) -
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_closed_vocabulary_gives_the_sums_over_all_alignments(tmp_path: Path, seed: int) -> None:
-    """Any number of spaces around words; scores of all texts, their order, and the language model's part."""
+    """Any number of spaces may surround words; scores of all texts, their order and the language model's part are
+    compared."""
     model = model_of(tmp_path / "lm", TOKENS, TEXTS, is_closed=True)
     log_probs = random_log_probs(seed, 6, 4)
     sums: dict[str, float] = defaultdict(lambda: -math.inf)
@@ -83,7 +84,7 @@ def test_a_closed_vocabulary_gives_the_sums_over_all_alignments(tmp_path: Path, 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_open_vocabulary_gives_the_sums_over_all_alignments(tmp_path: Path, seed: int) -> None:
-    """Any sequence of tokens, weighed by n-grams of tokens."""
+    """Any sequence of tokens is allowed, weighted by n-grams of tokens."""
     model = model_of(tmp_path / "lm", TOKENS, TEXTS, is_closed=False)
     log_probs = random_log_probs(seed, 6, 4)
     expected: dict[str, float] = {}
@@ -117,7 +118,7 @@ def test_words_have_the_times_of_their_frames(tmp_path: Path, is_closed: bool) -
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_pieces_are_searched_like_characters(tmp_path: Path, is_closed: bool) -> None:
-    """Words that begin with a piece, and no separator between them."""
+    """Words begin with a piece, and no separator is between them."""
     texts = ["THE CAT SAT", "THE HAT", "A CAT HAT THE MAT", "SAT A MAT"]
     pieces = make_tokenizer(TokenConfig(kind="sentencepiece", vocab_size=16), texts)
     model_of(tmp_path / "lm", pieces, texts, is_closed)
@@ -131,15 +132,15 @@ def test_pieces_are_searched_like_characters(tmp_path: Path, is_closed: bool) ->
         assert all(each.end <= after.start for each, after in itertools.pairwise(best.words))
 
 
-def test_an_alphabet_without_a_space_has_one_word_an_utterance(tmp_path: Path) -> None:
-    """As of isolated commands."""
+def test_an_alphabet_without_a_space_has_one_word_per_utterance(tmp_path: Path) -> None:
+    """This is the case of isolated commands."""
     tokens = CharacterTokenizer("AB")
     model_of(tmp_path / "lm", tokens, ["AB", "B", "BA"], is_closed=True)
     found = BeamSearch(tokens, tmp_path / "lm", ["AB", "B", "BA"])(random_log_probs(1, 6, 3), Weights(), 10)
     assert {each.text for each in found} == {"AB", "B", "BA", ""}
 
 
-def test_where_no_word_fits_there_is_no_hypothesis(tmp_path: Path) -> None:
+def test_there_is_no_hypothesis_if_no_word_fits(tmp_path: Path) -> None:
     """One frame is too short for two letters and impossible to leave empty."""
     model_of(tmp_path / "lm", TOKENS, ["AB"], is_closed=True)
     never_blank = np.array([[-1e9, -1e9, 0.0, -1e9]], dtype=np.float32)
@@ -148,7 +149,7 @@ def test_where_no_word_fits_there_is_no_hypothesis(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_several_processes_find_the_same(tmp_path: Path) -> None:
-    """In the same order."""
+    """Their order is the same, too."""
     model_of(tmp_path / "lm", TOKENS, TEXTS, is_closed=True)
     search = BeamSearch(TOKENS, tmp_path / "lm", WORDS)
     utterances = [random_log_probs(seed, 5 + seed, 4) for seed in range(5)]
@@ -156,8 +157,8 @@ def test_several_processes_find_the_same(tmp_path: Path) -> None:
         assert alone(utterances, Weights(), 3) == together(utterances, Weights(), 3)
 
 
-def test_a_file_that_kenlm_refuses_is_an_error_of_data(tmp_path: Path) -> None:
-    """It names the file."""
+def test_a_file_that_kenlm_refuses_is_a_data_error(tmp_path: Path) -> None:
+    """The error names the file."""
     (tmp_path / "lm").write_text("nothing")
     with pytest.raises(DataError, match=r"/lm: KenLM cannot read"):
         BeamSearch(TOKENS, tmp_path / "lm", WORDS)(random_log_probs(0, 3, 4), Weights())
@@ -177,7 +178,8 @@ def heard(tmp_path: Path) -> tuple[dict[str, SearchPool], dict[str, NDArray[np.f
 
 
 def test_tuning_takes_the_weights_with_the_fewest_errors(heard) -> None:  # type: ignore[no-untyped-def]
-    """Of all it tried, with the narrowest beam that is as good; the noise makes some weights worse than others."""
+    """The best of all trials is taken, with the narrowest beam that is as good; noise makes some weights worse than
+    others."""
     best, trials = tune(*heard, DecodingConfig())
     assert best.errors == min(trial.errors for trial in trials)
     assert len({trial.errors for trial in trials}) > 1
@@ -193,8 +195,8 @@ def test_tuning_takes_the_weights_with_the_fewest_errors(heard) -> None:  # type
     assert best.weights.beam in BEAMS
 
 
-def test_what_a_recipe_sets_is_not_tuned(heard) -> None:  # type: ignore[no-untyped-def]
-    """Neither weight nor beam."""
+def test_values_that_a_recipe_sets_are_not_tuned(heard) -> None:  # type: ignore[no-untyped-def]
+    """Neither a given weight nor a given beam is tuned."""
     config = DecodingConfig(lm_weight=0.3, beam=5)
     best, trials = tune(*heard, config)
     assert {(trial.weights.lm_weight, trial.weights.beam) for trial in trials} == {(0.3, 5)}

@@ -1,4 +1,4 @@
-"""Phrases of a list are found where the outputs of CTC nearly say them, and replace what was decoded there."""
+"""Phrases of a list are found where the outputs of CTC come close to them, and replace what was decoded there."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ PIECES = make_tokenizer(TokenConfig(kind="sentencepiece", vocab_size=30), TEXTS)
 
 
 class Pieces(CharacterTokenizer):
-    """Pieces of one letter each: a small one goes on with a word, a large one begins it."""
+    """Pieces of one letter each: a small letter continues a word, a capital begins one."""
 
     @property
     def names(self) -> list[str]:
@@ -42,8 +42,8 @@ def random_log_probs(seed: int, frames: int, tokens: int) -> NDArray[np.float32]
 
 
 def spoken(tokenizer: Tokenizer, text: str, **nearly: str) -> NDArray[np.float32]:
-    """Log-probabilities of a text: two frames of each token after a blank; `nearly` has tokens that are nearly as
-    likely as others wherever those are."""
+    """Log-probabilities of a text: two frames of each token after a blank; `nearly` makes tokens nearly as likely as
+    others."""
     path = np.array([token for each in tokenizer.encode(text) for token in (BLANK, each, each)])
     scores = np.full((len(path), tokenizer.vocab_size), -20.0)
     scores[np.arange(len(path)), path] = 0.0
@@ -54,7 +54,7 @@ def spoken(tokenizer: Tokenizer, text: str, **nearly: str) -> NDArray[np.float32
 
 
 def is_said(path: Sequence[int], tokens: Sequence[int], names: Sequence[str], at_start: bool, at_end: bool) -> bool:
-    """Whether a path says the tokens, and a boundary of words on either side, unless it is that of the utterance."""
+    """Whether a path says the tokens, with a word boundary or an end of the utterance on either side."""
     said = [(token, len(list(run))) for token, run in itertools.groupby(path)]
     if not names[tokens[0]].startswith(WORD_START):
         if not at_start:
@@ -87,7 +87,7 @@ def gains_of(log_probs: NDArray[np.float32], tokenizer: Tokenizer, weights: dict
 
 
 def greatest(gains: dict[Spotted, float], begin: int = 0) -> float:
-    """The greatest total gain of any set of spans that do not overlap, all from a frame on."""
+    """The greatest total gain of any set of spans, from a frame on, that do not overlap."""
     later = {each: gain for each, gain in gains.items() if each.begin >= begin and gain > 0}
     return max([0.0, *(gain + greatest(later, each.end) for each, gain in later.items())])
 
@@ -95,7 +95,7 @@ def greatest(gains: dict[Spotted, float], begin: int = 0) -> float:
 @pytest.mark.parametrize("kind", SPELLINGS)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_phrases_that_are_found_have_the_greatest_gain_of_all_paths_and_sets(kind: str, seed: int) -> None:
-    """By enumeration of every path through every span, with weights that make few, some or most phrases worthwhile."""
+    """Every path through every span is enumerated, with weights that make few, some or most phrases worthwhile."""
     tokenizer, phrases = SPELLINGS[kind]
     log_probs = random_log_probs(seed, 5, tokenizer.vocab_size)
     weights = {each: (0.3, 1.0, 2.5)[(seed + number) % 3] for number, each in enumerate(phrases)}
@@ -117,7 +117,7 @@ def test_the_oracle_is_not_trivial() -> None:
 
 @given(st.integers(0, 10**6), st.sampled_from(list(SPELLINGS)), st.integers(1, 40))
 def test_without_phrases_or_below_their_cost_nothing_is_found(seed: int, kind: str, frames: int) -> None:
-    """No phrase at all, and those whose weights are far below 0 or 0."""
+    """There is no phrase at all, or the weights are at or far below 0."""
     tokenizer, phrases = SPELLINGS[kind]
     log_probs = random_log_probs(seed, frames, tokenizer.vocab_size)
     emissions = emissions_of(log_probs.argmax(1))
@@ -130,7 +130,7 @@ def test_without_phrases_or_below_their_cost_nothing_is_found(seed: int, kind: s
 @pytest.mark.parametrize("tokenizer", [CharacterTokenizer(" EHNORTW"), PIECES], ids=["letters", "pieces"])
 @pytest.mark.parametrize("text", ["ONE", "TWO ONE ONE", "ONE THREE TWO", "TEN TWO THREE TEN"])
 def test_a_phrase_that_is_said_changes_nothing(tokenizer: Tokenizer, text: str) -> None:
-    """Wherever it is, and however many words it has; another phrase that is not said is not found."""
+    """This holds wherever the phrase is, and for any number of words; another phrase that is not said is not found."""
     log_probs = spoken(tokenizer, text)
     words = text.split()
     said = {" ".join(words[begin:end]) for begin, end in itertools.combinations(range(len(words) + 1), 2)}
@@ -145,7 +145,7 @@ def test_a_phrase_that_is_said_changes_nothing(tokenizer: Tokenizer, text: str) 
 
 
 def test_words_in_the_span_of_a_phrase_are_replaced() -> None:
-    """One for one, several by one, one by several; the words around them stay."""
+    """One word replaces one, one replaces several, and several replace one; the words around them stay."""
     letters = CharacterTokenizer(" EHNORTW")
 
     def text(said: str, *phrases: str, **nearly: str) -> str | None:
@@ -164,7 +164,7 @@ def test_words_in_the_span_of_a_phrase_are_replaced() -> None:
 
 
 def test_a_phrase_is_not_found_within_a_longer_word() -> None:
-    """Neither at its beginning nor at its end, nor in one that runs on."""
+    """It is found neither at the beginning nor at the end of a longer word, nor in one that runs on."""
     log_probs = spoken(CharacterTokenizer(" EHNORTW"), "TENOR ONE")
     for phrase in ("TEN", "NOR", "ENO", "R ONE", "TENOR O"):
         assert Phrases(CharacterTokenizer(" EHNORTW"), [phrase], "test").spot(log_probs) == []
@@ -175,7 +175,7 @@ def test_a_phrase_is_not_found_within_a_longer_word() -> None:
 
 
 def test_an_alphabet_without_spaces_has_phrases_of_whole_utterances() -> None:
-    """There is no other boundary of words."""
+    """Such an alphabet has no other word boundary."""
     letters = CharacterTokenizer("AB")
     log_probs = spoken(letters, "ABA")
     assert Phrases(letters, ["AB", "BA"], "test").spot(log_probs) == []
@@ -193,7 +193,7 @@ def test_an_alphabet_without_spaces_has_phrases_of_whole_utterances() -> None:
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(line: str, message: str) -> None:
-    """With its number in the list, comments and blank lines included."""
+    """The error has the line's number in the list, counting comments and blank lines."""
     with pytest.raises(DataError, match=message):
         Phrases(LETTERS, ["# words", "", line], "words.txt")
     with pytest.raises(DataError, match=r"line 1: 'ONE 5IX' has the character '5' \(U\+0035\)"):
@@ -203,7 +203,7 @@ def test_a_line_that_cannot_be_used_is_named(line: str, message: str) -> None:
 
 
 def test_a_list_is_read_from_a_text_file(tmp_path: Path) -> None:
-    """With or without a byte order mark; spaces around and between words do not matter, and a weight is optional."""
+    """A byte order mark may be present; spaces around and between words do not matter, and a weight is optional."""
     path = tmp_path / "words.txt"
     path.write_text("\ufeff A   B \n# B\n\nAB\t3.5\nB\t\n", encoding="utf-8")
     assert len(Phrases(LETTERS, read_phrases(path), str(path))) == 3
@@ -222,7 +222,8 @@ def transcriber() -> Transcriber:
 
 
 def test_a_transcript_has_phrases_with_times_and_confidences(transcriber: Transcriber) -> None:
-    """In place of the words; without phrases, and with those that are said, it is the same to the bit."""
+    """The phrases replace the words; without phrases, or if they are said anyway, the transcript is the same to the
+    bit."""
     waveform, spans = performance(["DO", "RE", "MI", "FA"], [0.3, 0.1, 0.05, 0.9, 0.8], np.random.default_rng(3))
     plain = transcriber.transcribe(waveform, RATE)
     assert plain.text == "DO RE MI FA"

@@ -1,4 +1,4 @@
-"""`starling check`: all that is planted is found, nothing is invented, and what is dropped is left out."""
+"""`starling check`: everything planted is found, nothing else is, and dropped utterances are left out."""
 
 import time
 from collections import Counter
@@ -34,22 +34,22 @@ def _found(report: Report) -> Expected:
 
 
 def test_nothing_is_found_in_a_clean_corpus(tmp_path: Path) -> None:
-    """Distinct sentences, voices and speakers are no fault."""
+    """Distinct sentences, voices and speakers are not faults."""
     report = _report(Planted(tmp_path / "corpus").config(tmp_path / "data"))
     assert report.findings == ()
     assert [(each.name, each.utterances) for each in report.sets] == [("train", 24), ("test", 8)]
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_what_is_planted_is_found_and_nothing_else(tmp_path: Path, plant: Callable[[Planted], None]) -> None:
-    """Each plant alone, so that none hides behind another."""
+def test_exactly_the_planted_faults_are_found(tmp_path: Path, plant: Callable[[Planted], None]) -> None:
+    """Each plant is tested alone, so that none hides behind another."""
     corpus = Planted(tmp_path / "corpus")
     plant(corpus)
     assert _found(_report(corpus.config(tmp_path / "data"))) == corpus.expected
 
 
 def test_everything_planted_at_once_is_found_and_nothing_else(tmp_path: Path) -> None:
-    """Findings do not disturb each other, in a recipe's corpus and in what was prepared from it alike."""
+    """Findings do not disturb each other, either in a recipe's corpus or in sets prepared from it."""
     corpus = Planted(tmp_path / "corpus")
     for plant in PLANTS:
         plant(corpus)
@@ -64,7 +64,7 @@ def test_everything_planted_at_once_is_found_and_nothing_else(tmp_path: Path) ->
 
 
 def test_a_finding_names_the_other_utterance_and_its_numbers(tmp_path: Path) -> None:
-    """Who is like whom, what was measured, and the limit."""
+    """The finding tells the similar utterance, the measured value, and the limit."""
     corpus = Planted(tmp_path / "corpus")
     plants.the_same_recording_as_vorbis(corpus)
     plants.silence(corpus)
@@ -80,7 +80,7 @@ def test_a_finding_names_the_other_utterance_and_its_numbers(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("limit", [{"silence_db": -80.0}, {"kinds": ["clipping", "near-text"]}])
 def test_limits_and_kinds_are_the_users_choice(tmp_path: Path, limit: dict[str, object]) -> None:
-    """A lower limit for silence, or not looking for it, finds no quiet utterance."""
+    """A lower limit for silence, or not looking for silence, finds no quiet utterance."""
     corpus = Planted(tmp_path / "corpus")
     plants.silence(corpus)
     found = _found(_report(corpus.config(tmp_path / "data", check=limit)))
@@ -88,7 +88,7 @@ def test_limits_and_kinds_are_the_users_choice(tmp_path: Path, limit: dict[str, 
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    """A range upside down, a kind that nobody knows, speakers dropped by utterances."""
+    """A reversed range, an unknown kind, and dropping speakers by utterances are refused."""
     corpus = Planted(tmp_path / "corpus", 1, 1)
     for wrong in ({"seconds_per_character": [1, 0.1]}, {"kinds": ["noise"]}, {"drop": ["overlap-speaker"]}):
         with pytest.raises(ValidationError):
@@ -96,7 +96,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 
 def test_strings_are_compared_as_they_are_trained_on(tmp_path: Path) -> None:
-    """Isolated words share texts by nature: texts are compared as strings, audio as recordings."""
+    """Isolated words naturally share texts: texts are compared as strings, audio as recordings."""
     corpus = Planted(tmp_path / "corpus", 0, 0)
     for i in range(40):
         corpus.add(f"r{i}", "train" if i < 30 else "test", text=plants.WORDS[i % 10], speaker=f"s{i // 30}")
@@ -115,8 +115,8 @@ def test_strings_are_compared_as_they_are_trained_on(tmp_path: Path) -> None:
     assert {(each.set, each.id) for each in near.findings if "text" in each.kind} <= names
 
 
-def test_what_is_dropped_is_left_out_counted_and_listed_by_a_preparation(tmp_path: Path) -> None:
-    """The first of duplicates stays, the training side of overlaps goes, the test set stays whole."""
+def test_preparation_leaves_out_counts_and_lists_dropped_utterances(tmp_path: Path) -> None:
+    """The first of duplicates stays, the training side of overlaps is dropped, and the test set stays whole."""
     corpus = Planted(tmp_path / "corpus")
     for plant in PLANTS:
         plant(corpus)
@@ -147,8 +147,8 @@ def test_what_is_dropped_is_left_out_counted_and_listed_by_a_preparation(tmp_pat
     }  # fmt: skip
 
 
-def test_held_out_sets_are_dropped_from_when_that_is_asked_for_but_never_for_an_overlap(tmp_path: Path) -> None:
-    """`drop_from: all` takes their faults; the test side of an overlap stays."""
+def test_held_out_sets_lose_utterances_only_on_request_and_never_for_an_overlap(tmp_path: Path) -> None:
+    """`drop_from: all` drops their faults; the test side of an overlap stays."""
     corpus = Planted(tmp_path / "corpus")
     for plant in (plants.seconds_per_character, plants.audio_in_training, plants.text_in_training):
         plant(corpus)
@@ -168,7 +168,7 @@ def test_an_id_that_two_utterances_share_is_not_dropped(tmp_path: Path) -> None:
 
 
 def test_a_list_of_what_is_left_out_changes_only_the_sets_that_it_names(tmp_path: Path) -> None:
-    """Without a list, and for other sets, nothing is prepared anew; its place does not matter."""
+    """Without a list, and for other sets, nothing is prepared again; the place of the list does not matter."""
     corpus = Planted(tmp_path / "corpus", 3, 3)
     data = corpus.config(tmp_path / "data")
     digests = []
@@ -189,7 +189,7 @@ def test_a_list_of_what_is_left_out_changes_only_the_sets_that_it_names(tmp_path
         ("set\tid\tseconds\treason\ntrain\tu\n", ":2: 2 columns, the header has 4"),
     ],
 )
-def test_a_list_that_is_none_is_refused_by_name(tmp_path: Path, content: str | None, message: str) -> None:
+def test_an_invalid_list_is_refused_by_name(tmp_path: Path, content: str | None, message: str) -> None:
     """Nothing is prepared with half a list."""
     path = tmp_path / "list.tsv"
     if content is not None:
@@ -200,8 +200,9 @@ def test_a_list_that_is_none_is_refused_by_name(tmp_path: Path, content: str | N
     assert message in str(caught.value)
 
 
-def test_test_utterances_seen_in_training_are_told_for_the_data_that_was_checked(tmp_path: Path) -> None:
-    """By audio, text and near text; none where nobody checked; an error where the data have changed since."""
+def test_test_utterances_seen_in_training_are_reported_for_the_checked_data(tmp_path: Path) -> None:
+    """Near-duplicates count by audio, text and near text; without a check there are none, and changed data are an
+    error."""
     corpus = Planted(tmp_path / "corpus")
     for plant in PLANTS:
         plant(corpus)
@@ -217,7 +218,7 @@ def test_test_utterances_seen_in_training_are_told_for_the_data_that_was_checked
 
 
 def test_similarity_is_that_of_multisets_and_every_near_text_is_found() -> None:
-    """Oracle: all pairs, counted one by one, among strings of few words, where nearly everything looks alike."""
+    """All pairs are counted one by one as an oracle, among strings of few words, where nearly all texts are alike."""
     random = np.random.default_rng(3)
     texts = sorted(
         {" ".join(random.choice(["ONE", "TWO", "THREE", "SEVEN"], random.integers(1, 8))) for _ in range(200)}
@@ -239,8 +240,8 @@ def test_similarity_is_that_of_multisets_and_every_near_text_is_found() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9, 1.0])
-def test_hashes_are_banded_so_that_hardly_a_near_text_is_missed(threshold: float) -> None:
-    """At most once in 10,000 times, with as few candidates as that allows."""
+def test_bands_of_hashes_miss_hardly_any_near_text(threshold: float) -> None:
+    """At most one near text in 10,000 is missed, with as few candidates as that allows."""
     bands = num_bands(threshold)
     rows = 120 // bands
     assert bands * rows == 120
@@ -248,7 +249,7 @@ def test_hashes_are_banded_so_that_hardly_a_near_text_is_missed(threshold: float
 
 
 def test_waveforms_are_alike_whatever_their_loudness_polarity_rate_and_a_small_shift() -> None:
-    """And unlike beyond the shift, or in another take."""
+    """Beyond the shift, or in a different take, waveforms are not alike."""
     one = voice(1, 2.0)
     assert likeness((one, RATE), (-0.3 * one, RATE), 0.0) == pytest.approx(1.0, abs=1e-4)
     assert likeness((one, RATE), (one[40:], RATE), 0.01) > 0.97
@@ -261,7 +262,7 @@ def test_waveforms_are_alike_whatever_their_loudness_polarity_rate_and_a_small_s
 
 
 def test_the_digest_of_audio_is_that_of_its_16_bit_samples_and_rate() -> None:
-    """What 16 bits cannot tell apart is the same."""
+    """Differences that 16 bits cannot represent do not change it."""
     one = np.round(voice(1, 0.5) * 32768) / 32768
     digest = measure(one.astype(np.float32), RATE).digest
     assert measure((one + 1e-6).astype(np.float32), RATE).digest == digest
@@ -271,7 +272,7 @@ def test_the_digest_of_audio_is_that_of_its_16_bit_samples_and_rate() -> None:
 
 
 def _source(texts: list[str], reads: Counter[str]) -> Source:
-    """Utterances of a second that come from nowhere; every tenth copies the one before it, louder, with its text."""
+    """A source of utterances of one second; every tenth copies the one before it, louder, with its text."""
 
     def utterance(i: int) -> Utterance:
         original = i - (i % 10 == 9)
@@ -289,7 +290,8 @@ def _source(texts: list[str], reads: Counter[str]) -> Source:
 
 @pytest.mark.wide
 def test_two_thousand_utterances_take_seconds_and_each_is_read_once() -> None:
-    """Only candidates for the same recording are read again; time grows with utterances, not with their pairs."""
+    """Only candidates for the same recording are read again; time grows with the number of utterances, not of their
+    pairs."""
     reads: Counter[str] = Counter()
     source = _source([f"{sentence(i)[:14]} {i}" for i in range(2000)], reads)
     start = time.process_time()
@@ -303,7 +305,7 @@ def test_two_thousand_utterances_take_seconds_and_each_is_read_once() -> None:
 
 
 def test_many_takes_of_one_text_are_compared_in_bounded_time() -> None:
-    """400 of one text and length make 79,800 pairs, of which few are compared."""
+    """400 takes of one text and length make 79,800 pairs, of which few are compared."""
     reads: Counter[str] = Counter()
     source = _source(["yes"] * 400, reads)
     config = CheckConfig(kinds=("same-audio", "same-text-and-length"))
@@ -312,8 +314,8 @@ def test_many_takes_of_one_text_are_compared_in_bounded_time() -> None:
     assert reads.total() <= 400 * (1 + 1 + 5)
 
 
-def test_progress_is_told_for_audio_and_texts(tmp_path: Path) -> None:
-    """By name, up to the end."""
+def test_progress_is_reported_for_audio_and_texts(tmp_path: Path) -> None:
+    """Each is reported by name, up to the end."""
     told: dict[str, tuple[int, int]] = {}
     sources = sources_of(Planted(tmp_path / "corpus").config(tmp_path / "data"))
     check_corpus(

@@ -1,4 +1,4 @@
-"""Codecs: what they keep and what they lose, always of the same length and at the same time."""
+"""Codecs: what they keep and what they lose, always with the same length and timing."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def g711(samples: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def test_the_telephone_is_a_band_filter_and_mu_law() -> None:
-    """Compared with a naive µ-law coder; they may differ by one step where a sample lies on the edge of two."""
+    """It is compared with a naive µ-law coder; they may differ by one step where a sample lies on the edge of two."""
     sent = speech_like(8000, 0.25)
     filtered = np.asarray(sosfilt(_band_filter(), sent), np.float32)
     expected = g711(filtered)
@@ -69,14 +69,14 @@ def test_the_telephone_is_a_band_filter_and_mu_law() -> None:
 
 @pytest.mark.parametrize("codec", ["telephone", "gsm"])
 def test_the_telephone_keeps_its_band_only(codec: str) -> None:
-    """1 kHz passes, 60 Hz and 3.9 kHz do not, 6 kHz is above what 8000 samples a second can hold."""
+    """1 kHz passes, 60 Hz and 3.9 kHz do not, and 6 kHz exceeds what 8000 samples per second can represent."""
     assert abs(decibels(transmitted(tone(1000, 16000), 16000, codec), tone(1000, 16000))) < 1.5
     for frequency in (60, 3900, 6000):
         assert decibels(transmitted(tone(frequency, 16000), 16000, codec), tone(frequency, 16000)) < -12
 
 
 def test_a_lower_sampling_rate_keeps_what_is_below_half_of_it() -> None:
-    """Audio with less than that rate is not changed at all."""
+    """Audio sampled at a lower rate is not changed at all."""
     assert abs(decibels(transmitted(tone(1000, 16000), 16000, "rate-4000"), tone(1000, 16000))) < 0.5
     assert decibels(transmitted(tone(3000, 16000), 16000, "rate-4000"), tone(3000, 16000)) < -25
     np.testing.assert_array_equal(transmitted(tone(3000, 8000), 8000, "rate-16000"), tone(3000, 8000))
@@ -85,7 +85,7 @@ def test_a_lower_sampling_rate_keeps_what_is_below_half_of_it() -> None:
 @pytest.mark.parametrize("rate", [8000, 16000, 44100])
 @pytest.mark.parametrize("codec", EVERY)
 def test_codecs_keep_length_and_time(codec: str, rate: int) -> None:
-    """The received audio resembles what was sent, and most so without a shift; twice the same gives the same."""
+    """The received audio resembles the original, and most without a shift; repeating it gives the same."""
     sent = speech_like(rate)
     received = transmitted(sent, rate, codec)
     assert received.shape == sent.shape and received.dtype == np.float32
@@ -105,7 +105,7 @@ def test_more_bits_lose_less(kind: str) -> None:
 
 
 def test_odd_audio_goes_through_every_codec() -> None:
-    """Silence, ten milliseconds, a single sample, and what is far too loud."""
+    """Silence, ten milliseconds, a single sample, and far too loud audio are tested."""
     for codec in EVERY:
         assert np.abs(transmitted(np.zeros(4000, np.float32), 8000, codec)).max() < 0.01
         for length in (1, 80):
@@ -124,8 +124,8 @@ def test_odd_audio_goes_through_every_codec() -> None:
         ("opus-8 ", "not a codec"),
     ],
 )
-def test_other_names_are_answered_with_the_known_ones(name: str, problem: str) -> None:
-    """In a recipe, and where a codec is asked for."""
+def test_an_unknown_name_lists_the_known_ones(name: str, problem: str) -> None:
+    """This holds in a recipe, and where a codec is asked for."""
     with pytest.raises(ValueError, match=problem):
         check_codec(name)
     with pytest.raises(ValidationError, match=problem):
@@ -137,7 +137,8 @@ def augmented(config: AugmentConfig, seed: int) -> torch.Tensor:
 
 
 def test_augmentation_sends_a_share_of_the_utterances_through_one_of_the_codecs() -> None:
-    """Each codec in its turn, the rest as it was, all by the seed; without codecs nothing is different from before."""
+    """Each codec has its turn, the rest is unchanged, all according to the seed; without codecs nothing differs from
+    before."""
     config = AugmentConfig(speed=(1.0,), codecs=("telephone", "rate-4000"), codec_probability=0.5)
     clean = augmented(AugmentConfig.none(), 0)
     found = [augmented(config, seed) for seed in range(60)]
@@ -150,7 +151,7 @@ def test_augmentation_sends_a_share_of_the_utterances_through_one_of_the_codecs(
 
 
 def test_a_set_can_be_heard_through_a_codec(tmp_path: Path) -> None:
-    """The recogniser hears each utterance as it is after the codec, and what cannot be read stays an error."""
+    """The recogniser hears each utterance after the codec, and unreadable audio stays an error."""
     table = write_table(tmp_path, count=6)
     corpus = {"kind": "tsv", "path": table, "sets": {"train": {}}}
     config = DataConfig(folder=tmp_path / "sets", corpus=corpus, sampling_rate=8000, valid=None, test=())
@@ -179,7 +180,7 @@ def test_a_set_can_be_heard_through_a_codec(tmp_path: Path) -> None:
 
 
 def test_labels_lead_back_to_their_sets() -> None:
-    """Also where a set's own name has an @."""
+    """This holds even if a set's own name has an @."""
     assert set_of(label_of("test", "opus-8")) == set_of(label_of("test", None)) == "test"
     assert set_of("calls@home") == "calls@home"
     assert set_of(label_of("calls@home", "gsm")) == "calls@home"

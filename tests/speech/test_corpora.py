@@ -1,4 +1,4 @@
-"""The importers: what each format means, and what each refuses."""
+"""The importers: what each format means, and what each importer refuses."""
 
 import gzip
 import json
@@ -55,7 +55,7 @@ def test_a_table_gives_the_rows_of_each_set(tmp_path: Path) -> None:
 
 
 def test_each_set_may_have_a_table_of_its_own(tmp_path: Path) -> None:
-    """In a folder, which is no table for sets that choose rows, and which nothing may lead out of."""
+    """The tables are in a folder, which is not a table for sets that select rows, and which no path may leave."""
     table = write_table(tmp_path, count=6)
     sets = {"train": table.name, "test": "absent.tsv", "dev": {"split": "dev"}, "other": "../x.tsv"}
     assert [u.id for u in _import("tsv", path=tmp_path, sets=sets)] == [f"u{number}" for number in range(6)]
@@ -75,22 +75,22 @@ def test_the_first_place_that_exists_is_used_and_all_are_named_when_none_does(tm
         _import("tsv", path=[tmp_path / "absent1", tmp_path / "absent2"], sets={"train": {}})
 
 
-def test_a_missing_column_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    """A wrong column name is refused, and the message says what there is."""
+def test_a_missing_column_suggests_the_nearest(tmp_path: Path) -> None:
+    """A wrong column name is refused, and the message lists the known ones."""
     table = write_table(tmp_path, count=3)
     with pytest.raises(DataError, match=r"no column 'speeker'; did you mean 'speaker'\?.*id, speaker, split"):
         _import("tsv", path=table, sets={"train": {}}, speaker="speeker")
 
 
-def test_a_missing_column_that_resembles_none_is_answered_with_all(tmp_path: Path) -> None:
-    """In sentences that end."""
+def test_a_missing_column_that_resembles_none_lists_all(tmp_path: Path) -> None:
+    """The message consists of complete sentences."""
     table = write_table(tmp_path, count=3)
     with pytest.raises(DataError, match=r"no column 'zzz'; it has: id, speaker, split, audio, text; set"):
         _import("tsv", path=table, sets={"train": {}}, speaker="zzz")
 
 
 def test_a_table_without_a_header_is_refused(tmp_path: Path) -> None:
-    """Of no bytes, or of an empty line."""
+    """The file is empty, or has an empty first line."""
     for content in ("", "\n"):
         (tmp_path / "empty.tsv").write_text(content)
         with pytest.raises(DataError, match=r"empty\.tsv: no column .id.; it has: none, for its first line is empty"):
@@ -98,7 +98,7 @@ def test_a_table_without_a_header_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_row_with_too_few_columns_is_refused_by_line(tmp_path: Path) -> None:
-    """The message has file and line."""
+    """The message has the file and the line."""
     table = write_table(tmp_path, count=3)
     table.write_text(table.read_text() + "u9\ts0\n")
     with pytest.raises(DataError, match=r"corpus.tsv:5: 2 columns, the header has 5"):
@@ -120,7 +120,7 @@ def test_audio_outside_of_the_corpus_is_refused_by_name(tmp_path: Path, name: st
 
 
 def test_audio_is_found_by_its_absolute_name(tmp_path: Path) -> None:
-    """The norm in manifests of Kaldi and NeMo; where `audio_root` is set, it must lie in there."""
+    """This is usual in manifests of Kaldi and NeMo; if `audio_root` is set, the file must be inside it."""
     write_wav(tmp_path / "elsewhere" / "a.wav")
     table = write_table(tmp_path / "corpus", count=3)
     replace_row(table, "u1", audio=str(tmp_path / "elsewhere" / "a.wav"))
@@ -131,7 +131,7 @@ def test_audio_is_found_by_its_absolute_name(tmp_path: Path) -> None:
 
 
 def test_audio_elsewhere_may_be_allowed_by_naming_its_root(tmp_path: Path) -> None:
-    """`audio_root` is where relative names start and what absolute ones must lie in."""
+    """Relative names start at `audio_root`, and absolute ones must be inside it."""
     write_wav(tmp_path / "elsewhere" / "a.wav")
     table = write_table(tmp_path / "corpus", count=3)
     replace_row(table, "u0", audio="elsewhere/a.wav")
@@ -194,7 +194,7 @@ def test_a_faulty_kaldi_folder_is_refused_by_file_and_line(
 
 @pytest.mark.parametrize(("segments", "origin"), [(False, "wav.scp:2"), (True, "segments:2")])
 def test_a_kaldi_utterance_comes_from_a_line_of_a_file(tmp_path: Path, segments: bool, origin: str) -> None:
-    """Messages then name a file that one can open."""
+    """Messages then name a file that can be opened."""
     _kaldi_folder(tmp_path / "train", segments)
     utterances = _import("kaldi", path=tmp_path, sets={"train": "train"})
     assert utterances[1].origin == str(tmp_path / "train" / origin)
@@ -273,13 +273,13 @@ def test_a_faulty_manifest_is_refused_by_line(tmp_path: Path, kind: str, content
 
 @pytest.mark.parametrize("name", ["../m", "/m", "absent"])
 def test_a_set_that_is_not_inside_the_corpus_is_refused(tmp_path: Path, name: str) -> None:
-    """The files of sets lie below `path`."""
+    """The files of sets must be below `path`."""
     with pytest.raises(DataError, match=r"set train: .*data\.corpus\.sets"):
         _import("nemo", path=tmp_path, sets={"train": name})
 
 
 def test_lines_are_bounded(tmp_path: Path) -> None:
-    """Invalid UTF-8, a line of 10 MB and a gzip bomb are refused by name, without holding them in memory."""
+    """Invalid UTF-8, a line of 10 MB and a gzip bomb are refused by name, without being held in memory."""
     (tmp_path / "latin").write_bytes(b"good\nb\xe4d\n")
     with pytest.raises(DataError, match=r"latin:2: not UTF-8"):
         list(read_lines(tmp_path / "latin"))
@@ -310,7 +310,7 @@ def _cuts(folder: Path) -> CutSet:
 
 @pytest.mark.parametrize("form", ["cuts.jsonl", "cuts.jsonl.gz", "shar"])
 def test_lhotse_cuts_are_read_from_manifests_and_shar(tmp_path: Path, form: str) -> None:
-    """All three forms give the ids, texts, speakers and samples that lhotse has."""
+    """All three forms give the same ids, texts, speakers and samples as lhotse."""
     cuts = _cuts(tmp_path / "wav")
     if form == "shar":
         (tmp_path / "shar").mkdir()
@@ -381,8 +381,8 @@ def test_a_corpus_that_lhotse_knows_is_prepared_by_its_recipe(yesno: Path) -> No
     assert len(_import("lhotse-recipe", set_name="all", **settings)) == 60
 
 
-def test_an_unknown_recipe_part_or_option_names_what_there_is(yesno: Path) -> None:
-    """Each is a DataError with the nearest or the known names."""
+def test_an_unknown_recipe_part_or_option_names_the_known_ones(yesno: Path) -> None:
+    """Each is a DataError with the nearest or all known names."""
     settings = {"recipe": "yesno", "path": yesno, "sets": {"train": "train"}}
     with pytest.raises(ValidationError, match=r"no recipe 'librispech'; did you mean 'librispeech'\?"):
         _import("lhotse-recipe", **(settings | {"recipe": "librispech"}))
@@ -396,7 +396,7 @@ def test_an_unknown_recipe_part_or_option_names_what_there_is(yesno: Path) -> No
 
 
 def test_lhotse_still_has_the_corpora_that_we_promise() -> None:
-    """The names in our documents exist in the lhotse that is installed."""
+    """The names in our documents exist in the installed lhotse."""
     promised = {"librispeech", "commonvoice", "mls", "peoples_speech", "gigaspeech", "switchboard", "timit", "yesno"}
     assert promised <= set(recipe_names())
 
@@ -421,7 +421,7 @@ def test_several_corpora_are_one_with_the_sets_of_all(tmp_path: Path) -> None:
 
 
 def test_a_corpus_of_several_that_is_missing_is_named(tmp_path: Path) -> None:
-    """The message leads to the key that has to change."""
+    """The message names the key that has to change."""
     missing = {"kind": "tsv", "path": tmp_path / "absent.tsv", "sets": {"train": {}}}
     corpus = TypeAdapter(CorpusConfig).validate_python(_several(tmp_path, calls=missing))
     with pytest.raises(DataError, match=r"data\.corpus\.corpora\.calls: corpus not found: .*absent\.tsv"):
@@ -483,7 +483,7 @@ def _spoilt(folder: Path, how: str) -> Path:
     "how", ["missing", "folder", "fifo", "empty", "header-only", "truncated", "random", "no-samples", "two-gigabytes"]
 )
 def test_spoilt_audio_is_a_data_error_that_names_the_file(tmp_path: Path, how: str) -> None:
-    """Whatever is in place of the audio, the message begins with its path."""
+    """Whatever replaces the audio, the message begins with its path."""
     path = _spoilt(tmp_path, how)
     with pytest.raises(DataError, match=str(path)):
         read_audio(path)
@@ -493,7 +493,7 @@ def test_spoilt_audio_is_a_data_error_that_names_the_file(tmp_path: Path, how: s
 def test_a_segment_beyond_the_file_is_refused_with_the_numbers(
     tmp_path: Path, start: float, duration: float | None
 ) -> None:
-    """The message has what was asked for and what is there."""
+    """The message has the requested segment and the length of the file."""
     write_wav(tmp_path / "a.wav", 1.0)
     with pytest.raises(DataError, match=r"from .* s does not fit: the file has 1.000 s"):
         read_audio(tmp_path / "a.wav", start, duration)
@@ -501,7 +501,7 @@ def test_a_segment_beyond_the_file_is_refused_with_the_numbers(
 
 @pytest.mark.parametrize("form", ["wav", "flac", "ogg", "mp3"])
 def test_mutated_audio_never_hangs_and_raises_nothing_but_data_errors(tmp_path: Path, form: str) -> None:
-    """500 seeded mutations of each format: samples within the size of a file this small, or a DataError."""
+    """500 seeded mutations of each format give samples that fit a file this small, or a DataError."""
     path = tmp_path / f"a.{form}"
     soundfile.write(path, sound(0.25), RATE)
     whole = path.read_bytes()

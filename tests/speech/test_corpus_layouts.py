@@ -1,4 +1,4 @@
-"""Recipes for well-known corpora, run on miniature copies of their real folders: from the download to shards."""
+"""Recipes for well-known corpora, run on miniature copies of their real folders, from download to shards."""
 
 from pathlib import Path
 
@@ -117,8 +117,8 @@ def test_compressed_sphere_files_are_named_and_not_read_as_noise(tmp_path: Path)
         prepare_all(recipe_for("switchboard", corpus, tmp_path))
 
 
-def test_a_missing_part_is_answered_with_those_that_are_there(tmp_path: Path) -> None:
-    """Before lhotse reads anything."""
+def test_a_missing_part_lists_the_available_ones(tmp_path: Path) -> None:
+    """The error is raised before lhotse reads anything."""
     corpus = librispeech(tmp_path, ("train-clean-100", "dev-clean", "dev-other"))
     with pytest.raises(DataError, match=r"set test-clean: .* no part 'test-clean', only dev-clean, dev-other, train-"):
         prepare_all(recipe_for("librispeech100", corpus, tmp_path, "data.valid=null"))
@@ -136,8 +136,8 @@ def test_a_missing_part_is_answered_with_those_that_are_there(tmp_path: Path) ->
         prepare_all(recipe_for("gigaspeech", gigaspeech(tmp_path), tmp_path, "data.corpus.sets.train=XXL"))
 
 
-def test_lhotses_way_to_read_audio_is_as_it_was_even_after_an_error(tmp_path: Path) -> None:
-    """Starling makes it read by libsndfile for as long as a recipe runs."""
+def test_lhotses_way_of_reading_audio_is_restored_even_after_an_error(tmp_path: Path) -> None:
+    """Starling makes lhotse read through libsndfile only while a recipe runs."""
     before = get_current_audio_backend()
     corpus = LAYOUTS["yesno"](tmp_path)
     next(corpus.glob("*.wav")).unlink()
@@ -158,7 +158,7 @@ def test_a_set_depends_on_its_rewriting_but_not_on_how_many_processes_look_at_fi
 
 
 @pytest.mark.parametrize("rewrite", [r"[['[', a]]", r"[[a, '\2']]"])
-def test_a_rewriting_that_is_no_regular_expression_is_a_problem_of_the_recipe(rewrite: str, tmp_path: Path) -> None:
-    """Found before anything is read."""
+def test_an_invalid_regular_expression_is_a_problem_of_the_recipe(rewrite: str, tmp_path: Path) -> None:
+    """It is found before anything is read."""
     with pytest.raises(ConfigError, match=r"data\.corpus.*not a regular expression and replacement"):
         recipe_for("yesno", tmp_path, tmp_path, f"data.corpus.rewrite={rewrite}")

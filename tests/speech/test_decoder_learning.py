@@ -28,8 +28,8 @@ from starling.speech.training.workload import load_batch, speech_loss
     ids=["transducer", "attention"],
 )
 def test_a_decoder_learns_a_language(decoder: dict[str, object], rate: float, tmp_path: Path):
-    """After 300 mini-batches its greedy texts and those of its beam have a WER of at most 15 % on what it heard; loaded
-    again, it says the same."""
+    """After 300 mini-batches its greedy texts and those of its beam have a WER of at most 15 % on its training data;
+    after loading, it gives the same texts."""
     torch.set_num_threads(1)
     songs = song_set(tmp_path / "train", 60)
     tokenizer = make_tokenizer(TokenConfig(), [songs.text(index) for index in range(60)])

@@ -1,4 +1,4 @@
-"""Greedy decoding against the plainest Python."""
+"""Greedy decoding against the simplest Python implementation."""
 
 import torch
 from hypothesis import given
@@ -18,7 +18,7 @@ def naive(path: list[int]) -> list[int]:
 
 
 def as_log_probs(paths: list[list[int]], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities whose best tokens are `paths`, with rubbish in the padding."""
+    """Log-probabilities whose best tokens are `paths`, with random values in the padding."""
     longest = max(len(path) for path in paths)
     log_probs = torch.randn(len(paths), longest, vocab_size, generator=torch.Generator().manual_seed(0))
     for row, path in enumerate(paths):
@@ -29,12 +29,12 @@ def as_log_probs(paths: list[list[int]], vocab_size: int) -> tuple[torch.Tensor,
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=5))
 def test_greedy_decoding_merges_repeats_and_drops_blanks(paths):
-    """Whatever the best path, the tokens are those of a loop over its frames, padding ignored."""
+    """For any best path, the tokens are those of a loop over its frames, with padding ignored."""
     texts = ["".join("ABC"[token - 1] for token in naive(path)) for path in paths]
     assert greedy_decode(*as_log_probs(paths, 4), CharacterTokenizer("ABC")) == texts
 
 
 def test_tokens_become_text():
-    """A blank between equal letters keeps both."""
+    """A blank between equal letters keeps both letters."""
     log_probs, lengths = as_log_probs([[1, 1, 0, 2, 0, 2], [0, 0]], 3)
     assert greedy_decode(log_probs, lengths, CharacterTokenizer("AB")) == ["ABB", ""]

@@ -1,4 +1,4 @@
-"""Log-mel features against an independent implementation, and their promises."""
+"""Log-mel features against an independent implementation, and their guarantees."""
 
 import kaldi_native_fbank
 import numpy as np
@@ -42,7 +42,7 @@ def test_features_are_those_of_kaldi(rate, num_mels):
 
 @pytest.mark.parametrize(("rate", "num_mels"), [(8000, 40), (16000, 80)])
 def test_features_are_those_of_lhotse_up_to_rounding(rate, num_mels):
-    """Emphasis before framing, and FFTs that utterances share, change nothing but last digits."""
+    """Emphasis before framing, and FFTs that utterances share, change only the last digits."""
     oracle = Wav2LogFilterBank(rate, num_filters=num_mels, high_freq=-400.0)
     waveforms = [noise(0.025 + 0.13 * seed, rate, seed) for seed in range(12)]
     found = LogMel(FeatureConfig(normalise="none"), rate).batch(waveforms)
@@ -52,7 +52,7 @@ def test_features_are_those_of_lhotse_up_to_rounding(rate, num_mels):
 
 @pytest.mark.parametrize("normalise", ["none", "utterance", "speech"])
 def test_an_utterances_features_do_not_depend_on_its_neighbours(normalise):
-    """The same bits alone and anywhere in a batch, whatever lies across the blocks of frames."""
+    """The bits are the same alone and anywhere in a batch, wherever blocks of frames begin."""
     log_mel = LogMel(FeatureConfig(normalise=normalise), 8000)
     waveforms = [noise(length, 8000, seed) for seed, length in enumerate((0.025, 3.1, 0.5, 0.031, 2.56, 1.0))]
     for some in (waveforms, waveforms[::-1], waveforms[2:4]):
@@ -67,7 +67,7 @@ def test_the_number_of_frames_is_known_without_computing_them(num_samples):
     assert len(log_mel(noise(1.0, num_samples))) == log_mel.num_frames(num_samples)
 
 
-def test_an_utterance_is_normalised_by_itself():
+def test_each_utterance_is_normalised_separately():
     """Every band of an utterance has mean 0 and deviation 1."""
     features = LogMel(FeatureConfig(), 8000)(noise(2.0, 8000))
     torch.testing.assert_close(features.mean(0), torch.zeros(40), atol=1e-5, rtol=0)
@@ -111,7 +111,7 @@ def test_global_statistics_are_those_of_all_frames(tmp_path):
 
 
 def test_global_normalisation_without_statistics_is_refused():
-    """Features that would be wrong are never made."""
+    """Wrong features are never computed."""
     with pytest.raises(DataError, match=r"LogMel\.fit"):
         LogMel(FeatureConfig(normalise="global"), 8000)(noise(1.0, 8000))
 
@@ -141,8 +141,8 @@ def test_resampling_keeps_a_tone_in_place():
 
 @pytest.mark.parametrize(("rate", "num_mels"), [(8000, 40), (16000, 80)])
 def test_the_mel_bank_is_that_of_lhotse_and_a_warped_one_moves_tones(rate, num_mels):
-    """Without warping the same bits. With a factor, a tone is heard where a tone of that many times its frequency
-    would be; near the Nyquist frequency it stays where it is."""
+    """Without warping, the bits are the same. With a factor, a tone is heard where a tone of that many times its
+    frequency would be; near the Nyquist frequency it does not move."""
     log_mel = LogMel(FeatureConfig(normalise="none"), rate)
     layer = Wav2LogFilterBank(rate, num_filters=num_mels, high_freq=-400.0)
     plain = mel_bank(num_mels, layer.fft_length, rate, 20.0, -400.0)
@@ -160,7 +160,7 @@ def test_the_mel_bank_is_that_of_lhotse_and_a_warped_one_moves_tones(rate, num_m
 
 
 def test_a_tempo_changes_the_number_of_frames_and_not_the_spectrum():
-    """Twice as fast is every second frame: the same numbers as with a frame shift of twice as many samples."""
+    """Twice the tempo gives every second frame: the same numbers as with twice the frame shift."""
     waveform = noise(2.0, 8000)
     log_mel = LogMel(FeatureConfig(normalise="none"), 8000)
     (fast,) = log_mel.bands([waveform], [Warp(tempo=1.5)])
@@ -170,7 +170,7 @@ def test_a_tempo_changes_the_number_of_frames_and_not_the_spectrum():
 
 
 def test_an_unwarped_utterance_has_the_features_of_one_without_warp():
-    """To the bit, so that factors of 1 are no special case."""
+    """They are equal to the bit, so that factors of 1 are not a special case."""
     waveforms = [noise(length, 8000) for length in (0.025, 0.5, 3.1)]
     log_mel = LogMel(FeatureConfig(), 8000)
     for plain, warped in zip(log_mel.batch(waveforms), log_mel.batch(waveforms, [Warp()] * 3), strict=True):

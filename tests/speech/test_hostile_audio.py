@@ -1,4 +1,4 @@
-"""Audio that was damaged, or made to do harm: a DataError, or audio; soon, and in little memory."""
+"""Damaged or malicious audio gives a DataError, or audio, quickly and in little memory."""
 
 import json
 import struct
@@ -17,7 +17,7 @@ from starling.speech.audio import read_audio
 
 @pytest.mark.wide
 def test_2000_mutations_end_soon_in_little_memory_and_in_nothing_but_data_errors(tmp_path: Path) -> None:
-    """WAV and FLAC, integers and floats, in a process that may take 768 MB more than an empty one."""
+    """WAV and FLAC, integers and floats are read in a process that may take 768 MB more than an empty one."""
     command = [sys.executable, "-m", "tests.speech.mutated_audio", str(tmp_path), "2000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -29,14 +29,14 @@ def test_2000_mutations_end_soon_in_little_memory_and_in_nothing_but_data_errors
 
 
 def _wav(data_bytes: int, rate: int = RATE, channels: int = 1, kind: bytes = b"RIFF") -> bytes:
-    """A WAV that claims so many bytes of audio, and has 4,000."""
+    """A WAV that claims `claimed` bytes of audio, and has 4,000."""
     header = struct.pack("<HHIIHH", 1, channels, rate, rate * 2 * channels, 2 * channels, 16)
     riff = kind + struct.pack("<I", min(data_bytes + 36, 2**32 - 1)) + b"WAVEfmt " + struct.pack("<I", 16) + header
     return riff + b"data" + struct.pack("<I", data_bytes) + sound(0.25).tobytes()
 
 
 def _flac(tmp_path: Path, rate: int, samples: int, channels: int = 1) -> bytes:
-    """A FLAC whose header claims so many samples."""
+    """A FLAC whose header claims that many samples."""
     path = tmp_path / "small.flac"
     soundfile.write(path, sound(0.25), RATE)
     content = bytearray(path.read_bytes())
@@ -46,7 +46,7 @@ def _flac(tmp_path: Path, rate: int, samples: int, channels: int = 1) -> bytes:
 
 @pytest.mark.parametrize("size", [0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, 0x80000000])
 def test_a_wav_that_claims_4_gib_is_refused_or_what_is_there(tmp_path: Path, size: int) -> None:
-    """Sizes of streams that nobody knew are placeholders; whatever is claimed, the 4,000 bytes count."""
+    """Sizes of streams of unknown length are placeholders; whatever is claimed, the 4,000 bytes count."""
     path = tmp_path / "a.wav"
     path.write_bytes(_wav(size))
     try:
@@ -61,7 +61,7 @@ def test_a_wav_that_claims_4_gib_is_refused_or_what_is_there(tmp_path: Path, siz
     ("rate", "samples"), [(RATE, 2**36 - 1), (1, 2**36 - 1), (655_350, 2**36 - 1), (655_350, 10**9)]
 )
 def test_a_flac_that_claims_days_is_refused_by_name(tmp_path: Path, rate: int, samples: int) -> None:
-    """Also where the sampling rate makes an hour of it."""
+    """This holds even if the sampling rate turns it into an hour."""
     path = tmp_path / "a.flac"
     path.write_bytes(_flac(tmp_path, rate, samples))
     with pytest.raises(DataError, match=r"a\.flac: .*(declares|truncated|cannot be read|the segment)"):

@@ -1,4 +1,4 @@
-"""Manifests of corpora that were damaged, or made to do harm: nothing but DataError."""
+"""Damaged or malicious manifests of corpora raise nothing but DataError."""
 
 import json
 from collections import Counter
@@ -57,7 +57,7 @@ def _cut(folder: Path, number: int) -> dict[str, Any]:
 
 
 def _mutated(text: str, random: np.random.Generator) -> bytes:
-    """A field or a few characters replaced, removed or repeated, or bytes changed."""
+    """A field or a few characters are replaced, removed or repeated, or bytes are changed."""
     place, other = (int(each) for each in random.integers(0, len(text), 2))
     piece = PIECES[random.integers(len(PIECES))]
     how = random.integers(5)
@@ -88,7 +88,7 @@ def _read(settings: dict[str, Any]) -> int:
 @pytest.mark.wide
 @pytest.mark.parametrize("number", range(9))
 def test_mutated_manifests_are_read_or_data_errors(tmp_path: Path, number: int) -> None:
-    """200 mutations of each kind of list, read as `starling prepare` reads it."""
+    """200 mutations of each kind of list are read as `starling prepare` reads it."""
     file, settings = _corpora(tmp_path)[number]
     assert _read(settings) >= 1
     whole = file.read_text()
@@ -106,8 +106,8 @@ def test_mutated_manifests_are_read_or_data_errors(tmp_path: Path, number: int) 
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf"), True, "1", [1]])
-def test_seconds_that_are_none_are_refused_by_line(tmp_path: Path, value: object) -> None:
-    """Whole numbers beyond any floating-point number included."""
+def test_invalid_seconds_are_refused_by_line(tmp_path: Path, value: object) -> None:
+    """Whole numbers beyond any floating-point number are included."""
     write_wav(tmp_path / "a.wav", 0.1)
     (tmp_path / "m").write_text(json.dumps({"audio_filepath": "a.wav", "text": "a", "offset": value}))
     with pytest.raises(DataError, match="m:1: field 'offset' is"):
@@ -116,14 +116,14 @@ def test_seconds_that_are_none_are_refused_by_line(tmp_path: Path, value: object
 
 @pytest.mark.parametrize("name", ["/", ".", "", "\ud800.wav", "a\0.wav", "x" * 5000])
 def test_names_that_no_file_can_have_are_refused_by_line(tmp_path: Path, name: str) -> None:
-    """Of folders, of halves of characters, too long."""
+    """Names of folders, names with halves of characters, and too long names are refused."""
     (tmp_path / "m").write_text(json.dumps({"audio_filepath": name, "text": "a"}))
     with pytest.raises(DataError, match="m:1"):
         _read({"kind": "nemo", "path": tmp_path, "sets": {"train": "m"}})
 
 
 def test_a_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
-    """Which of them is meant, nobody knows."""
+    """It is unclear which of the columns is meant."""
     table = write_table(tmp_path, count=1)
     table.write_text(table.read_text().replace("speaker", "id", 1))
     with pytest.raises(DataError, match="has the column 'id' twice"):

@@ -1,4 +1,4 @@
-"""Prepared sets and archives that were damaged, or made to do harm: refused by name, or what was written."""
+"""Damaged or malicious prepared sets and archives are refused by name, or read as they were written."""
 
 import gzip
 import io
@@ -43,7 +43,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def content_of(folder: Path) -> list[Any]:
-    """Everything that training and `starling prepare` take from a set."""
+    """Everything that training and `starling prepare` read from a set."""
     opened = SpeechSet.open(folder)
     summary = asdict(opened.summary)
     utterances = [
@@ -55,7 +55,7 @@ def content_of(folder: Path) -> list[Any]:
 
 
 def signed(folder: Path, **changes: Any) -> SetSummary:
-    """Make the summary agree with what the files hold now, as somebody who means harm can."""
+    """Make the summary match what the files contain now, as an attacker can."""
     before = read_summary(folder)
     files = {name: sha256(folder / "index" / name) for name in before.files}
     summary = replace(before, **({"files": files} | changes)).signed()
@@ -66,7 +66,9 @@ def signed(folder: Path, **changes: Any) -> SetSummary:
 @pytest.mark.wide
 @pytest.mark.parametrize("is_forged", [False, True], ids=["damaged", "forged"])
 def test_mutations_are_the_same_set_or_data_errors(whole: Path, tmp_path: Path, is_forged: bool) -> None:
-    """500 of every file, also deleted and swapped: nothing but DataError, or what was written, to the bit.
+    """Each file gets 500 mutations, including deletion and swapping: nothing but DataError is raised, or what was
+    written is read, to the bit. If digests are forged to match, texts may differ; errors are still DataErrors, and
+    samples have the lengths in the index.
 
     Where digests are forged to fit, texts may be others; what is raised still is DataError, and samples are those of
     the lengths in the index.
@@ -95,8 +97,8 @@ def test_mutations_are_the_same_set_or_data_errors(whole: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"format":' * 100_000, "3", "null", '{"format": [1]}', '{"format": "1"}']
 )
-def test_a_summary_that_is_none_is_refused(whole: Path, text: str) -> None:
-    """Deep nesting included, which Python gives up on."""
+def test_an_invalid_summary_is_refused(whole: Path, text: str) -> None:
+    """Deep nesting, on which Python gives up, is included."""
     valid = (whole / "summary.json").read_text()
     (whole / "summary.json").write_text(text)
     with pytest.raises(DataError, match="whole"):
@@ -131,7 +133,7 @@ def test_a_summary_that_is_none_is_refused(whole: Path, text: str) -> None:
     ],
 )
 def test_a_summary_is_not_believed(whole: Path, changes: dict[str, Any], problem: str) -> None:
-    """Names that lead elsewhere, names given twice, and numbers that cannot be."""
+    """Names that lead elsewhere, repeated names, and impossible numbers are refused."""
     path = whole / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(DataError, match=rf"summary\.json: cannot be read \({problem}"):
@@ -157,7 +159,8 @@ def test_a_summary_is_not_believed(whole: Path, changes: dict[str, Any], problem
     ],
 )
 def test_an_index_is_not_believed(whole: Path, name: str, array: np.ndarray, problem: str) -> None:
-    """Places outside of shards, texts that are not UTF-8 or not there, types: whoever signed them."""
+    """Places outside shards, texts that are missing or not UTF-8, and wrong types are refused, even with valid
+    digests."""
     np.save(whole / "index" / f"{name}.npy", array)
     signed(whole)
     with pytest.raises(DataError, match=problem):
@@ -183,14 +186,14 @@ def _replaced_by_device(path: Path) -> None:
 @pytest.mark.parametrize("name", ["summary.json", "index/ids.npy", "shar/recording.000001.tar"])
 @pytest.mark.parametrize("harm", [_replaced_by_fifo, _replaced_by_link, _replaced_by_device])
 def test_files_of_a_set_are_files(whole: Path, name: str, harm: Harm) -> None:
-    """A pipe or a device would be read without end; a link may not lead out of the set."""
+    """A pipe or a device would be read forever; a link may not lead out of the set."""
     harm(whole / name)
     with pytest.raises(DataError, match=rf"{name}: (not a regular file|a link that leads out|is missing)"):
         SpeechSet.open(whole)
 
 
 def test_an_empty_shard_is_named(whole: Path) -> None:
-    """A file that was made and never filled is not a set with fewer utterances."""
+    """A file that was created but never filled is not a set with fewer utterances."""
     name = "shar/recording.000001.tar"
     (whole / name).write_bytes(b"")
     with pytest.raises(DataError, match=name):
@@ -198,7 +201,7 @@ def test_an_empty_shard_is_named(whole: Path) -> None:
 
 
 def test_a_flipped_bit_anywhere_in_the_audio_is_noticed(whole: Path) -> None:
-    """Also where the codec would give silence, or nothing that differs, for it."""
+    """This holds even where the codec would give silence, or the same samples, for it."""
     path = whole / "shar" / "recording.000000.tar"
     content = path.read_bytes()
     opened = SpeechSet.open(whole)
@@ -213,7 +216,7 @@ def test_a_flipped_bit_anywhere_in_the_audio_is_noticed(whole: Path) -> None:
 
 
 def test_a_set_of_an_older_version_is_refused_by_name(whole: Path) -> None:
-    """Before 0.2 nothing was released; the message says what to do."""
+    """Nothing was released before 0.2; the message says what to do."""
     fields = json.loads((whole / "summary.json").read_text())
     (whole / "summary.json").write_text(json.dumps({**fields, "format": 1}))
     with pytest.raises(DataError, match=r"format 1, this version reads format 2; remove the folder and run"):
@@ -282,7 +285,7 @@ def test_a_tar_with_members_that_are_no_audio_is_refused_by_name(
 
 
 def test_a_mutated_shar_folder_is_read_or_refused(shar: Path) -> None:
-    """300 mutations of its tar and its cuts: nothing but DataError."""
+    """300 mutations of its tar and its cuts raise nothing but DataError."""
     random = np.random.default_rng(3)
     files = sorted(shar.iterdir())
     whole = {path: path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""Sub-sequences, stored frames, forced alignment and tied states, each against what it must be."""
+"""Sub-sequences, stored frames, forced alignment and tied states, each against an oracle."""
 
 from collections import Counter
 from contextlib import closing
@@ -46,7 +46,7 @@ from starling.speech.training.workload import PADDING, FrameBatch, frame_loss
 def test_every_frame_is_in_one_sub_sequence_of_an_epoch(
     lengths: list[int], frames: int, batch: int, accumulate: int, epoch: int
 ) -> None:
-    """Whatever the lengths; no sub-sequence is longer than it should be, and mini-batches are about equally large."""
+    """For any lengths, no sub-sequence is too long, and mini-batches are about equally large."""
     config = SequencesConfig(frames=frames, batch=batch)
     planner = SequencePlanner(np.asarray(lengths), config, accumulate, seed=3)
     seen: Counter[tuple[int, int]] = Counter()
@@ -64,7 +64,7 @@ def test_every_frame_is_in_one_sub_sequence_of_an_epoch(
 
 
 def test_epochs_differ_in_order_and_in_where_utterances_are_cut() -> None:
-    """The same in every process, which has its own planner."""
+    """Every process, with its own planner, gives the same."""
     lengths = np.asarray([50, 64, 43])
     planner, other = (SequencePlanner(lengths, SequencesConfig(frames=21, batch=4), 1, seed) for seed in (1, 1))
     first = [np.concatenate(planner.batch(0, index)).tolist() for index in range(planner.num_batches(0))]
@@ -73,8 +73,8 @@ def test_epochs_differ_in_order_and_in_where_utterances_are_cut() -> None:
     assert {tuple(each) for batch in first for each in batch} != {tuple(each) for batch in second for each in batch}
 
 
-def test_a_learner_draws_from_its_own_part_alone() -> None:
-    """At random, without a sub-sequence twice while there are enough."""
+def test_a_learner_draws_only_from_its_own_part() -> None:
+    """Draws are random, without repeating a sub-sequence while there are enough."""
     planner = SequencePlanner(np.full(10, 42), SequencesConfig(frames=21, batch=6), 1, seed=1)
     parts = np.asarray([0, 1] * 5, np.int32)
     drawn = [np.concatenate(planner.draw(1, step, parts)) for step in range(3)]
@@ -91,7 +91,8 @@ def stored(folder: Path, matrices: list[np.ndarray]) -> Frames:
 
 
 def test_a_piece_of_stored_frames_is_that_piece_of_the_spliced_utterance(tmp_path: Path) -> None:
-    """Also at the ends of an utterance, where the outermost frame is repeated; zeros and PADDING behind a short one."""
+    """This holds at the ends of an utterance, where the outermost frame is repeated; zeros and PADDING follow a short
+    piece."""
     generator = np.random.default_rng(1)
     matrices = [generator.standard_normal((length, 3)).astype(np.float16) for length in (30, 5, 12)]
     stored(tmp_path, matrices)
@@ -108,7 +109,7 @@ def test_a_piece_of_stored_frames_is_that_piece_of_the_spliced_utterance(tmp_pat
 
 
 def test_frames_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    """By name: a file that is too short, and an alignment of other frames."""
+    """Both are refused by name: a file that is too short, and an alignment of other frames."""
     stored(tmp_path, [np.zeros((4, 2))])
     save_states(tmp_path, [np.zeros(3, np.int32)])
     with pytest.raises(DataError, match="3 frames are aligned"):
@@ -118,7 +119,7 @@ def test_frames_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_the_cross_entropy_of_the_frames_without_padding() -> None:
-    """Against torch's own, frame by frame."""
+    """The loss equals torch's own, frame by frame."""
     model = build_model(model_config(name="blstm-hybrid", preset="tiny"), 4, 5, seed=1)
     features, lengths = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([6, 2])
     states = torch.tensor([[0, 1, 2, 3, 4, 0], [1, 1, *[PADDING] * 4]])
@@ -176,7 +177,7 @@ def test_gradients_of_feed_forward_learners_are_computed_in_one_call() -> None:
 
 
 class _Functional(torch.nn.Module):
-    """A model with other weights."""
+    """A model with replaced weights."""
 
     def __init__(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -187,14 +188,15 @@ class _Functional(torch.nn.Module):
 
 
 def test_the_published_network_has_the_published_number_of_parameters() -> None:
-    """6 bidirectional layers of 512 units a direction, 260 inputs, a bottleneck of 256, 32,000 states: 43.15 M."""
+    """6 bidirectional layers of 512 units per direction, 260 inputs, a bottleneck of 256 and 32,000 states have 43.15 M
+    parameters."""
     model = build_model(model_config(name="blstm-hybrid", preset="ibm"), 260, 32_000, seed=1)
     layers = sum(2 * 4 * 512 * (inputs + 512 + 2) for inputs in (260, *[1024] * 5))
     assert count_parameters(model) == layers + 1025 * 256 + 257 * 32_000 == 43_154_944
 
 
 def test_a_text_becomes_states_in_context_with_silences_that_may_be_skipped() -> None:
-    """Contexts end with the word."""
+    """Contexts end at word boundaries."""
     speller = StateSpeller(CharacterTokenizer(" ab"), per_unit=2, context=1)
     states, optional = speller.text("ab a", "u")
     a, b, silence = 2, 3, (0, 0, 0, 0)
@@ -240,7 +242,7 @@ def spoken(tmp_path: Path) -> tuple[Frames, StateSequences, list[np.ndarray]]:
 
 
 def test_a_flat_start_divides_equally_and_rounds_find_the_true_boundaries(spoken) -> None:
-    """From many frames wrong to none; for other made-up speech, rounds may end in a worse local optimum."""
+    """Wrong frames fall from many to none; for other made-up speech, rounds may end in a worse local optimum."""
     frames, transcripts, truth = spoken
     flat = flat_start(transcripts, frames.lengths)
     counts = [np.bincount(path, minlength=len(row)) for path, row in zip(flat, transcripts.rows, strict=True)]
@@ -256,7 +258,8 @@ def test_a_flat_start_divides_equally_and_rounds_find_the_true_boundaries(spoken
 
 
 def test_no_round_lowers_the_likelihood(spoken) -> None:
-    """With the best Gaussians for an alignment, it falls with the logarithm of the determinant of their covariance."""
+    """With the best Gaussians for an alignment, the likelihood falls with the logarithm of the determinant of their
+    covariance."""
     frames, transcripts, _ = spoken
     keys = sorted({state[:2] for state in transcripts.states})
     labels = transcripts.labelled([keys.index(state[:2]) for state in transcripts.states])
@@ -273,14 +276,14 @@ def test_no_round_lowers_the_likelihood(spoken) -> None:
 
 
 def test_a_flat_start_of_few_frames_leaves_silences_out() -> None:
-    """They may be skipped; states of characters may not."""
+    """Silences may be skipped; states of characters may not."""
     transcripts = StateSequences.of([("u", "ab")], StateSpeller(CharacterTokenizer("ab"), 1, 0))
     assert flat_start(transcripts, np.asarray([3]))[0].tolist() == [1, 1, 2]
     assert flat_start(transcripts, np.asarray([8]))[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_the_gaussians_scores_differ_as_the_densities_do() -> None:
-    """Against scipy's multivariate normal with the pooled covariance."""
+    """The oracle is scipy's multivariate normal with the pooled covariance."""
     from scipy.stats import multivariate_normal
 
     generator = np.random.default_rng(2)
@@ -322,7 +325,7 @@ def statistics() -> Statistics:
 
 
 def likelihood(known: Statistics, labels: list[int]) -> float:
-    """Twice the log-likelihood of all frames under a Gaussian for each label, but for a constant."""
+    """Twice the log-likelihood of all frames under a Gaussian for each label, up to a constant."""
     total = 0.0
     for label in set(labels):
         own = np.asarray(labels) == label
@@ -331,7 +334,7 @@ def likelihood(known: Statistics, labels: list[int]) -> float:
 
 
 def test_the_tree_makes_the_split_that_gains_most() -> None:
-    """Of all questions about a single neighbour, each tried by hand."""
+    """All questions about a single neighbour are tried one by one."""
     known = statistics()
     tree = grow_tree(known, number=2, min_frames=20)
     tied = [tree.tied(state) for state in known.states]
@@ -340,7 +343,8 @@ def test_the_tree_makes_the_split_that_gains_most() -> None:
 
 
 def test_a_question_may_be_about_units_that_sound_alike() -> None:
-    """Units 1 and 2 have close means, 3 and 4 too: so a neighbour is asked about as one of the pair."""
+    """Units 1 and 2 have close means, and so do 3 and 4: a question about a neighbour therefore asks for one of the
+    pair."""
     own = statistics()
     others = np.asarray([[0.1, 9.0], [9.0, 0.0], [9.1, 0.1]])
     own.sums[:] = own.sums[:, ::-1]
@@ -355,7 +359,7 @@ def test_a_question_may_be_about_units_that_sound_alike() -> None:
 
 
 def test_a_tree_grows_to_its_limit_or_as_far_as_frames_allow() -> None:
-    """And answers for contexts that were never seen."""
+    """The tree also answers for contexts that were never seen."""
     known = statistics()
     assert [grow_tree(known, number, 1).num_states for number in (2, 3, 4, 100)] == [2, 3, 4, 4]
     assert grow_tree(known, 100, 40).num_states == 3
@@ -369,7 +373,8 @@ def test_a_tree_grows_to_its_limit_or_as_far_as_frames_allow() -> None:
 
 
 def test_frames_get_the_tied_state_of_their_position(spoken) -> None:
-    """With as many states as there are without context, each of these has its own; with many more, each context."""
+    """With as many states as there are without context, each of these has its own; with many more, each context
+    does."""
     frames, transcripts, truth = spoken
     positions = [path.astype(np.int32) for path in truth]
     tree, tied = tie_states(frames, transcripts, positions, number=7, min_frames=1)
@@ -393,7 +398,7 @@ def states() -> TiedStates:
 
 
 def test_saved_states_come_back_and_damaged_ones_are_refused(states: TiedStates, tmp_path: Path) -> None:
-    """By the file's name; a tree that leads in a circle would never end."""
+    """Damaged ones are refused by the file's name; a tree with a cycle would never end."""
     path = states.save(tmp_path)
     again = read_saved(TiedStates, tmp_path / STATES_FILE)
     assert again.means_the_same(states)
@@ -412,7 +417,7 @@ def test_saved_states_come_back_and_damaged_ones_are_refused(states: TiedStates,
 
 
 def test_a_word_that_has_no_states_is_named(states: TiedStates) -> None:
-    """Of an unknown character, or of one that no training text holds."""
+    """A word has none because of an unknown character, or of one in no training text."""
     tokenizer = CharacterTokenizer("ab")
     check_words(states, tokenizer)
     for words in (("a", "ax"), ("ab",)):
@@ -421,8 +426,8 @@ def test_a_word_that_has_no_states_is_named(states: TiedStates) -> None:
             check_words(unknown, tokenizer)
 
 
-def test_a_word_list_has_a_word_a_line(tmp_path: Path) -> None:
-    """A missing or empty list and two words in a line are errors that name it."""
+def test_a_word_list_has_one_word_per_line(tmp_path: Path) -> None:
+    """A missing or empty list and two words in a line are errors that name the list."""
     path = tmp_path / "words.txt"
     path.write_text("ONE\n\nTWO\nONE\n", encoding="utf-8")
     assert read_words(path) == ["ONE", "TWO"]

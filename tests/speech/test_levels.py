@@ -41,10 +41,10 @@ def kept(samples: Samples) -> NDArray[np.int64]:
 
 
 @given(st.floats(1e-3, 1.0), st.integers(1, 50), st.integers(0, 500), st.sampled_from([0.0, 15.0, 17.0, 60.0]))
-def test_what_is_active_is_at_most_15_9_db_below_its_own_level(
+def test_active_frames_are_at_most_15_9_db_below_their_own_level(
     power: float, loud: int, silent: int, below: float
 ) -> None:
-    """By ITU-T P.56, whatever share of the recording is silent; the faint frames that are active lower the level."""
+    """As ITU-T P.56 defines it, whatever share of the recording is silent; faint active frames lower the level."""
     faint = power * 10 ** (-below / 10)
     powers = np.array([power] * loud + [faint] * 20 + [0.0] * silent)
     found = active(powers)
@@ -55,7 +55,7 @@ def test_what_is_active_is_at_most_15_9_db_below_its_own_level(
 
 
 def test_silence_alone_is_active() -> None:
-    """There is nothing else."""
+    """There is nothing else to be active."""
     assert active(np.zeros(7)).all()
     assert np.array_equal(without_long_pauses(np.full((100, 8), 1e-14), 30), np.arange(100))
     features = LogMel(ROBUST, RATE)(torch.zeros(RATE))
@@ -73,7 +73,7 @@ def test_the_level_changes_no_feature(decibels: float) -> None:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), length=st.integers(PAD, 40 * PAD))
 def test_silence_around_speech_is_not_heard(noise: float, seed: int, length: int) -> None:
-    """All frames of the speech are, and at most a few of what is around it, however long that is."""
+    """All frames of the speech are heard, and at most a few around it, however long the silence is."""
     samples = spoken(seed)
     frames = round(len(samples) / 80)
     found = kept(padded(samples, noise, length // 80 * 80)) - length // 80
@@ -82,8 +82,8 @@ def test_silence_around_speech_is_not_heard(noise: float, seed: int, length: int
     assert found.max() <= frames + 5
 
 
-def test_a_pause_is_heard_as_long_as_it_is_said() -> None:
-    """Of silence between words, half at its beginning and half at its end; a shorter pause is whole."""
+def test_a_long_pause_is_heard_for_the_configured_time() -> None:
+    """Silence between words is kept half at its beginning and half at its end; a shorter pause is kept whole."""
     first, second = spoken(0), spoken(1)
     for seconds, heard in ((0.2, 0.2), (1.0, 0.3), (5.0, 0.3)):
         silence = np.zeros(round(seconds * RATE), np.float32)
@@ -96,7 +96,8 @@ def test_a_pause_is_heard_as_long_as_it_is_said() -> None:
 
 
 def test_a_fricative_at_an_end_is_no_noise_floor() -> None:
-    """A faint even sound of 0.25 s is speech, though it is the quietest of the recording; one of a second is noise."""
+    """A faint even sound of 0.25 s is speech, even though it is the quietest of the recording; one of a second is
+    noise."""
     generator = np.random.default_rng(0)
     samples = spoken()
     fricative = (0.004 * generator.standard_normal(RATE)).astype(np.float32)
@@ -106,7 +107,7 @@ def test_a_fricative_at_an_end_is_no_noise_floor() -> None:
 
 
 def test_in_loud_noise_nothing_is_left_out() -> None:
-    """Where speech is not told from noise."""
+    """Loud noise cannot be told from speech."""
     samples = padded(spoken(), 0.0)
     noisy = samples + 0.05 * np.random.default_rng(3).standard_normal(len(samples)).astype(np.float32)
     assert len(kept(noisy)) == round(len(samples) / 80)
@@ -121,16 +122,16 @@ def test_an_utterance_that_ctc_could_not_align_keeps_its_pauses() -> None:
 
 
 def test_normalised_features_have_a_floor() -> None:
-    """30 dB below the level of speech, digital silence and faint noise are nearly the same, and loud frames nearly as
-    they were."""
+    """30 dB below the level of speech, digital silence and faint noise are nearly the same, and loud frames are nearly
+    unchanged."""
     energies = np.log(np.array([[1.0, 1.0]] * 10 + [[1e-12, 1e-12]] * 90, np.float32))
     (found,) = normalised([energies])
     np.testing.assert_allclose(found[:10], 0.0, atol=1e-6)
     np.testing.assert_allclose(found[10:], (np.log(1e-3) - np.log(1.001)) / 3, atol=1e-4)
 
 
-def test_what_is_not_heard_is_blank_and_splits_no_token() -> None:
-    """Rows come to their places in time; a token that goes on behind a pause is heard once."""
+def test_unheard_frames_are_blank_and_split_no_token() -> None:
+    """Rows move to their places in time; a token that continues after a pause is heard once."""
     rows = torch.full((1, 5, 3), -9.0)
     for row, token in enumerate([1, 0, 2, 2, 1]):
         rows[0, row, token] = -0.1
@@ -142,8 +143,8 @@ def test_what_is_not_heard_is_blank_and_splits_no_token() -> None:
 
 
 @pytest.mark.parametrize("subsampling", [1, 2, 4])
-def test_words_have_their_times_behind_silence(subsampling: int) -> None:
-    """A transcript of a padded recording is the same, later by the padding; so are its words and scores."""
+def test_words_have_their_times_after_silence(subsampling: int) -> None:
+    """A transcript of a padded recording is the same, later by the padding, with the same words and scores."""
     config = model_config(name="blstm", preset="tiny", subsampling=subsampling)
     recogniser = Recogniser.create(config, LogMel(ROBUST, RATE), CharacterTokenizer(" AB"), seed=4)
     samples = spoken()

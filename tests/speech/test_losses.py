@@ -47,7 +47,7 @@ def batch_of(features: torch.Tensor, lengths: list[int], tokens: list[list[int]]
 
 
 def test_the_loss_is_the_sum_over_all_paths_per_token():
-    """Summed over the batch and divided by its tokens, blank 0, lengths respected."""
+    """Losses are summed over the batch and divided by its tokens, with blank 0 and lengths respected."""
     features = torch.randn(3, 6, 3, generator=torch.Generator().manual_seed(0))
     lengths, tokens = [6, 4, 5], [[1, 2, 2], [2], [1, 2]]
     log_probs = features.log_softmax(2)
@@ -58,7 +58,7 @@ def test_the_loss_is_the_sum_over_all_paths_per_token():
 
 
 def test_an_impossible_utterance_gives_infinity():
-    """Nothing is silently set to zero: too few frames are visible in the loss."""
+    """Nothing is silently set to zero: the loss shows too few frames."""
     loss = speech_loss(Fixed(), batch_of(torch.zeros(1, 2, 3), [2], [[1, 1]]), model_config())
     assert math.isinf(float(loss))
 
@@ -83,7 +83,7 @@ def pair(tmp_path) -> SpeechSet:
 
 
 def test_utterances_too_short_for_ctc_are_found_before_training(pair):
-    """What fits at speed 1.0 need not fit at 1.1."""
+    """An utterance that fits at speed 1.0 need not fit at 1.1."""
     log_mel, model, tokens = LogMel(FeatureConfig(), 8000), model_config(preset="tiny"), CharacterTokenizer("AB")
     assert too_short_for_ctc(transcripts(pair), tokens, model, log_mel) == []
     found = too_short_for_ctc(transcripts(pair), tokens, model, log_mel, AugmentConfig())
@@ -91,7 +91,7 @@ def test_utterances_too_short_for_ctc_are_found_before_training(pair):
 
 
 def test_the_check_predicts_the_frames_of_real_batches(pair):
-    """The frames it counts are those that speed perturbation and the network really leave."""
+    """The frames it counts are those that speed perturbation and the network actually leave."""
     log_mel, config, tokens = LogMel(FeatureConfig(), 8000), model_config(preset="tiny"), CharacterTokenizer("AB")
     fast = AugmentConfig(speed=(1.1,), spec_augment=None)
     batch = load_batch(pair, np.array([1]), log_mel, fast, tokens, seed=0)

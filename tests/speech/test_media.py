@@ -27,7 +27,7 @@ def sweep(rate: int) -> NDArray[np.float32]:
 
 
 def written(path: Path, form: str, codec: str, rate: int = 16000, channels: int = 1, **how: Any) -> Path:
-    """The sweep in all channels, each half as loud as the one before."""
+    """The sweep in all channels, each half as loud as the previous one."""
     from tests.speech.media import write_media
 
     return write_media(path, form, codec, np.stack([sweep(rate) / 2**each for each in range(channels)]), rate, **how)
@@ -46,8 +46,8 @@ WRITE: dict[str, Write] = {
 
 
 @pytest.mark.parametrize("kind", WRITE)
-def test_what_is_read_is_what_was_written(tmp_path: Path, kind: str) -> None:
-    """As far as codecs allow: as loud, and at most 30 ms late; bare AAC does not say how late it is."""
+def test_audio_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None:
+    """Within the limits of codecs, it is as loud, and at most 30 ms late; bare AAC does not say how late it is."""
     path, most_late = WRITE[kind](tmp_path), 0.08 if kind == "aac" else 0.03
     samples, rate = read_audio(path)
     expected = sweep(rate)
@@ -64,7 +64,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, kind: str) -> None:
 
 
 def test_several_channels_are_averaged_or_chosen(tmp_path: Path) -> None:
-    """As in any other file."""
+    """They are treated as in any other file."""
     path = written(tmp_path / "a.webm", "webm", "libopus", rate=48000, channels=2)
     first, second = (read_audio(path, channel=channel)[0] for channel in (0, 1))
     assert np.std(second) / np.std(first) == pytest.approx(0.5, abs=0.05)
@@ -75,7 +75,7 @@ def test_several_channels_are_averaged_or_chosen(tmp_path: Path) -> None:
 
 
 def test_without_ffmpeg_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And folders are not searched for such files."""
+    """Folders are not searched for such files."""
     path = WRITE["m4a"](tmp_path)
     assert ".m4a" in audio.audio_suffixes()
     monkeypatch.setattr(audio, "find_spec", lambda name: None)
@@ -88,7 +88,7 @@ def test_without_ffmpeg_the_error_says_what_to_install(tmp_path: Path, monkeypat
     "text", ["#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\n{}\n", "ffconcat version 1.0\nfile {}\n"]
 )
 def test_a_playlist_opens_no_other_file(tmp_path: Path, text: str) -> None:
-    """A recording that others send to a server must not make it read its own files."""
+    """A recording sent to a server must not make it read its own files."""
     path = tmp_path / "list.m4a"
     path.write_text(text.format(WRITE["mkv"](tmp_path)))
     for given in (path, io.BytesIO(path.read_bytes())):
@@ -100,7 +100,7 @@ def test_a_playlist_opens_no_other_file(tmp_path: Path, text: str) -> None:
 
 
 def test_a_recording_that_was_cut_off_is_refused(tmp_path: Path) -> None:
-    """Its header stands at its beginning, and declares what is no longer there. As much as a tenth may be missing."""
+    """Its header is at its beginning, and declares what is missing now. Up to a tenth may be missing."""
     whole = written(tmp_path / "a.m4a", "ipod", "aac", movflags="faststart").read_bytes()
     cut = tmp_path / "cut.m4a"
     cut.write_bytes(whole[: len(whole) // 2])
@@ -112,7 +112,7 @@ def test_a_recording_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     assert len(read_audio(cut)[0]) >= 0.9 * SECONDS * 16000
 
 
-def test_a_picture_alone_is_no_recording(tmp_path: Path) -> None:
+def test_a_picture_alone_is_not_a_recording(tmp_path: Path) -> None:
     """The error says so."""
     path = tmp_path / "silent.mp4"
     with av.open(str(path), "w") as file:
@@ -125,7 +125,7 @@ def test_a_picture_alone_is_no_recording(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_read_or_named(tmp_path: Path) -> None:
-    """Cut or overwritten: nothing but a `DataError`, and never more audio than was there."""
+    """Cut or overwritten files raise nothing but a `DataError`, and never give more audio than there was."""
     wholes, drawn = [WRITE[kind](tmp_path).read_bytes() for kind in ("m4a", "webm")], random.Random(1)
     damaged, refused = tmp_path / "damaged", 0
     for number in range(100):

@@ -1,4 +1,4 @@
-"""Domains in the shares that were asked for, each seen evenly."""
+"""Domains in the requested shares, each seen evenly."""
 
 from collections import Counter
 from itertools import pairwise
@@ -42,7 +42,7 @@ def unions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[int]]:
 
 
 def drawn(planner: Planner, epoch: int) -> np.ndarray:
-    """All utterances of an epoch, as often as they come."""
+    """All utterances of an epoch, as often as they occur."""
     return np.concatenate([micro for mini in epoch_of(planner, epoch) for micro in mini])
 
 
@@ -70,7 +70,7 @@ def mixed(
 @settings(max_examples=30, deadline=None)
 @given(unions(), BY, TEMPERATURES, st.sampled_from(["repeat", "stop"]), st.integers(1, 5))
 def test_each_domain_gives_its_share_of_every_epoch(union, by, temperature, exhausted, window):
-    """The closed form p_d W: of utterances to the utterance, of audio to one utterance at each end of a segment."""
+    """Utterances follow the closed form p_d W exactly; audio does to one utterance at each end of a segment."""
     durations, shards, bounds = union
     mixture = mixture_of(bounds, by, temperature, exhausted)
     planner = mixed(durations, shards, mixture, bounds, 7, window)
@@ -107,8 +107,8 @@ def test_a_domain_is_seen_evenly_whatever_the_temperature(union, by, temperature
 
 @settings(max_examples=30, deadline=None)
 @given(unions(), st.sampled_from(["hours", "utterances"]), st.sampled_from(["repeat", "stop"]), st.integers(0, 2**32))
-def test_at_temperature_1_every_utterance_is_seen_once_an_epoch(union, by, exhausted, seed):
-    """In proportion to what there is, a mixture is the union."""
+def test_at_temperature_1_every_utterance_is_seen_once_per_epoch(union, by, exhausted, seed):
+    """In proportion to its amounts, a mixture is the union."""
     durations, shards, bounds = union
     planner = mixed(durations, shards, mixture_of(bounds, by, 1.0, exhausted), bounds, seed, 2)
     for epoch in (0, 1, 5):
@@ -116,7 +116,7 @@ def test_at_temperature_1_every_utterance_is_seen_once_an_epoch(union, by, exhau
 
 
 def test_at_temperature_0_shares_are_equal_and_a_small_domain_is_repeated():
-    """100 and 900 utterances: 500 of each an epoch, which is five passes and five ninths of one."""
+    """100 and 900 utterances give 500 of each per epoch, which is five passes and five ninths of one."""
     durations, shards = np.ones(1000, np.float32), np.repeat(np.arange(10, dtype=np.int32), 100)
     planner = mixed(durations, shards, config(2, by="utterances", temperature=0), [0, 100, 1000], 1)
     assert planner.windows.passes == {"calls": 5.0, "talks": pytest.approx(5 / 9)}
@@ -125,8 +125,8 @@ def test_at_temperature_0_shares_are_equal_and_a_small_domain_is_repeated():
     assert (seen >= 100).sum() == 500
 
 
-def test_where_nothing_is_repeated_the_smallest_domain_ends_the_epoch():
-    """100 and 900 utterances in equal shares: 100 of each; the large one goes on in the next epoch."""
+def test_without_repetition_the_smallest_domain_ends_the_epoch():
+    """100 and 900 utterances in equal shares give 100 of each; the large domain continues in the next epoch."""
     durations, shards = np.ones(1000, np.float32), np.repeat(np.arange(10, dtype=np.int32), 100)
     mixture = config(2, by="utterances", temperature=0, exhausted="stop")
     planner = mixed(durations, shards, mixture, [0, 100, 1000], 1)
@@ -136,7 +136,7 @@ def test_where_nothing_is_repeated_the_smallest_domain_ends_the_epoch():
 
 
 def test_each_window_holds_every_domain_in_its_proportion():
-    """No stretch of an epoch is of one domain only; and a window stays a few shards, but for those that are cut."""
+    """No stretch of an epoch has only one domain, and a window stays a few shards, except for those that are cut."""
     durations = np.random.default_rng(0).uniform(1, 20, 20_000).astype(np.float32)
     shards = (np.arange(20_000) // 100).astype(np.int32)
     planner = mixed(durations, shards, config(2), [0, 4000, 20_000], 1)
@@ -150,7 +150,7 @@ def test_each_window_holds_every_domain_in_its_proportion():
 
 @settings(max_examples=20, deadline=None)
 @given(unions(), BY, TEMPERATURES)
-def test_a_mixture_is_a_pure_function_however_it_is_asked_for(union, by, temperature):
+def test_a_mixture_is_a_pure_function_whatever_the_order_of_requests(union, by, temperature):
     """A resumed run asks for the middle of a late epoch first."""
     durations, shards, bounds = union
     mixture = mixture_of(bounds, by, temperature)
@@ -162,7 +162,7 @@ def test_a_mixture_is_a_pure_function_however_it_is_asked_for(union, by, tempera
 
 
 def test_a_domain_is_drawn_in_the_same_order_whatever_is_mixed_in():
-    """Only how much of it an epoch takes depends on the others."""
+    """Only the amount that an epoch takes of it depends on the others."""
     durations, shards = np.ones(600, np.float32), np.repeat(np.arange(6, dtype=np.int32), 100)
     orders = []
     for bounds in ([0, 200, 300], [0, 200, 600]):
@@ -174,14 +174,14 @@ def test_a_domain_is_drawn_in_the_same_order_whatever_is_mixed_in():
     assert orders[0].tolist() == orders[1].tolist()
 
 
-def test_quotas_are_what_the_formula_says():
+def test_quotas_follow_the_formula():
     """p_d = w_d^t / sum; an epoch is p_d W, shortened where nothing may be repeated."""
     assert quotas(config(2, temperature=0.5), [100, 900]) == [250, 750]
     assert quotas(config(2, temperature=0.5, exhausted="stop"), [100, 900]) == [100, 300]
     assert quotas(config(2, [3, 1], by="hand"), [100, 900]) == [750, 250]
 
 
-def test_a_domain_of_which_nothing_is_left_is_an_error():
+def test_an_empty_domain_is_an_error():
     """All its utterances may be too short for CTC."""
     with pytest.raises(DataError, match="domain talks of the mixture has no utterances"):
         mixed(np.ones(9, np.float32), np.zeros(9, np.int32), config(3), [0, 5, 5, 9], 1)
@@ -199,7 +199,7 @@ def test_a_domain_of_which_nothing_is_left_is_an_error():
         ({"domains": {"a": {"sets": "x"}}, "temperature": 2}, "less than or equal to 1"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_refused(tree, problem):
-    """Before anything is opened."""
+def test_a_nonsensical_mixture_is_refused(tree, problem):
+    """The error is raised before anything is opened."""
     with pytest.raises(ValidationError, match=problem):
         MixtureConfig.model_validate(tree)

@@ -1,4 +1,4 @@
-"""Models: padding never shows, sizes are those of the presets, seeds decide about weights."""
+"""Models: padding has no effect, sizes are those of the presets, and seeds determine weights."""
 
 import math
 import re
@@ -34,7 +34,7 @@ MODELS = {name: kind for name, kind in ALL_MODELS.items() if not issubclass(kind
 
 
 class Holder(BaseModel):
-    """What has the section `model:`, as a recipe has."""
+    """An object with the section `model:`, like a recipe."""
 
     model: ModelConfig
 
@@ -70,7 +70,7 @@ def utterances(lengths: list[int], num_features: int = 40) -> list[torch.Tensor]
 
 @pytest.mark.parametrize("config", SMALL_CONFIGS, ids=names)
 def test_padding_never_changes_an_utterance(config):
-    """Alone, or beside a longer one with rubbish in the padding: the same output to 1e-5."""
+    """Alone, or beside a longer one with random values in the padding, its output is the same to 1e-5."""
     model = build_model(config, 40, 20, seed=1).eval()
     matrices = utterances([37, 120, 1, 64, 3])
     lengths = torch.tensor([len(matrix) for matrix in matrices])
@@ -86,7 +86,8 @@ def test_padding_never_changes_an_utterance(config):
 
 @pytest.mark.parametrize("config", SMALL_CONFIGS, ids=names)
 def test_padding_never_changes_a_gradient(config):
-    """That of a short one and of a single frame are the same to 1e-5 whatever stands in the padding, and never NaN."""
+    """The gradients of a short utterance and of a single frame are the same to 1e-5 whatever is in the padding, and
+    never NaN."""
     gradients = []
     for padding in (0.0, 1e3):
         model = build_model(config, 40, 20, seed=1)
@@ -123,7 +124,7 @@ def test_the_bidirectional_layer_is_that_of_torch_on_packed_sequences(normed: bo
 
 
 def test_the_unidirectional_model_hears_no_later_than_its_convolutions():
-    """Changing the end of an utterance leaves the outputs of its beginning alone."""
+    """Changing the end of an utterance does not change the outputs of its beginning."""
     model = build_model(model_config(name="lstm", preset="tiny"), 40, 20, seed=1).eval()
     features = utterances([100])[0][None]
     changed = features.clone()
@@ -179,7 +180,7 @@ def test_sinusoids_are_those_of_the_paper():
 
 
 def test_rotary_positions_turn_complex_numbers():
-    """Unit i and unit i + D / 2 are one complex number, multiplied by exp(j p / 10000^(2i / D))."""
+    """Unit i and unit i + D / 2 form one complex number, multiplied by exp(j p / 10000^(2i / D))."""
     vectors = torch.randn(2, 30, 3, 8, generator=torch.Generator().manual_seed(0))
     numbers = vectors.numpy()[..., :4] + 1j * vectors.numpy()[..., 4:]
     numbers = numbers * np.exp(1j * np.arange(30)[:, None] / 10000 ** (np.arange(4) / 4))[None, :, None]
@@ -188,7 +189,7 @@ def test_rotary_positions_turn_complex_numbers():
 
 
 def test_rotary_attention_hears_distances_only():
-    """Unheard frames in front, which move all others, change nothing; another order of the frames does."""
+    """Unheard frames before the others, which shift them all, change nothing; reordering the frames does."""
     torch.manual_seed(0)
     block = Block(model_config(name="transformer", width=16, heads=2, feed_forward=32, dropout=0.0)).double()
     frames = torch.randn(1, 12, 16, dtype=torch.float64)
@@ -203,7 +204,7 @@ def test_rotary_attention_hears_distances_only():
 
 
 class NoConvolutions(torch.nn.Module):
-    """In place of the subsampling: a Transformer then knows of order by its positions alone."""
+    """A replacement for the subsampling: a Transformer then knows the order only from its positions."""
 
     def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return features, lengths
@@ -211,7 +212,7 @@ class NoConvolutions(torch.nn.Module):
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
 def test_positions_are_heard(positions):
-    """Backwards, an utterance gives other outputs than its own backwards."""
+    """A reversed utterance gives different outputs than the reversed outputs of the original."""
     config = model_config(name="transformer", preset="tiny", positions=positions)
     model = build_model(config, 40, 20, seed=1).eval()
     model.subsampling = NoConvolutions()
@@ -244,7 +245,7 @@ def test_a_span_over_the_whole_utterance_changes_nothing():
     ("name", "positions"), [("transformer", "sinusoidal"), ("transformer", "rotary"), ("conformer", "rotary")]
 )
 def test_memory_of_attention_grows_with_an_utterance_and_not_with_its_square(name, positions):
-    """What is kept for the backward pass doubles from 20 s to 40 s, with dropout: no `[T, T]` matrix is among it."""
+    """The memory kept for the backward pass doubles from 20 s to 40 s, with dropout: it contains no `[T, T]` matrix."""
 
     def kept(num_frames: int) -> int:
         storages = {}
@@ -266,7 +267,7 @@ def test_memory_of_attention_grows_with_an_utterance_and_not_with_its_square(nam
 
 
 def test_relative_attention_is_that_of_the_paper():
-    """Computed frame by frame from the equation, with random u and v, it gives the same sums."""
+    """Computing it frame by frame from the equation, with random u and v, gives the same sums."""
     torch.manual_seed(0)
     layer, width, heads, num_frames = conformer.RelativeAttention(12, 2), 12, 2, 7
     for bias in (layer.content_bias, layer.distance_bias):
@@ -323,7 +324,7 @@ def test_a_conformers_block_is_the_equation_with_the_attention_of_torch():
 
 
 def test_swoosh_and_bias_norm_are_those_of_the_paper():
-    """Swoosh from its equation, with SwooshR(0) = 0; BiasNorm from its own."""
+    """Swoosh follows its equation, with SwooshR(0) = 0, and BiasNorm its own."""
     values = torch.linspace(-20, 20, 81, dtype=torch.float64)
     left = torch.log(1 + torch.exp(values - 4)) - 0.08 * values - 0.035
     right = torch.log(1 + torch.exp(values - 1)) - 0.08 * values - 0.313261687
@@ -339,7 +340,7 @@ def test_swoosh_and_bias_norm_are_those_of_the_paper():
 
 
 def test_a_zipformers_block_shares_the_attention_of_its_input():
-    """The equation of the block, with attention written out head by head."""
+    """The block follows its equation, with attention written out head by head."""
     torch.manual_seed(0)
     block = zipformer.Block(width=16, heads=2, kernel=3, dropout=0.0)
     for parameter in block.parameters():
@@ -373,8 +374,8 @@ def test_a_zipformers_block_shares_the_attention_of_its_input():
     torch.testing.assert_close(ours[0], frames, atol=1e-4, rtol=1e-4)
 
 
-def test_frames_are_joined_with_learned_weights_over_those_that_are_there():
-    """Of 5 frames, 3 at a time: the last two share the weights of the first two places."""
+def test_existing_frames_are_joined_with_learned_weights():
+    """5 frames are joined 3 at a time: the last two share the weights of the first two places."""
     layer = zipformer.Downsample(3)
     torch.nn.init.normal_(layer.weights)
     first, second, third = layer.weights.softmax(0).tolist()
@@ -388,15 +389,15 @@ def test_frames_are_joined_with_learned_weights_over_those_that_are_there():
     torch.testing.assert_close(joined[0, 1], expected, atol=1e-6, rtol=0)
 
 
-def test_the_outputs_of_a_zipformer_are_the_last_units_that_there_are():
-    """Of stacks 3, 5, 4 and 2 wide: 2 units of the last, 2 of the third, 1 of the second."""
+def test_each_output_of_a_zipformer_comes_from_the_last_stack_that_has_it():
+    """From stacks 3, 5, 4 and 2 wide, 2 units come from the last, 2 from the third, and 1 from the second."""
     outputs = [torch.full((1, 1, width), float(number)) for number, width in enumerate((3, 5, 4, 2))]
     assert zipformer.widest(outputs)[0, 0].tolist() == [3, 3, 2, 2, 1]
 
 
 @pytest.mark.parametrize("subsampling", [1, 2, 4])
 def test_deep_speech_hears_no_later_than_its_window(subsampling):
-    """The output of encoder frame t depends on feature frames up to t * subsampling + 9 inclusive, and no later."""
+    """The output of encoder frame t depends on feature frames up to and including t * subsampling + 9."""
     model = build_model(model_config(name="deep-speech", preset="tiny", subsampling=subsampling), 40, 20, seed=1)
     features = utterances([80])[0][None].requires_grad_()
     log_probs, _ = model(features, torch.tensor([80]))
@@ -436,7 +437,8 @@ def test_outputs_are_log_probabilities(config):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_depend_on_the_seed(name):
-    """The same seed gives the same weights, another seed others, and the global generator stands still."""
+    """The same seed gives the same weights, a different seed different ones, and the global generator does not
+    change."""
     before = torch.get_rng_state()
     config = model_config(name=name, preset="tiny")
     first, again, other = (
@@ -468,7 +470,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_presets_have_their_published_sizes(name):
-    """With 40 mel bands and 20 outputs, to the parameter; there is a `tiny`, and a `small` for a CPU."""
+    """With 40 mel bands and 20 outputs, they agree to the parameter; there is a `tiny`, and a `small` for a CPU."""
     counted = {}
     for preset in MODELS[name].PRESETS:
         with torch.device("meta"):
@@ -499,7 +501,7 @@ def test_presets_named_after_others_have_their_shape():
 
 
 def test_every_size_of_an_architecture_can_be_given():
-    """Those of the preset, written out, make the same model."""
+    """The preset's sizes, written out, make the same model."""
     sections = {"name": None, "preset": "small", "decoder": None, "phones": None, "chunk": None}
     for name, kind in MODELS.items():
         config = model_config(name=name)
@@ -509,7 +511,7 @@ def test_every_size_of_an_architecture_can_be_given():
 
 
 def test_a_size_replaces_that_of_the_preset():
-    """Single sizes override the preset, the others stay."""
+    """Single sizes override the preset; the others stay."""
     config = model_config(preset="tiny", hidden=48, dropout=0.5)
     assert (config.hidden, config.dropout, config.layers) == (48, 0.5, 1)
     config = model_config(name="transformer", width=96, heads=6)
@@ -556,8 +558,8 @@ def test_a_size_replaces_that_of_the_preset():
         ({"hiden": 4}, "hiden", "unknown key; did you mean model.hidden?"),
     ],
 )
-def test_what_an_architecture_does_not_have_is_one_problem_of_its_key(tree, place, words):
-    """The message names what there is; sizes that don't go together are a problem of the whole section."""
+def test_a_value_that_an_architecture_lacks_is_one_problem_of_its_key(tree, place, words):
+    """The message names the known values; sizes that don't fit together are a problem of the whole section."""
     with pytest.raises(ConfigError) as caught:
         checked(Holder, {"model": tree}, "here")
     first, problem = str(caught.value).splitlines()

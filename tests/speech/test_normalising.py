@@ -1,4 +1,4 @@
-"""What texts are before they are scored."""
+"""Normalisation of texts before they are scored."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_punctuation_goes_and_words_stay_whole() -> None:
 
 
 def test_numbers_are_written_in_words() -> None:
-    """Cardinals, decimals and ordinals, in the case of the texts; what is part of a word stays."""
+    """Cardinals, decimals and ordinals are written in the case of the texts; numbers inside words stay."""
     pytest.importorskip("num2words", reason="the extra `decoding` is not installed")
     small = normaliser(["numbers"], ["some text"])
     assert small("call 42 on the 2nd, 1,234 times or 3.5") == (
@@ -32,8 +32,8 @@ def test_numbers_are_written_in_words() -> None:
 
 
 def test_unknown_kinds_and_languages_are_refused() -> None:
-    """With what there is."""
-    with pytest.raises(ConfigError, match=r"no normaliser 'number'; there are numbers, punctuation, case"):
+    """The error lists the known ones."""
+    with pytest.raises(ConfigError, match=r"no normaliser 'number'; known are numbers, punctuation, case"):
         normaliser(["number"])
     pytest.importorskip("num2words", reason="the extra `decoding` is not installed")
     with pytest.raises(ConfigError, match="language 'klingon'"):
@@ -41,5 +41,5 @@ def test_unknown_kinds_and_languages_are_refused() -> None:
 
 
 def test_without_kinds_only_spaces_change() -> None:
-    """It is off by default."""
+    """Normalisation is off by default."""
     assert normaliser([])("It's  2 A.M.") == "It's 2 A.M."

@@ -1,4 +1,4 @@
-"""Data divided among learners: every utterance in one part, no part empty, as unequal as was asked for."""
+"""Data divided among learners: every utterance in one part, no part empty, as unequal as requested."""
 
 from collections import Counter
 
@@ -29,7 +29,7 @@ def dirichlet(alpha: float) -> DirichletConfig:
 
 
 def concentration(labels: np.ndarray, parts: np.ndarray) -> float:
-    """The mean over parts of the share that their most frequent label has."""
+    """The mean over parts of the share of their most frequent label."""
     return float(
         np.mean(
             [
@@ -43,7 +43,7 @@ def concentration(labels: np.ndarray, parts: np.ndarray) -> float:
 @settings(max_examples=60, deadline=None)
 @given(LABELS, CONFIGS, st.integers(1, 9), SEEDS)
 def test_every_utterance_is_in_one_part_and_no_part_is_empty(labels, config, num_parts, seed):
-    """Or one hears that there is not enough for so many."""
+    """Otherwise, the error says that there are too few for so many parts."""
     enough = len(labels) if config != "speaker" else len(set(labels.tolist()))
     if enough < num_parts:
         with pytest.raises(ConfigError, match=rf"cannot be divided (into|among) {num_parts}"):
@@ -58,7 +58,7 @@ def test_every_utterance_is_in_one_part_and_no_part_is_empty(labels, config, num
 @settings(max_examples=60, deadline=None)
 @given(LABELS, st.integers(1, 9), SEEDS)
 def test_speakers_stay_whole_and_parts_are_balanced(labels, num_parts, seed):
-    """The heaviest part is heavier than the lightest by one speaker at most."""
+    """The heaviest part is heavier than the lightest by at most one speaker."""
     seconds = lengths(len(labels))
     speakers = len(set(labels.tolist()))
     if speakers < num_parts:
@@ -70,7 +70,8 @@ def test_speakers_stay_whole_and_parts_are_balanced(labels, num_parts, seed):
 
 
 def test_domains_go_to_one_part_each_or_have_several():
-    """As many parts as domains: one each. Twice as many: three of four for three quarters of the audio."""
+    """With as many parts as domains, each has one. With twice as many, three of four go to three quarters of the
+    audio."""
     labels = np.repeat([0, 1], [300, 100]).astype(np.int32)
     seconds = np.ones(400, np.float32)
     assert sorted(np.bincount(divide(labels, seconds, 2, "domain", 1)).tolist()) == [100, 300]
@@ -80,7 +81,7 @@ def test_domains_go_to_one_part_each_or_have_several():
 
 
 def test_a_large_alpha_makes_all_parts_like_the_whole():
-    """Every label in every part, in the proportion that it has in all."""
+    """Every label is in every part, in its overall proportion."""
     labels = np.repeat(np.arange(5), [4000, 2000, 2000, 1000, 1000]).astype(np.int32)
     parts = divide(labels, lengths(10_000), 8, dirichlet(1e5), 1)
     assert np.bincount(parts).tolist() == [1250] * 8
@@ -90,14 +91,14 @@ def test_a_large_alpha_makes_all_parts_like_the_whole():
 
 
 def test_a_small_alpha_gives_each_part_few_labels():
-    """And the smaller alpha is, the fewer."""
+    """The smaller alpha is, the fewer labels a part has."""
     labels = np.repeat(np.arange(20), 500).astype(np.int32)
     shares = [concentration(labels, divide(labels, lengths(10_000), 8, dirichlet(a), 1)) for a in (0.1, 10.0, 1e4)]
     assert shares[0] > 0.3 and shares[0] > shares[1] > shares[2]
     assert shares[2] < 0.1
 
 
-def test_a_small_alpha_gives_each_part_few_speakers_also_where_one_does_not_fill_it():
+def test_a_small_alpha_gives_each_part_few_speakers_even_if_one_does_not_fill_it():
     """500 speakers of 20 utterances: a part of 1,250 needs 63, and has hardly more; near the whole it has 450."""
     labels = np.repeat(np.arange(500), 20).astype(np.int32)
     numbers = []
@@ -122,7 +123,7 @@ def test_the_first_part_has_the_proportions_that_dirichlet_gives():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 2), SEEDS, st.integers(1, 3))
 def test_a_draw_is_a_pure_function_and_stays_in_its_part(step, part, seed, accumulate):
-    """Within max_duration, nothing twice, and the same from any process in any order."""
+    """A draw stays within max_duration, repeats nothing, and is the same in any process and order."""
     durations = lengths(300)
     parts = np.arange(300, dtype=np.int32) % 3
     config = BatchConfig(max_duration=40, accumulate=accumulate)
@@ -138,7 +139,8 @@ def test_a_draw_is_a_pure_function_and_stays_in_its_part(step, part, seed, accum
 
 
 def test_all_utterances_of_a_part_are_drawn_equally_often():
-    """Long or short: 3,000 draws, each utterance within four standard deviations of the mean."""
+    """Long and short utterances have equal chances: in 3,000 draws, each is within four standard deviations of the
+    mean."""
     durations, parts = lengths(200), np.zeros(200, np.int32)
     planner = planner_of(durations, parts, BatchConfig(max_duration=60), 1)
     drawn = np.concatenate([micro for step in range(3000) for micro in planner.draw(0, step, parts)])

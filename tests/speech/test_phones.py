@@ -53,7 +53,7 @@ def batch_of(phones: list[list[int]]) -> Batch:
 
 
 def test_espeak_pronounces_words() -> None:
-    """One list of IPA phones for each word, without stress; empty for what it cannot say; letters are spelled."""
+    """Each word has a list of IPA phones without stress, which is empty if it cannot be said; letters are spelled."""
     house, about, spelled, nothing = pronounce(["house", "about", "w", "..."], "en-us")
     assert house == ["h", "aʊ", "s"]
     assert about == ["ɐ", "b", "aʊ", "t"]
@@ -65,14 +65,14 @@ def test_espeak_pronounces_words() -> None:
 
 
 def test_characters_stand_for_phones_without_a_voice() -> None:
-    """In any language, and without espeak-ng; spaces are none."""
+    """This works in any language, without espeak-ng; spaces are not phones."""
     phones, unknown = make_phones(PhonesConfig(voice=None), ["ÉTÉ À", "TÊTE"])
     assert (phones.names, unknown) == (("E", "T", "À", "É", "Ê"), [])
     assert phones.encode("ÉTÉ À") == [4, 2, 4, 3]
 
 
 def test_a_lexicon_is_read_as_cmudict_writes_it(tmp_path: Path) -> None:
-    """Comments, other pronunciations and marks of stress are left out; words count in any case."""
+    """Comments, further pronunciations and stress marks are left out; the case of words does not matter."""
     path = tmp_path / "lexicon.txt"
     path.write_text(";;; comment\n\nREAD  R EH1 D\nREAD(1)  R IY1 D\nlead  L IY1 D # metal, not\n", encoding="utf-8")
     assert read_lexicon(path) == {"read": ["R", "EH", "D"], "lead": ["L", "IY", "D"]}
@@ -93,7 +93,7 @@ def test_a_lexicon_is_read_as_cmudict_writes_it(tmp_path: Path) -> None:
     ],
 )
 def test_an_unusable_lexicon_is_refused(tmp_path: Path, content: bytes, error: type[Exception], message: str) -> None:
-    """With its name and the line."""
+    """The error has its name and the line."""
     path = tmp_path / "lexicon.txt"
     path.write_bytes(content)
     with pytest.raises(error, match=message) as caught:
@@ -121,7 +121,7 @@ def test_the_loss_is_a_mean_of_both_by_the_weight(name: str, decoder: str | None
 
 
 def test_micro_batches_weighted_by_their_tokens_have_the_loss_of_one_batch() -> None:
-    """Although only one of them has phones, as when the other has an unknown word."""
+    """This holds even if only one of them has phones because the other has an unknown word."""
     config = config_of("blstm")
     model, whole = built(config).eval(), batch_of([[1, 2, 3], []])
     first = replace(whole, features=whole.features[:1], lengths=whole.lengths[:1], ids=("long",))
@@ -152,7 +152,7 @@ def test_phones_train_only_the_layers_up_to_their_own(name: str) -> None:
 
 
 def test_a_void_batch_and_one_without_known_words_have_gradients_of_zero() -> None:
-    """For the phones' own parameters, as DDP needs it."""
+    """The phones' own parameters have gradients, too, as DDP requires."""
     config = config_of("blstm")
     none_known, void = batch_of([[], []]), replace(batch_of([[], []]), ids=())
     void = replace(void, tokens=void.tokens[:0], token_lengths=torch.zeros(2, dtype=torch.int64))
@@ -164,13 +164,13 @@ def test_a_void_batch_and_one_without_known_words_have_gradients_of_zero() -> No
 
 
 def test_more_phones_than_frames_is_not_an_error() -> None:
-    """Such an utterance has no gradient of phones; the loss stays finite."""
+    """Such an utterance has no gradient from phones; the loss stays finite."""
     config, model = config_of("blstm"), built(config_of("blstm"))
     assert bool(speech_loss(model, batch_of([[1, 2], [1] * 20]), config).isfinite())
 
 
 def test_a_batch_has_the_phones_of_its_texts(tmp_path: Path) -> None:
-    """In the order of its utterances; also on another device."""
+    """They are in the order of its utterances, also on another device."""
     with SpeechWriter(tmp_path / "pair", "pair", 8000) as writer:
         writer.write("one", "s", "AB BA", np.random.default_rng(1).standard_normal(8000).astype(np.float32))
         writer.write("two", "s", "AB XX", np.random.default_rng(2).standard_normal(8000).astype(np.float32))
@@ -185,7 +185,7 @@ def test_a_batch_has_the_phones_of_its_texts(tmp_path: Path) -> None:
 
 
 def test_a_recogniser_keeps_its_phones(tmp_path: Path) -> None:
-    """With their weights; a damaged file is refused by its name."""
+    """Their weights are kept, too; a damaged file is refused by its name."""
     tokenizer = CharacterTokenizer(" ABC")
     made = Recogniser.create(config_of("blstm"), LogMel(FeatureConfig(), 8000), tokenizer, 1, phones=PHONES)
     made.save(tmp_path)
@@ -206,7 +206,7 @@ def test_a_recogniser_keeps_its_phones(tmp_path: Path) -> None:
 
 
 def test_impossible_layers_are_refused() -> None:
-    """Above the last one, or of a network whose layers have frames of other rates."""
+    """A layer is impossible above the last one, or in a network whose layers have different frame rates."""
     with pytest.raises(ValidationError, match=r"phones\.layer is 3, but model\.layers is 2; lower it"):
         config_of("blstm", layer=3)
     with pytest.raises(ValidationError, match="phones: zipformer has no layer for them; blstm, lstm, trans"):

@@ -25,7 +25,7 @@ CONFIGS = st.builds(
 
 @st.composite
 def sets(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Durations and shards of up to 200 utterances; shards are of any sizes, and some numbers are not used."""
+    """Durations and shards of up to 200 utterances; shards have any size, and some numbers are not used."""
     durations = draw(st.lists(st.floats(0.1, 20), min_size=1, max_size=200))
     steps = draw(st.lists(st.sampled_from([0, 0, 0, 1, 1, 2]), min_size=len(durations), max_size=len(durations)))
     return np.array(durations, np.float32), np.cumsum(steps).astype(np.int32)
@@ -48,7 +48,7 @@ def plain(mini: MiniBatch) -> list[list[int]]:
 @settings(max_examples=60, deadline=None)
 @given(sets(), CONFIGS, SEEDS, st.integers(0, 5))
 def test_every_utterance_is_in_exactly_one_micro_batch(utterances, config, seed, epoch):
-    """Whatever the durations, shards and options, an epoch deals out each utterance once."""
+    """For any durations, shards and options, an epoch deals out each utterance once."""
     durations, shards = utterances
     planner = planner_of(durations, shards, config, seed)
     minis = list(epoch_of(planner, epoch))
@@ -63,7 +63,7 @@ def test_every_utterance_is_in_exactly_one_micro_batch(utterances, config, seed,
 @settings(max_examples=60, deadline=None)
 @given(sets(), CONFIGS)
 def test_a_micro_batch_stays_within_max_duration(utterances, config):
-    """Counted with its padding, unless it is one long utterance or the window leaves no choice but to merge."""
+    """The limit includes padding, unless it is one long utterance or the window leaves no choice but to merge."""
     durations, shards = utterances
     planner = planner_of(durations, shards, config, 1)
     for number in range(planner.windows.num_windows):
@@ -77,8 +77,8 @@ def test_a_micro_batch_stays_within_max_duration(utterances, config):
 
 @settings(max_examples=60, deadline=None)
 @given(sets(), CONFIGS, SEEDS)
-def test_a_mini_batch_is_a_pure_function_however_it_is_asked_for(utterances, config, seed):
-    """Backwards, among other epochs or alone, by one planner or another: the same; global generators are left alone."""
+def test_a_mini_batch_is_a_pure_function_whatever_the_order_of_requests(utterances, config, seed):
+    """Backwards, among other epochs or alone, by any planner, it is the same; global generators do not change."""
     durations, shards = utterances
     before = np.random.get_state()[1].copy()
     whole = lists(planner_of(durations, shards, config, seed), 3)
@@ -94,7 +94,8 @@ def test_a_mini_batch_is_a_pure_function_however_it_is_asked_for(utterances, con
 @settings(max_examples=60, deadline=None)
 @given(sets(), CONFIGS, SEEDS)
 def test_a_window_is_a_few_whole_shards(utterances, config, seed):
-    """At most `window` of them, and no shard is in two windows: so many files are open at a time."""
+    """No more than `window` shards are in a window, and no shard is in two windows: as many files are open at a
+    time."""
     durations, shards = utterances
     planner = planner_of(durations, shards, config, seed)
     seen: set[int] = set()
@@ -106,8 +107,8 @@ def test_a_window_is_a_few_whole_shards(utterances, config, seed):
     assert seen == set(shards.tolist())
 
 
-def test_windows_are_about_equal_and_come_in_another_order_each_epoch():
-    """25 shards in windows of 10 are 8, 8 and 9, not 10, 10 and 5; which are together is chance."""
+def test_windows_are_about_equal_and_come_in_a_different_order_each_epoch():
+    """25 shards in windows of 10 make 8, 8 and 9, not 10, 10 and 5; which are together is random."""
     durations, shards = corpus(25_000)
     planner = planner_of(durations, shards, BatchConfig(), 1)
     together = []
@@ -127,7 +128,7 @@ def test_a_small_set_is_shuffled_as_one():
     assert max(met) >= 5
 
 
-def test_mini_batches_in_a_row_have_similar_durations():
+def test_consecutive_mini_batches_have_similar_durations():
     """Eight learners that step together wait for the slowest: the padded sizes of each eight are close."""
     durations, shards = corpus(20_000)
     plan = list(epoch_of(planner_of(durations, shards, BatchConfig(max_duration=120), 1)))
@@ -138,8 +139,8 @@ def test_mini_batches_in_a_row_have_similar_durations():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 9), SEEDS)
-def test_every_whole_group_in_a_row_is_a_run_of_the_sorted_mini_batches(count, similar, seed):
-    """What does not fill a group comes last, and is a run as well; nothing is lost."""
+def test_every_whole_group_is_a_run_of_the_sorted_mini_batches(count, similar, seed):
+    """The remainder comes last, and is a run as well; nothing is lost."""
     order = in_similar_groups(count, similar, np.random.default_rng(seed))
     for first in range(0, count, similar):
         group = order[first : first + similar]
@@ -148,7 +149,7 @@ def test_every_whole_group_in_a_row_is_a_run_of_the_sorted_mini_batches(count, s
 
 
 def test_epochs_differ_and_groups_are_shuffled():
-    """Another epoch groups and orders differently, and short batches do not come first."""
+    """Each epoch groups and orders differently, and short batches do not come first."""
     durations, shards = corpus(10_000)
     planner = planner_of(durations, shards, BatchConfig(similar=2), 1)
     first, second = (list(epoch_of(planner, epoch)) for epoch in (0, 1))
@@ -157,8 +158,8 @@ def test_epochs_differ_and_groups_are_shuffled():
     assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.2
 
 
-def test_shortest_first_orders_the_first_epoch_alone_and_changes_nothing_else():
-    """The same mini-batches, from the shortest to the longest utterances; later epochs are as they would be anyway."""
+def test_shortest_first_orders_only_the_first_epoch_and_changes_nothing_else():
+    """The mini-batches are the same, from the shortest to the longest utterances; later epochs are unchanged."""
     durations, shards = corpus(5000, shard_size=500)
     sorted_first, usual = (
         planner_of(durations, shards, BatchConfig(shortest_first=given), 1) for given in (True, False)
@@ -191,14 +192,14 @@ def test_a_small_set_is_not_split_for_the_sake_of_whole_groups():
 @settings(max_examples=20, deadline=None)
 @given(SEEDS)
 def test_two_seeds_make_two_plans(seed):
-    """What the seed changes is the order of shards and utterances alike."""
+    """The seed changes the order of shards and of utterances."""
     durations, shards = corpus(300, shard_size=30)
     plans = [lists(planner_of(durations, shards, BatchConfig(window=2), each)) for each in (seed, seed ^ 1)]
     assert plans[0] != plans[1]
 
 
 def test_a_million_utterances_are_planned_at_once():
-    """Counting the mini-batches of 1,000 shards is no pause: under half a second; from there, one window is planned."""
+    """Counting the mini-batches of 1,000 shards takes less than half a second; after that, one window is planned."""
     durations, shards = corpus(1_000_000)
     taken = []
     for _ in range(3):
@@ -210,19 +211,19 @@ def test_a_million_utterances_are_planned_at_once():
 
 
 def test_utterances_out_of_the_order_of_their_shards_are_refused():
-    """Windows rely on it."""
+    """Windows rely on the order."""
     with pytest.raises(DataError, match="not in the order of their shards"):
         planner_of(np.ones(3, np.float32), np.array([0, 1, 0], np.int32), BatchConfig(), 1)
 
 
 def test_nothing_to_plan_is_an_error():
-    """Rather than an epoch that never ends."""
+    """Otherwise, the epoch would never end."""
     with pytest.raises(DataError, match="no utterances"):
         planner_of(np.empty(0, np.float32), np.empty(0, np.int32), BatchConfig(), 1)
 
 
 def test_an_epoch_keeps_few_windows():
-    """The plan of an epoch is never in memory as a whole: going through it leaves the last windows only."""
+    """The whole plan of an epoch is never in memory: going through it keeps only the last windows."""
     durations, shards = corpus(20_000, shard_size=100)
     planner = planner_of(durations, shards, BatchConfig(window=5), 1)
     for _ in epoch_of(planner):

@@ -68,7 +68,7 @@ def test_every_utterance_of_a_set_is_written_in_order(tmp_path: Path) -> None:
 
 
 def test_a_second_call_does_nothing(tmp_path: Path) -> None:
-    """No file changes, no utterance is reported, and the corpus need not be there any more."""
+    """No file changes, no utterance is reported, and the corpus need not exist any more."""
     table = write_table(tmp_path / "corpus")
     config = _config(tmp_path / "data", table)
     first = prepare(config)
@@ -94,7 +94,7 @@ def test_a_second_call_does_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_sets_of_other_settings_are_not_replaced_unasked(tmp_path: Path, change: dict[str, object], said: str) -> None:
-    """The error names each key with both values, and two remedies; no file changes before somebody asks for it."""
+    """The error names each key with both values, and two remedies; no file changes until it is asked for."""
     table = write_table(tmp_path / "corpus")
     prepare(_config(tmp_path / "data", table))
     before = _state(tmp_path / "data")
@@ -112,7 +112,7 @@ def test_sets_of_other_settings_are_not_replaced_unasked(tmp_path: Path, change:
 
 
 def test_other_rows_of_the_corpus_are_named(tmp_path: Path) -> None:
-    """By the column that selects them; a set with the same settings is not mentioned."""
+    """They are named by the column that selects them; a set with the same settings is not mentioned."""
     table = write_table(tmp_path / "corpus")
     prepare(_config(tmp_path / "data", table))
     sets = {"train": {"split": "train"}, "test": {"split": "dev"}}
@@ -122,8 +122,8 @@ def test_other_rows_of_the_corpus_are_named(tmp_path: Path) -> None:
         prepare(_config(tmp_path / "data", table, corpus={"kind": "tsv", "path": table, "sets": sets}))
 
 
-def test_a_set_whose_settings_are_not_on_record_is_not_replaced_either(tmp_path: Path) -> None:
-    """A set that an earlier version prepared: its digest alone tells that it differs."""
+def test_a_set_with_unrecorded_settings_is_replaced_only_on_request(tmp_path: Path) -> None:
+    """For a set that an earlier version prepared, only the digest tells that it differs."""
     table = write_table(tmp_path / "corpus")
     prepare(_config(tmp_path / "data", table))
     for name in ("train", "test"):
@@ -134,7 +134,7 @@ def test_a_set_whose_settings_are_not_on_record_is_not_replaced_either(tmp_path:
 
 
 def test_changed_settings_prepare_again_and_other_sets_do_not_matter(tmp_path: Path) -> None:
-    """The stamp covers what a set is made from: its own selection, not the sets beside it."""
+    """The stamp covers what a set is made from: its own selection, but not other sets."""
     table = write_table(tmp_path / "corpus")
     config = _config(tmp_path / "data", table)
     prepare(config)
@@ -153,7 +153,7 @@ def test_changed_settings_prepare_again_and_other_sets_do_not_matter(tmp_path: P
 
 
 def test_a_damaged_set_is_prepared_again(tmp_path: Path) -> None:
-    """A set whose shard was cut short does not pass for finished."""
+    """A set with a shortened shard does not count as finished."""
     config = _config(tmp_path / "data", write_table(tmp_path / "corpus"))
     prepare(config)
     shard = tmp_path / "data" / "test" / "shar" / "recording.000000.tar"
@@ -214,7 +214,7 @@ def test_an_unusable_utterance_ends_the_preparation_with_its_id_and_place(tmp_pa
 
 @pytest.mark.parametrize("how", _FAULTS)
 def test_skipped_utterances_are_counted_and_listed(tmp_path: Path, how: str) -> None:
-    """By default, the rest is prepared; the one is in the summary and in dropped.tsv with the reason."""
+    """By default, the rest is prepared; the skipped one is in the summary and in dropped.tsv with the reason."""
     table = write_table(tmp_path / "corpus")
     _spoil(table, "u4", how)
     config = _config(tmp_path / "data", table, filter={"max_skipped": 0.2})
@@ -228,8 +228,8 @@ def test_skipped_utterances_are_counted_and_listed(tmp_path: Path, how: str) -> 
 
 
 def test_files_that_are_a_little_shorter_than_their_headers_say_are_used_and_named(tmp_path: Path) -> None:
-    """Up to a tenth, as they are, with whatever executor; a segment may end where the header says that the file does.
-    More is unusable."""
+    """Up to a tenth may be missing, with any executor; a segment may end where the header says that the file does. More
+    makes them unusable."""
     table = write_table(tmp_path / "corpus")
     for name, share in (("u1", 0.91), ("u3", 0.999), ("u4", 0.89)):
         path = table.parent / "audio" / f"{name}.wav"
@@ -251,7 +251,7 @@ def test_files_that_are_a_little_shorter_than_their_headers_say_are_used_and_nam
 
 
 def test_more_than_one_percent_skipped_fails(tmp_path: Path) -> None:
-    """2 of 8 are too much by default; the message has the numbers and the first of them."""
+    """2 of 8 are too many by default; the message has the numbers and the first of them."""
     table = write_table(tmp_path / "corpus")
     _spoil(table, "u4", "silent")
     _spoil(table, "u6", "silent")
@@ -273,7 +273,7 @@ def test_one_unusable_utterance_does_not_block_a_small_set(tmp_path: Path) -> No
 
 
 def test_one_percent_is_left_out_by_default(tmp_path: Path) -> None:
-    """One of 104 utterances, with its name."""
+    """The one of 104 utterances that is left out is named."""
     table = write_table(tmp_path / "corpus", count=155)
     _spoil(table, "u4", "silent")
     summary = prepare(_config(tmp_path / "data", table))
@@ -284,7 +284,7 @@ def test_one_percent_is_left_out_by_default(tmp_path: Path) -> None:
 
 
 def test_utterances_outside_the_limits_of_duration_are_dropped_and_their_hours_counted(tmp_path: Path) -> None:
-    """Too short and too long are no faults; bounds are inclusive."""
+    """Utterances that are too short or too long are not faults; bounds are inclusive."""
     table = write_table(tmp_path / "corpus")
     config = _config(tmp_path / "data", table, filter={"min_seconds": 0.41, "max_seconds": 0.48})
     (train, _) = prepare(config).sets
@@ -332,7 +332,8 @@ def test_audio_of_another_rate_is_resampled_to_that_of_the_set(tmp_path: Path) -
 
 
 def test_strings_use_every_usable_recording_copies_times(tmp_path: Path) -> None:
-    """Words in the texts of the strings count to copies for each usable recording; the others are listed."""
+    """Each usable recording contributes its words to the texts of the strings as often as copies says; the others are
+    listed."""
     table = write_table(tmp_path / "corpus", count=30)
     _spoil(table, "u4", "silent")
     limits = {"on_bad": "skip", "max_skipped": 0.1, "min_seconds": 0.405}
@@ -372,7 +373,7 @@ class _Interruption(BaseException):
 
 
 def test_an_interrupted_preparation_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    """Stopped in the middle of a set, that set does not exist, an earlier one is whole, and a new call finishes."""
+    """A set that was interrupted does not exist, an earlier one is whole, and a new call finishes."""
     config = _config(tmp_path / "data", write_table(tmp_path / "corpus", count=180, seconds=0.1))
     fired = []
 
@@ -397,8 +398,8 @@ def _prepare_and_die(config: DataConfig) -> None:
     prepare(config, kill)
 
 
-def test_a_killed_preparation_is_begun_again(tmp_path: Path) -> None:
-    """After SIGKILL only a folder `.partial` is there, which the next call makes whole and renames."""
+def test_a_killed_preparation_starts_again(tmp_path: Path) -> None:
+    """After SIGKILL only a folder `.partial` exists, which the next call completes and renames."""
     config = _config(tmp_path / "data", write_table(tmp_path / "corpus", count=60))
     process = multiprocessing.get_context("fork").Process(target=_prepare_and_die, args=(config,))
     process.start()
@@ -414,7 +415,7 @@ def _prepare_and_count(config: DataConfig) -> int:
 
 
 def test_two_preparations_at_once_take_turns(tmp_path: Path) -> None:
-    """Of four processes one prepares, the others find it done."""
+    """Of four processes one prepares; the others find it done."""
     config = _config(tmp_path / "data", write_table(tmp_path / "corpus", count=60))
     with multiprocessing.get_context("fork").Pool(4) as pool:
         assert sorted(pool.map(_prepare_and_count, [config] * 4, chunksize=1)) == [0, 0, 0, 2]
@@ -497,7 +498,7 @@ def test_a_part_is_held_out(tmp_path: Path) -> None:
         ({"folds": 5, "fold": 5}, r"data.hold_out.fold: 5 of 5 folds; the last is 4"),
     ],
 )
-def test_what_cannot_be_held_out(wrong: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_an_impossible_hold_out_is_refused(wrong: dict[str, object], message: str, tmp_path: Path) -> None:
     """The message names the key."""
     with pytest.raises(ValidationError, match=message):
         _config(tmp_path, tmp_path / "table.tsv", hold_out=wrong)
@@ -512,8 +513,8 @@ def test_the_two_digit_recipes_share_their_folder(tmp_path: Path) -> None:
         assert set_digest(configs[0], name) == set_digest(configs[1], name)
 
 
-def test_new_voices_or_words_make_the_demo_corpus_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the synthesiser is made to say is part of the stamp, though no recipe names it."""
+def test_new_voices_or_words_remake_the_demo_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stamp includes what the synthesiser has to say, although no recipe names it."""
     config = DataConfig.model_validate(read_recipe(_RECIPES / "demo.yaml")["data"])
     before = set_digest(config, "train")
     monkeypatch.setitem(LANGUAGES, "en", replace(LANGUAGES["en"], commands=("JUMP",)))
@@ -521,7 +522,7 @@ def test_new_voices_or_words_make_the_demo_corpus_anew(monkeypatch: pytest.Monke
 
 
 def test_real_digits_become_strings_with_the_right_words(tmp_path: Path, shared_data: Path | None) -> None:
-    """The held-out speakers of the digit corpus, where it is there; the same with made-up audio where it is not."""
+    """The held-out speakers of the digit corpus are used if it is available, otherwise made-up audio."""
     table = (shared_data / "fsdd.tsv") if shared_data else write_table(tmp_path / "corpus", count=60)
     column, names = ("official_split", "utt_id") if shared_data else ("split", "id")
     corpus = {"kind": "tsv", "path": table, "id": names, "sets": {"test": {column: "test"}}}
@@ -533,8 +534,9 @@ def test_real_digits_become_strings_with_the_right_words(tmp_path: Path, shared_
 
 
 @pytest.mark.parametrize("has_speakers", [False, True])
-def test_a_corpus_without_speakers_is_warned_of_when_it_is_prepared(tmp_path: Path, has_speakers: bool) -> None:
-    """A Kaldi folder without `utt2spk` would be one speaker, and leakage between sets go unnoticed; one line, once."""
+def test_preparing_a_corpus_without_speakers_warns(tmp_path: Path, has_speakers: bool) -> None:
+    """A Kaldi folder without `utt2spk` would be one speaker, which would hide leakage between sets; one line warns of
+    it, once."""
     folder = tmp_path / "kaldi" / "train"
     for name in ("a", "b"):
         write_wav(folder / f"{name}.wav")

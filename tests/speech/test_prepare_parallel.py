@@ -1,4 +1,5 @@
-"""Preparation in stages: the same bytes wherever they run, nothing done twice, and faults told as in one process."""
+"""Preparation in stages: the same bytes wherever they run, nothing done twice, and the same errors as in one
+process."""
 
 import multiprocessing
 import os
@@ -46,7 +47,7 @@ def _config(folder: Path, table: Path, **settings: object) -> DataConfig:
 
 
 def _bytes(folder: Path) -> dict[str, bytes]:
-    """Every file that a preparation has left."""
+    """The contents of every file that a preparation left."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -60,7 +61,7 @@ def _ids(folder: Path) -> list[str]:
 
 
 def _marks(folder: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of change of every shard: they stay when it is used again."""
+    """Inode and time of change of every shard, which stay the same when it is used again."""
     found = {path.name: path.stat() for path in folder.glob("recording.*.tar")}
     return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
 
@@ -86,7 +87,7 @@ def stages_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
 
 def _prepare_by_command(recipe: Path, progress: Connection) -> None:
-    """The command in a process group of its own, which waits for ever once it has told of its progress."""
+    """Run the command in its own process group; it waits forever once it has reported its progress."""
 
     def tell_and_wait(bars: Bars, name: str, done: int, total: int) -> None:
         progress.send(done)
@@ -103,7 +104,8 @@ def _prepare_by_command(recipe: Path, progress: Connection) -> None:
 def test_a_killed_preparation_can_be_resumed_and_leaves_no_process(
     tmp_path: Path, stages_run: list[int], end: signal.Signals
 ) -> None:
-    """After SIGKILL of the one or Ctrl-C to all, finished shards are used again and the bytes are those of one go."""
+    """After SIGKILL of one process or Ctrl-C to all, finished shards are used again, and the bytes are those of an
+    uninterrupted run."""
     table = write_table(tmp_path / "corpus", count=60, seconds=0.1)
     recipe = tmp_path / "recipe.yaml"
     settings = _settings(tmp_path / "data", table)
@@ -144,8 +146,8 @@ def _prepare_on_a_full_disk(config: DataConfig, answer: Connection) -> None:
         answer.send(str(error))
 
 
-def test_a_full_disk_is_told_and_what_was_finished_is_used(tmp_path: Path, stages_run: list[int]) -> None:
-    """The message names the folder, no stub remains, and with room the next call goes on."""
+def test_a_full_disk_is_reported_and_finished_shards_are_used(tmp_path: Path, stages_run: list[int]) -> None:
+    """The message names the folder, no partial file remains, and the next call continues once there is space."""
     table = write_table(tmp_path / "corpus", count=15)
     write_wav(table.parent / "audio" / "u12.wav", 15.0)
     config = _config(tmp_path / "data", table)
@@ -166,20 +168,21 @@ def test_a_full_disk_is_told_and_what_was_finished_is_used(tmp_path: Path, stage
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Processes]:
-    """Two processes, for all tests that need some."""
+    """Two processes, for all tests that need several."""
     with Processes(2) as processes:
         yield processes
 
 
 @pytest.fixture(scope="module")
 def ray(ray_head: RayCluster) -> Iterator[Executor]:
-    """A Ray cluster that is running, of one CPU here."""
+    """A running Ray cluster with one CPU."""
     with executor_of(["executor=ray"], ray_head.address) as executor:
         yield executor
 
 
 def _mixed_corpus(folder: Path) -> Path:
-    """With another rate, silence, audio that is too short, a whole chunk of it, and an id that comes twice."""
+    """A corpus with a different rate, silence, audio that is too short, a whole chunk of such audio, and an id that
+    occurs twice."""
     table = write_table(folder, count=42, seconds=0.1)
     write_wav(folder / "audio" / "u1.wav", 0.7, rate=16000)
     _silence(table, "u7", "u30")
@@ -203,8 +206,8 @@ def test_the_bytes_do_not_depend_on_where_shards_are_written(
     assert made["one"] == made["pool"] == made["ray"]
 
 
-def test_a_shard_of_which_nothing_is_left_is_not_written(tmp_path: Path) -> None:
-    """The others keep their numbers, and lhotse reads them in order."""
+def test_an_empty_shard_is_not_written(tmp_path: Path) -> None:
+    """The other shards keep their numbers, and lhotse reads them in order."""
     table = _mixed_corpus(tmp_path / "corpus")
     prepare(_config(tmp_path / "data", table, filter=_SKIP))
     folder = tmp_path / "data" / "train"
@@ -223,10 +226,11 @@ def _problem(config: DataConfig, executor: Executor | None) -> str:
     return str(caught.value)
 
 
-def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(
+def test_an_error_of_another_process_is_the_one_that_this_process_would_raise(
     tmp_path: Path, pool: Processes, ray: Executor
 ) -> None:
-    """The first in the order of the corpus, though a later shard and the table itself are wrong, too."""
+    """The first error in the order of the corpus is raised, although a later shard and the table itself are wrong,
+    too."""
     table = write_table(tmp_path / "corpus", count=30)
     _silence(table, "u7", "u11")
     with table.open("a") as file:
@@ -240,10 +244,10 @@ def test_an_error_of_another_process_is_the_one_that_this_process_would_tell(
 
 
 @pytest.mark.wide
-def test_after_an_error_finished_shards_are_kept_and_the_wrong_one_is_written_anew(
+def test_after_an_error_finished_shards_are_kept_and_the_wrong_one_is_rewritten(
     tmp_path: Path, pool: Processes, stages_run: list[int]
 ) -> None:
-    """Nothing looks finished, and a corrected corpus costs no more than what was wrong."""
+    """Nothing looks finished, and preparing the corrected corpus repeats only what was wrong."""
     table = write_table(tmp_path / "corpus", count=15)
     _silence(table, "u12", "u13")
     config = _config(tmp_path / "data", table)
@@ -260,7 +264,7 @@ def test_after_an_error_finished_shards_are_kept_and_the_wrong_one_is_written_an
 @pytest.mark.wide
 @pytest.mark.parametrize("away", [False, True])
 def test_the_limit_of_skipped_utterances_is_that_of_the_whole_set(tmp_path: Path, pool: Processes, away: bool) -> None:
-    """Two of 40 in different shards are 5 %; who mends their audio need not remove anything by hand."""
+    """Two of 40 in different shards are 5 %; after repairing the audio, nothing needs to be removed by hand."""
     table = write_table(tmp_path / "corpus", count=40)
     _silence(table, "u7", "u30")
     executor = pool if away else None
@@ -277,8 +281,8 @@ def test_the_limit_of_skipped_utterances_is_that_of_the_whole_set(tmp_path: Path
 
 @pytest.mark.wide
 @pytest.mark.parametrize("away", [False, True])
-def test_an_id_that_comes_twice_is_told_whichever_shards_have_it(tmp_path: Path, pool: Processes, away: bool) -> None:
-    """By its second place, as in one shard; skipped, the same utterances are left as where all are in one shard."""
+def test_a_duplicate_id_is_reported_whichever_shards_have_it(tmp_path: Path, pool: Processes, away: bool) -> None:
+    """The error names its second place, as in one shard; if skipped, the same utterances remain as with one shard."""
     table = write_table(tmp_path / "corpus", count=30)
     for row, other in (("u6", "u1"), ("u16", "u1"), ("u17", "u1"), ("u25", "u9")):
         replace_row(table, row, id=other)
@@ -296,7 +300,7 @@ def test_an_id_that_comes_twice_is_told_whichever_shards_have_it(tmp_path: Path,
 
 
 def _stopped_at(config: DataConfig, utterances: int) -> None:
-    """Begin a preparation, and give it up."""
+    """Start a preparation, and stop it."""
 
     def stop(name: str, done: int, total: int) -> None:
         if done >= utterances:
@@ -306,8 +310,8 @@ def _stopped_at(config: DataConfig, utterances: int) -> None:
         prepare(config, stop)
 
 
-def test_stages_of_other_settings_are_discarded(tmp_path: Path, stages_run: list[int]) -> None:
-    """What was finished counts only for the very same settings."""
+def test_stages_with_other_settings_are_discarded(tmp_path: Path, stages_run: list[int]) -> None:
+    """Finished stages count only for identical settings."""
     table = write_table(tmp_path / "corpus", count=30)
     _stopped_at(_config(tmp_path / "data", table), 25)
     stages_run.clear()
@@ -318,8 +322,8 @@ def test_stages_of_other_settings_are_discarded(tmp_path: Path, stages_run: list
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [".lock", "train"]
 
 
-def test_stages_of_a_list_that_has_changed_are_done_again(tmp_path: Path, stages_run: list[int]) -> None:
-    """A changed row costs its shard, and shards beyond the end of a shorter list disappear."""
+def test_stages_of_a_changed_list_are_repeated(tmp_path: Path, stages_run: list[int]) -> None:
+    """A changed row costs its shard, and shards beyond the end of a shorter list are removed."""
     table = write_table(tmp_path / "corpus", count=40)
     config = _config(tmp_path / "data", table)
     _stopped_at(config, 25)
@@ -364,8 +368,8 @@ def test_progress_counts_the_utterances_of_all_processes(tmp_path: Path, pool: P
 
 
 @pytest.mark.wide
-def test_a_process_that_dies_is_told_with_its_shard(tmp_path: Path) -> None:
-    """As one that the system ends for want of memory."""
+def test_a_process_that_dies_is_reported_with_its_shard(tmp_path: Path) -> None:
+    """The process ends as if the system had killed it for lack of memory."""
     deadly = [Utterance("u0", "s", "TEXT", "nowhere", partial(os._exit, 9))]
     plan = Source(Checking("train", RATE, "as-is", FilterConfig()), lambda: deadly, digest="d" * 64, shard_size=5)
     with (
@@ -386,7 +390,7 @@ def _plan(mark: Path | None) -> Source:
 
 
 def test_ray_repeats_the_stage_of_a_lost_process(tmp_path: Path, ray: Executor) -> None:
-    """And the bytes are those of a preparation in which nothing happened."""
+    """The bytes are those of an undisturbed preparation."""
     mark = tmp_path / "mark"
     for name, executor in {"ray": ray, "one": Executor()}.items():
         folder = tmp_path / name
@@ -397,10 +401,10 @@ def test_ray_repeats_the_stage_of_a_lost_process(tmp_path: Path, ray: Executor) 
     assert _ids(tmp_path / "ray" / "train") == ["u0", "u1"]
 
 
-def test_a_stage_that_no_process_of_ray_survives_is_told_and_the_others_are_kept(
+def test_a_stage_that_no_process_of_ray_survives_is_reported_and_the_others_are_kept(
     tmp_path: Path, ray_head: RayCluster
 ) -> None:
-    """Not repeated for ever."""
+    """The stage is not repeated forever."""
     folder, partial_folder = tmp_path / "train", tmp_path / "train.partial"
     with (
         OnRay(partial(connected, ray_head.address), retries=0) as executor,
@@ -410,8 +414,8 @@ def test_a_stage_that_no_process_of_ray_survives_is_told_and_the_others_are_kept
     assert [path.name for path in partial_folder.glob("*/stages/*")] == ["written.000000.json"]
 
 
-def test_a_ray_cluster_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within seconds, and nothing is left of the set."""
+def test_a_missing_ray_cluster_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes within seconds, and nothing of the set remains."""
     pytest.importorskip("ray", reason="the extra [ray] is not installed")
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # of other tests
     config = _config(tmp_path / "data", write_table(tmp_path / "corpus"))
@@ -424,21 +428,21 @@ def test_a_ray_cluster_that_is_not_there_is_named(tmp_path: Path, monkeypatch: p
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is read."""
+    """The error is raised before anything is read."""
     monkeypatch.setattr("starling.extras.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"executor=ray needs ray: pip install 'starling-asr\[ray\]'"):
         executor_of(["executor=ray"])
 
 
-def test_who_does_not_ask_for_processes_gets_none() -> None:
+def test_processes_are_started_only_on_request() -> None:
     """One job needs no pool, and more have one."""
     assert type(executor_of([])) is Executor
     assert type(executor_of(["jobs=1"])) is Executor
     assert isinstance(executor_of(["jobs=2"]), Processes)
 
 
-def test_wrong_arguments_and_a_wrong_recipe_are_told_at_once(tmp_path: Path) -> None:
-    """One error with all that is wrong."""
+def test_wrong_arguments_and_a_wrong_recipe_are_reported_together(tmp_path: Path) -> None:
+    """A single error lists everything that is wrong."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: r\n")
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""A recogniser: it learns, it is saved whole or refused by name, and it takes the audio that people have."""
+"""A recogniser learns, is saved whole or refused by name, and accepts common kinds of audio."""
 
 import hashlib
 import json
@@ -58,7 +58,7 @@ def saved(trained, tmp_path) -> Path:
 
 @pytest.mark.wide
 def test_the_whole_chain_learns_a_language(trained, tmp_path):
-    """Store, features, augmentation, plan, loss, network and decoding together: unseen songs at WER <= 5 %."""
+    """Store, features, augmentation, plan, loss, network and decoding work together: unseen songs have a WER <= 5 %."""
     unseen = song_set(tmp_path / "test", 40, seed=99)
     done = []
     hypotheses = trained.recognise(unseen, max_duration=10, progress=lambda *counts: done.append(counts))
@@ -70,12 +70,12 @@ def test_the_whole_chain_learns_a_language(trained, tmp_path):
 
 @pytest.mark.wide
 def test_the_size_of_a_decoding_batch_changes_no_text(trained, songs):
-    """One by one or all together, a set is recognised the same."""
+    """Utterances are recognised the same one by one and all together."""
     assert trained.recognise(songs, max_duration=0.1) == trained.recognise(songs, max_duration=1000)
 
 
 def test_a_saved_recogniser_recognises_the_same(trained, saved, songs):
-    """Weights, tokens and global statistics come back to the bit, as safetensors and JSON alone."""
+    """Weights, tokens and global statistics come back to the bit, from safetensors and JSON only."""
     again = Recogniser.load(saved)
     assert {path.name for path in saved.iterdir()} == {"config.json", "model.safetensors", "tokens.json"}
     for name, value in trained.model.state_dict().items():
@@ -85,7 +85,7 @@ def test_a_saved_recogniser_recognises_the_same(trained, saved, songs):
 
 
 def test_audio_of_another_rate_and_of_many_channels_is_understood(trained):
-    """16 kHz, stereo, doubles, 16-bit integers and tensors all say what 8 kHz mono says."""
+    """16 kHz, stereo, doubles, 16-bit integers and tensors all give the text of 8 kHz mono."""
     generator = np.random.default_rng(5)
     words = ["MI", "DO", "FA"]
     plain = sing(words, generator)
@@ -120,7 +120,7 @@ def test_audio_that_cannot_be_transcribed_is_refused(trained, waveform, rate, me
 
 
 def test_transcribing_leaves_training_mode_as_it_was(trained):
-    """A recogniser that is being trained may be asked in between."""
+    """A recogniser may transcribe while it is being trained."""
     trained.model.train()
     trained.transcribe(np.zeros(8000, np.float32), 8000)
     assert trained.model.training
@@ -128,7 +128,7 @@ def test_transcribing_leaves_training_mode_as_it_was(trained):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokens.json"])
 def test_a_missing_file_is_named(saved, name):
-    """A folder that is not whole is never loaded."""
+    """An incomplete folder is never loaded."""
     (saved / name).unlink()
     with pytest.raises(CheckpointError, match=name):
         Recogniser.load(saved)
@@ -137,7 +137,7 @@ def test_a_missing_file_is_named(saved, name):
 @pytest.mark.parametrize("name", ["model.safetensors", "tokens.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
 def test_a_damaged_file_is_named(saved, name, damage):
-    """One flipped bit or a lost tail is found by the checksum."""
+    """The checksum finds one flipped bit or a lost tail."""
     path = saved / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -179,22 +179,22 @@ def test_weights_of_another_model_are_refused(saved):
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(saved, changes, message):
-    """What belongs to another recogniser, version or program is a CheckpointError naming the file."""
+    """A file of another recogniser, version or program is a CheckpointError that names the file."""
     rewrite(saved, **changes)
     with pytest.raises(CheckpointError, match=message):
         Recogniser.load(saved)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "\udcff"])
-def test_a_configuration_that_is_no_json_object_is_refused(saved, content):
-    """Half a file or another kind of file is a CheckpointError naming it."""
+def test_a_configuration_that_is_not_a_json_object_is_refused(saved, content):
+    """Half a file or a different kind of file is a CheckpointError that names it."""
     (saved / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         Recogniser.load(saved)
 
 
 def test_a_checksum_list_cannot_point_elsewhere(saved):
-    """Names of files are names, never paths out of the folder."""
+    """Names of files are only names, never paths out of the folder."""
     (saved.parent / "secret").write_text("not ours")
     description = json.loads((saved / "config.json").read_text())
     description["sha256"]["../secret"] = hashlib.sha256(b"not ours").hexdigest()

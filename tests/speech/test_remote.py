@@ -1,4 +1,4 @@
-"""Prepared sets in an object store: the same samples as on a disk, few requests, and clear words when it fails."""
+"""Prepared sets in an object store: the same samples as on disk, few requests, and clear messages on failure."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ COUNT = 12
 
 
 class Requests(logging.Handler):
-    """The requests that the server has answered; its log goes nowhere else."""
+    """The requests that the server has answered; its log is not written elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Store:
         self.client.create_bucket(Bucket=BUCKET)
 
     def upload(self, folder: Path) -> str:
-        """Copy a folder into the bucket as it is; its address."""
+        """Copy a folder into the bucket unchanged, and return its address."""
         for path in folder.rglob("*"):
             if path.is_file():
                 self.client.upload_file(str(path), BUCKET, str(path.relative_to(folder.parent)))
@@ -92,7 +92,7 @@ def songs(tmp_path: Path) -> SpeechSet:
 
 
 def silent(name: str, done: int, total: int) -> None:
-    """No progress is shown."""
+    """A progress callback that shows nothing."""
 
 
 def fetched(address: str, options: dict[str, object], folder: Path) -> SpeechSet:
@@ -101,7 +101,7 @@ def fetched(address: str, options: dict[str, object], folder: Path) -> SpeechSet
 
 
 def test_audio_in_a_bucket_is_the_audio_on_the_disk(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
-    """Samples, texts and whole batches agree, and a batch asks once for each of its utterances."""
+    """Samples, texts and whole batches agree, and a batch requests each of its utterances once."""
     remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
     assert not (remote.folder / "shar").exists()
     for index in range(COUNT):
@@ -120,7 +120,7 @@ def test_audio_in_a_bucket_is_the_audio_on_the_disk(store: Store, songs: SpeechS
 def test_a_machine_copies_each_shard_once_and_then_asks_the_store_for_nothing(
     store: Store, songs: SpeechSet, tmp_path: Path
 ) -> None:
-    """Whichever of its processes is first. What was left of an interrupted copy is not used."""
+    """Any of its processes may be first. The rest of an interrupted copy is not used."""
     address, here, cache = store.upload(songs.folder.parent), tmp_path / "here", tmp_path / "cache"
     fetch_sets(address, store.options, here, ["train"], 8000, silent, cache)
     store.requests.lines.clear()
@@ -139,9 +139,7 @@ def test_a_machine_copies_each_shard_once_and_then_asks_the_store_for_nothing(
     }
 
 
-def test_a_cache_without_room_and_a_shard_that_is_gone_are_named(
-    store: Store, songs: SpeechSet, tmp_path: Path
-) -> None:
+def test_a_full_cache_and_a_missing_shard_are_named(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
     address = store.upload(songs.folder.parent)
     (tmp_path / "file").write_text("no folder")
     fetch_sets(address, store.options, tmp_path / "a", ["train"], 8000, silent, tmp_path / "file")
@@ -165,7 +163,7 @@ def heard(folder: Path) -> float:
 
 
 def test_an_index_is_fetched_once_and_again_when_it_has_changed(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
-    """A second call reads the summary and the sizes; a set that was prepared anew replaces the old one."""
+    """A second call reads only the summary and the sizes; a set that was prepared again replaces the old one."""
     address = store.upload(songs.folder.parent)
     arguments = (address, store.options, tmp_path / "here", ["train"], 8000, silent)
     assert fetch_sets(*arguments) == ["train"]
@@ -186,8 +184,8 @@ def total(opened: SpeechSet) -> float:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_connect_by_themselves(store: Store, songs: SpeechSet, tmp_path: Path, method: str) -> None:
-    """A set that has a connection already can be handed to forked and to spawned processes."""
+def test_workers_make_their_own_connections(store: Store, songs: SpeechSet, tmp_path: Path, method: str) -> None:
+    """A set that already has a connection can be handed to forked and to spawned processes."""
     remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
     expected = total(songs)
     assert total(remote) == expected
@@ -197,7 +195,7 @@ def test_workers_connect_by_themselves(store: Store, songs: SpeechSet, tmp_path:
 
 
 def test_a_deleted_object_is_named(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
-    """A shard that is gone is named with its address, at once and not utterance by utterance, and when fetching too."""
+    """A missing shard is named with its address, at once and not utterance by utterance, also when fetching."""
     address = store.upload(songs.folder.parent)
     remote = fetched(address, store.options, tmp_path / "here")
     store.client.delete_object(Bucket=BUCKET, Key="songs/train/shar/recording.000000.tar")
@@ -208,14 +206,14 @@ def test_a_deleted_object_is_named(store: Store, songs: SpeechSet, tmp_path: Pat
     assert not any((tmp_path / "elsewhere").glob("*"))
 
 
-def test_a_set_that_is_not_there_is_named(store: Store, tmp_path: Path) -> None:
-    """The address of its summary stands in the message."""
+def test_a_missing_set_is_named(store: Store, tmp_path: Path) -> None:
+    """The message has the address of its summary."""
     with pytest.raises(DataError, match=r"s3://corpora/nothing/train/summary\.json: is missing"):
         fetch_sets(f"s3://{BUCKET}/nothing", store.options, tmp_path, ["train"], 8000, silent)
 
 
 def test_damaged_and_missing_bytes_are_named(store: Store, songs: SpeechSet, tmp_path: Path) -> None:
-    """An object that changed after it was fetched: each utterance that is damaged has its own error, no other has."""
+    """If an object changed after it was fetched, each damaged utterance has its own error, and no other has one."""
     remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
     shard = songs.folder / "shar" / "recording.000000.tar"
     content = bytearray(shard.read_bytes())
@@ -246,17 +244,17 @@ def test_refused_access_says_where_credentials_belong(
 def test_a_store_that_does_not_answer_is_tried_a_few_times_and_named(
     store: Store, songs: SpeechSet, tmp_path: Path
 ) -> None:
-    """After the last try the message says how many there were and what the network said."""
+    """After the last attempt, the message has their number and the network's answer."""
     remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
     store.server.stop()
     with pytest.raises(DataError, match=r"recording\.000000\.tar: cannot be read after 3 tries .*check the network"):
         remote.read([0, 1])
 
 
-def test_a_failure_that_passes_is_not_seen(
+def test_a_temporary_failure_goes_unnoticed(
     store: Store, songs: SpeechSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranges that failed once are asked for again, and only those."""
+    """Only the ranges that failed are requested again."""
     remote = fetched(store.upload(songs.folder.parent), store.options, tmp_path / "here")
     ask, asked = object_store.ObjectFolder._cat, []
 
@@ -271,7 +269,7 @@ def test_a_failure_that_passes_is_not_seen(
     assert asked == [3, 1]
 
 
-def test_a_folder_on_this_machine_is_an_address_too(songs: SpeechSet, tmp_path: Path) -> None:
+def test_a_local_folder_is_an_address_too(songs: SpeechSet, tmp_path: Path) -> None:
     """`file://` reads a copied folder, such as one on a network file system, without any other package."""
     remote = fetched(f"file://{songs.folder.parent}", {}, tmp_path / "here")
     assert json.loads((remote.folder / "remote.json").read_text())["address"] == f"file://{songs.folder}/shar"
@@ -282,7 +280,7 @@ def test_a_folder_on_this_machine_is_an_address_too(songs: SpeechSet, tmp_path: 
 
 
 def test_a_damaged_index_is_named_where_it_is_damaged(songs: SpeechSet, tmp_path: Path) -> None:
-    """In the store, not in the copy, of which nothing is left."""
+    """The error names the store, not the copy, of which nothing remains."""
     shutil.copytree(songs.folder.parent, tmp_path / "store")
     ids = tmp_path / "store" / songs.folder.name / "index" / "ids.npy"
     ids.write_bytes(ids.read_bytes()[:-9])
@@ -301,8 +299,8 @@ def test_a_set_that_was_prepared_here_is_never_replaced(songs: SpeechSet, tmp_pa
     assert total(SpeechSet.open(songs.folder)) > 0
 
 
-def test_another_sampling_rate_is_refused(songs: SpeechSet, tmp_path: Path) -> None:
-    """Both rates stand in the message."""
+def test_a_different_sampling_rate_is_refused(songs: SpeechSet, tmp_path: Path) -> None:
+    """The message has both rates."""
     with pytest.raises(DataError, match=r"prepared at 8000 Hz.* is 16000 Hz"):
         fetch_sets(f"file://{songs.folder.parent}", {}, tmp_path / "here", ["train"], 16000, silent)
 
@@ -328,14 +326,14 @@ def test_a_store_whose_package_is_missing_names_the_extra(tmp_path: Path) -> Non
     ],
 )
 def test_impossible_addresses_and_secrets_are_refused(address: str, options: dict, message: str) -> None:
-    """Before anything is fetched, and without showing the secret; good ones have no problem."""
+    """They are refused before anything is fetched, and without showing the secret; good ones have no problem."""
     problem = address_problem(address, options)
     assert problem is not None and message in problem and "'x'" not in problem
     assert address_problem("s3://bucket/corpus", {"anon": True, "endpoint_url": "http://127.0.0.1"}) is None
 
 
 def test_preparing_fetches_what_another_machine_has_prepared(tmp_path: Path) -> None:
-    """With data.remote the corpus need not be here; without it, a set is prepared where its index was."""
+    """With data.remote, the corpus need not exist here; without it, a set is prepared where its index was."""
     table = write_table(tmp_path / "corpus")
     config = {"folder": tmp_path / "there", "sampling_rate": RATE, "filter": {"min_seconds": 0.1}, "valid": None}
     config["corpus"] = {

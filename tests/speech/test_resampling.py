@@ -1,4 +1,4 @@
-"""Resampling is lhotse's, and audio that comes in pieces gives what the whole gives."""
+"""Resampling equals lhotse's, and audio in pieces gives the same as the whole."""
 
 import numpy as np
 import pytest
@@ -12,14 +12,14 @@ RATES = [(16000, 8000), (8000, 16000), (22050, 16000), (44100, 8000), (11025, 16
 
 @pytest.mark.parametrize(("rate", "wanted"), RATES)
 def test_resampling_has_the_bits_of_lhotse(rate: int, wanted: int) -> None:
-    """Of several channels, too."""
+    """This includes audio of several channels."""
     waveform = torch.randn(2, 4321, generator=torch.Generator().manual_seed(1))
     assert torch.equal(resampled(waveform, rate, wanted), get_or_create_resampler(rate, wanted)(waveform))
 
 
 @pytest.mark.parametrize(("rate", "wanted"), [*RATES, (8000, 8000), (44099, 8000)])
 def test_pieces_of_any_lengths_give_what_the_whole_gives(rate: int, wanted: int) -> None:
-    """To rounding, and to the sample."""
+    """They agree to rounding, and to the sample."""
     generator = np.random.default_rng(1)
     waveform = generator.standard_normal(20_000).astype(np.float32)
     resampler, parts, place = Resampler(rate, wanted), [], 0
@@ -35,7 +35,7 @@ def test_pieces_of_any_lengths_give_what_the_whole_gives(rate: int, wanted: int)
     ("rate", "wanted", "ratio"), [(44099, 8000, 404 / 2227), (192_001, 16000, 1 / 12), (8001, 48_000, 6)]
 )
 def test_rates_without_a_common_divisor_are_resampled_by_a_nearby_ratio(rate: int, wanted: int, ratio: float) -> None:
-    """The exact kernel would take gigabytes. A tone stays the tone it was."""
+    """The exact kernel would take gigabytes. A tone stays the same tone."""
     assert ratio == pytest.approx(wanted / rate, rel=1.3e-4)
     tone = np.sin(2 * np.pi * 440 * np.arange(2 * rate) / rate).astype(np.float32)
     found = resampled(torch.from_numpy(tone), rate, wanted).numpy()

@@ -1,4 +1,4 @@
-"""Scores against another library, and the files that speech people expect."""
+"""Scores against another library, and the files that are usual in speech recognition."""
 
 import jiwer
 import numpy as np
@@ -29,7 +29,7 @@ def test_rates_are_those_of_jiwer(pairs):
 
 
 def counted(reference: list[str], hypothesis: list[str], substitution: int, other: int) -> tuple[int, int]:
-    """Errors of the alignment with the lowest weight, and insertions minus deletions; of equal ones, the fewest."""
+    """Errors of the alignment with the lowest weight, and insertions minus deletions; among equal ones, the fewest."""
     row = [(other * column, column) for column in range(len(hypothesis) + 1)]
     for place, word in enumerate(reference, 1):
         before, row = row, [(other * place, place)]
@@ -44,7 +44,7 @@ def counted(reference: list[str], hypothesis: list[str], substitution: int, othe
 
 @given(REFERENCE, HYPOTHESIS)
 def test_errors_are_counted_as_by_sclite(reference, hypothesis):
-    """With weights of 1, the number is the same; sclite's weights (4, 3 and 3) never find fewer. Words add up."""
+    """With weights of 1, the number is the same; sclite's weights (4, 3 and 3) never find fewer. The words add up."""
     counts = error_rates({"a": reference}, {"a": hypothesis}).words
     words = reference.split(), hypothesis.split()
     errors, surplus = counted(*words, substitution=1, other=1)
@@ -65,14 +65,14 @@ def test_the_lines_are_those_of_kaldi():
 
 
 def test_texts_without_spaces_have_the_rate_of_their_characters():
-    """A sentence of theirs counts as one word, so that a single wrong character is a word error of 100 %."""
+    """A whole sentence counts as one word, so a single wrong character is a word error of 100 %."""
     spoken, heard = "それは私の本ではありませんよ", "それは私の本ではありますよ"
     assert error_rates({"a": spoken}, {"a": heard}).rate == pytest.approx(100 * 2 / 14)
     assert error_rates({"a": "DO RE MI"}, {"a": "DO RE"}).rate == pytest.approx(100 / 3)
 
 
 def test_a_missing_utterance_is_all_deletions_and_is_named():
-    """What has no hypothesis counts against the result, and the lines say so."""
+    """A missing hypothesis counts against the result, and the lines report it."""
     result = error_rates({"a": "ONE TWO", "b": "THREE"}, {"a": "ONE TWO"})
     assert (result.words.deletions, result.missing) == (1, ("b",))
     assert result.lines()[-1] == "1 utterances without a hypothesis are counted as deletions: b"
@@ -85,13 +85,13 @@ def test_a_hypothesis_without_reference_is_refused():
 
 
 def test_an_empty_set_is_refused():
-    """There is no error rate of nothing."""
+    """Nothing has no error rate."""
     with pytest.raises(DataError, match="empty"):
         error_rates({}, {})
 
 
 def test_the_interval_covers_the_rate_it_belongs_to():
-    """With errors at 10 %, over many sets about 95 in 100 intervals hold the true rate."""
+    """With errors at 10 %, about 95 in 100 intervals over many sets contain the true rate."""
     generator = np.random.default_rng(0)
     covered = 0
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Audio is cut at its pauses, wherever its pieces end, and no word is cut or lost."""
+"""Audio is cut at its pauses, whatever pieces it comes in, and no word is cut or lost."""
 
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from tests.speech.tones import RATE, WORDS, performance
 
 
 def cut(waveform: np.ndarray, sizes: list[int] | None = None, segmentation: Segmentation | None = None) -> list[Piece]:
-    """The segments of a waveform that comes in pieces of some sizes, over and over."""
+    """The segments of a waveform that comes in pieces of some sizes, repeated cyclically."""
     segmenter, pieces, place, number = Segmenter(RATE, segmentation), [], 0, 0
     while place < len(waveform):
         size = len(waveform) if sizes is None else sizes[number % len(sizes)]
@@ -31,7 +31,7 @@ def sentences(count: int, noise: float = 0.002, seed: int = 1) -> tuple[np.ndarr
 
 @pytest.mark.parametrize("noise", [0.0, 0.002, 0.01])
 def test_every_sentence_is_a_segment_with_its_words_whole(noise: float) -> None:
-    """Whatever the noise: at 0.01 the words are 17 dB above it."""
+    """This holds for any noise: at 0.01 the words are 17 dB above it."""
     waveform, spans = sentences(12, noise)
     pieces = cut(waveform)
     assert len(pieces) == 12
@@ -44,7 +44,7 @@ def test_every_sentence_is_a_segment_with_its_words_whole(noise: float) -> None:
 
 
 def test_segments_do_not_depend_on_the_pieces_in_which_audio_comes() -> None:
-    """One sample, odd sizes or all at once."""
+    """The pieces have one sample, odd sizes, or everything at once."""
     waveform, _ = sentences(3)
     whole = cut(waveform)
     for sizes in ([7, 1, 800, 81], [79], [12_345]):
@@ -54,15 +54,15 @@ def test_segments_do_not_depend_on_the_pieces_in_which_audio_comes() -> None:
             np.testing.assert_array_equal(piece.samples, other.samples)
 
 
-def test_noise_alone_and_silence_are_no_segments() -> None:
-    """Of any level, and for any time."""
+def test_noise_alone_and_silence_give_no_segments() -> None:
+    """This holds for any level and duration."""
     generator = np.random.default_rng(1)
     for level in (0.0, 1e-4, 0.01, 0.2):
         assert cut((level * generator.standard_normal(10 * RATE)).astype(np.float32)) == []
 
 
 def test_a_word_without_any_silence_around_it_is_kept() -> None:
-    """A recording may be cut tightly, and begin or end with speech."""
+    """A recording may be cut tightly, so that it begins or ends with speech."""
     generator = np.random.default_rng(1)
     (waveform, _), (long, spans) = performance(["DO"], [0, 0], generator), sentences(3)
     (piece,) = cut(waveform)
@@ -75,7 +75,7 @@ def test_a_word_without_any_silence_around_it_is_kept() -> None:
 
 
 def test_speech_without_pauses_is_cut_between_words() -> None:
-    """Into segments of at most 20 s, or what is asked for; every word is inside one."""
+    """Segments last at most 20 s, or the requested limit; every word is inside one."""
     generator = np.random.default_rng(2)
     words = generator.choice(list(WORDS), 150).tolist()
     waveform, spans = performance(words, generator.uniform(0.06, 0.2, 151).tolist(), generator)
@@ -92,7 +92,7 @@ def test_speech_without_pauses_is_cut_between_words() -> None:
 
 
 def test_a_long_recording_is_never_held_as_a_whole() -> None:
-    """Ten minutes of speech and silence, of which at most the longest segment and a block are kept."""
+    """In ten minutes of speech and silence, at most the longest segment and a block are kept."""
     waveform, _ = sentences(30)
     segmenter, most = Segmenter(RATE), 0
     for number in range(8):
@@ -104,8 +104,8 @@ def test_a_long_recording_is_never_held_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.001, 0.005])
-def test_noise_between_recordings_is_no_speech_though_they_have_quieter_places(noise: float) -> None:
-    """As where clean recordings are joined with a noise floor between them."""
+def test_noise_between_recordings_is_not_speech_even_if_they_have_quieter_places(noise: float) -> None:
+    """Clean recordings may be joined with a noise floor between them."""
     generator, parts, spans = np.random.default_rng(2), [], []
     for _ in range(10):
         gap = noise * generator.standard_normal(round(generator.uniform(0.6, 2.0) * RATE))

@@ -27,7 +27,7 @@ def aligned(reference: str, hypothesis: str) -> Alignment:
 
 
 def test_the_segments_of_nists_example() -> None:
-    """It was the best of times: four segments, with the errors of either system."""
+    """Its sentence, "It was the best of times", has four segments, with the errors of either system."""
     reference = "it was the best of times it was the worst of times it was"
     first = "ITS the best of times it IS the worst of times OR it was"
     second = "it was the best times it WON the TEST of times it was"
@@ -35,8 +35,8 @@ def test_the_segments_of_nists_example() -> None:
 
 
 @given(WORDS, WORDS, WORDS)
-def test_segments_are_what_is_left_between_two_good_words(reference: str, first: str, second: str) -> None:
-    """As a regular expression finds them: g is a word that both recognise, other letters are errors."""
+def test_segments_lie_between_pairs_of_correct_words(reference: str, first: str, second: str) -> None:
+    """A regular expression finds the same: g is a word that both recognise, other letters are errors."""
     ours, theirs = aligned(reference, first), aligned(reference, second)
     signs = ""
     places = iter_places(ours), iter_places(theirs)
@@ -50,7 +50,7 @@ def test_segments_are_what_is_left_between_two_good_words(reference: str, first:
 
 
 def iter_places(alignment: Alignment) -> list[tuple[int, int | None]]:
-    """Words inserted before each reference word, and whether it is wrong; at last those after it, and None."""
+    """Words inserted before each reference word, and whether it is wrong; at the end those after it, and None."""
     found: list[tuple[int, int | None]] = []
     inserted = 0
     for reference, hypothesis in alignment:
@@ -82,7 +82,7 @@ def with_rate(references: dict[str, str], seed: int, rate: float) -> dict[str, s
 
 
 def test_the_statistic_is_the_formula_of_the_paper() -> None:
-    """W = mean / (deviation / sqrt(n)), close to the normal distribution where segments are many."""
+    """W = mean / (deviation / sqrt(n)) is close to the normal distribution where segments are many."""
     references, first = texts_with_errors(1, 0.15)
     second = with_rate(references, 7, 0.12)
     ours, theirs = align_words(references, first), align_words(references, second)
@@ -98,7 +98,7 @@ def test_the_statistic_is_the_formula_of_the_paper() -> None:
 
 
 def test_equal_systems_are_rarely_called_different_and_unequal_ones_often() -> None:
-    """At 5 %: of 100 pairs of equal error rates, few; of 20 with 20 % and 10 %, all."""
+    """At the 5 % level, few of 100 pairs with equal error rates differ, and all of 20 pairs with 20 % and 10 %."""
     false = 0
     for seed in range(100):
         references, first = texts_with_errors(seed, 0.1, 60)
@@ -112,7 +112,8 @@ def test_equal_systems_are_rarely_called_different_and_unequal_ones_often() -> N
 
 
 def test_the_paired_bootstrap_agrees_with_kaldialign() -> None:
-    """On the share of samples in which the second is better; and its interval is that of the normal distribution."""
+    """They agree on the share of samples in which the second is better; the interval is that of the normal
+    distribution."""
     references, first = texts_with_errors(3, 0.15)
     second = with_rate(references, 9, 0.13)
     result = paired_bootstrap(references, first, second)
@@ -132,7 +133,7 @@ def test_the_paired_bootstrap_agrees_with_kaldialign() -> None:
 
 
 def test_without_differences_there_is_no_test() -> None:
-    """Nor without utterances enough."""
+    """There is none with too few utterances, either."""
     references = {"a": "one two", "b": "three"}
     result = matched_pairs(references, references, references)
     assert (result.segments, result.t, result.p) == (0, None, None)

@@ -1,4 +1,4 @@
-"""The prepared set: what is written is what random access and lhotse read back."""
+"""The prepared set: random access and lhotse read back what was written."""
 
 import copy
 import multiprocessing
@@ -103,7 +103,7 @@ def test_overwritten_audio_is_an_error_that_names_the_utterance(small_set: Speec
         SpeechSet.open(small_set.folder).audio(0)
 
 
-def test_an_index_outside_of_the_set_is_refused(small_set: SpeechSet) -> None:
+def test_an_index_outside_the_set_is_refused(small_set: SpeechSet) -> None:
     """Neither negative nor too large indices wrap around to another utterance."""
     for i in (-1, len(small_set)):
         with pytest.raises(IndexError, match="which has 10"):
@@ -117,7 +117,7 @@ def _total(opened: SpeechSet) -> float:
 @pytest.mark.wide
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_read_the_same_audio_as_their_parent(small_set: SpeechSet, method: str) -> None:
-    """A set whose files are open already can be handed to forked and to spawned workers."""
+    """A set whose files are already open can be handed to forked and to spawned workers."""
     expected = _total(small_set)
     with multiprocessing.get_context(method).Pool(2) as pool:
         assert pool.map(_total, [small_set] * 4) == [expected] * 4
@@ -125,7 +125,7 @@ def test_workers_read_the_same_audio_as_their_parent(small_set: SpeechSet, metho
 
 
 def test_a_copy_carries_no_data(small_set: SpeechSet) -> None:
-    """What is pickled for a worker is the path; the copy is the same set with no file open."""
+    """Only the path is pickled for a worker; the copy is the same set with no file open."""
     small_set.audio(0)
     assert small_set.__reduce__()[1] == (small_set.folder.absolute(), True)
     assert [copy.copy(small_set).id(i) for i in range(10)] == [small_set.id(i) for i in range(10)]
@@ -148,7 +148,7 @@ def test_open_files_stay_bounded_however_many_shards(tmp_path: Path) -> None:
 
 
 def test_the_index_of_a_million_utterances_takes_less_than_200_megabytes(tmp_path: Path) -> None:
-    """Beside its id and text an utterance costs at most 54 bytes of index."""
+    """Besides its id and text, an utterance costs at most 54 bytes of index."""
     count = 300
     opened = _written(tmp_path / "set", [f"{i:030}" for i in range(count)], ["X" * 100] * count, shard_size=100)
     headers = 13 * 200

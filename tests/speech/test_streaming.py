@@ -1,4 +1,5 @@
-"""Streaming: chunk by chunk the same as the whole with a chunk mask; in one chunk the same as full context."""
+"""Streaming: chunk by chunk gives the same as the whole with a chunk mask, and a single chunk the same as full
+context."""
 
 from itertools import pairwise
 
@@ -37,7 +38,7 @@ def features_of(length: int, seed: int = 0, rows: int = 1) -> torch.Tensor:
 
 @torch.inference_mode()
 def streamed(network: StreamingNetwork, features: torch.Tensor, block: int) -> torch.Tensor:
-    """The log-probabilities of features that come in blocks of so many frames."""
+    """The log-probabilities of features that come in blocks of the given sizes."""
     state = network.initial_state(len(features))
     outputs = []
     for begin in range(0, features.shape[1], block):
@@ -49,7 +50,7 @@ def streamed(network: StreamingNetwork, features: torch.Tensor, block: int) -> t
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.name}-{config.subsampling}")
 def test_chunk_by_chunk_is_the_whole_with_a_mask(config: Architecture) -> None:
-    """To 1e-5, for every size of chunk and context, of blocks, and of utterances that end in the middle of a chunk."""
+    """They agree to 1e-5, for every size of chunk and context, of blocks, and of utterances that end inside a chunk."""
     for chunks in (Chunks(1, 5), Chunks(2, 1), Chunks(3, 2), Chunks(11, 3), Chunks(40, 1)):
         network = network_of(config, chunks)
         for length, block in ((1, 1), (37, 5), (64, 1000)):
@@ -63,7 +64,8 @@ def test_chunk_by_chunk_is_the_whole_with_a_mask(config: Architecture) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.name}-{config.subsampling}")
 def test_one_chunk_is_full_context(config: Architecture) -> None:
-    """The same weights: whole utterances in one chunk, in full context, and in the model without chunks."""
+    """With the same weights, utterances in one chunk, in full context, and in the model without chunks give the
+    same."""
     features, lengths = features_of(90, rows=2), torch.tensor([90, 61])
     plain = build_model(config.model_copy(update={"chunk": None}), 10, 7, seed=1).eval()
     chunked, full = network_of(config, Chunks(1000, 1)), network_of(config, Chunks(2, 1))
@@ -79,7 +81,7 @@ def test_one_chunk_is_full_context(config: Architecture) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.name}-{config.subsampling}")
 def test_the_stated_latency_is_the_true_one(config: Architecture) -> None:
-    """The outputs of the first chunk hear a sound up to it, and nothing that comes later."""
+    """The outputs of the first chunk hear a sound up to that time, and nothing later."""
     shift, length = 0.010, 0.025
     latency = config.latency(shift, length)
     assert latency is not None
@@ -102,7 +104,7 @@ def test_the_stated_latency_is_the_true_one(config: Architecture) -> None:
 
 
 def test_padding_never_changes_an_utterance_in_chunks() -> None:
-    """Beside a longer one, with rubbish in the padding."""
+    """The utterance is beside a longer one, with random values in the padding."""
     for config in CONFIGS:
         network = network_of(config)
         padded = torch.full((2, 120, 10), 1e3)
@@ -114,7 +116,7 @@ def test_padding_never_changes_an_utterance_in_chunks() -> None:
 
 
 def test_training_draws_chunks_and_full_context() -> None:
-    """From dropout's generator, so that a learner's seed decides; gradients are finite."""
+    """They come from dropout's generator, so that a learner's seed determines them; gradients are finite."""
     config = model_config(name="conformer", preset="tiny", chunk=ChunkConfig(seconds=0.16, left=2))
     network = network_of(config).train()
     torch.manual_seed(0)
@@ -134,7 +136,7 @@ def test_training_draws_chunks_and_full_context() -> None:
 @pytest.mark.parametrize("normalise", ["global", "none"])
 @pytest.mark.parametrize(("rate", "length", "shift"), [(8000, 0.025, 0.010), (16000, 0.025, 0.010), (8000, 0.02, 0.02)])
 def test_blocks_give_the_frames_of_the_whole(normalise: str, rate: int, length: float, shift: float) -> None:
-    """For blocks and recordings of any length."""
+    """This holds for blocks and recordings of any length."""
     config = FeatureConfig(num_mels=20, normalise=normalise, frame_length=length, frame_shift=shift)
     features = LogMel(config, rate)
     features.statistics = {"mean": torch.randn(20), "deviation": torch.rand(20) + 0.5}
@@ -149,7 +151,7 @@ def test_blocks_give_the_frames_of_the_whole(normalise: str, rate: int, length: 
 
 
 def test_a_recording_shorter_than_a_window_has_no_frames() -> None:
-    """Nor has an empty one."""
+    """An empty recording has none, either."""
     stream = StreamingLogMel(LogMel(FeatureConfig(normalise="none"), 8000))
     assert stream.accept(torch.zeros(10)).shape == (0, 40)
     assert stream.finish().shape == (0, 40)
@@ -162,7 +164,7 @@ def recogniser_of(config: Architecture, normalise: str = "none") -> Recogniser:
 
 @pytest.mark.parametrize("name", ["lstm", "conformer"])
 def test_a_stream_ends_with_the_text_of_the_whole(name: str) -> None:
-    """The tokens of two steps are joined as those of one; partial texts grow."""
+    """Tokens of consecutive steps are joined as within one step; partial texts grow."""
     recogniser = recogniser_of(model_config(name=name, preset="tiny", chunk=ChunkConfig(seconds=0.08, left=2)))
     waveform = torch.from_numpy(sing(["DO", "RE", "MI"], np.random.default_rng(0)))
     stream = Stream(recogniser)

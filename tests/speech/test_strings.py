@@ -1,4 +1,4 @@
-"""Strings of recordings: exact use of every recording, one speaker a string, and the audio that results."""
+"""Strings of recordings: exact use of every recording, one speaker per string, and the resulting audio."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ from starling.speech.strings import StringsConfig, join_strings, plan_strings
 def test_every_recording_is_used_exactly_copies_times_with_its_own_speaker(
     speakers: list[str], shortest: int, extra: int, copies: int, seed: int
 ) -> None:
-    """Whatever the sizes: exact use, one speaker a string, distinct ids, never too long."""
+    """For any sizes, use is exact, each string has one speaker, ids are distinct, and no string is too long."""
     config = StringsConfig(shortest=shortest, longest=shortest + extra, copies=copies, seed=seed)
     plans = plan_strings(speakers, config, "train")
     used = Counter(member for plan in plans for member in plan.members)
@@ -50,7 +50,7 @@ def test_a_plan_is_a_function_of_seed_and_set() -> None:
 
 
 def test_a_string_is_its_recordings_in_order_with_quiet_gaps_between() -> None:
-    """Every recording appears unchanged; gaps have the length and the level asked for."""
+    """Every recording appears unchanged; gaps have the requested length and level."""
     config = StringsConfig(gap_seconds=(0.05, 0.25), gap_level_db=-60)
     recordings = [
         Utterance(f"u{i}", "a", f"W{i}", "", lambda i=i: (sound(0.2, i).astype(np.float32) / 32768, RATE))
@@ -70,7 +70,7 @@ def test_a_string_is_its_recordings_in_order_with_quiet_gaps_between() -> None:
 
 
 def _remove(samples: np.ndarray, parts: list[np.ndarray]) -> list[np.ndarray]:
-    """What stands between the parts, which must be there in this order and reach from end to end."""
+    """The samples between the parts, which must occur in this order and reach from end to end."""
     gaps, position = [], 0
     for part in parts:
         start = next(s for s in range(position, len(samples)) if np.array_equal(samples[s : s + len(part)], part))

@@ -1,4 +1,4 @@
-"""The demo corpus: the same speech for the same seed, and voices that never meet."""
+"""The demo corpus: the same speech for the same seed, and sets with different voices."""
 
 from itertools import combinations
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_no_voice_speaks_in_two_sets() -> None:
 
 
 def test_every_voice_speaks_in_every_accent_and_the_same_in_every_process() -> None:
-    """The synthesiser knows all the voices we name, none is silent, and none depends on chance of its own."""
+    """The synthesiser knows all the voices that we name; none is silent, and none is random by itself."""
     voices = [f"{accent}+{voice}" for accent in ACCENTS for each in VOICES.values() for voice in each]
     sentences = [Sentence("turn left stop", voice, 160, 50, 50) for voice in voices]
     runs = [list(speak(sentences)) for _ in range(3)]
@@ -49,7 +49,7 @@ def test_every_voice_speaks_in_every_accent_and_the_same_in_every_process() -> N
 
 
 def test_utterances_are_digits_and_commands_of_plausible_length() -> None:
-    """Texts come from the vocabulary, in the shares asked for; a word takes 0.1 to 1 second."""
+    """Texts come from the vocabulary, in the requested shares; a word takes 0.1 to 1 second."""
     utterances = _spoken("train", sets={"train": 200}, commands=0.25, digits=(2, 4))
     commands = [u for u in utterances if u.text in COMMANDS]
     assert 25 <= len(commands) <= 75

@@ -1,4 +1,4 @@
-"""Tokens: text survives the way there and back, and what cannot be encoded is named."""
+"""Tokens: text survives encoding and decoding, and what cannot be encoded is named."""
 
 import copy
 
@@ -26,7 +26,7 @@ def test_every_text_comes_back(config):
 
 @given(st.text(alphabet="AB Ç", min_size=1).filter(str.strip))
 def test_characters_come_back_from_any_text_of_the_alphabet(text):
-    """Spaces at any place and letters beyond ASCII are characters like any other."""
+    """Spaces anywhere and letters beyond ASCII are characters like any other."""
     tokenizer = CharacterTokenizer("AB Ç")
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -41,7 +41,7 @@ def test_a_character_outside_the_alphabet_is_named(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 def test_an_empty_transcript_is_named(config):
-    """Nothing, or spaces alone, is a DataError with the id."""
+    """An empty transcript, or one of only spaces, is a DataError with the id."""
     with pytest.raises(DataError, match=r"'u4' is empty"):
         make_tokenizer(config, TEXTS).encode("  ", "u4")
 
@@ -58,14 +58,14 @@ def test_saved_tokens_are_the_same_tokens(config, tmp_path):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 def test_the_same_texts_make_the_same_tokens(config):
-    """Every learner that makes its tokenizer makes the same one."""
+    """Every learner that makes its own tokenizer gets the same one."""
     first, second = (make_tokenizer(config, TEXTS) for _ in range(2))
     assert first.encode("SEVEN NINE") == second.encode("SEVEN NINE")
     assert first.vocab_size == second.vocab_size
 
 
 def test_damaged_or_missing_tokens_are_named(tmp_path):
-    """A folder without tokens, or with half a file, is a CheckpointError naming it."""
+    """A folder without tokens, or with half a file, is a CheckpointError that names it."""
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
     (tmp_path / "tokens.json").write_text('{"kind": "char')
@@ -77,7 +77,7 @@ def test_damaged_or_missing_tokens_are_named(tmp_path):
 
 
 def test_texts_without_characters_are_refused():
-    """No training text, no tokens."""
+    """Without training texts there are no tokens."""
     with pytest.raises(DataError, match="contain no characters"):
         make_tokenizer(TokenConfig(), [])
     with pytest.raises(DataError, match="sentencepiece"):

@@ -1,4 +1,4 @@
-"""Words and their times, of recordings of any length and rate, and of audio as it is spoken."""
+"""Words and their times, in recordings of any length and rate, and in audio as it is spoken."""
 
 import math
 from collections import Counter
@@ -27,7 +27,7 @@ from tests.speech.tones import RATE, WORDS, performance
 TONES = Path(__file__).parents[1] / "data" / "tones"
 """A trained recogniser of tones; tests/data/make_tones.py made it."""
 WITHIN = 0.08
-"""Seconds."""
+"""Largest error of a time in seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def song(count: int, seed: int = 5) -> tuple[np.ndarray, list[tuple[str, float, 
 
 
 def check(transcript: Transcript, spans: list[tuple[str, float, float]]) -> None:
-    """The words, and where they are."""
+    """Check the words and their times."""
     assert transcript.text == " ".join(word for word, _, _ in spans)
     for word, (text, start, end) in zip(transcript.words, spans, strict=True):
         assert word.text == text
@@ -56,8 +56,8 @@ def check(transcript: Transcript, spans: list[tuple[str, float, float]]) -> None
         assert 0.0 < word.confidence <= 1.0
 
 
-def test_words_are_within_80_ms_of_where_they_were_put(transcriber: Transcriber) -> None:
-    """In a recording of many sentences, at its own rate, at another one, and in stereo."""
+def test_words_are_within_80_ms_of_their_true_times(transcriber: Transcriber) -> None:
+    """A recording of many sentences is tested at its own rate, at another rate, and in stereo."""
     waveform, spans = song(12)
     check(transcriber.transcribe(waveform, RATE), spans)
     wide = resampled(torch.from_numpy(waveform), RATE, 22050)
@@ -66,7 +66,7 @@ def test_words_are_within_80_ms_of_where_they_were_put(transcriber: Transcriber)
 
 
 def test_the_text_of_a_long_recording_is_that_of_its_pieces(transcriber: Transcriber) -> None:
-    """Each segment alone says the same, and offsets are kept."""
+    """Each segment alone gives the same text, and offsets are kept."""
     waveform, _ = song(8)
     whole = transcriber.transcribe(waveform, RATE)
     assert len(whole.segments) >= 8
@@ -98,7 +98,7 @@ def test_a_word_beside_a_cut_is_heard_once(transcriber: Transcriber) -> None:
 
 
 def test_speech_is_transcribed_while_it_is_spoken(transcriber: Transcriber) -> None:
-    """Partial texts grow towards the final ones, which are those of the whole recording."""
+    """Partial texts grow towards the final texts, which are those of the whole recording."""
     waveform, _ = song(4)
     live, finals, partials = transcriber.live(16_000), list[Segment](), list[str]()
     for block in np.array_split(resampled(torch.from_numpy(waveform), RATE, 16_000).numpy(), 60):
@@ -116,8 +116,8 @@ def test_speech_is_transcribed_while_it_is_spoken(transcriber: Transcriber) -> N
 
 @pytest.mark.parametrize("name", ["lstm", "conformer"])
 def test_a_streaming_model_hears_live_audio_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each partial text is that of the whole with a chunk mask, as early as the stated latency says, and its cost does
-    not grow with the segment. The text at the end is that of the recording."""
+    """Each partial text equals that of the whole with a chunk mask, as early as the stated latency says, and its cost
+    does not grow with the segment. The final text is that of the recording."""
     generator = np.random.default_rng(2)
     words = generator.choice(list(WORDS), 12).tolist()
     waveform, _ = performance(words, [*generator.uniform(0.05, 0.4, 12), 0.2], generator)
@@ -164,7 +164,7 @@ def test_a_streaming_model_hears_live_audio_once(name: str, monkeypatch: pytest.
 
 
 def test_confidence_falls_where_words_are_unclear(transcriber: Transcriber) -> None:
-    """Two words at once are not said as confidently as one."""
+    """Two simultaneous words have lower confidence than one."""
     generator = np.random.default_rng(1)
     clear, _ = performance(["DO", "MI"], [0.3, 0.2, 0.3], generator)
     mixed = 0.5 * clear + 0.5 * np.roll(clear, 1500)
@@ -185,13 +185,13 @@ def test_confidence_falls_where_words_are_unclear(transcriber: Transcriber) -> N
 def test_audio_that_cannot_be_transcribed_is_refused(
     transcriber: Transcriber, waveform: np.ndarray, rate: int, message: str
 ) -> None:
-    """As a DataError with the numbers."""
+    """It is a DataError with the numbers."""
     with pytest.raises(DataError, match=message):
         transcriber.transcribe(waveform, rate)
 
 
 def test_silence_has_no_words(transcriber: Transcriber) -> None:
-    """And is no error."""
+    """Silence is not an error."""
     found = transcriber.transcribe(np.zeros(5 * RATE, np.float32), RATE)
     assert (found.text, found.words, found.segments, found.seconds) == ("", (), (), 5.0)
 
@@ -200,7 +200,7 @@ def test_silence_has_no_words(transcriber: Transcriber) -> None:
     "decoder", [AttentionConfig(kind="attention", width=16, heads=2), TransducerConfig(kind="transducer", width=16)]
 )
 def test_texts_of_decoders_have_times_by_ctc(decoder: AttentionConfig | TransducerConfig) -> None:
-    """With random weights: the decoder's text, in order, inside its segment."""
+    """With random weights, the decoder's words have times in order, inside their segment."""
     config = model_config(preset="tiny", subsampling=2, decoder=decoder)
     recogniser = Recogniser.create(config, LogMel(FeatureConfig(), RATE), CharacterTokenizer(" AB"), seed=3)
     waveform, _ = song(2)
@@ -215,7 +215,7 @@ def test_texts_of_decoders_have_times_by_ctc(decoder: AttentionConfig | Transduc
 
 
 def test_tokens_begin_where_the_best_path_without_blanks_has_them() -> None:
-    """By trying each path of six frames."""
+    """Each path of six frames is tried."""
     generator = np.random.default_rng(1)
     for tokens in ([1, 2, 1], [2], [1, 2, 3, 1, 2, 3]):
         log_probs = np.log(generator.dirichlet(np.ones(4), 6)).astype(np.float32)
@@ -229,7 +229,7 @@ def test_tokens_begin_where_the_best_path_without_blanks_has_them() -> None:
 
 
 def test_an_alignment_is_the_best_of_all_paths() -> None:
-    """By trying each path of five frames."""
+    """Each path of five frames is tried."""
     generator = np.random.default_rng(1)
     for tokens in ([1, 2], [1, 1], [2], []):
         log_probs = np.log(generator.dirichlet(np.ones(3), 5)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Subtitles, JSON and CTM are read back by other readers."""
+"""Other readers read back subtitles, JSON and CTM."""
 
 import json
 import re
@@ -26,7 +26,7 @@ WITHOUT_TIMES = Transcript((Segment(1.0, 2.5, "ONE TWO", None),), 3.0)
 
 
 def test_srt_is_read_by_pysubs2() -> None:
-    """Times to the millisecond, at most two lines and seven seconds, every word once."""
+    """Times are exact to the millisecond, cues have at most two lines and seven seconds, and every word occurs once."""
     cues = pysubs2.SSAFile.from_string(formatted(SPOKEN, "srt", "x"), format_="srt")
     assert (cues[0].start, cues[0].end, cues[0].plaintext) == (300, 1500, "A B & Ç")
     assert " ".join(cue.plaintext.replace("\n", " ") for cue in cues) == SPOKEN.text
@@ -37,7 +37,7 @@ def test_srt_is_read_by_pysubs2() -> None:
 
 
 def test_vtt_is_read_by_webvtt() -> None:
-    """With the same cues; marks of the format are escaped."""
+    """The cues are the same; marks of the format are escaped."""
     text = formatted(SPOKEN, "vtt", "x")
     cues = webvtt.from_string(text)
     subtitles = pysubs2.SSAFile.from_string(formatted(SPOKEN, "srt", "x"), format_="srt")
@@ -51,7 +51,7 @@ def test_vtt_is_read_by_webvtt() -> None:
 
 
 def test_ctm_has_a_line_for_each_word() -> None:
-    """Name, channel, start, duration, word, confidence."""
+    """The line has name, channel, start, duration, word and confidence."""
     lines = formatted(SPOKEN, "ctm", "my talk").splitlines()
     found = [CTM.fullmatch(line) for line in lines]
     assert all(found)
@@ -61,7 +61,7 @@ def test_ctm_has_a_line_for_each_word() -> None:
 
 
 def test_json_has_words_in_segments() -> None:
-    """With the keys and types that docs/transcribing.md lists."""
+    """Keys and types are those that docs/transcribing.md lists."""
     found = json.loads(formatted(SPOKEN, "json", "talk.wav"))
     assert {key: type(value) for key, value in found.items()} == {
         "file": str, "seconds": float, "text": str, "segments": list,
@@ -78,7 +78,7 @@ def test_json_has_words_in_segments() -> None:
 
 
 def test_words_without_times_make_subtitles_by_segment_and_no_ctm() -> None:
-    """One error says what can be had."""
+    """One error lists the formats that are possible."""
     (cue,) = pysubs2.SSAFile.from_string(formatted(WITHOUT_TIMES, "srt", "x"), format_="srt")
     assert (cue.start, cue.end, cue.plaintext) == (1000, 2500, "ONE TWO")
     assert formatted(WITHOUT_TIMES, "txt", "x") == "ONE TWO\n"
@@ -86,8 +86,8 @@ def test_words_without_times_make_subtitles_by_segment_and_no_ctm() -> None:
         formatted(WITHOUT_TIMES, "ctm", "x")
 
 
-def test_nothing_said_is_valid_in_every_format() -> None:
-    """An empty file, or an empty list."""
+def test_an_empty_transcript_is_valid_in_every_format() -> None:
+    """The result is an empty file, or an empty list."""
     nothing = Transcript((), 2.0)
     assert len(pysubs2.SSAFile.from_string(formatted(nothing, "srt", "x"), format_="srt")) == 0
     assert len(webvtt.from_string(formatted(nothing, "vtt", "x"))) == 0

@@ -1,4 +1,4 @@
-"""Transcripts that do not fit: swapped ones are found by good and poor recognisers, and few right ones are."""
+"""Transcripts that do not fit: good and poor recognisers find swapped ones, and few right ones raise an alarm."""
 
 import math
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def clean(songs: Path) -> list[Record]:
 
 @pytest.fixture
 def planted(clean: list[Record]) -> list[Record]:
-    """The same with three pairs of swapped transcripts, which have different words, and one of wrong words."""
+    """The corpus with three pairs of swapped transcripts, which have different words, and one with wrong words."""
     records = list(clean)
     for first, second in SWAPS:
         own, other = clean[first].text, clean[second].text
@@ -104,7 +104,7 @@ def _partners() -> dict[str, str]:
 
 
 def test_likelihoods_are_sums_over_all_alignments() -> None:
-    """By brute force over all paths of four frames and three tokens; a text that needs five frames has none."""
+    """All paths of four frames and three tokens are enumerated; a text that needs five frames has none."""
     log_probs = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).log_softmax(1)
 
     def collapsed(path: tuple[int, ...]) -> list[int]:
@@ -120,7 +120,7 @@ def test_likelihoods_are_sums_over_all_alignments() -> None:
 
 
 def test_a_limit_follows_the_scores_of_the_set_and_a_tenth_of_wrong_ones_does_not_move_it() -> None:
-    """At least `misfit`; transcripts without any path do not count."""
+    """The limit is at least `misfit`; transcripts without any path do not count."""
     scores = np.linspace(0, 1, 101).tolist()
     config = CheckConfig(outlier=2, misfit=0.5)
     assert usual_limit(scores, config) == pytest.approx(0.5 + 2 * 0.4)
@@ -131,7 +131,7 @@ def test_a_limit_follows_the_scores_of_the_set_and_a_tenth_of_wrong_ones_does_no
 
 @pytest.mark.wide
 def test_swapped_and_wrong_transcripts_are_found_and_nothing_else(planted: list[Record], good: Recogniser) -> None:
-    """Each swapped one with its partner; every finding has the text, what was heard, and the score."""
+    """Each swapped transcript is listed with its partner; every finding has the text, what was heard, and the score."""
     whole, findings = _hear(planted, good)
     assert {each.id: each.other_id for each in findings if each.kind == "swapped"} == _partners()
     assert [each.id for each in findings if each.kind == "misfit"] == ["song-50"]
@@ -153,10 +153,10 @@ def test_a_poor_recogniser_finds_the_swapped_ones_too(planted: list[Record], poo
 
 @pytest.mark.wide
 @pytest.mark.parametrize("which", ["good", "poor"])
-def test_right_transcripts_raise_hardly_an_alarm(
+def test_correct_transcripts_raise_hardly_any_alarm(
     clean: list[Record], which: str, request: pytest.FixtureRequest
 ) -> None:
-    """One of 120 at most, and none is called swapped."""
+    """At most one of 120 does, and none is called swapped."""
     _, findings = _hear(clean, request.getfixturevalue(which))
     assert len(findings) <= 1
     assert all(each.kind == "misfit" for each in findings)

@@ -15,14 +15,14 @@ LENGTHS, TOKEN_LENGTHS = torch.tensor([4, 2, 1, 3]), torch.tensor([3, 2, 0, 1])
 
 
 def lattice(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of blanks and of tokens, with rubbish outside the utterances."""
+    """Log-probabilities of blanks and of tokens, with random values outside the utterances."""
     generator = torch.Generator().manual_seed(seed)
     blank, emit = (torch.randn(4, 4, width, generator=generator, dtype=torch.float64) for width in (4, 3))
     return blank.requires_grad_(), emit.requires_grad_()
 
 
 def by_enumeration(blank: torch.Tensor, emit: torch.Tensor, num_frames: int, num_tokens: int) -> torch.Tensor:
-    """-log of the sum over every way to place the tokens in the frames."""
+    """The negative log of the sum over every way to place the tokens in the frames."""
     totals = []
     for places in itertools.combinations_with_replacement(range(num_frames), num_tokens):
         steps = [emit[frame, token] for token, frame in enumerate(places)]
@@ -32,7 +32,7 @@ def by_enumeration(blank: torch.Tensor, emit: torch.Tensor, num_frames: int, num
 
 
 def test_the_loss_is_the_sum_over_all_alignments():
-    """Values and gradients of four utterances of other lengths, to 1e-10."""
+    """Values and gradients of four utterances of different lengths agree, to 1e-10."""
     blank, emit = lattice()
     ours = lattice_loss(blank, emit, LENGTHS, TOKEN_LENGTHS)
     sizes = zip(LENGTHS.tolist(), TOKEN_LENGTHS.tolist(), strict=True)
@@ -48,8 +48,8 @@ def test_the_gradient_is_that_of_finite_differences():
     assert torch.autograd.gradcheck(lambda *given: lattice_loss(*given, LENGTHS, TOKEN_LENGTHS), lattice(seed=1))
 
 
-def test_what_is_outside_an_utterance_changes_nothing():
-    """Other values there, even infinite ones, give the same loss, and gradients of 0."""
+def test_values_outside_an_utterance_change_nothing():
+    """Different values there, even infinite ones, give the same loss, and gradients of 0."""
     blank, emit = (each.detach() for each in lattice())
     before = lattice_loss(blank, emit, LENGTHS, TOKEN_LENGTHS)
     for row, (frames, tokens) in enumerate(zip(LENGTHS.tolist(), TOKEN_LENGTHS.tolist(), strict=True)):
@@ -65,7 +65,7 @@ def test_what_is_outside_an_utterance_changes_nothing():
 
 
 def test_a_long_utterance_neither_overflows_nor_loses_its_gradient():
-    """A thousand frames and two hundred tokens: the shares of all steps sum to frames plus tokens."""
+    """For a thousand frames and two hundred tokens, the shares of all steps sum to frames plus tokens."""
     generator = torch.Generator().manual_seed(0)
     blank, emit = (
         (5 * torch.randn(1, 1000, width, generator=generator)).log_softmax(2).requires_grad_() for width in (201, 200)
@@ -88,7 +88,7 @@ FRAMES = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(3))
 
 
 def loss_of(made: Transducer, most_numbers: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-    """The losses, the gradients by all weights and frames, and the bytes kept for them."""
+    """The losses, their gradients with respect to all weights and frames, and the bytes kept for them."""
     frames, tokens = FRAMES.clone().requires_grad_(), torch.tensor([[1, 2, 3], [4, 0, 0]])
     kept = {}
 
@@ -106,7 +106,7 @@ def loss_of(made: Transducer, most_numbers: int) -> tuple[torch.Tensor, list[tor
 
 @pytest.mark.parametrize("most_numbers", [1, 2 * 4 * 8 * 3])
 def test_chunks_give_the_loss_and_the_gradients_of_the_whole(most_numbers):
-    """A frame or three at a time, to 1e-5; less is kept for the backward pass."""
+    """Chunks of one or three frames agree to 1e-5, and keep less for the backward pass."""
     made = decoder()
     whole, chunked = loss_of(made, 2**24), loss_of(made, most_numbers)
     torch.testing.assert_close(chunked[0], whole[0], atol=1e-5, rtol=0)
@@ -115,8 +115,8 @@ def test_chunks_give_the_loss_and_the_gradients_of_the_whole(most_numbers):
     assert chunked[2] < 0.7 * whole[2]
 
 
-def test_the_predictor_knows_the_last_tokens_alone():
-    """With a context of 2, what it predicts after a text depends on its last two tokens, and on their order."""
+def test_the_predictor_knows_only_the_last_tokens():
+    """With a context of 2, its prediction after a text depends on the last two tokens, and on their order."""
     made = decoder()
     after = {text: made.predict(torch.tensor([text]))[0, -1] for text in ((1, 2, 3), (4, 2, 3), (2, 3), (3, 2))}
     torch.testing.assert_close(after[1, 2, 3], after[4, 2, 3])
@@ -133,7 +133,7 @@ def log_probability(made: Transducer, frames: torch.Tensor, text: list[int]) -> 
 
 
 def test_a_wide_beam_finds_the_likeliest_text_with_its_probability():
-    """Among all texts of up to four of two tokens; scores are those of the loss, summed over all alignments."""
+    """All texts of up to four of two tokens are compared; scores are those of the loss, summed over all alignments."""
     made, frames = decoder(vocab_size=3), FRAMES[0, :3]
     with torch.inference_mode():
         made.output.bias[0] += 3.0  # so that long texts are unlikely
@@ -146,7 +146,7 @@ def test_a_wide_beam_finds_the_likeliest_text_with_its_probability():
 
 
 def test_a_narrow_beam_is_no_better_and_greedy_search_keeps_to_the_lengths():
-    """A beam of 1 has a score of at most that of 8; padding and neighbours change no greedy text."""
+    """A beam of 1 scores at most as well as one of 8; padding and neighbours change no greedy text."""
     made = decoder()
     with torch.inference_mode():
         best = [decoding.transducer_beam(made, FRAMES[0], beam)[0][1] for beam in (1, 8)]
@@ -175,7 +175,8 @@ def test_greedy_search_takes_the_likeliest_step_of_each_cell():
 
 
 def test_a_model_with_a_transducer_gives_its_loss_beside_ctc():
-    """The third output; the first two are those of the model without one, with the same weights."""
+    """The loss is the third output; the first two are those of the model without a transducer, with the same
+    weights."""
     plain = model_config(name="blstm", preset="tiny")
     with_decoder = plain.model_copy(update={"decoder": TransducerConfig(kind="transducer", width=16)})
     model, other = (build_model(each, 40, 5, seed=1) for each in (with_decoder, plain))

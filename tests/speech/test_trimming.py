@@ -21,7 +21,7 @@ def recording(before: float, speech: float, behind: float, noise: float = 1e-3) 
 @pytest.mark.parametrize("margin", [0.0, 0.1, 0.25])
 @pytest.mark.parametrize(("before", "behind"), [(1.0, 0.7), (0.0, 1.0), (0.6, 0.0)])
 def test_the_margin_is_kept_on_either_side_of_speech(margin: float, before: float, behind: float) -> None:
-    """To 30 ms, the reach of the levels' mean; no sample of the speech is lost."""
+    """It is kept to 30 ms, the reach of the levels' mean; no sample of the speech is lost."""
     samples = recording(before, 1.5, behind)
     kept = trimmed(samples, RATE, margin)
     place = next(start for start in range(len(samples)) if np.array_equal(samples[start : start + len(kept)], kept))
@@ -31,7 +31,7 @@ def test_the_margin_is_kept_on_either_side_of_speech(margin: float, before: floa
 
 
 def test_speech_up_to_the_last_sample_is_kept() -> None:
-    """Also in a last frame that is not complete."""
+    """This includes speech in an incomplete last frame."""
     samples = recording(1.0, 1.505, 0.0)
     assert len(samples) % (RATE // 100)
     kept = trimmed(samples, RATE, 0.0)
@@ -41,18 +41,19 @@ def test_speech_up_to_the_last_sample_is_kept() -> None:
 
 @pytest.mark.parametrize("samples", [recording(0, 0, 2), recording(0, 2, 0), np.zeros(16000, np.float32)])
 def test_a_recording_without_pauses_stays_as_it_is(samples: np.ndarray) -> None:
-    """Noise, a tone from end to end, and silence."""
+    """Noise, a tone from end to end, and silence have no pauses."""
     np.testing.assert_array_equal(trimmed(samples, RATE, 0.1), samples)
 
 
 @pytest.mark.parametrize("length", [0, 1, 79, 400])
 def test_very_short_recordings_are_not_an_error(length: int) -> None:
-    """Nor is an empty one."""
+    """An empty recording is not, either."""
     assert len(trimmed(np.ones(length, np.float32), RATE, 0.0)) == length
 
 
 def test_preparation_trims_recordings_when_asked_to() -> None:
-    """After the length limits are checked; also where recordings are reread to be joined into strings."""
+    """They are trimmed after the length limits are checked, also if recordings are read again to be joined into
+    strings."""
     samples = recording(1.0, 1.5, 1.0)
     utterance = Utterance("a", "s", "A", "a.wav", lambda: (samples, RATE))
     checker = Checker(Checking("set", RATE, "upper", FilterConfig(trim=0.1, min_seconds=3.0)))

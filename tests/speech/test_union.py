@@ -1,4 +1,4 @@
-"""Several prepared sets as one: the same utterances, under numbers and names of their own."""
+"""Several prepared sets as one: the same utterances, with their own numbers and names."""
 
 import pickle
 from pathlib import Path
@@ -39,7 +39,7 @@ def union(folders: list[Path]) -> SpeechSets:
 
 
 def test_each_utterance_is_that_of_its_set(union: SpeechSets, folders: list[Path]) -> None:
-    """Id, text, duration and audio, one by one and several at a time, in any order and twice."""
+    """Id, text, duration and audio agree, one by one and several at a time, in any order and repeated."""
     alone = [(SpeechSet.open(folder), number) for folder in folders for number in range(len(SpeechSet.open(folder)))]
     assert len(union) == len(alone) == 16
     for index, (each, number) in enumerate(alone):
@@ -60,22 +60,22 @@ def test_ids_are_unique_and_say_the_domain(union: SpeechSets) -> None:
     assert (ids[0], ids[7], ids[11]) == ("calls/utt-0", "talks.1/utt-0", "talks.2/utt-0")
 
 
-def test_one_set_alone_stays_as_it_is(folders: list[Path]) -> None:
-    """Its ids, and its arrays, which stay on the disk."""
+def test_a_single_set_is_unchanged(folders: list[Path]) -> None:
+    """Its ids stay, and so do its arrays, which remain on disk."""
     union = SpeechSets([Member("calls", folders[0])])
     assert [union.id(index) for index in range(3)] == ["utt-0", "utt-1", "utt-2"]
     assert union.durations is union.sets[0].durations
 
 
-def test_shards_and_domains_are_numbered_through(union: SpeechSets) -> None:
-    """Ascending, and none is shared by two sets."""
+def test_shards_and_domains_are_numbered_consecutively(union: SpeechSets) -> None:
+    """Numbers ascend, and no two sets share one."""
     assert union.shards.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6, 6]
     assert union.domain_bounds == [0, 7, 16]
     assert union.labels("domain").tolist() == [0] * 7 + [1] * 9
 
 
 def test_a_name_in_one_domain_is_one_speaker(union: SpeechSets) -> None:
-    """And in another domain another one."""
+    """In a different domain it is a different speaker."""
     labels = union.labels("speaker")
     names = [
         (member.domain, each.speaker(number))
@@ -86,8 +86,9 @@ def test_a_name_in_one_domain_is_one_speaker(union: SpeechSets) -> None:
     assert len(set(zip(labels.tolist(), names, strict=True))) == 4
 
 
-def test_some_utterances_are_a_set_of_their_own(union: SpeechSets) -> None:
-    """Chosen once and again, and in a copy in another process: everything about them, under new numbers."""
+def test_selected_utterances_form_a_separate_set(union: SpeechSets) -> None:
+    """This holds when chosen repeatedly, and in a copy in another process, for everything about them, under new
+    numbers."""
     chosen = union.only(np.array([1, 5, 6, 8, 12, 15])).only(np.array([0, 2, 3, 5]))
     for each in (chosen, pickle.loads(pickle.dumps(chosen))):  # noqa: S301 - our own bytes
         assert len(each) == 4 and each.numbers.tolist() == [1, 6, 8, 15]
@@ -101,34 +102,34 @@ def test_some_utterances_are_a_set_of_their_own(union: SpeechSets) -> None:
 
 
 def test_all_utterances_are_the_set_itself_and_a_repeated_one_is_not(union: SpeechSets) -> None:
-    """Frames of two speeds name each utterance twice: as many numbers as utterances need not be all utterances."""
+    """Frames at two speeds name each utterance twice: as many numbers as utterances need not be all utterances."""
     assert union.only(np.arange(16)) is union
     assert union.only(np.repeat(np.arange(8), 2)).numbers.tolist() == np.repeat(np.arange(8), 2).tolist()
 
 
 def test_a_copy_carries_no_data(union: SpeechSets) -> None:
-    """Loading processes open the sets for themselves."""
+    """Loading processes open the sets themselves."""
     sent = pickle.dumps(union)
     assert len(sent) < 2000
     assert pickle.loads(sent).id(11) == "talks.2/utt-0"  # noqa: S301 - our own bytes
 
 
 def test_sets_of_different_sampling_rates_are_refused(folders: list[Path], tmp_path: Path) -> None:
-    """With both rates and places."""
+    """The error has both rates and places."""
     written(tmp_path / "wide", 3, rate=16000)
     with pytest.raises(DataError, match=rf"calls at {RATE} Hz, .*wide at 16000 Hz"):
         SpeechSets([Member("calls", folders[0]), Member("wide", tmp_path / "wide")])
 
 
-def test_a_set_that_is_there_twice_is_refused(folders: list[Path]) -> None:
-    """Whatever way leads to its folder."""
+def test_a_repeated_set_is_refused(folders: list[Path]) -> None:
+    """The path to its folder does not matter."""
     again = folders[0].parent / "talks" / ".." / "calls"
     with pytest.raises(DataError, match="in the mixture twice"):
         SpeechSets([Member("a", folders[0]), Member("b", again)])
 
 
-def test_numbers_outside_of_the_union_are_refused(union: SpeechSets) -> None:
-    """Below and above."""
+def test_numbers_outside_the_union_are_refused(union: SpeechSets) -> None:
+    """Numbers below and above its range are tested."""
     for index in (-1, 16):
         with pytest.raises(IndexError, match=rf"utterance {index} of calls \+ talks \+ more, which has 16"):
             union.text(index)

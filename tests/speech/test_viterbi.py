@@ -1,4 +1,4 @@
-"""The best path and the best words are those that trying everything finds."""
+"""The best path and the best words agree with exhaustive search."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -30,14 +30,14 @@ def legal_paths(num_frames: int, optional: list[bool]) -> Iterator[tuple[int, ..
 
 
 def best_by_trying(scores: np.ndarray, optional: list[bool]) -> Scored:
-    """The highest score of a path through `scores` `[T, P]`, and the path."""
+    """The highest score of a path through `scores` `[T, P]`, and that path."""
     frames = np.arange(len(scores))
     return max((float(scores[frames, path].sum()), path) for path in legal_paths(len(scores), optional))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_path_is_the_best_of_all_paths(seed: int) -> None:
-    """In a batch of utterances of different lengths, with silences that may be skipped at both ends and between."""
+    """The batch has utterances of different lengths, with optional silences at both ends and between."""
     generator = np.random.default_rng(seed)
     rows = [[True, False, False, True, False, True], [False], [True, False, True], [False, False, True, False]]
     lengths = [int(generator.integers(row.count(False), 7)) for row in rows]
@@ -62,7 +62,7 @@ def tied(words: tuple[str, ...], decoding: DecodingConfig, log_priors: np.ndarra
 
 
 def best_words(scores: np.ndarray, words: tuple[str, ...], decoding: DecodingConfig) -> list[str]:
-    """The words whose row of states, with silences that may be skipped, scores best; every sequence is tried."""
+    """The words whose row of states, with optional silences, scores best; every sequence is tried."""
     letters = {"a": 1, "b": 2, "c": 3}
     lengths = [1] if decoding.words == "one" else range(len(scores) + 1)
     found: list[tuple[float, list[str]]] = []
@@ -81,7 +81,7 @@ def best_words(scores: np.ndarray, words: tuple[str, ...], decoding: DecodingCon
 @pytest.mark.parametrize("kind", ["loop", "one"])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_best_words_are_the_best_of_all_word_sequences(seed: int, kind: str) -> None:
-    """In a loop of words, and of one word; with priors taken out, and a cost for each word."""
+    """Both a loop of words and a single word are tested, with priors removed, and a cost for each word."""
     generator = np.random.default_rng(seed)
     words = ("ab", "c", "ba")
     decoding = DecodingConfig(words=kind, word_penalty=float(generator.normal()), prior_scale=0.5)

@@ -20,7 +20,7 @@ VOICED = Segmentation(voice_activity=True)
 
 @pytest.fixture(scope="module")
 def programme() -> tuple[np.ndarray, int, list[tuple[float, float]]]:
-    """A melody, a sentence, a melody, and another sentence; and where the sentences are, in seconds."""
+    """A melody, a sentence, another melody and another sentence, with the times of the sentences in seconds."""
     texts = ("please turn the lights off in the kitchen now", "three seven one")
     spoken = list(speak([Sentence(text, voice="en-us+f2", rate=120, pitch=50, range=50) for text in texts]))
     rate = spoken[0][1]
@@ -42,8 +42,8 @@ def cut(samples: np.ndarray, rate: int, size: int, segmentation: Segmentation, o
 
 
 @pytest.mark.parametrize("rate", [8000, 16_000, 11_025])
-def test_melodies_are_no_speech(programme: tuple[np.ndarray, int, list[tuple[float, float]]], rate: int) -> None:
-    """At any rate of the recogniser. By its energy, a melody is speech, too."""
+def test_melodies_are_not_speech(programme: tuple[np.ndarray, int, list[tuple[float, float]]], rate: int) -> None:
+    """This holds at any rate of the recogniser. By its energy, a melody would be speech, too."""
     samples, given, spans = programme
     found = cut(samples, given, 4096, VOICED, rate)
     assert len(found) == len(spans)
@@ -64,7 +64,7 @@ def test_segments_do_not_depend_on_the_pieces(programme: tuple[np.ndarray, int, 
 
 
 def test_torch_keeps_its_threads_and_silence_has_no_segments() -> None:
-    """silero-vad sets torch to one thread where it is imported."""
+    """Importing silero-vad would set torch to one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     assert cut(np.zeros(40_000, np.float32), 16_000, 1000, VOICED) == []
@@ -74,7 +74,7 @@ def test_torch_keeps_its_threads_and_silence_has_no_segments() -> None:
 
 
 def test_what_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the model is looked for."""
+    """The error is raised before the model is looked for."""
     monkeypatch.setattr("starling.extras.find_spec", lambda name: None if name == "silero_vad" else object())
     with pytest.raises(MissingExtraError, match=r"voice activity detection needs silero_vad: pip install .*\[vad\]"):
         load_model("exp/absent", segmentation=VOICED)

@@ -1,4 +1,4 @@
-"""A language of tones for tests: each word is a chord of its own, so that a tiny network learns it in seconds."""
+"""A language of tones for tests: each word is a different chord, so that a tiny network learns it in seconds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ RATE = 8000
 
 
 def sing(words: list[str], generator: np.random.Generator, rate: int = RATE) -> np.ndarray:
-    """Waveform `[T]` of `words`: 0.25 s a word, gaps of 0.08 s, a little noise."""
+    """Waveform `[T]` of `words`: 0.25 s per word, gaps of 0.08 s, and a little noise."""
     time = np.arange(int(0.25 * rate)) / rate
     envelope = np.sin(np.pi * np.arange(len(time)) / len(time))
     pieces = [np.zeros(int(0.08 * rate))]
@@ -38,8 +38,8 @@ def song_set(folder: Path, count: int, seed: int = 0) -> SpeechSet:
 def performance(
     words: Sequence[str], gaps: Sequence[float], generator: np.random.Generator, rate: int = RATE, noise: float = 0.002
 ) -> tuple[np.ndarray, list[tuple[str, float, float]]]:
-    """Waveform `[T]` of `words`, of different lengths, with gaps in seconds before each and after the last; and each
-    word with the seconds at which it begins and ends."""
+    """Waveform `[T]` of `words` of different lengths, with gaps in seconds before each word and after the last, and
+    each word with the seconds at which it begins and ends."""
     pieces, spans, place = [], [], 0
     for word, gap in zip([*words, None], gaps, strict=True):
         pieces.append(np.zeros(int(gap * rate)))

@@ -12,9 +12,9 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "reference/commands.md": commands.page,
     "reference/python.md": public_names.page,
 }
-"""What fills in the generated part of a page."""
+"""The functions that make the generated part of each page."""
 PLACE = "> This part of the page is made from the source when the site is built: `make docs`."
-"""What stands in a page in place of its generated part."""
+"""The line that stands in a page in place of its generated part."""
 _ASSETS = (".svg", ".png", ".css")
 
 
@@ -22,7 +22,7 @@ def write_site(folder: Path) -> None:
     """Write every page and picture of the site.
 
     Raises:
-        ValueError: for all links that lead nowhere, and all public names without a docstring.
+        ValueError: Some links lead nowhere, or some public names have no docstring.
     """
     if found := problems():
         raise ValueError("\n".join(found))
@@ -38,7 +38,7 @@ def write_site(folder: Path) -> None:
 
 
 def problems() -> list[str]:
-    """Links that lead nowhere, pages without a place for their generated part, and public names without a docstring."""
+    """Broken links, pages without a place for their generated part, and public names without a docstring."""
     found = [f"{name}: a public name without a docstring" for name in public_names.undocumented()]
     for page in links.pages():
         name = page.relative_to(links.ROOT)

@@ -1,4 +1,4 @@
-"""Every command with its arguments and options, read from the Typer app, and every exit code, from the errors."""
+"""Every command with its arguments and options, read from the Typer app, and every exit code, read from the errors."""
 
 import inspect
 import re
@@ -24,12 +24,12 @@ class Command:
     help: str
     example: str
     parameters: tuple[Any, ...]
-    """Of the Typer command: what its help lists."""
+    """The parameters of the Typer command that its help lists."""
     is_group: bool
 
 
 def commands() -> list[Command]:
-    """All commands, groups before their members."""
+    """All commands, with groups before their members."""
     return list(_commands(typer.main.get_command(app), ""))
 
 

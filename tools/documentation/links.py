@@ -1,4 +1,4 @@
-"""Links between pages: as the forge resolves them, and as the site needs them.
+"""Links between pages, as the forge resolves them and as the site needs them.
 
 On the forge, pages link to any file of the repository. The site has the pages of `docs/`, the pages of the repository's
 root under other names, and a page for each source file or folder that a page links to.
@@ -21,7 +21,7 @@ HOME = {
     "SECURITY.md": "project/security.md",
     "RELEASING.md": "project/releasing.md",
 }
-"""The site's pages of the repository's root, by file."""
+"""The site's page for each page in the repository's root."""
 _FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"(`+)[^`].*?\1", re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^()\s]+)(?=\))")
@@ -33,11 +33,11 @@ class Link:
     """A link of a page to a file of the repository, or to a place in it."""
 
     text: str
-    """As the page has it."""
+    """The target as written in the page."""
     file: Path
-    """The file or folder, absolute."""
+    """The file or folder, as an absolute path."""
     anchor: str
-    """Without `#`; empty for the whole file."""
+    """The anchor without `#`; empty for the whole file."""
 
 
 def links(page: Path) -> Iterator[Link]:
@@ -53,13 +53,13 @@ def _link(page: Path, text: str) -> Link:
 
 
 def without_code(markdown: str) -> str:
-    """A text of the same length in which code is blank."""
+    """The text with blanks in place of code, at the same length."""
     blank = _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), markdown)
     return _CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), blank)
 
 
 def slug(heading: str, separator: str = "-") -> str:
-    """The anchor of a heading, as forges and the site make it."""
+    """The anchor of a heading, as forges and the site generate it."""
     plain = re.sub(r"<[^>]+>", "", heading)
     kept = [each for each in unicodedata.normalize("NFC", plain).lower() if each.isalnum() or each in " -_"]
     return "".join(kept).strip().replace(" ", separator)
@@ -78,7 +78,7 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 def problem(link: Link) -> str | None:
-    """What is wrong with a link on the forge; None if it leads to its place."""
+    """The problem with a link on the forge; None if it leads to its target."""
     if not link.file.is_relative_to(ROOT) or not link.file.exists():
         return f"links to {link.text}, which does not exist"
     if link.anchor and link.file.suffix == ".md" and link.anchor not in anchors(link.file):
@@ -109,7 +109,7 @@ def for_site(markdown: str, page: Path) -> str:
 
 
 def pages() -> list[Path]:
-    """All pages that the site shows: those of the root, and those of `docs/`."""
+    """All pages that the site shows: those in the repository's root, and those in `docs/`."""
     return [*(ROOT / name for name in HOME if (ROOT / name).exists()), *sorted(DOCS.rglob("*.md"))]
 
 

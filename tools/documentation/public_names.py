@@ -16,11 +16,11 @@ INTEGRATIONS = (
     "huggingface.StarlingArguments",
     "accelerate.StarlingSGD",
 )
-"""Public names that need another library, and are imported from their modules."""
+"""Public names that need another library and are imported from their modules."""
 
 
 def page() -> str:
-    """Directives for mkdocstrings: functions, classes, data, the job of examples, and integrations."""
+    """Directives for mkdocstrings: functions, classes, data, example jobs, and integrations."""
     parts = []
     for title, names in _groups().items():
         parts += [f"## {title}\n", *(f"::: starling.{name}\n" for name in names)]
@@ -39,7 +39,7 @@ def _groups() -> dict[str, list[str]]:
 
 
 def _public(name: str) -> Any:
-    """A public name as it is defined; `starling.report` is a package that may be called like the function."""
+    """The definition of a public name; `starling.report` is a package that may be called like the function."""
     return starling.__getattr__(name)
 
 

@@ -46,7 +46,7 @@ class Key:
     """One key of a recipe."""
 
     path: str
-    """Dotted; a part in angle brackets stands for any name."""
+    """Dotted path of the key; a part in angle brackets stands for any name."""
     type: str
     default: str
     unit: str
@@ -58,15 +58,15 @@ class Section:
     """The keys of one mapping of a recipe."""
 
     path: str
-    """Empty for the top level."""
+    """Path of the mapping; empty for the top level."""
     condition: str
-    """Which of several kinds of mapping this is, such as `kind: tsv`; empty if there is one kind only."""
+    """The kind of mapping, if there are several, such as `kind: tsv`; otherwise empty."""
     description: str
     keys: tuple[Key, ...]
 
     @property
     def title(self) -> str:
-        """Its heading."""
+        """The heading of the section."""
         if not self.path:
             return "Top level"
         return f"`{self.path}`, `{self.condition}`" if self.condition else f"`{self.path}`"
@@ -79,7 +79,7 @@ _BASE = Key(
     "",
     "The path of another recipe, relative to this one. Its keys apply where this recipe does not set them.",
 )
-"""The only key that is gone before the tree is checked: `read_recipe` merges the two files."""
+"""The only key that no longer exists when the tree is checked: `read_recipe` merges the two files."""
 _COMPARED = Key("compare", "mapping", "`null`", "", "What `starling compare` compares; other commands refuse it.")
 
 
@@ -91,7 +91,7 @@ def sections() -> list[Section]:
 
 
 def page() -> str:
-    """The tables of the page of recipe keys as Markdown."""
+    """The Markdown tables of the page of recipe keys."""
     parts = []
     for section in sections():
         parts.append(f"## {section.title}\n\n{section.description}\n")
@@ -108,7 +108,7 @@ def _row(key: Key) -> str:
 def _sections(
     model: type[BaseModel], path: str, condition: str = "", above: frozenset[type[BaseModel]] = frozenset()
 ) -> Iterator[Section]:
-    """The sections of a model and of those inside it. A model inside itself (`above`) is not described again."""
+    """The sections of a model and of the models inside it. A model inside itself (`above`) is not described again."""
     keys, inner = [], []
     for name, owner in owners(model).items():
         field = owner.model_fields[name]
@@ -152,7 +152,7 @@ def _mappings(annotation: Any, path: str) -> Iterator[tuple[str, type[BaseModel]
 
 
 def _kind(model: type[BaseModel]) -> str:
-    """What tells a model from others in its place: `kind: tsv`, or its own required key."""
+    """The mark that distinguishes a model from others in its place: `kind: tsv`, or its own required key."""
     for name, field in model.model_fields.items():
         if get_origin(field.annotation) is Literal and len(values := get_args(field.annotation)) == 1:
             return f"{name}: {values[0]}"

@@ -1,4 +1,4 @@
-"""One of two learners whose loop is its own: `starling.join` and eight steps."""
+"""One of two learners with a loop of their own: `starling.join` and eight steps."""
 
 import torch
 

@@ -1,9 +1,9 @@
 """Records which files of Starling a learner passes through from one optimizer step to the next.
 
-Active in processes that have this folder on PYTHONPATH, and the folder of the records in STARLING_TRACE. Each process
-that makes seven steps writes `PID.json` there, with a record of each mini-batch from the third step on: the calls from
-one file into another in its main thread as `[caller's file, file, function]`, the number of files in the main thread,
-and that in all threads.
+It is active in processes that have this folder on PYTHONPATH, and the folder of the records in STARLING_TRACE. Each
+process that makes seven steps writes `PID.json` there, with a record of each mini-batch from the third step on: the
+calls from one file into another in its main thread as `[caller's file, file, function]`, the number of files in the
+main thread, and the number in all threads.
 """
 
 import json
@@ -16,9 +16,9 @@ from typing import Any
 
 FIRST, LAST = 3, 7
 STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
-"""What torch wraps around the step of every optimizer."""
+"""The name of torch's wrapper around the step of every optimizer."""
 IN = ("src", "site-packages")
-"""Folders that hold the package."""
+"""Names of folders that contain the package."""
 
 
 class Tracer:

@@ -1,8 +1,8 @@
 """Reads untrusted audio: files, segments of files, streams and raw PCM, with bounded memory. Every error is a
 `DataError`.
 
-libsndfile reads WAV, FLAC, MP3, Opus and others. What it does not know, such as m4a, mp4, webm and video, is decoded by
-FFmpeg where the extra `[media]` is installed.
+libsndfile reads WAV, FLAC, MP3, Opus and others. FFmpeg decodes other formats, such as m4a, mp4, webm and video, if the
+extra `[media]` is installed.
 """
 
 import re
@@ -34,19 +34,20 @@ MAX_SAMPLES = round(MAX_SECONDS * 48_000)
 RATES = (1_000, 768_000)
 """The lowest and the highest sampling rate, Hz."""
 LEAST_SHARE = 0.9
-"""The least share of the audio that a header declares: recorders that are switched off, or whose disk is full, leave
-headers that declare a little more than there is. It is used as it is, as by sox and FFmpeg."""
+"""The smallest accepted share of the audio that a header declares. Recorders that are switched off, or whose disk is
+full, leave headers that declare slightly more audio than the file has; it is read as it is, as sox and FFmpeg do."""
 SUFFIXES = (".wav", ".flac", ".mp3", ".opus", ".ogg", ".oga", ".aif", ".aiff", ".aifc", ".au", ".w64", ".rf64", ".caf")
-"""Of files that libsndfile reads."""
+"""Suffixes of the files that libsndfile reads."""
 MEDIA_SUFFIXES = (".m4a", ".aac", ".mp4", ".mov", ".3gp", ".webm", ".mkv", ".avi", ".wma", ".wmv", ".amr")
-"""Of files that FFmpeg reads beside those."""
+"""Suffixes of the files that FFmpeg reads in addition."""
 _MEDIA = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,aac,asf,avi,amr", "protocol_whitelist": ""}
-"""FFmpeg's options: formats that hold audio themselves. Playlists, which name other files and addresses, are none."""
+"""FFmpeg's options: only formats that contain audio themselves. Playlists, which name other files and addresses, are
+excluded."""
 _UNKNOWN_FORMAT = 1  # libsndfile's code
 _ESTIMATED_LENGTH = ("MP3", "MPEG")
 _SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
 _BLOCK = 1 << 18
-"""Numbers that are read at once, all channels together; bytes of raw PCM."""
+"""Number of values read at once over all channels, and of bytes read at once from raw PCM."""
 _STREAMED = 0x7FFFF000
 """Declared sizes of at least this value are placeholders: the length was unknown when the header was written."""
 _short: ContextVar[list[str] | None] = ContextVar("short", default=None)
@@ -54,11 +55,11 @@ _short: ContextVar[list[str] | None] = ContextVar("short", default=None)
 
 class Media(AbstractContextManager["Media"]):
     """The first audio track of a file that FFmpeg decodes. It is read like a `soundfile.SoundFile`; its length is an
-    estimate. FFmpeg gets the open file, so that what is in it cannot name another one."""
+    estimate. FFmpeg gets the open file, so its contents cannot name another file."""
 
     format, extra_info = "", ""
     least_share = 0.0
-    """The least share of the length that must be there: that of a video may be longer than its audio."""
+    """The smallest accepted share of the declared length: a video may be longer than its audio."""
 
     def __init__(self, audio: Path | IO[bytes]) -> None:
         self._file = audio.open("rb") if isinstance(audio, Path) else audio
@@ -91,13 +92,13 @@ class Media(AbstractContextManager["Media"]):
                 if not container.streams.audio:
                     raise ValueError("there is no audio in it")
                 if container.streams.audio[0].codec_context is None:
-                    raise ValueError("FFmpeg does not know how its audio is coded")
+                    raise ValueError("FFmpeg does not know the codec of its audio")
                 yield container
         except av.FFmpegError as error:
             raise ValueError(f"FFmpeg: {error.strerror or error}") from error
 
     def _decoded(self) -> Generator[NDArray[np.float32], None, None]:
-        """Blocks `[n, channels]`."""
+        """The decoded blocks `[n, channels]`."""
         from av import AudioResampler, FFmpegError
 
         with self._opened() as container:
@@ -112,12 +113,12 @@ class Media(AbstractContextManager["Media"]):
                     raise
 
     def seek(self, first: int) -> None:
-        """Leave out so many samples."""
+        """Skip the first `first` samples."""
         while first > 0 and len(left_out := self.read(min(first, _BLOCK))):
             first -= len(left_out)
 
     def read(self, most: int, **_: object) -> NDArray[np.float32]:
-        """The next samples `[n, channels]`, at most so many; none at the end."""
+        """The next samples `[n, channels]`, at most `most`; none at the end."""
         while not len(self._rest) and (block := next(self._blocks, None)) is not None:
             self._rest = block
         found, self._rest = self._rest[:most], self._rest[most:]
@@ -128,12 +129,12 @@ _File: TypeAlias = "soundfile.SoundFile | Media"
 
 
 def audio_suffixes() -> tuple[str, ...]:
-    """Of the files that can be read here."""
+    """Suffixes of the files that this installation can read."""
     return SUFFIXES if find_spec("av") is None else SUFFIXES + MEDIA_SUFFIXES
 
 
 def open_audio(audio: Path | IO[bytes], name: object) -> _File:
-    """A file, or a stream that can be sought. Raises DataError that begins with `name`."""
+    """Open a file, or a seekable stream. Raises DataError that begins with `name`."""
     import soundfile
 
     try:
@@ -153,16 +154,16 @@ def open_audio(audio: Path | IO[bytes], name: object) -> _File:
 
 @dataclass
 class Sound:
-    """Audio that is being read. Its blocks come by iteration."""
+    """Audio that is being read. Iterating over it yields its blocks."""
 
     rate: int
     seconds: float | None
-    """Length of the audio by its header; None: unknown."""
+    """Length of the audio according to its header; None if it is unknown."""
     blocks: Iterator[NDArray[np.float32]]
-    """The mean of the channels, `[T]` each. Raises DataError for a truncated file and for samples that are not
+    """Blocks `[T]`, each the mean of the channels. Raises DataError for a truncated file and for samples that are not
     finite."""
     note: str = ""
-    """What its user should know."""
+    """A remark for the user."""
     heard: Seconds = 0.0
     """Length of the blocks so far."""
 
@@ -176,8 +177,8 @@ class Sound:
 
 @contextmanager
 def opened(audio: Path | IO[bytes], name: str, raw_rate: int | None = None) -> Iterator[Sound]:
-    """A file, or a stream that can be sought; or, if `raw_rate` is given, a stream of raw PCM of that rate. Raises
-    DataError that begins with `name`."""
+    """Open a file or a seekable stream or, if `raw_rate` is given, a stream of raw PCM at that rate. Raises DataError
+    that begins with `name`."""
     if raw_rate is not None and not isinstance(audio, Path):
         yield Sound(raw_rate, None, _pcm_blocks(audio, name))
         return
@@ -220,7 +221,7 @@ def read_audio(
 
 @contextmanager
 def noting_short() -> Iterator[list[str]]:
-    """The files that are read within this context and have a little less audio than their headers declare."""
+    """A context that collects the files read in it that have slightly less audio than their headers declare."""
     found = list[str]()
     token = _short.set(found)
     try:
@@ -253,7 +254,7 @@ def read_blocks(file: _File, name: object, count: int | None = None) -> Iterator
 
 
 def check_regular(path: Path) -> None:
-    """Raise DataError for what is no regular file, or empty."""
+    """Raise DataError unless the path is a regular file that is not empty."""
     try:
         status = path.stat()
     except OSError as error:
@@ -291,8 +292,8 @@ def _segment(path: Path, file: _File, start: float, duration: float | None) -> t
 
 
 def share_there(name: object, file: _File) -> float:
-    """The share of the audio that the header declares which the file has: 1, or a little less. Raises DataError that
-    begins with `name` if it is less than `LEAST_SHARE`."""
+    """The share of the declared audio that the file contains: 1, or slightly less. Raises DataError that begins with
+    `name` if it is less than `LEAST_SHARE`."""
     short = _SHORT_CHUNK.search(str(file.extra_info))
     if not short or int(short[1]) >= _STREAMED or int(short[2]) >= int(short[1]):
         return 1.0
@@ -318,7 +319,7 @@ def check_rate(rate: int, name: str) -> None:
 
 
 def _pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:
-    """Raw PCM of one channel, 16 bits, little-endian, as soon as it arrives."""
+    """Blocks of raw PCM (one channel, 16 bits, little-endian), as soon as they arrive."""
     rest = b""
     read1 = getattr(stream, "read1", stream.read)
     while data := read1(_BLOCK):
@@ -330,7 +331,7 @@ def _pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:
 
 
 def pcm(data: bytes) -> tuple[NDArray[np.float32], bytes]:
-    """Samples of 16 bits, little-endian, in [-1, 1], and a byte that is left over."""
+    """Samples in [-1, 1] of 16-bit little-endian PCM, and the byte left over."""
     whole = len(data) // 2 * 2
     return np.frombuffer(data[:whole], "<i2").astype(np.float32) / 32768.0, data[whole:]
 

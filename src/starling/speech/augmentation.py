@@ -32,17 +32,17 @@ class SpecAugmentConfig(Config):
     probability: float = Field(default=0.9, ge=0, le=1)
     """Share of utterances that are masked."""
     time_warp: int = Field(default=0, ge=0)
-    """Frames by which a point may be moved; 0: no warping."""
+    """Maximum number of frames by which a point is moved; 0 turns warping off."""
     num_frequency_masks: int = Field(default=2, ge=0)
-    """Masks over bands, per utterance."""
+    """Number of masks over bands per utterance."""
     frequency_mask_size: int = Field(default=8, ge=1)
-    """A mask covers fewer bands than this."""
+    """Every frequency mask covers fewer bands than this."""
     num_time_masks: int = Field(default=5, ge=0)
-    """Masks over frames, per utterance."""
+    """Number of masks over frames per utterance."""
     time_mask_size: int = Field(default=20, ge=1)
-    """A mask covers fewer frames than this."""
+    """Every time mask covers fewer frames than this."""
     max_time_masked: float = Field(default=0.15, ge=0, le=1)
-    """Share of the frames that masks may cover."""
+    """Maximum share of the frames that the masks cover."""
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -69,14 +69,14 @@ class AugmentConfig(Config):
     """
 
     speed: tuple[Annotated[float, Field(ge=0.5, le=2.0)], ...] = Field(default=(0.9, 1.0, 1.1), min_length=1)
-    """Factors drawn from, one per utterance."""
+    """Speed factors; one is drawn for each utterance."""
     tempo: Annotated[Range, _within(0.5, 2.0)] | None = None
-    """Factors of the tempo alone; the pitch stays."""
+    """Range of tempo factors; the pitch stays."""
     vocal_tract: Annotated[Range, _within(0.75, 1.3)] | None = None
-    """Factors of the frequency axis (vocal tract length perturbation)."""
+    """Range of factors for the frequency axis (vocal tract length perturbation)."""
     silence: Annotated[Range, _within(0.0, 5.0)] | None = None
-    """Seconds of silence before and after, drawn for each end: digital silence, or noise 15 to 45 dB below the
-    speech."""
+    """Seconds of silence before and after an utterance, drawn separately for each end: digital silence, or noise 15 to
+    45 dB below the speech."""
     silence_probability: Share = 0.5
     """Share of utterances with silence around them."""
     reverberation: Annotated[Range, _within(0.01, 2.0)] | None = None
@@ -84,40 +84,40 @@ class AugmentConfig(Config):
     reverberation_probability: Share = 0.3
     """Share of utterances with reverberation."""
     babble_snr: Decibels | None = None
-    """dB range of added speech of the same mini-batch."""
+    """Signal-to-noise ratio in dB, as a range, of added speech from the same mini-batch."""
     babble_probability: Share = 0.3
     """Share of utterances with added speech."""
     noise_snr: Decibels | None = None
-    """dB range of added noise."""
+    """Signal-to-noise ratio in dB, as a range, of added noise."""
     noise_probability: Share = 0.5
     """Share of utterances with added noise."""
     noise_colour: Literal["white", "random"] = "white"
-    """random: the power falls with frequency, by 0 (white) to 6 dB per octave."""
+    """`random` draws noise whose power falls with frequency by 0 (white) to 6 dB per octave."""
     gain_db: Decibels | None = None
-    """dB range by which the level is changed."""
+    """Change of the level in dB, as a range."""
     codecs: tuple[Codec, ...] = ()
-    """Codecs drawn from: telephone, gsm, rate-HZ, opus-KBITS …"""
+    """Codecs to draw from: telephone, gsm, rate-HZ, opus-KBITS …"""
     codec_probability: Share = 0.5
     """Share of utterances that go through a codec."""
     spec_augment: SpecAugmentConfig | None = SpecAugmentConfig()
-    """Masks over the features; null: none."""
+    """Masks over the features; null turns them off."""
     clean_start: Annotated[int, Field(ge=0)] = 0
-    """The first so many mini-batches of a run have no noise, babble, reverberation or codecs."""
+    """Number of mini-batches at the start of a run without noise, babble, reverberation and codecs."""
 
     @classmethod
     def none(cls) -> AugmentConfig:
-        """No augmentation at all."""
+        """The configuration that augments nothing."""
         return cls(speed=(1.0,), spec_augment=None)
 
     def at(self, step: int) -> AugmentConfig:
-        """What the mini-batch number `step` of a run, from 0, is augmented by."""
+        """The augmentation of mini-batch number `step` of a run, counted from 0."""
         if step >= self.clean_start:
             return self
         return self.model_copy(update={"reverberation": None, "babble_snr": None, "noise_snr": None, "codecs": ()})
 
     @property
     def fastest(self) -> tuple[float, float]:
-        """The highest factors of speed and tempo."""
+        """The highest speed and tempo factors."""
         return max(self.speed), 1.0 if self.tempo is None else self.tempo[1]
 
 
@@ -151,7 +151,7 @@ def augment_waveform(
     others: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """`waveform` `[T]` with its speed changed (length divided by the factor, rounded up), then with reverberation,
-    babble of `others`, noise and another level, and sent through a codec."""
+    babble from `others`, noise and a new level, and sent through a codec."""
     import torch
 
     from starling.speech.resampling import resampled
@@ -213,7 +213,7 @@ def impulse_response(sampling_rate: int, decay: Range, generator: np.random.Gene
 def _surrounded(
     waveform: torch.Tensor, sampling_rate: int, seconds: Range, generator: np.random.Generator
 ) -> torch.Tensor:
-    """The waveform `[T]` with silence, or faint noise, before and after it."""
+    """The waveform `[T]` with silence or faint noise before and after it."""
     import torch
 
     before, after = (round(generator.uniform(*seconds) * sampling_rate) for _ in range(2))
@@ -236,7 +236,7 @@ def _convolved(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
 
 
 def _babble(num_samples: int, others: Sequence[torch.Tensor], generator: np.random.Generator) -> torch.Tensor:
-    """The sum `[num_samples]` of one to three of `others`, each repeated from a random place."""
+    """The sum `[num_samples]` of one to three of `others`, each repeated from a random position."""
     import torch
 
     chosen = generator.choice(len(others), min(len(others), int(generator.integers(1, 4))), replace=False)
@@ -251,8 +251,8 @@ def _babble(num_samples: int, others: Sequence[torch.Tensor], generator: np.rand
 def _coloured_noise(num_samples: int, generator: np.random.Generator) -> torch.Tensor:
     """Noise `[num_samples]` with a mean power of 1, which is proportional to 1 / f^a; a is drawn from 0 to 2.
 
-    It repeats after 16,384 samples, because longer FFTs would take longer than all the rest; so would those of other
-    sizes than powers of 2.
+    It repeats after 16,384 samples, because a longer FFT, or one whose size is not a power of 2, would take longer than
+    everything else.
     """
     import torch
 
@@ -267,7 +267,7 @@ def _coloured_noise(num_samples: int, generator: np.random.Generator) -> torch.T
 def spec_augment(
     features: Sequence[torch.Tensor | DataError], config: SpecAugmentConfig, seed: int
 ) -> list[torch.Tensor | DataError]:
-    """Masked copies of `features` (`[frames, F]` each), and errors in their places; a pure function of its arguments.
+    """Masked copies of `features` (`[frames, F]` each), with errors left in place; a pure function of its arguments.
 
     lhotse draws masks from the global generators of torch and NumPy, which are seeded for each utterance and then
     restored. Masked values are replaced by the utterance's mean. Utterances with fewer than 20 frames are not changed.

@@ -22,30 +22,30 @@ class BatchConfig(Config):
     """How utterances are grouped; the `batches:` section of a recipe."""
 
     max_duration: float = Field(default=60.0, gt=0)
-    """Maximum seconds of audio in a micro-batch, with padding; limits memory use."""
+    """Maximum seconds of audio in a micro-batch, including padding; it limits memory use."""
     accumulate: int = Field(default=1, ge=1)
-    """Micro-batches per mini-batch, whose gradients are accumulated."""
+    """Micro-batches per mini-batch, over which gradients are accumulated."""
     num_buckets: int = Field(default=20, ge=1)
     """Maximum number of groups of similar duration in a window."""
     window: int = Field(default=10, ge=1)
-    """Shards that are open and shuffled together."""
+    """Number of shards that are open and shuffled together."""
     similar: int = Field(default=8, ge=1)
-    """Consecutive mini-batches of similar duration, so that up to this many learners can step together and hardly wait
-    for each other."""
+    """Number of consecutive mini-batches of similar duration: up to this many learners can step together with little
+    waiting."""
     shortest_first: bool = False
-    """Whether the first epoch is in order of duration (SortaGrad, Amodei et al. 2016): it takes each window from its
-    shortest to its longest utterances. CTC learns from short ones sooner."""
+    """Whether the first epoch is sorted by duration (SortaGrad, Amodei et al. 2016), from the shortest to the longest
+    utterance of each window. CTC learns sooner from short utterances."""
     weighting: Weighting = "batches"
-    """How mini-batches are weighted when learners average gradients: batches, equally; utterances or frames, in
-    proportion to their number."""
+    """How mini-batches are weighted when learners average gradients: `batches` weights them equally, `utterances` and
+    `frames` in proportion to their number."""
     num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """Loading processes per learner, which load batches ahead; 0: the learner loads them; auto: depends on the cores,
-    the learners on this machine, the location of the data and the budget."""
+    """Loading processes per learner, which load batches ahead. 0 makes the learner load them itself; auto depends on
+    the cores, the learners on this machine, the location of the data and the budget."""
 
 
 class ShardWindows:
-    """The parts of an epoch, each shuffled separately; a pure function of epoch and number. Here, all shards of a set
-    in random order, in windows of at most `most_shards`; each utterance once per epoch.
+    """The parts of an epoch, each shuffled separately; a pure function of epoch and number. This class puts all shards
+    of a set in random order, in windows of at most `most_shards`; each utterance occurs once per epoch.
 
     `shards` (`[N]`, ascending) is the shard of each utterance.
     """
@@ -56,7 +56,7 @@ class ShardWindows:
         self._seed = seed
 
     def members(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """The utterances of a window, in any order; with a mixture, one that is drawn twice occurs twice."""
+        """The utterances of a window, in any order; an utterance that a mixture draws twice occurs twice."""
         num_shards = len(self._bounds) - 1
         order = np.random.default_rng(derive_seed(self._seed, "shards", epoch)).permutation(num_shards)
         first, end = (part * num_shards // self.num_windows for part in (number, number + 1))
@@ -64,7 +64,8 @@ class ShardWindows:
 
 
 def shard_bounds(shards: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The first utterance of each shard, and the number of utterances: `[S + 1]`, from `shards` `[N]`, ascending."""
+    """The first utterance of each shard, followed by the number of utterances: `[S + 1]`, from `shards` `[N]`,
+    ascending."""
     changes = np.diff(shards)
     if len(changes) and changes.min() < 0:
         raise DataError("the utterances of a set are not in the order of their shards; prepare it again")
@@ -73,7 +74,7 @@ def shard_bounds(shards: NDArray[np.int32]) -> NDArray[np.int64]:
 
 @dataclass
 class Bucket:
-    """Utterances of similar duration, and the number of micro-batches they are divided into."""
+    """Utterances of similar duration, and the number of micro-batches into which they are divided."""
 
     members: NDArray[np.int64]
     longest: float
@@ -137,8 +138,8 @@ def _split_longest(buckets: list[Bucket], times: int) -> None:
 
 
 def in_similar_groups(count: int, size: int, generator: np.random.Generator) -> list[int]:
-    """Numbers below `count` in random order, in which groups of `size` neighbours stay together. The remainder comes
-    last; it is chosen at random, so that a window does not always end with its longest utterances."""
+    """Numbers below `count` in random order, with groups of `size` neighbours kept together. The remainder comes last;
+    it is chosen at random, so that a window does not always end with its longest utterances."""
     whole, over = divmod(count, size)
     cut = int(generator.integers(whole + 1)) * size
     groups = np.delete(np.arange(count), np.s_[cut : cut + over]).reshape(whole, size)

@@ -1,4 +1,4 @@
-"""The commands of speech recognition, which `starling` takes in by its entry point."""
+"""The commands of speech recognition, which `starling` finds through its entry point."""
 
 from pathlib import Path
 from typing import Annotated
@@ -58,9 +58,11 @@ def prepare(
 
 @COMMANDS.command(cls=TakesKeys, epilog="Example: [bold]starling check demo data.check.silence_db=-50[/bold]")
 def check(
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="A recipe, or a folder prepared from one.")],
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="A recipe, or a folder prepared from a recipe.")],
     overrides: Overrides = None,
-    drop: Annotated[bool, typer.Option("--drop", help="Also list what to leave out (data.filter.leave_out).")] = False,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Also list the utterances to leave out (data.filter.leave_out).")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 5 if anything is found.")] = False,
     model: Annotated[
         Path | None, typer.Option(metavar="EXP", help="Also find transcripts that do not fit what this model hears.")
@@ -68,7 +70,7 @@ def check(
 ) -> None:
     """Find faults, duplicates, and overlap between the sets of a corpus, and list them in check.tsv.
 
-    With --model, an experiment, a checkpoint or a recogniser's folder, also swapped and wrong transcripts.
+    With --model (an experiment, a checkpoint or a recogniser's folder), also find swapped and wrong transcripts.
     """
     from starling.speech.commands import check
 
@@ -91,7 +93,7 @@ def evaluate(
     ] = None,
     best: Best = False,
     greedy: Annotated[bool, typer.Option("--greedy", help="Skip the beam search.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes for the beam search.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes for the beam search.")] = 1,
     conditions: Annotated[
         list[str] | None,
         typer.Option("--condition", help="Pass audio through a codec, such as telephone or opus-8; may be repeated."),
@@ -113,12 +115,14 @@ def evaluate(
 @COMMANDS.command(epilog="Example: [bold]starling score exp/demo exp/demo-adpsgd --by speaker[/bold]")
 def score(
     experiment: Annotated[Path, typer.Argument(metavar="A", help="An experiment that `starling evaluate` has scored.")],
-    other: Annotated[Path | None, typer.Argument(metavar="B", help="Another one, to compare with.")] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="A set; may be repeated. Default: all.")] = None,
-    by: Annotated[str | None, typer.Option(help="A table by speaker, or by this column of a TSV.")] = None,
-    table: Annotated[Path | None, typer.Option(help="A TSV with a header; ids come first.")] = None,
+    other: Annotated[Path | None, typer.Argument(metavar="B", help="An experiment to compare A with.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="A set to score; may be repeated. Default: all.")
+    ] = None,
+    by: Annotated[str | None, typer.Option(help="Print a table by speaker, or by this column of a TSV.")] = None,
+    table: Annotated[Path | None, typer.Option(help="A TSV with a header and the ids in its first column.")] = None,
     normalise: Annotated[
-        list[str] | None, typer.Option(help="numbers, punctuation or case; may be repeated. Default: none.")
+        list[str] | None, typer.Option(help="Normalise numbers, punctuation or case; may be repeated. Default: none.")
     ] = None,
     language: Annotated[str, typer.Option(help="The language in which numbers are written.")] = "en",
 ) -> None:
@@ -137,12 +141,13 @@ def transcribe(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PATH", help="WAV, FLAC, MP3, Opus, of any length and rate; folders; - for standard input."
+            metavar="PATH",
+            help="Files (WAV, FLAC, MP3, Opus) of any length and rate, or folders; - is standard input.",
         ),
     ],
-    form: Annotated[str, typer.Option("--format", help="txt, json, srt, vtt or ctm.")] = "txt",
+    form: Annotated[str, typer.Option("--format", help="The format: txt, json, srt, vtt or ctm.")] = "txt",
     output: Annotated[
-        Path | None, typer.Option(help="A file; of several inputs, a folder. Default: the screen.")
+        Path | None, typer.Option(help="The output file; a folder for several inputs. Default: the screen.")
     ] = None,
     raw_pcm: Annotated[
         int | None,
@@ -154,7 +159,7 @@ def transcribe(
     beam: Beam = False,
     boost: Boost = None,
     align: Annotated[
-        bool, typer.Option("--align", help="More exact word times, as `starling align` finds them.")
+        bool, typer.Option("--align", help="Make word times more exact, as `starling align` does.")
     ] = False,
     vad: Vad = False,
 ) -> None:
@@ -177,23 +182,23 @@ def align(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Recordings of up to five minutes.")],
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What is said in the recording. Default: a file beside it, NAME.txt."),
+        typer.Option(metavar="FILE", help="A file with the spoken text. Default: NAME.txt beside the recording."),
     ] = None,
-    form: Annotated[str, typer.Option("--format", help="textgrid, ctm or json.")] = "textgrid",
+    form: Annotated[str, typer.Option("--format", help="The format: textgrid, ctm or json.")] = "textgrid",
     output: Annotated[
-        Path | None, typer.Option(help="A file; of several recordings, a folder. Default: the screen.")
+        Path | None, typer.Option(help="The output file; a folder for several recordings. Default: the screen.")
     ] = None,
     voice: Annotated[
         str | None, typer.Option(help="The voice of espeak-ng that pronounces the words, such as en-us.")
     ] = None,
     lexicon: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A word and its phones on each line, as in CMUdict.")
+        Path | None, typer.Option(metavar="FILE", help="A file with a word and its phones on each line, as in CMUdict.")
     ] = None,
 ) -> None:
     """Find when each word and phone of a known text is spoken.
 
-    Words are pronounced as in training (model.phones), or else as they are spelled. The first time, word times are
-    learnt from the experiment's training set, and kept in its folder align.
+    Words are pronounced as in training (model.phones), or else as they are spelled. The first call learns word times
+    from the experiment's training set, and keeps them in its folder align.
     """
     from starling.speech.phones import PhonesConfig
     from starling.speech.transcribing.aligning import align_files
@@ -213,7 +218,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to serve at; 0 chooses a free one.")] = 8000,
     max_megabytes: Annotated[float, typer.Option(min=0.001, help="Largest upload, in megabytes.")] = 500.0,
     max_minutes: Annotated[float, typer.Option(min=0.01, help="Longest audio of an upload, in minutes.")] = 240.0,
-    stall_seconds: Annotated[float, typer.Option(min=0.1, help="How long a client may send nothing.")] = CLIENT_STALL,
+    stall_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds a client may stay silent.")] = CLIENT_STALL,
     best: Best = False,
     beam: Beam = False,
     vad: Vad = False,
@@ -233,7 +238,7 @@ def serve(
 @COMMANDS.command(epilog="Example: [bold]starling export exp/demo demo-model --onnx[/bold]")
 def export(
     experiment: Experiment,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the model.")],
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Also write ONNX, and a program that needs no Starling.")
     ] = False,

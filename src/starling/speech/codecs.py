@@ -1,4 +1,4 @@
-"""What transmission and storage do to audio: lower sampling rates, the telephone's band, and lossy codecs.
+"""Effects of transmission and storage on audio: lower sampling rates, the telephone's band, and lossy codecs.
 
 Every codec is the real one: audio is encoded in memory by libsndfile, and decoded again.
 """
@@ -18,24 +18,25 @@ from starling.errors import DataError
 
 _NAME = re.compile(r"(rate|mp3|opus)-([1-9][0-9]{0,5})")
 _LIMITS = {"rate": (1000, 192_000), "mp3": (8, 64), "opus": (6, 256)}
-"""Hz; kbit/s: what MP3 has at every rate up to 24 kHz, and what Opus has."""
+"""Limits of the sampling rate in Hz, and of the bit rate in kbit/s: those that MP3 allows at every rate up to 24 kHz,
+and those that Opus allows."""
 _MP3_KBITS = {8000: (8, 64), 16000: (8, 160), 24000: (8, 160), 48000: (32, 320)}
 """The lowest and the highest bit rate at some of MP3's sampling rates, between which libsndfile interpolates."""
 _MP3_DELAY = 1105
 """Samples by which LAME and mpg123 together delay audio."""
 _HIGHEST_LEVEL = 0.99
-"""libsndfile 1.2.2 cannot encode MP3 at a compression level of 1."""
+"""Highest compression level: libsndfile 1.2.2 cannot encode MP3 at a level of 1."""
 _RATES = {"opus": (8000, 12000, 16000, 24000, 48000), "mp3": tuple(_MP3_KBITS)}
-"""Hz, ascending; other codecs have that of the telephone."""
+"""Sampling rates of the codecs in Hz, ascending; other codecs use the telephone's."""
 TELEPHONE_RATE = 8000
-"""Hz"""
+"""Sampling rate of the telephone, Hz."""
 TELEPHONE_BAND = (300.0, 3400.0)
-"""Hz"""
+"""Band of the telephone, Hz."""
 KINDS = "telephone, gsm, rate-HZ, opus-KBITS (6 to 256) and mp3-KBITS (8 to 64)"
 
 
 def check_codec(name: str) -> str:
-    """The name of a codec or a sampling rate. Raises ValueError for any other."""
+    """Return the name of a known codec or sampling rate. Raises ValueError for any other name."""
     _kind_of(name)
     return name
 
@@ -53,14 +54,14 @@ def _kind_of(name: str) -> tuple[str, int]:
 
 
 Codec = Annotated[str, AfterValidator(check_codec)]
-"""`telephone`: 300 to 3400 Hz, 8 kHz, µ-law. `gsm`: the same band, GSM 06.10 at 13 kbit/s. `rate-6000`: at 6 kHz and
-back. `opus-8`, `mp3-16`: at so many kbit/s."""
+"""`telephone` is the band from 300 to 3400 Hz at 8 kHz in µ-law; `gsm` the same band, in GSM 06.10 at 13 kbit/s;
+`rate-6000` a conversion to 6 kHz and back; `opus-8` and `mp3-16` are those codecs at that many kbit/s."""
 
 
 def transmitted(samples: NDArray[np.float32], rate: int, codec: str) -> NDArray[np.float32]:
-    """`samples` `[T]`, in -1..1 at `rate` Hz, as they are after a codec, with the same length, rate and timing.
+    """`samples` `[T]`, in -1..1 at `rate` Hz, after a codec, with the same length, rate and timing.
 
-    The result is a function of the arguments. What exceeds -1..1 is clipped.
+    A pure function of its arguments. Samples beyond -1..1 are clipped.
     """
     import torch
 
@@ -91,7 +92,7 @@ def label_of(set_name: str, codec: str | None) -> str:
 
 
 def set_of(label: str) -> str:
-    """The set of a label."""
+    """The set that a label names."""
     name, _, codec = label.rpartition("@")
     try:
         check_codec(codec)
@@ -103,7 +104,7 @@ def set_of(label: str) -> str:
 def _coded(
     samples: NDArray[np.float32], rate: int, kind: str, subtype: str, level: float | None = None
 ) -> NDArray[np.float32]:
-    """Encoded by libsndfile and decoded again; `level` is its compression level, from 0 to 1."""
+    """Samples encoded by libsndfile and decoded again; `level` is its compression level, from 0 to 1."""
     import soundfile
 
     options: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Comparisons of recipes that train speech recognisers: what their cells share, and how models are scored."""
+"""Comparisons of recipes that train speech recognisers: what their cells share, and how their models are scored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,17 +34,17 @@ _NO_RESULT_DEPENDS_ON = {"name", "exp", "overwrite", "resume", "checkpoints", "v
 
 @dataclass(frozen=True)
 class SpeechComparison:
-    """The runs of a recipe with a `compare:` section. What they share is in the folder `ready`."""
+    """The runs of a recipe with a `compare:` section. The folder `ready` holds what they share."""
 
     tree: Tree
-    """The recipe without its section."""
+    """The recipe without its `compare:` section."""
     section: CompareConfig
     where: str
     base: Recipe
     metric: Metric = _WORD_ERRORS
     _recipes: dict[Row | Cell, Recipe] = field(default_factory=dict, repr=False, compare=False)
     _prepared: dict[str, list[Path]] = field(default_factory=dict, repr=False, compare=False)
-    """The folders that this process has made ready, by what they share."""
+    """The folders that this process has prepared, by what cells share."""
     _loaded: dict[str, dict[Ticket, Sequence[Batch]]] = field(default_factory=dict, repr=False, compare=False)
     """The mini-batches that this process has loaded for the last `batches_key`."""
 
@@ -91,7 +91,7 @@ class SpeechComparison:
         return digest([recipe, self.section.engine])
 
     def batches_key(self, cell: Cell) -> str:
-        """Equal for cells that load equal mini-batches."""
+        """A key that is equal for cells that load equal mini-batches."""
         recipe = self.recipe(cell)
         sections = {"seed", "data", "mixture", "partition", "tokens", "features", "augment", "batches"}
         content = recipe.model_dump(mode="json", include=sections)
@@ -100,7 +100,7 @@ class SpeechComparison:
         return digest(content)
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
-        """Make ready what cells share: data, and the model before training."""
+        """Prepare what the cells share: data, and the model before training."""
         seeded: dict[Path, list[Cell]] = {}
         for cell in cells:
             seeded.setdefault(self._ready(cell).path, []).append(cell)
@@ -123,7 +123,7 @@ class SpeechComparison:
         return digest(self.recipe(cell).model_dump(mode="json", include=sections))[:12]
 
     def _ready(self, cell: Cell) -> ExperimentFolder:
-        """The folder of cells that begin with the same model and train on the same data."""
+        """The folder of cells that start from the same model and train on the same data."""
         return ExperimentFolder(self.base.folder / "ready" / f"{self._digest(cell, with_model=True)}-seed{cell.seed}")
 
     def job(self, cell: Cell) -> Job:
@@ -167,7 +167,7 @@ class SpeechComparison:
 
 
 class Remembered(SpeechWorkload):
-    """A workload that keeps the mini-batches it loads, up to half a gibibyte, beside those in `kept`."""
+    """A workload that keeps the mini-batches that it loads, up to 512 MiB, in addition to those in `kept`."""
 
     def __init__(self, workload: SpeechWorkload, kept: dict[Ticket, Sequence[Batch]]) -> None:
         super().__init__(workload.plan, workload.initial)
@@ -207,7 +207,7 @@ def check_comparison(tree: Tree, where: str) -> SpeechComparison:
 
 
 def _row_problems(subject: SpeechComparison) -> list[str]:
-    """What is wrong with single arms, and with sets that are needed to compare and to tune."""
+    """Problems with single arms, and with the sets that comparing and tuning need."""
     section, data = subject.section, subject.base.data
     found: dict[str, None] = {}
     for row in section.rows:

@@ -24,11 +24,11 @@ _SEEDS = 2**63  # as many as `derive_seed` has
 
 
 class HoldOutConfig(Config):
-    """A new set that takes a random part of another, which keeps the rest; `data.hold_out`.
+    """A new set that takes a random part of another set, which keeps the rest; `data.hold_out`.
 
     Whether an utterance is held out depends on its own id or speaker and on the seed, so it stays where it is when the
-    corpus grows. With several `folds`, the new sets of `fold` 0, 1, ... are disjoint, and together they are the whole
-    set: that is what cross-validation needs.
+    corpus grows. With several `folds`, the new sets of `fold` 0, 1, ... are disjoint, and together they form the whole
+    set, as cross-validation needs.
     """
 
     set: str = "dev"
@@ -36,16 +36,16 @@ class HoldOutConfig(Config):
     of: str = "train"
     """The set that is divided."""
     folds: int = Field(default=20, ge=2)
-    """1 / folds of the utterances or speakers are held out, on average."""
+    """Number of parts: on average, 1 / folds of the utterances or speakers are held out."""
     fold: int = Field(default=0, ge=0)
-    """Which part is held out, from 0 to folds - 1."""
+    """The number of the part that is held out, from 0 to folds - 1."""
     by: Literal["utterance", "speaker"] = "utterance"
-    """What is held out: single utterances, or whole speakers."""
+    """The unit that is held out: single utterances, or whole speakers."""
     seed: int = Field(default=0, ge=0)
-    """Selects another division."""
+    """Seed of the division."""
 
     def problem(self, sets: Iterable[str]) -> str | None:
-        """What is wrong with it, for a corpus with these sets; None if nothing is."""
+        """The problem with these settings for a corpus with these sets; None if there is none."""
         known = list(sets)
         if self.of not in known:
             return f"data.hold_out.of: {self.of!r} is not in data.corpus.sets ({', '.join(known)}); name one of them"
@@ -56,7 +56,7 @@ class HoldOutConfig(Config):
         return None
 
     def utterances(self, whole: Iterable[Utterance], set_name: str) -> Iterator[Utterance]:
-        """Those of the divided set that belong to `set_name`, which is `set` or `of`."""
+        """The utterances of the divided set that belong to `set_name`, which is `set` or `of`."""
         return (each for each in whole if self._is_held_out(each) == (set_name == self.set))
 
     def _is_held_out(self, utterance: Utterance) -> bool:
@@ -71,32 +71,32 @@ class DataConfig(Config):
     """The folder of the prepared sets, e.g. data/fsdd."""
     remote: str | None = None
     """The address of a copy of the prepared sets, e.g. s3://bucket/fsdd. They are read from there instead of being
-    prepared here, and `folder` contains their index."""
+    prepared here; `folder` then holds only their index."""
     storage_options: dict[str, Any] = Field(default_factory=dict)
     """fsspec's options for the store of `remote`, e.g. {anon: true}. Secrets are an error here: they are read from the
     environment or the store's credentials file."""
     cache: Path | None = None
-    """A folder of each machine, e.g. /scratch/fsdd, into which a shard of `remote` is copied when it is first read;
-    null: every utterance is read from the store each time."""
+    """A folder on each machine, e.g. /scratch/fsdd, into which a shard of `remote` is copied when it is first read;
+    with null, every utterance is read from the store each time."""
     corpus: CorpusConfig
     """Where the audio and its transcripts are; `kind` is the format of the manifests."""
     hold_out: HoldOutConfig | None = None
-    """Make a development set of a random part of another set."""
+    """A development set made from a random part of another set."""
     sampling_rate: int = Field(default=16000, ge=1000, le=192000)
-    """Hz; audio with another rate is resampled."""
+    """Hz at which prepared audio is sampled; audio at other rates is resampled."""
     text: TextStyle = "upper"
     """How transcripts are normalised. Runs of spaces are always replaced by one."""
     filter: FilterConfig = FilterConfig()
     check: CheckConfig = CheckConfig()
     """What `starling check` looks for; does not affect prepared sets."""
     strings: StringsConfig | None = None
-    """Join recordings into strings, e.g. isolated digits into connected ones."""
+    """Settings for joining recordings into strings, e.g. isolated digits into connected ones."""
     shard_size: int = Field(default=1000, ge=1)
-    """Utterances of the corpus per shard, including dropped ones, which the shard does not contain."""
+    """Number of the corpus's utterances per shard. It counts dropped utterances, which the shard does not contain."""
     train: str = "train"
     """The set to train on."""
     valid: str | None = "dev"
-    """The set that is scored during training, and on which a beam search is tuned; null: none."""
+    """The set that is scored during training, and on which a beam search is tuned; null if there is none."""
     test: SetNames = ("test",)
     """The sets that are scored after training: one name, or a list."""
 
@@ -143,19 +143,19 @@ class DataConfig(Config):
         return list(dict.fromkeys([*self.corpus.sets, *held_out]))
 
     def utterances(self, name: str) -> Iterable[Utterance]:
-        """The utterances of a set, as the corpus has them."""
+        """The utterances of a set, as the corpus provides them."""
         found = self.corpus.utterances(self.source(name))
         if self.hold_out is not None and self.source(name) == self.hold_out.of:
             return self.hold_out.utterances(found, name)
         return found
 
     def source(self, name: str) -> str:
-        """The corpus's name of the set that a set is, or is a part of."""
+        """The corpus's name of the set that a set is, or is part of."""
         return self.hold_out.of if self.hold_out is not None and name == self.hold_out.set else name
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The words with which transcripts begin to say of which corpus they are, as prepared; usually none."""
+        """The words that precede transcripts, as prepared, to tell which corpus they belong to; usually none."""
         tags = self.corpus.tags.values() if isinstance(self.corpus, SeveralCorpus) else ()
         return tuple({"upper": each.upper(), "lower": each.lower(), "as-is": each}[self.text] for each in tags)
 
@@ -194,7 +194,7 @@ def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
 
 
 def source_of(config: DataConfig, name: str) -> Source:
-    """What a set is made from. Raises DataError if the list of utterances to leave out is missing or invalid."""
+    """The source of a set. Raises DataError if the list of utterances to leave out is missing or invalid."""
     left_out = left_out_of(config.filter.leave_out, name)
     checking = Checking(name, config.sampling_rate, config.text, config.filter, left_out)
     settings = set_settings(config, name)
@@ -203,7 +203,7 @@ def source_of(config: DataConfig, name: str) -> Source:
 
 
 def setting_differences(name: str, before: Any, now: Any) -> list[str]:
-    """A description, such as `data.text=upper (now lower)`, of each changed entry of `set_settings`."""
+    """A description of each changed entry of `set_settings`, such as `data.text=upper (now lower)`."""
     described = []
     for key, old, new in sorted(differing(before, json.loads(json.dumps(now))), key=itemgetter(0)):
         if key == "left_out":

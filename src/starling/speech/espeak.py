@@ -71,8 +71,8 @@ def pronounce(words: Sequence[str], voice: str) -> list[list[str]]:
 
 
 def _run(failure: str, content: object, *arguments: str) -> bytes:
-    """What this file writes as a program whose standard input is `content` as JSON. Raises DataError that begins with
-    `failure`, or ConfigError for an unknown voice."""
+    """The output of this file, run as a program whose standard input is `content` as JSON. Raises DataError that begins
+    with `failure`, or ConfigError for an unknown voice."""
     command = [sys.executable, "-P", str(Path(__file__)), *arguments]
     program = subprocess.run(command, input=json.dumps(content).encode(), capture_output=True, check=False)
     if program.returncode:
@@ -84,7 +84,7 @@ def _run(failure: str, content: object, *arguments: str) -> bytes:
 
 
 def _library() -> tuple[ctypes.CDLL, int]:
-    """espeak-ng, and its sampling rate in Hz."""
+    """The espeak-ng library, and its sampling rate in Hz."""
     try:
         import espeakng_loader
     except ImportError:

@@ -35,7 +35,7 @@ _BANKS_KEPT = 128
 
 
 def attempt(function: Callable[..., _Result], *arguments: object) -> _Result | DataError:
-    """The result of a call, or the DataError that it raises: of a batch, one utterance may be unusable."""
+    """The result of a call, or the DataError that it raises: single utterances of a batch may be unusable."""
     try:
         return function(*arguments)
     except DataError as error:
@@ -46,30 +46,32 @@ class FeatureConfig(Config):
     """The parameters of log-mel features; the `features:` section of a recipe."""
 
     kind: Literal["log-mel", "raw"] = "log-mel"
-    """raw: the samples themselves, for model.name: wav2vec2 and whisper; of the other keys, it has normalise alone."""
+    """The kind of features: Kaldi's log-mel energies, or `raw`, the samples themselves, for model.name: wav2vec2 and
+    whisper. Of the other keys, `raw` takes normalise alone."""
     num_mels: int | None = Field(default=None, ge=4)
-    """Mel bands; 80, or 40 up to 8 kHz, when not given."""
+    """Number of mel bands; if not given, 80, or 40 at sampling rates up to 8 kHz."""
     frame_length: float = Field(default=0.025, gt=0)
-    """Seconds of one window."""
+    """Seconds that one window spans."""
     frame_shift: float = Field(default=0.010, gt=0)
     """Seconds from one frame to the next."""
     low_freq: float = Field(default=20.0, ge=0)
     """Lower edge of the lowest band, Hz."""
     high_freq: float = -400.0
-    """Upper edge of the highest band, Hz; <= 0: from Nyquist down."""
+    """Upper edge of the highest band, Hz; a value <= 0 counts down from the Nyquist frequency."""
     normalise: Literal["active", "utterance", "speech", "global", "none"] = "utterance"
-    """Data whose mean and deviation normalise each band; a streaming model needs global, or none. active: neither the
-    level of a recording nor silence in it changes the features: from a floor of 30 dB below the level of speech (ITU-T
-    P.56), the mean of the frames with speech is subtracted, and the result is divided by 3, about the deviation of
-    speech. speech: the same without a floor, with the mean of frames that are loud beside the others."""
+    """Data whose mean and deviation normalise each band; a streaming model needs global, or none. With `active`,
+    neither the level of a recording nor silence in it changes the features: a floor is set 30 dB below the level of
+    speech (ITU-T P.56), the mean of the frames with speech is subtracted, and the result is divided by 3, about the
+    deviation of speech. `speech` does the same without a floor, with the mean of frames that are loud compared with the
+    others."""
     pauses: float | None = Field(default=None, ge=0.1)
-    """Seconds that the model hears of a longer pause, which is silence, or even noise; at the ends of a recording, one
-    frame. null: all of it."""
+    """Seconds of a longer pause that the model hears, whether silence or even noise; one frame for pauses at the ends
+    of a recording. null keeps all pauses whole."""
     splice: int = Field(default=0, ge=0, le=50)
-    """Frames on either side that are joined to each, for loss: frames."""
+    """Number of frames on either side that are joined to each frame, for loss: frames."""
 
     def mels_at(self, sampling_rate: int) -> int:
-        """The number of mel bands at a sampling rate in Hz; 1 for samples."""
+        """The number of mel bands at a sampling rate in Hz; 1 for raw samples."""
         if self.kind == "raw":
             return 1
         if self.num_mels is not None:
@@ -79,8 +81,8 @@ class FeatureConfig(Config):
 
 @dataclass(frozen=True)
 class Warp:
-    """How an utterance is changed while its features are computed, at no cost: it sounds `tempo` times as fast at the
-    same pitch, and what it has at frequency f appears at `frequency` * f, as with a shorter vocal tract."""
+    """A change of an utterance while its features are computed, at no cost: it sounds `tempo` times as fast at the same
+    pitch, and energy at frequency f appears at `frequency` * f, as with a shorter vocal tract."""
 
     tempo: float = 1.0
     frequency: float = 1.0
@@ -110,16 +112,16 @@ class LogMel:
         self.statistics: dict[str, torch.Tensor] = {}
         """`mean` and `deviation` of each band `[F]` for normalise: global; empty before `fit`."""
         self.length = math.floor(config.frame_length * sampling_rate)
-        """Samples of a window."""
+        """Number of samples in a window."""
         self.shift = math.floor(config.frame_shift * sampling_rate)
-        """Samples from one frame to the next."""
+        """Number of samples from one frame to the next."""
         if config.kind == "raw":
             return
         self._fft_length = 2 ** (self.length - 1).bit_length()
         self.window = torch.hann_window(self.length, periodic=False).pow(0.85)  # Povey's
-        """`[length]`"""
+        """The window, `[length]`."""
         self.bank = self._bank()
-        """`[fft_length / 2 + 1, F]`"""
+        """The mel bank, `[fft_length / 2 + 1, F]`."""
         self.floor = 1e-14 if config.normalise == "active" else float(torch.finfo(torch.float32).eps)
         """The smallest energy."""
 
@@ -130,12 +132,12 @@ class LogMel:
 
     @property
     def left(self) -> int:
-        """Samples of the first window in front of a waveform, where it is mirrored."""
+        """Number of samples of the first window that lie before a waveform, where it is mirrored."""
         return (self.length - self.shift) // 2
 
     @property
     def longest_pause(self) -> int | None:
-        """Frames that are kept of a longer pause; None: all of them."""
+        """Number of frames that are kept of a longer pause; None keeps all of them."""
         return None if self.config.pauses is None else round(self.config.pauses / self.config.frame_shift)
 
     def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
@@ -158,7 +160,7 @@ class LogMel:
         warps: Sequence[Warp] | None = None,
         least: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
-        """The features of several waveforms that passed `checked`; faster than one by one, with the same result.
+        """The features of several waveforms that passed `checked`; faster than one at a time, with the same result.
 
         `warps` changes the tempo and the frequency axis of each. An utterance keeps all of its pauses if without them
         it would have fewer than `least` frames. Raises DataError if `normalise: global` has no statistics.
@@ -181,7 +183,8 @@ class LogMel:
         warps: Sequence[Warp] | None = None,
         least: Sequence[int] | None = None,
     ) -> list[torch.Tensor | DataError]:
-        """The same for waveforms some of which may not pass `checked`, or are errors: those errors in their places."""
+        """The features of several waveforms, as `batch` computes them; waveforms may fail `checked` or be errors, which
+        are then returned in their places."""
         found = [attempt(self.checked, *each) for each in zip(waveforms, utterances, strict=True)]
         usable = {place: each for place, each in enumerate(found) if not isinstance(each, DataError)}
         if usable:
@@ -194,12 +197,12 @@ class LogMel:
         return [usable.get(place, each) for place, each in enumerate(found)]
 
     def bands(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
-        """The features without splicing, with all pauses, `[frames, num_bands]`."""
+        """The log-mel energies `[frames, num_bands]`, normalised but not spliced, with all pauses."""
         return self.normalised(self.energies(waveforms, warps))
 
     def kept(self, energies: torch.Tensor, least: int = 0) -> NDArray[np.int64]:
-        """Which frames of log-mel energies `[frames, num_bands]` are left when pauses are shortened; all of them if
-        these would be fewer than `least`."""
+        """The frames of log-mel energies `[frames, num_bands]` that are left when pauses are shortened; all of them if
+        fewer than `least` would be left."""
         if self.longest_pause is None:
             return np.arange(len(energies))
         places = without_long_pauses(energies.exp().numpy(), self.longest_pause)
@@ -279,8 +282,8 @@ class LogMel:
     def energies(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
         """The energies `[frames, num_bands]` of each waveform; they do not depend on the other waveforms.
 
-        Of a warped one, windows of the same length are further apart for a higher tempo, rounded to samples, and the
-        mel bank sees a warped frequency axis.
+        For a warped waveform, windows keep their length but are further apart at a higher tempo, rounded to samples,
+        and the mel bank sees a warped frequency axis.
         """
         if self.config.kind == "raw":
             return [waveform[:, None] for waveform in waveforms]
@@ -313,7 +316,7 @@ class LogMel:
         return self._energies(samples.contiguous(), count, self.shift, self.bank)
 
     def _shifted(self, tempo: float) -> int:
-        """Samples from one frame to the next."""
+        """Number of samples from one frame to the next at a tempo."""
         return self.shift if tempo == 1.0 else max(1, min(self.length, round(self.shift * tempo)))
 
     def _lay(self, waveform: NDArray[np.float32], count: int, into: NDArray[np.float32], shift: int) -> None:
@@ -351,8 +354,8 @@ class LogMel:
 
 
 def spliced(features: torch.Tensor, width: int) -> torch.Tensor:
-    """Each frame of `[T, F]` joined with `width` neighbours on either side, `[T, (2 * width + 1) * F]`; at the ends the
-    outermost frame is repeated."""
+    """Each frame of `[T, F]` joined with `width` neighbours on either side, `[T, (2 * width + 1) * F]`; at the ends,
+    the outermost frame is repeated."""
     import torch
 
     place = torch.arange(len(features))[:, None] + torch.arange(-width, width + 1)
@@ -384,10 +387,10 @@ def _mel(hertz: NDArray[np.floating]) -> NDArray[np.floating]:
 def mel_bank(
     num_bands: int, fft_length: int, sampling_rate: int, low: float, high: float, warp: float = 1.0
 ) -> torch.Tensor:
-    """Kaldi's triangular filters `[fft_length / 2 + 1, num_bands]`, with the bits of lhotse's, or on a warped frequency
+    """Kaldi's triangular filters `[fft_length / 2 + 1, num_bands]`, bit-identical to lhotse's, or on a warped frequency
     axis.
 
-    The axis is f -> warp * f up to a boundary, and from there a line to the Nyquist frequency, which stays where it is
+    The axis is f -> warp * f up to a boundary, and from there a line to the Nyquist frequency, which does not move
     (Jaitly & Hinton 2013, "Vocal tract length perturbation improves speech recognition"). `low` and `high` are the
     edges of the bands in Hz; `high` <= 0 counts from the Nyquist frequency down. Raises ConfigError for impossible
     edges.

@@ -1,6 +1,6 @@
-"""How loud the frames of a recording are: the level of its speech, its pauses, and features that depend on neither.
+"""Levels of the frames of a recording: the level of its speech, its pauses, and features that depend on neither.
 
-Loads NumPy alone, because exported models have it, too.
+Loads only NumPy, because exported models contain this file.
 """
 
 import math
@@ -14,26 +14,26 @@ Levels = NDArray[np.floating[Any]]
 
 _QUIET, _LOUD, _SPEECH = 0.10, 0.95, 0.4
 SCALE = 3.0
-"""Roughly the standard deviation of log-mel energies in speech, in nats."""
+"""Approximate standard deviation of log-mel energies in speech, in nats."""
 _MARGIN = 10 ** (15.9 / 10)
-"""What is 15.9 dB below the level of speech is not active, by ITU-T P.56."""
+"""Frames more than 15.9 dB below the level of speech are not active, by ITU-T P.56."""
 _SMOOTHED = 5
-"""Frames over whose mean power pauses are looked for."""
+"""Number of frames whose mean power is searched for pauses."""
 _GROUPS = 4
-"""Groups of bands in which sound is looked for."""
+"""Number of groups of bands that are searched for sound."""
 _RANGE = 10 ** (30 / 10)
-"""What is 30 dB below the level of speech is silence."""
+"""Frames 30 dB below the level of speech are silence."""
 _FLOOR = -math.log(_RANGE)
 _EVEN, _RISE = 35, 10 ** (6 / 10)
-"""Frames in which no group of bands rises by 6 dB are noise: neither a vowel nor a fricative is so long and so even."""
+"""Frames in which no group of bands rises by 6 dB are noise: no vowel or fricative is as long and as even."""
 _BELOW = 10 ** (8 / 10)
-"""Noise is 8 dB below the level of speech, or it is not told apart."""
+"""Noise is recognised only if it is at least 8 dB below the level of speech."""
 _AT_ENDS = 1
-"""Frames of a pause that are kept at the ends of a recording."""
+"""Number of frames kept of a pause at either end of a recording."""
 
 
 def loud_frames(levels: Levels, least_range: float = 0.0) -> NDArray[np.bool_]:
-    """Which frames are loud `[n]`, by their levels `[n]` on a logarithmic scale.
+    """Whether each frame is loud, `[n]`, by the levels `[n]` of frames on a logarithmic scale.
 
     Levels are averaged over five frames. A frame is loud if its level is at least 40 % of the way from the 10 %
     quantile of all levels to the 95 % quantile. All frames are loud if these are less than `least_range` apart.
@@ -45,7 +45,8 @@ def loud_frames(levels: Levels, least_range: float = 0.0) -> NDArray[np.bool_]:
 
 
 def active(power: Levels) -> NDArray[np.bool_]:
-    """Which frames `[n]` are active, by their powers `[n]`: those at most 15.9 dB below their own mean power.
+    """Whether each frame is active, `[n]`, by the powers `[n]` of frames: at most 15.9 dB below the mean power of
+    active frames.
 
     The method of ITU-T P.56 (2011), "Objective measurement of active speech level", for the powers of frames in place
     of an envelope. Silence is never active, however long it is, unless there is nothing else.
@@ -58,7 +59,7 @@ def active(power: Levels) -> NDArray[np.bool_]:
 
 
 def normalised(energies: Iterable[Levels]) -> list[Levels]:
-    """Log-mel energies `[n, bands]` of each utterance, whatever its level and however much of it is silence.
+    """Log-mel energies `[n, bands]` of each utterance, independent of its level and of how much of it is silence.
 
         x = log(exp(e - l) + 0.001) - m,  divided by 3
 
@@ -74,11 +75,11 @@ def normalised(energies: Iterable[Levels]) -> list[Levels]:
 
 
 def without_long_pauses(powers: Levels, longest: int) -> NDArray[np.int64]:
-    """The frames `[m]` that are left of `[n, bands]` when the middle of each pause of more than `longest` frames is
-    left out, and all but a frame of each pause at an end.
+    """The frames `[m]` of `[n, bands]` that remain when the middle of each pause of more than `longest` frames is
+    dropped, and all but one frame of each pause at an end.
 
-    In a pause, each group of bands is 30 dB below the level of speech, or within 6 dB of noise that the recording has
-    somewhere for 0.35 s. Levels are averaged over five frames.
+    In a pause, each group of bands is 30 dB below the level of speech, or within 6 dB of a noise that lasts for 0.35 s
+    somewhere in the recording. Levels are averaged over five frames.
     """
     total, count = powers.mean(1), len(powers)
     speech = float(total[active(total)].mean())
@@ -104,7 +105,7 @@ def without_long_pauses(powers: Levels, longest: int) -> NDArray[np.int64]:
 
 
 def _smoothed(power: Levels) -> Levels:
-    """The mean of each power `[n]` and of the two on either side, as far as there are any."""
+    """The mean of each power `[n]` and up to two neighbours on either side."""
     sums, counts = (np.convolve(each, np.ones(_SMOOTHED))[2:-2] for each in (power, np.ones(len(power))))
     smooth: Levels = sums / counts
     return smooth

@@ -23,14 +23,14 @@ _PER_SECOND = 1000  # audio is counted in whole milliseconds, so that segments a
 
 
 SetNames = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""Names of sets: a list, or a single one."""
+"""Names of sets: a list, or a single name."""
 
 
 class DomainConfig(Config):
     """One domain of a mixture."""
 
     sets: SetNames = Field(min_length=1)
-    """Sets of `data.corpus`, or folders of prepared sets."""
+    """Names of sets of `data.corpus`, or folders of prepared sets."""
     weight: float | None = Field(default=None, gt=0.0)
     """The weight of the domain; only for `by: hand`."""
 
@@ -41,18 +41,19 @@ DomainName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._
 class MixtureConfig(Config):
     """The domains of the training data and their proportions; the `mixture:` section of a recipe.
 
-    Domain d has the proportion p_d = w_d^temperature / sum over j of w_j^temperature of the drawn data.
+    Domain d makes up the share p_d = w_d^temperature / sum over j of w_j^temperature of the drawn data.
     """
 
     domains: dict[DomainName, DomainConfig] = Field(min_length=1)
     """The domains, by name."""
     by: Literal["hours", "utterances", "hand"] = "hours"
-    """w_d: the domain's hours, number of utterances, or `weight`. Proportions are measured in utterances with
-    `utterances`, otherwise in seconds of audio."""
+    """The domain weights w_d: hours, number of utterances, or `weight` by hand. Proportions are measured in utterances
+    with `utterances`, otherwise in seconds of audio."""
     temperature: float = Field(default=1.0, ge=0.0, le=1.0)
-    """1: in proportion to w_d; 0: equal."""
+    """Exponent of the weights w_d: 1 gives proportions of w_d, 0 equal shares."""
     exhausted: Literal["repeat", "stop"] = "repeat"
-    """If an epoch needs more of a domain than it has: begin its next pass, or shorten the epoch for all domains."""
+    """What happens when an epoch needs more of a domain than it has: `repeat` begins its next pass, `stop` shortens the
+    epoch for all domains."""
 
     @model_validator(mode="after")
     def _weights_where_they_count(self) -> Self:
@@ -131,7 +132,7 @@ class _Stream:
         self.num_shards = len(bounds) - 1
 
     def between(self, begin: int, end: int) -> list[NDArray[np.int64]]:
-        """The utterances that begin at positions `begin` to `end`, in parts of at most a shard, or of a whole pass."""
+        """The utterances that begin at positions `begin` to `end`, in parts of at most a shard or a whole pass."""
         found = []
         for turn in range(begin // self.amount, -(-end // self.amount)):
             found += self._of_pass(turn, begin - turn * self.amount, end - turn * self.amount)
@@ -162,7 +163,7 @@ class _Stream:
 
 
 def _amounts(durations: NDArray[np.float32], by_seconds: bool) -> NDArray[np.int64]:
-    """The amounts of utterances: milliseconds, at least 1; or 1 each."""
+    """The amount of each utterance: milliseconds, at least 1; or 1 for each utterance."""
     if not by_seconds:
         return np.ones(len(durations), np.int64)
     return np.maximum(1, np.rint(np.asarray(durations, np.float64) * _PER_SECOND)).astype(np.int64)

@@ -11,7 +11,7 @@ from starling.errors import ConfigError, DataError
 PAUSES = (0.2, 1.0, 3.0)
 """Seconds before each retry after a network failure, in addition to the retries of the libraries."""
 CONNECTIONS = 64
-"""Concurrent requests to a store, about as many as a mini-batch has utterances."""
+"""Number of concurrent requests to a store, about as many as a mini-batch has utterances."""
 _SECRET = ("secret", "password", "passphrase", "account_key", "sas_token", "connection_string", "access_key")
 
 StorageOptions = Mapping[str, Any]
@@ -26,7 +26,7 @@ class Range(NamedTuple):
 
 
 def address_problem(address: str, options: StorageOptions) -> str | None:
-    """A message if a recipe cannot have this address or these options; otherwise None.
+    """The problem with an address or its options in a recipe; None if there is none.
 
     The options are part of the recipe, which is copied into the folders of runs. So secrets belong in the environment
     or in the credentials file of the store's library, such as AWS_SECRET_ACCESS_KEY or ~/.aws/credentials.
@@ -70,7 +70,7 @@ class ObjectFolder:
         self.address, self._options = address.rstrip("/"), options
 
     def read(self, file: str) -> bytes:
-        """A whole file."""
+        """The contents of a file."""
         content: bytes = self._one(file, lambda system, path: system.cat_file(path))
         return content
 
@@ -88,7 +88,7 @@ class ObjectFolder:
         return self._tried([each.file for each in ranges], partial(self._cat, ranges))
 
     def _cat(self, ranges: Sequence[Range], system: Any, places: Sequence[int]) -> list[Any]:
-        """The contents of the ranges at some places, or the errors of single ones."""
+        """The contents of the ranges at `places`, with an error in place of each range that failed."""
         chosen = [ranges[place] for place in places]
         paths = [self._path(each.file) for each in chosen]
         starts, ends = [each.offset for each in chosen], [each.offset + each.size for each in chosen]
@@ -103,7 +103,8 @@ class ObjectFolder:
         return self._tried([file], lambda system, places: [ask(system, self._path(file))])[0]
 
     def _tried(self, files: Sequence[str], ask: Callable[[Any, Sequence[int]], list[Any]]) -> list[Any]:
-        """The answer about each file. `ask` answers about the files at some places, by an error if that is of one."""
+        """The answer about each file. `ask` answers about the files at some places, with an error in place of each
+        answer that failed."""
         answers: dict[int, Any] = {}
         for pause in (*PAUSES, None):
             missing = [place for place in range(len(files)) if place not in answers]
@@ -124,7 +125,7 @@ class ObjectFolder:
         return [answers[place] for place in range(len(files))]
 
     def _file_system(self) -> Any:
-        """The connection of this process, which fsspec keeps."""
+        """The connection of this process, which fsspec keeps open."""
         import fsspec
 
         protocol = fsspec.utils.get_protocol(self.address)

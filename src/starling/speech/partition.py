@@ -21,9 +21,10 @@ class DirichletConfig(Config):
 
     kind: Literal["dirichlet"]
     alpha: float = Field(gt=0.0, le=1e6)
-    """Large: each part is like the whole set; near 0: each part has only a few of the speakers or domains."""
+    """Concentration of the Dirichlet distribution: with a large value, each part is like the whole set; near 0, each
+    part has only a few of the speakers or domains."""
     by: Literal["speaker", "domain"] = "speaker"
-    """What is divided: speakers, or the domains of the mixture."""
+    """The labels that are divided: speakers, or the domains of the mixture."""
 
 
 PartitionConfig = Literal["identical", "speaker", "domain"] | DirichletConfig
@@ -31,7 +32,7 @@ PartitionConfig = Literal["identical", "speaker", "domain"] | DirichletConfig
 
 
 def divided_by(config: PartitionConfig) -> Literal["speaker", "domain"]:
-    """What is divided: the domains of a mixture, or otherwise speakers."""
+    """The labels that are divided: the domains of a mixture, or otherwise speakers."""
     by = config.by if isinstance(config, DirichletConfig) else config
     return "domain" if by == "domain" else "speaker"
 
@@ -42,9 +43,9 @@ def divide(
     """The part of each utterance, `[N]` in 0 ... num_parts - 1; no part is empty.
 
     `labels` (`[N]`) are the numbers of speakers or domains. Whole speakers, or whole domains if there are enough, are
-    assigned in the order of their audio, longest first, each to the part with the least audio so far. If there are
-    fewer domains than parts, each domain gets a number of parts in proportion to its audio, and its utterances are
-    divided among them at random.
+    assigned in descending order of their audio, each to the part with the least audio so far. If there are fewer
+    domains than parts, each domain gets a number of parts in proportion to its audio, and its utterances are divided
+    among them at random.
 
     Raises ConfigError if there are too few utterances or speakers.
     """
@@ -66,7 +67,8 @@ def divide(
 
 
 def _to_the_lightest(amounts: NDArray[np.float64], num_parts: int) -> NDArray[np.int32]:
-    """The part of each label: labels in the order of their audio, each to the part with the least audio so far."""
+    """The part of each label: labels are assigned in descending order of their audio, each to the part with the least
+    audio so far."""
     lightest = [(0.0, 0, part) for part in range(num_parts)]  # its audio, its labels, its number
     chosen = np.empty(len(amounts), np.int32)
     for label in np.argsort(-amounts, kind="stable").tolist():
@@ -79,7 +81,7 @@ def _to_the_lightest(amounts: NDArray[np.float64], num_parts: int) -> NDArray[np
 def _domains_among_more_parts(
     labels: NDArray[np.int32], amounts: NDArray[np.float64], num_parts: int, generator: np.random.Generator
 ) -> NDArray[np.int32]:
-    """The part of each utterance. Each domain has its own parts; each further part goes to the domain with the most
+    """The part of each utterance. Each domain has its own parts; every additional part goes to the domain with the most
     audio per part."""
     counts = np.bincount(labels)
     owned = np.ones(len(amounts), np.int64)
@@ -98,7 +100,8 @@ def _dirichlet(
     """Equal numbers of utterances for each part, whose labels have the proportions q ~ Dir(alpha p).
 
     p (`[L]`) are the labels' proportions among all utterances. As in Hsu et al. 2019 (arXiv 1909.06335, section 3),
-    without replacement: when a label is used up, q is restricted to the others, and drawn again if it is then 0.
+    utterances are drawn without replacement: when a label is used up, q is restricted to the others, and redrawn if it
+    is then 0.
     """
     counts = np.bincount(labels)
     left = counts.copy()
@@ -124,7 +127,7 @@ def _dirichlet(
 
 
 def describe_parts(parts: NDArray[np.int32], seconds: NDArray[np.float32], labels: NDArray[np.int32]) -> str:
-    """A description of the range of audio and of the number of labels per part; all arguments are `[N]`."""
+    """A description of the range of audio and of labels per part; all arguments are `[N]`."""
     amounts = np.bincount(parts, weights=seconds) / 3600
     numbers = np.bincount(np.unique(np.stack([parts, labels]), axis=1)[0])
     return (

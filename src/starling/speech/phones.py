@@ -17,14 +17,14 @@ _COMMENTS = (";;;", "#")
 
 
 class PhonesConfig(Config):
-    """The section `model.phones`: the loss is `(1 - weight) * loss + weight * CTC of phones`."""
+    """The section `model.phones`; the loss is `(1 - weight) * loss + weight * CTC of phones`."""
 
     layer: int = Field(default=1, ge=1)
-    """The layer, or block, that predicts the phones; 1: the first."""
+    """The layer or block that predicts the phones; 1 is the first."""
     weight: float = Field(default=0.6, gt=0, lt=1)
     """Share of the phones' CTC loss in the loss."""
     voice: str | None = "en-us"
-    """The voice of espeak-ng that pronounces the words; null: their characters stand for phones."""
+    """The voice of espeak-ng that pronounces the words; with null, their characters stand for phones."""
     lexicon: Path | None = None
     """A text file with a word and its phones on each line, as in CMUdict, instead of espeak-ng."""
 
@@ -46,7 +46,7 @@ class Phones(Config):
 
     @classmethod
     def of(cls, pronunciations: Mapping[str, Sequence[str]]) -> Self:
-        """From the names of each word's phones."""
+        """The phones of words, from the names of each word's phones."""
         names = sorted({phone for phones in pronunciations.values() for phone in phones})
         numbers = {name: number for number, name in enumerate(names, 1)}
         words = {word: tuple(numbers[each] for each in phones) for word, phones in pronunciations.items()}
@@ -54,7 +54,7 @@ class Phones(Config):
 
     @property
     def outputs(self) -> list[str]:
-        """The names with that of the blank, which is empty."""
+        """The names of all outputs, starting with the blank, whose name is empty."""
         return ["", *self.names]
 
     def encode(self, text: str) -> list[int]:
@@ -72,7 +72,7 @@ class Phones(Config):
 
 
 def make_phones(config: PhonesConfig, texts: Iterable[str]) -> tuple[Phones, list[str]]:
-    """The phones of all words of `texts`, by the lexicon or espeak-ng; and the words without phones, sorted.
+    """The phones of all words of `texts`, from the lexicon or espeak-ng, and the words without phones, sorted.
 
     Raises:
         ConfigError: The lexicon cannot be read, or espeak-ng has no such voice.
@@ -101,7 +101,7 @@ def make_phones(config: PhonesConfig, texts: Iterable[str]) -> tuple[Phones, lis
 def read_lexicon(path: Path) -> dict[str, list[str]]:
     """The phones of each word, by the word in lower case, from a file with a word and its phones on each line.
 
-    Of several pronunciations, the first is taken; `WORD(1)` is a variant of `WORD`, as in CMUdict. Stress marks, the
+    The first of several pronunciations is taken; `WORD(1)` is a variant of `WORD`, as in CMUdict. Stress marks, the
     digits 0 to 2 at the end of phones, are dropped. Raises ConfigError, naming the line, for a word without phones.
     """
     try:

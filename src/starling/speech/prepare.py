@@ -1,7 +1,7 @@
 """Prepares the sets of a corpus: checks, filters and resamples utterances, and writes them as Shar shards.
 
-Of sets that were prepared and copied to an object store, it fetches the index once; audio is read from there by byte
-ranges.
+For sets that were prepared and copied to an object store, it fetches the index once; audio is read from the store by
+byte ranges.
 """
 
 import fcntl
@@ -59,9 +59,9 @@ def prepare(
     An existing set with other settings is replaced only with `overwrite`. With `remote`, only the indexes of the sets
     are fetched.
 
-    A set is made in `<set>.partial`, shard by shard, and renamed when it is complete. After a failed call, the next one
-    continues from the finished shards. The executor determines where shards are made (default: in this process, one
-    after another); it does not affect the bytes of a set, nor does an interruption. Concurrent calls take turns.
+    A set is made in `<set>.partial`, shard by shard, and renamed when it is complete. After a failed call, the next
+    call continues from the finished shards. The executor determines where shards are made (default: in this process,
+    one after another); it does not affect the bytes of a set, nor does an interruption. Concurrent calls take turns.
 
     Raises:
         ConfigError: The folder contains sets with other settings, and `overwrite` is off; nothing was changed.
@@ -92,7 +92,7 @@ def prepare(
 def prepare_all(
     recipe: Recipe, progress: OnProgress | None = None, executor: Executor | None = None, overwrite: bool = False
 ) -> str:
-    """Prepare the sets of `data` and the further ones of the mixture; return a description. Raises ConfigError and
+    """Prepare the sets of `data` and the additional sets of the mixture; return a description. Raises ConfigError and
     DataError as `prepare` does."""
     lines = [describe(prepare(recipe.data, progress, executor, overwrite))]
     for _, name in recipe.training_sets:
@@ -103,7 +103,7 @@ def prepare_all(
 
 
 def describe(summary: Summary) -> str:
-    """One line for each set: utterances, hours, speakers, rate, and what was dropped."""
+    """A description with one line for each set: utterances, hours, speakers, rate, and dropped utterances."""
     lines = []
     for each in summary.sets:
         state = "written" if each.name in summary.written else "kept"
@@ -134,7 +134,7 @@ def describe(summary: Summary) -> str:
 
 
 def _first_dropped(path: Path) -> str:
-    """The first utterances of a `dropped.tsv`, with the reasons."""
+    """The first utterances of a `dropped.tsv`, with the reasons why they were dropped."""
     _, *rows = path.read_text(encoding="utf-8").splitlines()
     fields = [row.split("\t", 2) for row in rows[:_MAX_NAMED]]
     return "; ".join(f"{each[0]} ({each[-1]})" for each in fields) + ("; …" if len(rows) > _MAX_NAMED else "")
@@ -183,7 +183,7 @@ def _check_nothing_is_lost(config: DataConfig, missing: Sequence[str]) -> None:
 
 
 def _changes(config: DataConfig, name: str) -> list[str]:
-    """The settings in which a set that was prepared here differs from the recipe's."""
+    """The settings in which a set that was prepared here differs from the recipe."""
     folder = config.set_folder(name)
     if (folder / REMOTE).exists():
         return []
@@ -197,8 +197,9 @@ def _changes(config: DataConfig, name: str) -> list[str]:
 def make_set(source: Source, final: Path, executor: Executor, report: OnProgress) -> None:
     """Make a set in a partial folder beside `final`, then rename it to `final`.
 
-    It is listed in chunks, which become shards in stages. Stages that an earlier call finished, with the same settings
-    and list of utterances, are not repeated. If this call fails, its finished stages are kept for the next one.
+    Utterances are listed in chunks, and stages turn the chunks into shards. Stages that an earlier call finished, with
+    the same settings and list of utterances, are not repeated. If this call fails, its finished stages are kept for the
+    next one.
 
     Raises:
         DataError: The corpus is missing or invalid (the message names the utterance or file), or a file cannot be
@@ -278,10 +279,10 @@ class _Making:
         write_index(made, source.name, rate, _shards(files), source.digest, len(dropped), seconds)
 
     def _results(self, utterances: Iterable[Utterance], label: str, writes: bool) -> Iterator[tuple[Stage, Result]]:
-        """Each chunk's stage with its result, in order.
+        """The stage and result of each chunk, in order.
 
-        An id is a duplicate if an earlier utterance that is used has it, in any chunk. A stage does not know the ids of
-        other chunks, so a stage with such ids is run again with them.
+        An id is a duplicate if an earlier utterance that is used has the same id, in any chunk. A stage does not know
+        the ids of other chunks, so a stage with such ids is run again with them.
         """
         meter = Meter(label, utterances, self._report)
         seen: set[str] = set()
@@ -304,7 +305,8 @@ class _Making:
             number += 1
 
     def _forget_dropped(self) -> None:
-        """Let the next call repeat the stages that dropped utterances: repaired audio does not change their listing."""
+        """Make the next call repeat the stages that dropped utterances: repaired audio does not change their
+        listing."""
         for file in (self._work / "stages").glob("*.json"):
             result = read_result(file)
             if result is None or result.dropped:
@@ -312,7 +314,7 @@ class _Making:
 
 
 def _shards(files: Iterable[Path]) -> Iterator[ShardIndex]:
-    """The indexes of the shards, one at a time in memory."""
+    """The indexes of the shards; only one at a time is in memory."""
     for file in files:
         result = read_result(file)
         if result is None:
@@ -331,8 +333,9 @@ def fetch_sets(
 ) -> list[str]:
     """Fetch the index of each set at `address` to `<folder>/<name>`. Returns the names of the sets that were fetched.
 
-    `address`, e.g. s3://bucket/corpus, is a copy of a folder that `starling prepare` wrote. Of the sets' settings only
-    the sampling rate, in Hz, must be that of the recipe. Shards that have been read are kept in `cache`, if any.
+    `address`, e.g. s3://bucket/corpus, is a copy of a folder that `starling prepare` wrote. The sets' sampling rate, in
+    Hz, must equal the recipe's; their other settings may differ. Shards that have been read are kept in `cache`, if
+    any.
 
     Raises:
         DataError: A set or shard is missing, incomplete or of another size, access is refused, or the store does not
@@ -358,7 +361,7 @@ def fetch_sets(
 
 
 def _check_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> None:
-    """Raise DataError if a set's summary is damaged, or its sampling rate or the size of a shard is another."""
+    """Raise DataError if a set's summary is damaged, or if its sampling rate or the size of a shard differs."""
     try:
         summary = parse_summary(text, objects.address)
     except (ValueError, KeyError, TypeError) as error:

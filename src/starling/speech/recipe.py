@@ -38,27 +38,27 @@ _FIRST_SIZES = (
     *("layers", "hidden", "bottleneck", "width", "heads", "feed_forward", "positions"),
     *("channels", "context", "subsampling", "dropout"),
 )
-"""Keys of `model` that fingerprints have even where they are not set, as those of the first runs do."""
+"""Keys of `model` that fingerprints include even where they are not set, as the first runs' fingerprints do."""
 _OF_FRAMES = ("sequences", "states", "alignment")
 """Sections that only `loss: frames` has."""
 _ONLY_FOR = {
     "frames": (*_OF_FRAMES, "features.splice", *(f"decoding.{key}" for key in OF_FRAMES)),
     "ctc": ("model.decoder", *(f"decoding.{key}" for key in OF_CTC)),
 }
-"""Keys, SECTION or SECTION.KEY, that have a meaning for one loss alone."""
+"""Keys, SECTION or SECTION.KEY, that apply to one loss only."""
 
 FORMAT = 2
-"""The format of recipes of Starling 0.2, which later versions will read."""
+"""The format of recipes since Starling 0.2, which later versions will read."""
 
 
 class WarmStart(Config):
-    """Another experiment whose weights a model begins with."""
+    """Another experiment whose weights initialise a model."""
 
     experiment: Path
-    """Its newest model is taken, unless this is a checkpoint or a recogniser's folder."""
+    """Folder of the other experiment, whose newest model is taken; or a checkpoint or a recogniser's folder."""
     sizes: Literal["strict", "partial"] = "strict"
-    """strict: only the outputs may differ; the rows of tokens and phones that both models have are kept. partial:
-    layers may be missing, or of other sizes: what overlaps is taken."""
+    """With `strict`, only the outputs may differ; the rows of tokens and phones that both models have are kept. With
+    `partial`, layers may be missing or of other sizes; what overlaps is taken."""
 
     _of_path = short_for("experiment")
 
@@ -76,10 +76,11 @@ class Recipe(RecipeConfig):
     data: DataConfig
     """Where the data are, how they are prepared, and which sets train, validate and test."""
     mixture: MixtureConfig | None = None
-    """Several domains to train on instead of `data.train`, and the share of each."""
+    """Several domains to train on instead of `data.train`, with their shares."""
     partition: PartitionConfig = "identical"
-    """Which utterances a learner may see. identical: all of them, each exactly once per epoch. Otherwise (for studies)
-    each learner draws at random from its own part: whole speakers, whole domains, or a Dirichlet division."""
+    """The utterances that a learner may see. With `identical`, it may see all of them, each exactly once per epoch.
+    Otherwise (for studies), each learner draws at random from its own part: whole speakers, whole domains, or a
+    Dirichlet division."""
     tokens: TokenConfig = TokenConfig()
     """The units of the model's output."""
     features: FeatureConfig = FeatureConfig()
@@ -89,33 +90,33 @@ class Recipe(RecipeConfig):
     batches: BatchConfig = BatchConfig()
     """How utterances are grouped into mini-batches."""
     model: ModelConfig = BlstmConfig()
-    """Which network, and its sizes."""
+    """The network and its sizes."""
     loss: Literal["ctc", "frames"] = "ctc"
-    """ctc: of whole utterances, which needs no alignment; with model.decoder, the decoder's loss is beside it. frames:
-    cross-entropy of the tied state of every frame, over sub-sequences; the training set is aligned first. The next
-    three sections belong to it."""
+    """The loss: `ctc` is computed over whole utterances and needs no alignment; with model.decoder, the decoder's loss
+    is added. `frames` is the cross-entropy of the tied state of every frame, over sub-sequences; the training set is
+    aligned first. The next three sections belong to it."""
     sequences: SequencesConfig | None = None
-    """For `loss: frames`: what a mini-batch holds."""
+    """The contents of a mini-batch, for `loss: frames`."""
     states: StatesConfig | None = None
-    """For `loss: frames`: the tied states, which are the network's outputs."""
+    """The tied states, which are the network's outputs, for `loss: frames`."""
     alignment: AlignmentConfig | None = None
-    """For `loss: frames`: where the states of the frames come from."""
+    """The alignment of frames to states, for `loss: frames`."""
     decoding: DecodingConfig | None = None
-    """How `starling evaluate` searches for words. Of a ctc recipe that has this section, `train` and `simulate` also
-    score the beam search at their end; without it, only greedy decoding."""
+    """How `starling evaluate` searches for words. If a ctc recipe has this section, `train` and `simulate` also score
+    the beam search at their end; without it, they score only greedy decoding."""
     validate_every: int | None = Field(default=1, ge=1)
-    """Epochs between two scorings of the validation set during training; null: never. A scoring is skipped if scoring
-    would otherwise take more than a twentieth of the time."""
+    """Epochs between two scorings of the validation set during training; null turns it off. A scoring is skipped if
+    scoring would otherwise take more than a twentieth of the time."""
     patience: int | None = Field(default=None, ge=1)
-    """End training once the error on the validation set has not fallen for so many epochs, and score the best model;
-    null: only the budget ends it."""
+    """Number of epochs without a lower error on the validation set after which training ends, and the best model is
+    scored; with null, only the budget ends training."""
     average: int = Field(default=1, ge=1)
-    """The model that is scored is the mean of those of so many of the newest checkpoints; `checkpoints` says when they
-    are saved, and how many are kept."""
+    """Number of the newest checkpoints whose models are averaged for scoring; `checkpoints` says when they are saved,
+    and how many are kept."""
     warm_start: WarmStart | None = None
-    """Initialise the model with the weights of another experiment: its folder, or a mapping with `sizes`."""
+    """Another experiment whose weights initialise the model: its folder, or a mapping with `sizes`."""
     freeze: tuple[Freeze, ...] = ()
-    """Parameters that stay as they are, for the whole run or until they are thawed."""
+    """Parameters that stay unchanged, for the whole run or until they are thawed."""
 
     @field_validator("freeze", mode="before")
     @classmethod
@@ -135,7 +136,7 @@ class Recipe(RecipeConfig):
     @model_validator(mode="before")
     @classmethod
     def _frames_have_defaults(cls, tree: Any) -> Any:
-        """The sections of `loss: frames` where they are left out, and no augmentation but what is asked for."""
+        """Set the sections of `loss: frames` that are left out, and allow only the augmentation that is asked for."""
         if not isinstance(tree, dict) or tree.get("loss") != "frames":
             return tree
         defaults: dict[str, Any] = {section: {} for section in (*_OF_FRAMES, "decoding", "augment")}
@@ -158,7 +159,7 @@ class Recipe(RecipeConfig):
                 yield from (f"{key}: only for loss: {loss}; leave it out" for key in keys if self._is_set(key))
 
     def _is_set(self, key: str) -> bool:
-        """Whether a key, SECTION or SECTION.KEY, has another value than its default."""
+        """Whether a key, SECTION or SECTION.KEY, differs from its default."""
         name, _, inner = key.partition(".")
         section = getattr(self, name)
         if not inner or section is None:
@@ -231,18 +232,18 @@ class Recipe(RecipeConfig):
 
     @property
     def training_sets(self) -> list[tuple[str, str]]:
-        """The sets to train on, each with the domain of the mixture that it belongs to; without a mixture, `""`."""
+        """The sets to train on, each with its domain of the mixture; without a mixture, the domain is `""`."""
         if self.mixture is None:
             return [("", self.data.train)]
         return [(name, each) for name, domain in self.mixture.domains.items() for each in domain.sets]
 
     def set_folder(self, name: str) -> Path:
-        """The folder of a prepared set of the corpus or the mixture, whether it exists yet or not."""
+        """The folder of a prepared set of the corpus or the mixture, whether or not it exists yet."""
         return self.data.set_folder(name) if name in self.data.sets else Path(name)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None = None) -> Recipe:
-    """The recipe in a file, with `key=value` overrides, and with `learners` learners if that is given.
+    """Load the recipe in a file, with `key=value` overrides, and with `learners` learners if given.
 
     Raises one ConfigError that lists all problems.
     """
@@ -251,7 +252,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None 
 
 
 def check_recipe(tree: Tree, where: str) -> Recipe:
-    """The recipe of a tree; `where` names it in the ConfigError that lists all problems."""
+    """Check a tree, and return its recipe; `where` names it in the ConfigError that lists all problems."""
     if (found := tree.get("format", FORMAT)) != FORMAT:
         raise ConfigError(
             f"recipe {where}: format {found!r}, but this version reads format {FORMAT}; write its keys into a new "
@@ -261,12 +262,13 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
 
 
 def load_resolved(path: Path) -> Recipe:
-    """The recipe in an experiment's folder. Raises ConfigError if it is wrong or from before Starling 0.2."""
+    """Load the recipe in an experiment's folder. Raises ConfigError if it is wrong or older than Starling 0.2."""
     return check_resolved(read_recipe(path), str(path))
 
 
 def check_resolved(tree: Tree, where: str) -> Recipe:
-    """The recipe of the tree that an experiment's folder holds; `where` names it. Raises as `load_resolved`."""
+    """Check the tree in an experiment's folder, and return its recipe; `where` names it. Raises ConfigError as
+    `load_resolved` does."""
     if "format" not in tree:
         raise ConfigError(
             f"{where}: written before Starling 0.2, which this version cannot read; train the experiment again, or use "
@@ -276,7 +278,7 @@ def check_resolved(tree: Tree, where: str) -> Recipe:
 
 
 def earlier_recipe(checkpoint: Path) -> Recipe | None:
-    """The recipe that a checkpoint was trained with; None if it is not there, or cannot be read any more."""
+    """The recipe with which a checkpoint was trained; None if it is missing, or no longer readable."""
     try:
         return load_resolved(ExperimentFolder(checkpoint.parent.parent).config)
     except StarlingError:
@@ -306,8 +308,8 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
 
 
 def fixed_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings that a resumed run may not change, by section: the model, and all that determines the content of
-    mini-batches. Raises DataError if a set of the mixture is not prepared."""
+    """The settings that a resumed run may not change, by section: the model, and everything that determines the
+    contents of mini-batches. Raises DataError if a set of the mixture is not prepared."""
     fixed = recipe.model_dump(
         mode="json",
         include={

@@ -1,4 +1,4 @@
-"""A recogniser: network, tokens, perhaps tied states, and features, which are saved, loaded and used together."""
+"""A recogniser: a network, tokens, features and possibly tied states, which are saved, loaded and used together."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +54,7 @@ class _Description(Config):
     @classmethod
     def _is_ours(cls, value: int) -> int:
         if value > _FORMAT:
-            raise ValueError(f"it is {value}, this version reads up to {_FORMAT}: use a newer Starling")
+            raise ValueError(f"it is {value}, but this version reads up to {_FORMAT}: use a newer Starling")
         if value < _FORMAT:
             raise ValueError(
                 f"it is {value}, which only versions before Starling 0.2 read: train again, or use the version that "
@@ -64,7 +64,7 @@ class _Description(Config):
 
 
 class Heard(NamedTuple):
-    """What a network makes of a batch of utterances."""
+    """The outputs of a network for a batch of utterances."""
 
     log_probs: torch.Tensor  # [B, T', V] of CTC, or of tied states
     lengths: torch.Tensor  # [B], frames of T'
@@ -85,8 +85,9 @@ class Heard(NamedTuple):
         return [row[:length] for row, length in zip(self.frames, self.frame_lengths.tolist(), strict=True)]
 
     def in_time(self, places: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> "Heard":
-        """The same with blanks for what of each utterance was not heard: row n of it belongs at its n-th place, among
-        so many. A token that is emitted on both sides of a pause continues through it, so that none is heard twice."""
+        """The outputs with blanks at the places that were not heard: row n of each utterance moves to its n-th of
+        `places`, among `lengths` rows. A token that is emitted on both sides of a pause continues through it, so that
+        none is heard twice."""
         rows = []
         for row, at, length in zip(self.log_probs, places, lengths, strict=True):
             best = row[: len(at)].argmax(1).cpu().numpy()
@@ -105,8 +106,8 @@ class Heard(NamedTuple):
 class Recogniser:
     """Transcribes waveforms.
 
-    The network's outputs are the tokens of CTC, or `states`: then a search for the best words follows it. With a
-    decoder, texts are the decoder's. `phones` are used only in training.
+    The network's outputs are the tokens of CTC, or `states`, which are searched for the best words. With a decoder,
+    texts come from the decoder. `phones` are used only in training.
     """
 
     model: nn.Module
@@ -116,11 +117,11 @@ class Recogniser:
     features: LogMel
     """The features that are computed from waveforms."""
     tokenizer: Tokenizer
-    """The tokens of its texts."""
+    """The tokens of the recogniser's texts."""
     states: TiedStates | None = None
-    """The tied states of a network whose outputs they are."""
+    """The tied states, if they are the network's outputs."""
     phones: Phones | None = None
-    """The phones of a network that was also trained on them."""
+    """The phones, if the network was also trained on them."""
 
     def __post_init__(self) -> None:
         self._words = None if self.states is None else WordDecoder(self.states, self.tokenizer)
@@ -197,7 +198,7 @@ class Recogniser:
         return self.texts(self.listen([self.waveform(waveform, rate)]))[0]
 
     def waveform(self, samples: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
-        """One recording as it is listened to, `[T]`; shapes and errors as for `transcribe`."""
+        """The waveform `[T]` that the network hears of a recording; shapes and errors as for `transcribe`."""
         if rate <= 0:
             raise DataError(f"a sampling rate of {rate} Hz is impossible")
         return self.features.checked(resampled(mono(samples), rate, self.features.sampling_rate))
@@ -224,8 +225,8 @@ class Recogniser:
         progress: Callable[[int, int], None] | None = None,
         codec: Codec | None = None,
     ) -> Iterator[tuple[list[str], Heard]]:
-        """Ids of the utterances of a set, and what the network makes of them, batch by batch, longest first; as they
-        are after a codec, if that is given. The other arguments are those of `recognise`."""
+        """The ids of a set's utterances and the network's outputs for them, batch by batch, longest first; with a
+        codec, the audio passes through it. The other arguments are those of `recognise`."""
         done = 0
         for places in by_duration(speech_set.durations, max_duration):
             stored = speech_set.read(places)
@@ -246,12 +247,12 @@ class Recogniser:
 
     @property
     def latency(self) -> float | None:
-        """The algorithmic latency of a streaming model in seconds; None: it needs whole recordings."""
+        """The algorithmic latency of a streaming model in seconds; None if it needs whole recordings."""
         config = self.features.config
         return self.model_config.latency(config.frame_shift, config.frame_length)
 
     def listen(self, waveforms: Sequence[torch.Tensor]) -> Heard:
-        """What the network makes of waveforms `[T]` that passed `LogMel.checked`. Pauses that it does not hear are
+        """The network's outputs for waveforms `[T]` that passed `LogMel.checked`. Pauses that it does not hear are
         blanks."""
         layer = self.features
         energies = layer.energies(waveforms)
@@ -266,7 +267,7 @@ class Recogniser:
         )
 
     def hear(self, matrices: list[torch.Tensor]) -> Heard:
-        """What the network makes of features `[T, F]` of each utterance."""
+        """The network's outputs for the features `[T, F]` of each utterance."""
         device = next(self.model.parameters()).device
         features = torch.nn.utils.rnn.pad_sequence(matrices, batch_first=True).to(device)
         lengths = torch.tensor([len(matrix) for matrix in matrices], device=device)
@@ -295,8 +296,8 @@ class Recogniser:
         return self.model.decoder if isinstance(self.model, Network) else None
 
     def texts(self, heard: Heard) -> list[str]:
-        """The text of each utterance: the best words of tied states; with a decoder the decoder's greedy text;
-        otherwise the greedy text of CTC."""
+        """The text of each utterance: with tied states, the best words; with a decoder, the decoder's greedy text;
+        otherwise, the greedy text of CTC."""
         if self._words is not None:
             return self._words(heard.log_probs, heard.lengths)
         if self.decoder is None or heard.frames is None:
@@ -306,7 +307,7 @@ class Recogniser:
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def searched(self, heard: Heard, beam: int) -> list[str]:
-        """The text of each utterance by the decoder's beam search. Raises ValueError without a decoder."""
+        """The text of each utterance from the decoder's beam search. Raises ValueError without a decoder."""
         if self.decoder is None:
             raise ValueError("a recogniser without a decoder has no beam search of its own")
         with self.evaluating():
@@ -314,7 +315,7 @@ class Recogniser:
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def phrases(self, lines: Iterable[str], source: str, is_searched: bool = False) -> Phrases:
-        """Phrases to boost in greedy texts, or in those of a search over CTC. Raises ConfigError if the texts are not
+        """Phrases to boost in greedy texts, or in texts of a search over CTC. Raises ConfigError if the texts are not
         those of CTC, and DataError as `Phrases` does."""
         if self.states is not None or (self.decoder is not None and not is_searched):
             other = "tied states" if self.decoder is None else "its decoder; load it with the beam search (--beam)"
@@ -324,8 +325,8 @@ class Recogniser:
     def placed(
         self, log_probs: NDArray[np.float32], text: str, is_searched: bool = False, phrases: Phrases | None = None
     ) -> tuple[str, list[decoders.Emission] | None]:
-        """A text that `texts` or a search has found in `[T, V]`, with the phrases that are boosted; and where CTC hears
-        its tokens, None if that is unknown."""
+        """A text that `texts` or a search found in `[T, V]`, with boosted phrases, and where CTC hears its tokens; None
+        if that is unknown."""
         is_greedy = self.states is None and self.decoder is None and not is_searched
         emissions = decoders.emissions_of(log_probs.argmax(1)) if is_greedy else self._aligned(log_probs, text)
         if phrases is None or emissions is None:
@@ -337,7 +338,7 @@ class Recogniser:
         return (text, emissions) if found is None else (boosted, found)
 
     def _aligned(self, log_probs: NDArray[np.float32], text: str) -> list[decoders.Emission] | None:
-        """Where CTC hears a text that another search has found."""
+        """Where CTC hears a text that another search found."""
         if self.states is not None:
             return None
         if not text.strip():
@@ -349,7 +350,8 @@ class Recogniser:
         return aligned(log_probs, tokens)
 
     def attention_scores(self, heard: Heard, texts: Sequence[Sequence[str]]) -> list[list[float]]:
-        """log p(text | audio) by the attention decoder, of some texts of each utterance. ValueError without one."""
+        """log p(text | audio) under the attention decoder, for several texts of each utterance. Raises ValueError
+        without one."""
         if not isinstance(self.decoder, AttentionDecoder):
             raise ValueError("a recogniser without an attention decoder cannot score texts by it")
         encode = self.tokenizer.encode

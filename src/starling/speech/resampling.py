@@ -1,4 +1,4 @@
-"""Changes the sampling rate of a waveform that is whole, or comes in pieces."""
+"""Changes the sampling rate of a waveform that comes whole or in pieces."""
 
 import math
 from fractions import Fraction
@@ -13,12 +13,13 @@ _ZEROS = 6  # zero crossings of the sinc on either side
 _ROLLOFF = 0.99
 _LARGEST = 1 << 22  # numbers of a kernel; 16 MiB
 _COARSE = 16_000
-"""The largest term of a ratio that stands for one whose kernel would be larger than that, such as 44,099 to 8,000 Hz.
-The difference is 2.3e-7 there, and at worst 1.3e-4, of 8,001 to 48,000 Hz, whose nearest simple ratio is 1 to 6."""
+"""The largest term of a ratio of rates. Ratios with larger terms, such as 44,099 to 8,000 Hz, are approximated to keep
+the kernel small. The error is 2.3e-7 there, and at most 1.3e-4 (8,001 to 48,000 Hz, whose nearest simple ratio is 1 to
+6)."""
 
 
 class _Kernel(NamedTuple):
-    """Windowed sincs: each `before` samples become `after` samples."""
+    """Windowed sincs that turn each `before` samples into `after` samples."""
 
     weights: torch.Tensor  # [after, 1, width + before + width]
     width: int
@@ -28,8 +29,8 @@ class _Kernel(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _kernel(rate: int, wanted: int) -> _Kernel:
-    """That of torchaudio and lhotse, with the same bits (sinc_interp_hann), without the 0.2 s that lhotse takes to be
-    imported; of equal rates, the one that changes nothing."""
+    """The kernel of torchaudio and lhotse (sinc_interp_hann), bit for bit, without the 0.2 s that importing lhotse
+    takes; for equal rates, the kernel that changes nothing."""
     if rate == wanted:
         return _Kernel(torch.ones(1, 1, 1), 0, 1, 1)
     ratio = exact = Fraction(min(rate, wanted), max(rate, wanted))
@@ -48,7 +49,7 @@ def _kernel(rate: int, wanted: int) -> _Kernel:
 
 
 def resampled(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
-    """`waveform` `[..., T]` at `rate` Hz, at `wanted` Hz: `[..., ceil(T * wanted / rate)]`."""
+    """`waveform` `[..., T]` at `rate` Hz, resampled to `wanted` Hz: `[..., ceil(T * wanted / rate)]`."""
     if rate == wanted:
         return waveform
     kernel = _kernel(rate, wanted)
@@ -60,7 +61,8 @@ def resampled(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
 
 
 class Resampler:
-    """Changes the rate of a waveform that comes in pieces of any lengths; together they give what the whole would."""
+    """Changes the rate of a waveform that comes in pieces of any length; the result is the same as for the whole
+    waveform."""
 
     def __init__(self, rate: int, wanted: int) -> None:
         self._kernel = _kernel(rate, wanted)
@@ -68,12 +70,12 @@ class Resampler:
         self._taken = self._given = 0
 
     def feed(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The next samples `[T']`, from the next samples `[T]`."""
+        """The next resampled samples `[T']`, given the next samples `[T]`."""
         self._taken += len(samples)
         return self._steps(samples)
 
     def end(self) -> NDArray[np.float32]:
-        """The last samples `[T']`."""
+        """The last resampled samples `[T']`."""
         _, width, before, after = self._kernel
         missing = math.ceil(after * self._taken / before) - self._given
         return self._steps(np.zeros(width + before, np.float32))[:missing]

@@ -1,4 +1,4 @@
-"""Error rates in the usual formats, files that list all errors, and whether two recognisers differ."""
+"""Error rates in the usual formats, files that list all errors, and tests of whether two recognisers differ."""
 
 import ast
 import math
@@ -20,7 +20,7 @@ NOTHING = " "  # stands for a missing word in an alignment; no word is a single 
 _LONGEST_WORD = 12  # characters, on average: longer ones are sentences without spaces
 _REPLICATIONS = 2000
 _BUFFER = 2
-"""Consecutive words that both recognise, which end a segment."""
+"""Number of consecutive words, recognised by both, that end a segment."""
 _PAIRED_REPLICATIONS = 10_000
 _LEVEL = 0.05
 _AT_A_TIME = 200  # of the replications, to limit memory
@@ -44,7 +44,7 @@ class ErrorCounts:
 
     @property
     def rate(self) -> float:
-        """Errors per 100 reference words or characters; infinite for errors without any reference."""
+        """Errors per 100 reference words or characters; infinite if there are errors but no reference words."""
         if self.reference:
             return 100.0 * self.errors / self.reference
         return math.inf if self.errors else 0.0
@@ -73,7 +73,7 @@ class ErrorRates:
 
     @property
     def rate(self) -> float:
-        """The word error rate; the character error rate of texts without spaces between words. In per cent."""
+        """The word error rate or, for texts without spaces between words, the character error rate, in per cent."""
         return self.cer if self.characters.reference > _LONGEST_WORD * self.words.reference else self.wer
 
     @property
@@ -120,7 +120,7 @@ def error_rates(references: Mapping[str, str], hypotheses: Mapping[str, str]) ->
 
 
 def references_of(speech_set: "SpeechSet | SpeechSets") -> dict[str, str]:
-    """The texts of a set by utterance."""
+    """The texts of a set, by utterance."""
     return {speech_set.id(number): speech_set.text(number) for number in range(len(speech_set))}
 
 
@@ -133,8 +133,8 @@ def count_errors(references: Mapping[str, str], hypotheses: Mapping[str, str]) -
 def without_tags(
     references: Mapping[str, str], hypotheses: Mapping[str, str], tags: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str], str]:
-    """The texts without tags of one character, which references begin with, and a line that says how many hypotheses
-    begin with the right one."""
+    """The texts without tags, single characters with which references begin, and a line that says how many hypotheses
+    begin with the right tag."""
     table = str.maketrans(dict.fromkeys(tags, " "))
     right = sum(text[:1] in tags and hypotheses.get(name, "")[:1] == text[:1] for name, text in references.items())
     spoken, heard = (
@@ -157,7 +157,7 @@ def lines_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str]
 
 
 def align_words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
-    """The word alignment of each utterance; without a hypothesis, all its words are deletions."""
+    """The word alignment of each utterance; if a hypothesis is missing, all words of the utterance are deletions."""
     pairs = zip(references, _words(references, hypotheses), strict=True)
     return {name: kaldialign.align(spoken, heard, NOTHING) for name, (spoken, heard) in pairs}
 
@@ -168,7 +168,8 @@ def scored_in(folder: Path) -> list[str]:
 
 
 def read_texts(recogs: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """References and hypotheses by utterance, as `write_score_files` wrote them. Raises DataError."""
+    """References and hypotheses by utterance, as `write_score_files` wrote them. Raises DataError if the file is
+    damaged."""
     texts: dict[str, dict[str, str]] = {"ref": {}, "hyp": {}}
     for number, line in enumerate(recogs.read_text(encoding="utf-8", errors="replace").splitlines()):
         kind = "ref" if number % 2 == 0 else "hyp"
@@ -215,7 +216,7 @@ def write_score_files(
 
 
 def _words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> list[tuple[list[str], list[str]]]:
-    """The words of each reference, and of its hypothesis."""
+    """The words of each reference and of its hypothesis."""
     return [(text.split(), hypotheses.get(name, "").split()) for name, text in references.items()]
 
 
@@ -288,7 +289,7 @@ class MatchedPairs:
         """The result of the test as a sentence."""
         told = f"matched pairs (MAPSSWE): {self.segments} segments, mean difference {self.difference:+.3f} errors"
         if self.p is None or self.t is None:
-            return f"{told}; too few or all alike, so that there is no test"
+            return f"{told}; too few or all alike, so there is no test"
         verdict = "significant" if self.p < _LEVEL else "not significant"
         p = f"p = {self.p:.3g}" if self.p >= 1e-4 else f"p = {max(self.p, math.ulp(0.0)):.1e}"
         return f"{told}, t = {self.t:.2f}, {p}: {verdict} at {_LEVEL:.0%}"
@@ -306,9 +307,9 @@ class PairedBootstrap:
 def matched_pairs(references: Mapping[str, str], first: Mapping[str, str], second: Mapping[str, str]) -> MatchedPairs:
     """Whether two recognisers differ in errors per segment.
 
-    A segment is a stretch of an utterance in which either of them errs; two consecutive words that both recognise, with
-    nothing inserted between them, end it. Errors in different segments are taken to be independent. The mean
-    difference is tested by Student's t, which is the normal distribution of the original where segments are many.
+    A segment is a stretch of an utterance in which either of them errs; it ends with two consecutive words that both
+    recognise, with nothing inserted between them. Errors in different segments are assumed to be independent. The mean
+    difference is tested by Student's t, which for many segments equals the normal distribution of the original.
 
     References:
         Gillick and Cox, "Some statistical issues in the comparison of speech recognition algorithms", ICASSP 1989.
@@ -327,7 +328,7 @@ def matched_pairs(references: Mapping[str, str], first: Mapping[str, str], secon
 
 
 def error_segments(first: Alignment, second: Alignment) -> list[tuple[int, int]]:
-    """The errors of both in each segment of an utterance, from their alignments with the same reference."""
+    """The numbers of errors of both in each segment of an utterance, from their alignments with the same reference."""
     found: list[tuple[int, int]] = []
     errors, good = (0, 0), 0
     for number, (ours, theirs) in enumerate(zip(_steps(first), _steps(second), strict=True)):
@@ -356,8 +357,8 @@ def _steps(alignment: Alignment) -> list[int]:
 def paired_bootstrap(
     references: Mapping[str, str], first: Mapping[str, str], second: Mapping[str, str]
 ) -> PairedBootstrap | None:
-    """The difference of two word error rates over samples of the utterances, drawn with replacement; None where it
-    cannot be estimated: of less than two utterances, or where a reference is empty.
+    """The difference of two word error rates over samples of the utterances, drawn with replacement; None if it cannot
+    be estimated, because there are fewer than two utterances or a reference is empty.
 
     References:
         Bisani and Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP 2004.

@@ -22,7 +22,7 @@ NUMBERS = {
     "sizes": "i4",
     "checks": "u4",
 }
-"""The arrays [N] of the index, and their types."""
+"""The arrays [N] of the index, with their types."""
 TEXTS = ("ids", "texts", "speakers")
 ARRAYS = NUMBERS | dict.fromkeys(TEXTS, "u1") | {f"{name}_ends": "i8" for name in TEXTS}
 INDEX_FILES = tuple(f"{name}.npy" for name in ARRAYS)
@@ -33,7 +33,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class SetSummary:
-    """The contents of a prepared set. `dropped` counts utterances, `dropped_seconds` their audio, if it is known."""
+    """The contents of a prepared set. `dropped` counts utterances, `dropped_seconds` their audio, where it is known."""
 
     name: str
     utterances: Count
@@ -64,7 +64,7 @@ class SetSummary:
         return digest(content)
 
     def problem(self) -> str | None:
-        """What is wrong with a summary whose fields are valid; None if nothing is."""
+        """The problem with a summary whose fields are valid; None if there is none."""
         names = [shard.file for shard in self.shards]
         if len(set(names)) < len(names):
             return f"it lists {next(name for name in names if names.count(name) > 1)} twice"
@@ -137,5 +137,5 @@ def checked_file(folder: Path, name: str) -> Path:
     if not stat.S_ISREG(path.stat().st_mode):
         raise DataError(f"{path}: not a regular file; {again(folder)}")
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{path}: a link that leads out of the prepared set; replace it by the file")
+        raise DataError(f"{path}: a link that leads out of the prepared set; replace it with the file")
     return path

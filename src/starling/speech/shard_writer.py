@@ -30,7 +30,7 @@ class ShardIndex:
 
     number: int
     audio_bytes: int
-    """Size of the tar."""
+    """Size of the tar in bytes."""
     cuts_bytes: int
     ids: tuple[str, ...] = ()
     speakers: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class ShardIndex:
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     checks: tuple[int, ...] = ()
-    """CRC-32 of each FLAC."""
+    """CRC-32 of each FLAC file."""
 
     @property
     def files(self) -> tuple[tuple[str, int], ...]:

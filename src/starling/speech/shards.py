@@ -18,8 +18,8 @@ from starling.speech.object_store import ObjectFolder, Range
 
 MAX_OPEN_SHARDS = 64
 REMOTE = "remote.json"
-"""A file in the folder of a set with remote shards: {"address": folder of the shards, "options": fsspec's}, and perhaps
-"cache": a folder of this machine."""
+"""The file in the folder of a set with remote shards: {"address": folder of the shards, "options": fsspec's}, and
+optionally "cache", a folder on this machine."""
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -27,31 +27,31 @@ Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar of FLAC files, and its size."""
+    """A tar of FLAC files, with its size."""
 
     file: Annotated[str, Field(pattern=r"^recording\.[0-9]{6,12}\.tar$")]
     num_bytes: Count
 
     def state(self, size: int | None) -> str:
-        """What is wrong with one of `size` bytes; None: there is none."""
+        """The problem with a tar of `size` bytes; a `size` of None means that it is missing."""
         return "is missing" if size is None else f"has {size} bytes, not {self.num_bytes}"
 
 
 def again(folder: Path) -> str:
-    """What to do about a damaged set that was prepared here, for messages."""
+    """The remedy for a damaged set that was prepared here, for messages."""
     return f"remove {folder} and run `starling prepare RECIPE` again"
 
 
 class Shards(ABC):
-    """Reads utterances' bytes. Not picklable: each process creates its own."""
+    """Reads the bytes of utterances. Not picklable: each process creates its own."""
 
     def __init__(self, root: str, remedy: str) -> None:
         self.root, self.remedy = root, remedy
-        """The path or address of the folder with the tars, and what to do about damaged ones, for messages."""
+        """The path or address of the folder with the tars, and the remedy for damaged tars, for messages."""
 
     @abstractmethod
     def read(self, ranges: Sequence[Range]) -> list[bytes]:
-        """The bytes of ranges, fewer if a shard ends earlier. DataError if a shard cannot be read."""
+        """The bytes of ranges, fewer if a shard ends earlier. Raises DataError if a shard cannot be read."""
 
     @abstractmethod
     def close(self) -> None:
@@ -61,8 +61,8 @@ class Shards(ABC):
 def open_shards(folder: Path, shards: Sequence[Shard]) -> Shards:
     """The shards of the set in `folder`, local or remote.
 
-    Raises DataError if a local shard is missing or has another size. Those of a store were checked when the set's index
-    was fetched; checking again would need a request in every process.
+    Raises DataError if a local shard is missing or has another size. Shards in a store were checked when the set's
+    index was fetched; checking again would need a request in every process.
     """
     path = folder / REMOTE
     if not path.is_file():
@@ -81,7 +81,7 @@ def _check_local(folder: Path, shards: Sequence[Shard]) -> None:
     for shard in shards:
         path = folder / "shar" / shard.file
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            raise DataError(f"{path}: a link that leads out of the prepared set; replace it by the file")
+            raise DataError(f"{path}: a link that leads out of the prepared set; replace it with the file")
         size = path.stat().st_size if path.is_file() else None
         if size != shard.num_bytes:
             raise DataError(f"{path}: {shard.state(size)}; {again(folder)}")
@@ -118,7 +118,7 @@ class LocalShards(Shards):
 
 
 class RemoteShards(Shards):
-    """Tars in an object store. All utterances of a call are requested concurrently, one range each."""
+    """Tars in an object store. All utterances of a call are requested concurrently, in one range each."""
 
     def __init__(self, objects: ObjectFolder) -> None:
         super().__init__(objects.address, f"copy the prepared set to {objects.address.rsplit('/', 1)[0]} again")
@@ -134,7 +134,8 @@ class RemoteShards(Shards):
 class CachedShards(LocalShards):
     """Tars in an object store, each copied whole to a folder of this machine when it is first read.
 
-    One process of the machine copies a shard, and the others wait for it; fsspec's caches would copy it in each.
+    One process of the machine copies a shard, and the others wait for it; fsspec's caches would copy it in each
+    process.
     """
 
     def __init__(self, cache: Path, objects: ObjectFolder, shards: Sequence[Shard]) -> None:

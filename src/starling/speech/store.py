@@ -1,4 +1,4 @@
-"""Prepared sets on disk, one or several as one: lhotse Shar shards, and an index for random access.
+"""Prepared sets on disk, one or several as one: lhotse Shar shards with an index for random access.
 
 <folder>/summary.json                     summary of the set; written last
 <folder>/dropped.tsv                      dropped utterances with the reasons
@@ -28,7 +28,7 @@ from starling.speech.shards import Shards, again, open_shards
 
 
 class _Strings:
-    """N strings in one block of UTF-8 bytes; 8 bytes of overhead each. `name` is that of the array of bytes."""
+    """N strings in one block of UTF-8 bytes; 8 bytes of overhead each. `name` is the name of the array of bytes."""
 
     def __init__(self, folder: Path, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._folder, self._name = folder, name
@@ -48,12 +48,12 @@ class _Strings:
 
 
 class Stored(NamedTuple):
-    """An utterance as it was read."""
+    """An utterance as read from a set."""
 
     id: str
     text: str
     samples: NDArray[np.float32] | DataError
-    """[T], mono, in -1..1; if the stored FLAC is damaged, an error that says so."""
+    """Samples [T], mono, in -1..1; or an error if the stored FLAC is damaged."""
 
 
 class SpeechSet:
@@ -65,11 +65,11 @@ class SpeechSet:
 
     name: str
     sampling_rate: int
-    """Hz"""
+    """Sampling rate in Hz."""
     durations: NDArray[np.float32]
-    """[N], seconds"""
+    """Duration of each utterance in seconds, [N]."""
     num_samples: NDArray[np.int64]
-    """[N], samples"""
+    """Number of samples of each utterance, [N]."""
 
     def __init__(self, folder: Path, summary: SetSummary, arrays: dict[str, NDArray[Any]], shards: Shards) -> None:
         self.folder, self.summary = folder, summary
@@ -116,7 +116,8 @@ class SpeechSet:
         return utterance.samples
 
     def read(self, indices: Sequence[int]) -> list[Stored]:
-        """Several utterances, requested concurrently from an object store. DataError if a shard cannot be read."""
+        """Several utterances, requested concurrently from an object store. Raises DataError if a shard cannot be
+        read."""
         checked = [self._checked(index) for index in indices]
         encoded = self._shards.read([self._range(index) for index in checked])
         return [
@@ -125,7 +126,7 @@ class SpeechSet:
         ]
 
     def _range(self, index: int) -> Range:
-        """The location of the audio; the shard's first byte if the index points beyond the end of the shard."""
+        """The location of the audio; the first byte of the shard if the index points beyond the end of the shard."""
         shard = self.summary.shards[int(self._shard_of[index])]
         offset, size = int(self._offsets[index]), int(self._sizes[index])
         is_there = size > 0 and offset + size <= shard.num_bytes
@@ -185,17 +186,17 @@ class Member(NamedTuple):
 class SpeechSets:
     """Utterances chosen from prepared sets, as one set: all utterances of one or several sets, or some of them.
 
-    Utterances are numbered through in the order of the sets. The ids of a single set are its own. Those of several sets
+    Utterances are numbered consecutively in the order of the sets. A single set keeps its own ids. Ids of several sets
     begin with the domain, which makes them unique: `talks/utt-1`, or `talks.2/utt-1` in the second set of a domain with
     several. Picklable and not thread-safe, like SpeechSet.
     """
 
     durations: NDArray[np.float32]
-    """[N], seconds"""
+    """Duration of each utterance in seconds, [N]."""
     shards: NDArray[np.int32]
-    """[N], ascending: the shard of each utterance, with consecutive numbers over all sets."""
+    """The shard of each utterance, [N], ascending, with consecutive numbers over all sets."""
     numbers: NDArray[np.int32]
-    """[N], ascending: the number of each utterance among all those of the sets."""
+    """The number of each utterance among all those of the sets, [N], ascending."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         """Open the sets, which must be ordered by domain.
@@ -208,7 +209,7 @@ class SpeechSets:
         self.domains = tuple(dict.fromkeys(member.domain for member in members))
         self.name = " + ".join(dict.fromkeys(each.name for each in self.sets))
         self.sampling_rate = self.sets[0].sampling_rate
-        """Hz"""
+        """Sampling rate in Hz."""
         self._bounds = [0, *accumulate(len(each) for each in self.sets)]
         self.numbers = np.arange(self._bounds[-1], dtype=np.int32)
         self.durations = _joined([each.durations for each in self.sets], [0] * len(self.sets))
@@ -228,8 +229,8 @@ class SpeechSets:
             places[place] = member.folder
 
     def only(self, indices: NDArray[np.integer]) -> "SpeechSets":
-        """The utterances `indices` (`[n]`, ascending) of this set as a set of their own, which shares the open files.
-        If these are all utterances, nothing is copied."""
+        """The utterances `indices` (`[n]`, ascending) of this set as a separate set, which shares the open files. If
+        these are all utterances, nothing is copied."""
         if np.array_equal(indices, np.arange(len(self))):
             return self
         chosen = copy(self)
@@ -257,7 +258,7 @@ class SpeechSets:
         return self.sets[place].text(inner)
 
     def read(self, indices: Sequence[int]) -> list[Stored]:
-        """Several utterances, read set by set; as `SpeechSet.read`."""
+        """Several utterances, read set by set, as by `SpeechSet.read`."""
         places = [self._place(index) for index in indices]
         found: dict[int, Stored] = {}
         for number in sorted({number for number, _ in places}):
@@ -267,8 +268,8 @@ class SpeechSets:
         return [found[position] for position in range(len(places))]
 
     def labels(self, of: Literal["speaker", "domain"]) -> NDArray[np.int32]:
-        """A number for each utterance's speaker or domain, `[N]`; domains are numbered in their order. The same name in
-        the same domain is the same speaker."""
+        """A number for each utterance's speaker or domain, `[N]`; domains are numbered in order. The same name in the
+        same domain is the same speaker."""
         known: dict[tuple[str, str], int] = {}
         labels = []
         for member, each in zip(self.members, self.sets, strict=True):
@@ -281,7 +282,7 @@ class SpeechSets:
 
     @property
     def domain_bounds(self) -> list[int]:
-        """The first utterance of each domain, and the number of utterances: `[D + 1]`."""
+        """The first utterance of each domain, followed by the number of utterances: `[D + 1]`."""
         bounds: list[int] = np.searchsorted(self.labels("domain"), np.arange(len(self.domains) + 1)).tolist()
         return bounds
 
@@ -295,7 +296,7 @@ def _reopened(members: Sequence[Member], numbers: NDArray[np.int32]) -> SpeechSe
 
 
 def _load_array(folder: Path, summary: SetSummary, name: str, is_checked: bool) -> NDArray[Any]:
-    """An array of the index, memory-mapped. Raises DataError unless it is what the summary says."""
+    """Load an array of the index, memory-mapped. Raises DataError unless it matches the summary."""
     highest = {"speaker_of": summary.speakers - 1, "shard_of": len(summary.shards) - 1}.get(name, 1 << 61)
     kind, num_entries = (
         ("speakers", summary.speakers) if name == "speakers_ends" else ("utterances", summary.utterances)

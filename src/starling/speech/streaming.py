@@ -1,4 +1,4 @@
-"""Recognises speech while it is spoken: features of blocks of samples, and the text so far."""
+"""Recognises speech while it is spoken: features of blocks of samples, and the text recognised so far."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Seconds = float
 
 
 class StreamingLogMel:
-    """The features of one recording that comes in blocks: together the frames that `LogMel` gives for the whole, to
-    rounding.
+    """The features of one recording that comes in blocks. Together, they are the frames that `LogMel` gives for the
+    whole recording, to rounding.
 
-    Raises ConfigError for features that need the whole recording: another `normalise`, `pauses` or `splice`.
+    Raises ConfigError for features that need the whole recording because of `normalise`, `pauses` or `splice`.
     """
 
     def __init__(self, features: LogMel) -> None:
@@ -35,7 +35,7 @@ class StreamingLogMel:
         self._has_begun = False
 
     def accept(self, samples: torch.Tensor) -> torch.Tensor:
-        """The frames `[n, F]` that are complete with these samples `[T]`, which follow those before."""
+        """The frames `[n, F]` that these samples `[T]`, which follow the previous ones, complete."""
         layer = self._features
         self._received += len(samples)
         self._samples = torch.cat([self._samples, samples.float()])
@@ -47,7 +47,7 @@ class StreamingLogMel:
         return self._frames((len(self._samples) - layer.length) // layer.shift + 1)
 
     def finish(self) -> torch.Tensor:
-        """The frames `[n, F]` whose windows end behind the recording; none if it is shorter than a window."""
+        """The frames `[n, F]` whose windows end after the recording; none if it is shorter than a window."""
         if not self._has_begun:
             return self._frames(0)
         layer = self._features
@@ -68,13 +68,13 @@ class StreamingLogMel:
 
 
 def _comes_in_blocks(features: LogMel) -> bool:
-    """Whether features of a recording that has not ended can be computed."""
+    """Whether features can be computed before the end of a recording."""
     config = features.config
     return config.normalise not in WHOLE and config.pauses is None and not config.splice
 
 
 class Stream:
-    """One recording that is recognised while it comes, by greedy CTC.
+    """One recording that is recognised as it arrives, by greedy CTC.
 
     ```python
     stream = Stream(recogniser)
@@ -95,14 +95,14 @@ class Stream:
         self._tokens: list[int] = []
         self._last = BLANK  # the best token of the last frame
         self.log_probs: list[torch.Tensor] = []
-        """Those of each step, `[T', V]`, for other searches."""
+        """The log-probabilities of each step, `[T', V]`, for other searches."""
 
     def accept(self, samples: torch.Tensor) -> str:
-        """The text of all samples so far, of which `samples` `[T]` follow those before."""
+        """The text of all samples so far, including these samples `[T]`, which follow the previous ones."""
         return self._step(self._features.accept(samples), is_last=False)
 
     def finish(self) -> str:
-        """The text of the whole recording, which is over."""
+        """The text of the whole recording, which ends here."""
         return self._step(self._features.finish(), is_last=True)
 
     def _step(self, features: torch.Tensor, is_last: bool) -> str:
@@ -128,7 +128,7 @@ def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
 
 
 def can_stream(recogniser: Recogniser) -> bool:
-    """Whether `Stream` takes a recogniser."""
+    """Whether a recogniser can be used with `Stream`."""
     network = recogniser.model
     has_chunks = isinstance(network, StreamingNetwork) and network.chunks is not None
     return has_chunks and _comes_in_blocks(recogniser.features)

@@ -26,7 +26,7 @@ class StringsConfig(Config):
     gap_level_db: float = Field(default=-60.0, le=0)
     """Root mean square of the noise in the pauses, in dB relative to full scale."""
     copies: int | dict[str, int] = 1
-    """How many times each recording is used: one number, or one for each set (1 for sets that are not named)."""
+    """Number of times each recording is used: one number, or one for each set (1 for sets that are not named)."""
     seed: int = Field(default=0, ge=0)
     """The seed of lengths, order and pauses."""
 
@@ -48,7 +48,7 @@ class StringsConfig(Config):
 
 @dataclass(frozen=True)
 class StringPlan:
-    """One string: its id, its speaker and the indices of its recordings in the set."""
+    """The plan of one string: its id, its speaker and the indices of its recordings in the set."""
 
     id: str
     speaker: str
@@ -78,9 +78,9 @@ def plan_strings(speakers: Sequence[str], config: StringsConfig, set_name: str) 
 
 
 def _lengths(total: int, config: StringsConfig, random: np.random.Generator) -> list[int]:
-    """Random lengths with sum `total`, all from `shortest` to `longest` if that is possible.
+    """Random lengths that sum to `total`, all from `shortest` to `longest` if that is possible.
 
-    If it is not, the only length, or the last but one, is below `shortest`.
+    If it is not possible, the only length, or the last but one, is below `shortest`.
     """
     lengths = []
     while total > config.longest:

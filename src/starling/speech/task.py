@@ -1,4 +1,4 @@
-"""Speech recognition as a task of recipes, by the door that is open to any package."""
+"""Speech recognition as a task of recipes, through the interface that any package can use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Speech(Task[Recipe]):
-    """Recipes that train speech recognisers. Modules that need an extra are imported when they are needed."""
+    """Recipes that train speech recognisers. Modules that need an extra are imported on demand."""
 
     def require(self, command: str) -> None:
         require("speech", command)

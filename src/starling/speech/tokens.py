@@ -13,7 +13,7 @@ from starling.errors import CheckpointError, DataError
 
 BLANK = 0
 WORD_START = "\u2581"
-"""Where a word begins, in the names of tokens; sentencepiece's sign."""
+"""The mark in names of tokens where a word begins, as in sentencepiece."""
 _NAMES = {" ": WORD_START, WORD_START: "\\u2581"}
 _CHARACTERS_FILE = "tokens.json"
 _PIECES_FILE = "tokens.model"
@@ -23,9 +23,9 @@ class TokenConfig(Config):
     """The kind of tokens; the `tokens:` section of a recipe."""
 
     kind: Literal["characters", "sentencepiece"] = "characters"
-    """Single characters, or pieces of words that SentencePiece finds in the training texts."""
+    """The kind of tokens: single characters, or pieces of words that SentencePiece finds in the training texts."""
     alphabet: str | None = None
-    """The allowed characters, for kind: characters; default: those of the training texts."""
+    """The allowed characters, for kind: characters; by default, the characters of the training texts."""
     vocab_size: int = Field(default=100, ge=3)
     """Maximum number of pieces, for kind: sentencepiece."""
     model_type: Literal["unigram", "bpe"] = "unigram"
@@ -44,7 +44,7 @@ class TokenConfig(Config):
 
 
 class CharacterTokenizer:
-    """Text to token ids and back: one token per character, in the order of the alphabet."""
+    """Converts text to token ids and back, with one token per character, in the order of the alphabet."""
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = alphabet
@@ -52,7 +52,7 @@ class CharacterTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of outputs of the network: all tokens, whose ids begin at 1, and the blank."""
+        """The number of outputs of the network: the blank, and all tokens, whose ids begin at 1."""
         return len(self.alphabet) + 1
 
     @property
@@ -83,7 +83,8 @@ class CharacterTokenizer:
 
 
 class PieceTokenizer:
-    """Text to token ids and back: pieces of a sentencepiece model, shifted by one to make room for the blank."""
+    """Converts text to token ids and back, with the pieces of a sentencepiece model, shifted by one to make room for
+    the blank."""
 
     def __init__(self, model: bytes) -> None:
         import sentencepiece
@@ -125,7 +126,7 @@ Tokenizer = CharacterTokenizer | PieceTokenizer
 
 
 def encoded_each(tokenizer: Tokenizer, texts: Sequence[str], utterances: Sequence[str]) -> list[list[int] | DataError]:
-    """The token ids of each text, or the DataError in its place."""
+    """The token ids of each text, or the DataError in their place."""
     found: list[list[int] | DataError] = []
     for text, utterance in zip(texts, utterances, strict=True):
         try:
@@ -136,7 +137,7 @@ def encoded_each(tokenizer: Tokenizer, texts: Sequence[str], utterances: Sequenc
 
 
 def make_tokenizer(config: TokenConfig, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a recipe, from the training texts. The same texts give the same tokenizer.
+    """The tokenizer of a recipe, made from the training texts. The same texts give the same tokenizer.
 
     Raises DataError if no tokens can be made from the texts.
     """
@@ -149,7 +150,7 @@ def make_tokenizer(config: TokenConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer that `save` wrote to `folder`. Raises CheckpointError."""
+    """Load the tokenizer that `save` wrote to `folder`. Raises CheckpointError if it is missing or damaged."""
     characters, pieces = folder / _CHARACTERS_FILE, folder / _PIECES_FILE
     try:
         if pieces.exists():

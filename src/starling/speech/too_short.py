@@ -1,4 +1,4 @@
-"""Utterances that CTC cannot align, because they have too few encoder frames: found, listed, and left out."""
+"""Finds, lists and leaves out utterances that CTC cannot align because they have too few encoder frames."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ class TooShort(NamedTuple):
 
 
 def transcripts(speech_set: SpeechSets) -> Iterator[tuple[str, str, float]]:
-    """The id, the text and the seconds of each utterance of a set."""
+    """The id, text and duration in seconds of each utterance of a set."""
     return (
         (speech_set.id(index), speech_set.text(index), seconds)
         for index, seconds in enumerate(speech_set.durations.tolist())
@@ -35,12 +35,13 @@ def transcripts(speech_set: SpeechSets) -> Iterator[tuple[str, str, float]]:
 
 
 def frames_needed(tokens: list[int]) -> int:
-    """The encoder frames that CTC needs for `tokens`: one per token, and one blank between equal neighbours."""
+    """The number of encoder frames that CTC needs for `tokens`: one per token, and one blank between equal
+    neighbours."""
     return len(tokens) + sum(first == second for first, second in pairwise(tokens))
 
 
 def frames_of_all(encoded: Iterable[list[int] | DataError], subsampling: int) -> list[int]:
-    """The feature frames that CTC needs for the tokens of each utterance; 0 where they are an error."""
+    """The number of feature frames that CTC needs for the tokens of each utterance; 0 if they are an error."""
     return [0 if isinstance(tokens, DataError) else subsampling * frames_needed(tokens) for tokens in encoded]
 
 
@@ -53,8 +54,8 @@ def too_short_for_ctc(
 ) -> list[TooShort]:
     """The utterances that would have too few encoder frames at the highest factors of speed and tempo of `augment`.
 
-    `utterances` are ids, texts and seconds, as `transcripts` gives them. It encodes all texts, so it also finds
-    characters outside the alphabet, and raises DataError for these.
+    `utterances` are ids, texts and seconds, as returned by `transcripts`. All texts are encoded, so characters outside
+    the alphabet raise DataError.
     """
     fastest, tempo = augment.fastest if augment is not None else (1.0, 1.0)
     found = []
@@ -67,7 +68,7 @@ def too_short_for_ctc(
 
 
 def kept_utterances(train: SpeechSets, path: Path) -> SpeechSets:
-    """The utterances to train on: all except those that a table lists, whose rows are `TooShort`."""
+    """The utterances to train on: all except those that a table, with rows of `TooShort`, lists."""
     if not path.is_file():
         return train
     listed = [(row["id"], int(row["number"])) for _, row in read_table(path, TooShort._fields)]

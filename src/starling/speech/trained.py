@@ -1,4 +1,4 @@
-"""Trained models: of an experiment, a checkpoint, or a recogniser's folder."""
+"""Loads trained models from an experiment, a checkpoint, or a recogniser's folder."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def open_experiment(experiment: Path) -> tuple[ExperimentFolder, "Recipe"]:
-    """The folder of an experiment, and its recipe. Raises ConfigError if it is none."""
+    """The folder of an experiment, and its recipe. Raises ConfigError for any other folder."""
     from starling.speech.recipe import load_resolved
 
     folder = existing(experiment)
@@ -28,7 +28,7 @@ def open_experiment(experiment: Path) -> tuple[ExperimentFolder, "Recipe"]:
 
 
 def is_model(path: Path) -> bool:
-    """Whether this is a recogniser's folder or a checkpoint, which has one model, and no experiment."""
+    """Whether a path is a recogniser's folder or a checkpoint, which have one model, rather than an experiment."""
     return (path / "config.json").is_file() or (path / MANIFEST).is_file()
 
 
@@ -39,7 +39,7 @@ def load_newest(source: Path) -> Recogniser:
 
 
 def recipe_around(path: Path) -> "Recipe | None":
-    """The recipe of the experiment that a path is, or lies in; None if it is in none."""
+    """The recipe of the experiment that contains a path; None if there is none."""
     from starling.speech.recipe import load_resolved
 
     for folder in (path.resolve(), *path.resolve().parents[:3]):
@@ -49,9 +49,9 @@ def recipe_around(path: Path) -> "Recipe | None":
 
 
 def load_recogniser(experiment: Path, is_best: bool = False, average: int | None = None) -> Recogniser:
-    """The newest consensus model of an experiment, the mean of its `average` newest ones (None: the recipe's number),
-    or the best on the validation set; on the recipe's device. Of a path that `is_model`, that one. Raises
-    CheckpointError if there is none."""
+    """The newest consensus model of an experiment, the mean of its `average` newest models (None: as the recipe says),
+    or the best model on the validation set; on the recipe's device. If `is_model` is true of the path, its one model is
+    loaded. Raises CheckpointError if there is none."""
     if is_model(experiment):
         return load_newest(experiment)
     # checking the whole recipe would take a quarter of a second; the first ones of this format have no `average`
@@ -81,7 +81,8 @@ def load_recogniser(experiment: Path, is_best: bool = False, average: int | None
 
 
 def _mean(experiment: Path, number: int) -> Recogniser:
-    """The recogniser whose weights are the mean of those of the newest checkpoints; of fewer, if there are fewer."""
+    """The recogniser whose weights are the mean over the `number` newest checkpoints, or over fewer if there are
+    fewer."""
     newest = latest(experiment)
     folders = [path for path in checkpoints_in(newest.parent) if path != newest][1 - number :] if number > 1 else []
     recogniser = load_newest(newest)

@@ -1,4 +1,4 @@
-"""Which utterances are used: checks of ids, transcripts and audio, and lists of utterances to leave out."""
+"""Decides which utterances are used: checks ids, transcripts and audio, and reads lists of utterances to leave out."""
 
 import math
 import re
@@ -35,7 +35,7 @@ _HEADER = tuple(each.name for each in fields(LeftOut))
 
 
 def read_left_out(path: Path) -> list[LeftOut]:
-    """Read a list.
+    """Read a list of utterances to leave out.
 
     Raises:
         DataError: The list is missing or invalid.
@@ -75,7 +75,7 @@ _LEAST_RANGE = 10.0  # dB
 
 def trimmed(samples: NDArray[np.float32], rate: int, margin: float | None) -> NDArray[np.float32]:
     """The part of samples `[T]` from `margin` seconds before the first loud frame to `margin` seconds after the last;
-    None: all of them.
+    all samples if `margin` is None.
 
     The level of a 10 ms frame is its power in dB after pre-emphasis; `loud_frames` says which are loud. A recording
     whose quantiles are less than 10 dB apart has no pauses, and is returned unchanged.
@@ -95,35 +95,37 @@ def trimmed(samples: NDArray[np.float32], rate: int, margin: float | None) -> ND
 
 TextStyle = Literal["upper", "lower", "as-is"]
 DropKind = Literal["left out", "id", "speaker", "transcript", "audio", "silence", "length"]
-"""Why an utterance is not used."""
+"""The reason why an utterance is not used."""
 MAX_PEAK = 4.0
-"""Audio with a larger peak is not scaled to -1..1 (a little over 1 is only clipped)."""
+"""Largest peak of audio that is taken to be scaled to -1..1 (audio slightly over 1 is only clipped)."""
 MAX_ID_BYTES = 200
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""What is in a text that is not valid Unicode, and cannot be encoded as UTF-8."""
+"""Code points in text that is not valid Unicode, which cannot be encoded as UTF-8."""
 NO_SPEAKER = "unknown"
 """The speaker of utterances for which a corpus names none."""
 MAX_RESAMPLER = 2_000_000
-"""Maximum size of a resampling filter bank; 44.1 kHz to 16 kHz needs 70,560."""
+"""Maximum size of a resampling filter bank; converting 44.1 kHz to 16 kHz needs 70,560."""
 
 
 class FilterConfig(Config):
-    """Which utterances are kept, and how much of them. Dropped utterances are counted and listed in dropped.tsv."""
+    """The rules for keeping and trimming utterances. Dropped utterances are counted and listed in dropped.tsv."""
 
     min_seconds: float = Field(default=0.1, ge=0)
-    """Shorter utterances are dropped."""
+    """Minimum length of an utterance; shorter ones are dropped."""
     max_seconds: float = Field(default=20.0, gt=0)
-    """Longer utterances are dropped."""
+    """Maximum length of an utterance; longer ones are dropped."""
     trim: float | None = Field(default=None, ge=0, le=10)
-    """Seconds of pause to keep before and after the speech of each recording; the rest is cut off. null: recordings
-    stay as they are."""
+    """Seconds of pause to keep before and after the speech of each recording; the rest is cut off. With null,
+    recordings are not trimmed."""
     on_bad: Literal["fail", "skip"] = "skip"
-    """Whether unusable utterances are left out, counted, named and listed, or the first one ends the command: in
-    preparation, when training is set up (too short for CTC), and during training."""
+    """What happens to unusable utterances: `skip` leaves them out, and counts, names and lists them; `fail` ends the
+    command at the first one. It applies to preparation, to the set-up of training (too short for CTC), and to
+    training."""
     max_skipped: float = Field(default=0.01, ge=0, le=1)
-    """The maximum fraction of a set that may be left out as unusable. One utterance always may, unless this is 0."""
+    """Maximum fraction of a set that may be left out as unusable. One utterance may always be left out, unless this is
+    0."""
     leave_out: Path | None = None
-    """A list of utterances to leave out, as `starling check --drop` writes it."""
+    """A list of utterances to leave out, as written by `starling check --drop`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -132,14 +134,14 @@ class FilterConfig(Config):
         return self
 
     def skippable(self, total: int) -> int:
-        """How many of `total` utterances may be left out as unusable."""
+        """The number of utterances, out of `total`, that may be left out as unusable."""
         return max(1, math.floor(self.max_skipped * total)) if self.max_skipped else 0
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """An utterance that is not used. `bad` ones, which are unusable, count towards `max_skipped`; filtered ones do
-    not."""
+    """An utterance that is not used. Only `bad` utterances, which are unusable, count towards `max_skipped`; filtered
+    ones do not."""
 
     id: str
     seconds: float
@@ -150,25 +152,26 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Checking:
-    """How the utterances of a set are checked."""
+    """The checks of a set's utterances."""
 
     set_name: str
     sampling_rate: int
-    """Hz"""
+    """Sampling rate in Hz."""
     style: TextStyle
     limits: FilterConfig
     left_out: Mapping[str, LeftOut] = field(default_factory=dict)
     """Utterances to leave out, by id."""
 
     def narrowed(self, utterances: Iterable[Utterance]) -> "Checking":
-        """A copy for some utterances only, without the other utterances to leave out, which is small to send."""
+        """A copy for some utterances only. It omits the other utterances to leave out, and is therefore small to
+        send."""
         left_out = {each.id: self.left_out[each.id] for each in utterances if each.id in self.left_out}
         return replace(self, left_out=left_out)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a set is made from."""
+    """The source of a set."""
 
     checking: Checking
     utterances: Callable[[], Iterable[Utterance]]
@@ -184,15 +187,15 @@ class Source:
 
 
 class Checked(NamedTuple):
-    """A usable utterance, with normalised transcript, and its audio."""
+    """A usable utterance with a normalised transcript, and its audio."""
 
     place: int
-    """The utterance's index among those that were checked."""
+    """The utterance's index among the checked utterances."""
     utterance: Utterance
     samples: NDArray[np.float32]
-    """[T], at the set's sampling rate."""
+    """The samples [T] at the set's sampling rate."""
     decoded: Audio
-    """The audio as the corpus has it."""
+    """The audio as the corpus provides it."""
 
 
 class _Unusable(Exception):  # noqa: N818 - never leaves this module
@@ -208,12 +211,12 @@ class Checker:
     """Checks the utterances of one set, and records which are dropped."""
 
     def __init__(self, checking: Checking, seen: Iterable[str] = ()) -> None:
-        """`seen` are ids that other utterances of the set have already."""
+        """Start with `seen`, ids that other utterances of the set already have."""
         self._name, self._rate, self._limits = checking.set_name, checking.sampling_rate, checking.limits
         self._checking, self._total = checking, 0
         self.dropped: list[Dropped] = []
         self.short: list[str] = []
-        """The usable utterances whose files have a little less audio than their headers declare."""
+        """The usable utterances whose files have slightly less audio than their headers declare."""
         self.seen = set(seen)
 
     def usable(self, utterances: Iterable[Utterance]) -> Iterator[Checked]:
@@ -292,7 +295,7 @@ class Checker:
         return replace(utterance, text=text, speaker=speaker or NO_SPEAKER)
 
     def _checked_audio(self, utterance: Utterance) -> tuple[Audio, NDArray[np.float32]]:
-        """The audio as it was read, and its samples as they are used."""
+        """The audio as it was read, and the samples to use."""
         try:
             decoded = utterance.read()
             check_samples(decoded[0])
@@ -311,7 +314,7 @@ def _read_at(rate: int, trim: float | None, utterance: Utterance) -> Audio:
 
 
 def check_samples(samples: NDArray[np.float32]) -> None:
-    """Check that samples [T] can be a recording.
+    """Check that samples [T] can be those of a recording.
 
     Raises:
         DataError: There are no samples, or they are not finite, far outside -1..1, or all zero.

@@ -1,4 +1,4 @@
-"""Checks a whole corpus: all kinds of findings, including audio, transcripts and speakers that occur twice."""
+"""Checks a whole corpus for all kinds of findings, including audio, transcripts and speakers that occur twice."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -65,8 +65,8 @@ def near_texts(
 ) -> Iterator[Near]:
     """For each of several distinct texts, the others with a similarity of at least `threshold`.
 
-    Needs about 3 kB per text. With a small vocabulary, such as digits, the number of candidates grows faster than that
-    of texts. `progress` is called with the number of texts done and the total.
+    Needs about 3 kB per text. With a small vocabulary, such as digits, the number of candidates grows faster than the
+    number of texts. `progress` is called with the number of texts done and the total.
     """
     cached = lru_cache(maxsize=_CACHED)(pieces)
     sketches: list[RMinHash] = []
@@ -137,7 +137,7 @@ def check_corpus(
 ) -> Report:
     """Check sets for everything in `config`; `train` names the training set, the others are held out.
 
-    Whether transcripts fit is checked only with a `recogniser`.
+    Checking whether transcripts fit needs a `recogniser`.
 
     Raises:
         DataError: The corpus is missing or its manifest is invalid.
@@ -169,7 +169,7 @@ def check_corpus(
 
 
 def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, training: Training) -> Iterator[Finding]:
-    """Transcripts whose audio has too few frames for CTC; in training, at the highest speed factor."""
+    """Transcripts whose audio has too few frames for CTC; for the training set, at the highest speed factor."""
     if not lines:
         return
     tokens = training.tokens.model_copy(update={"alphabet": None})  # held-out sets may have other characters

@@ -51,11 +51,11 @@ class CheckConfig(Config):
     seconds_per_character: tuple[float, float] = (0.03, 1.0)
     """Minimum and maximum seconds of audio per character of the transcript, including spaces."""
     misfit: float = Field(default=0.5, gt=0)
-    """With a model: a transcript fits if it scores less than this, in nats per token (starling.speech.check.transcripts
-    defines the score). 0: it is as likely as what the model hears."""
+    """A transcript fits the model if it scores less than this, in nats per token (starling.speech.check.transcripts
+    defines the score). A score of 0 means that it is as likely as what the model hears."""
     outlier: float = Field(default=8.0, gt=0)
-    """With a model: a transcript also fits if its score is within this many times the distance from the median of its
-    set's scores to their 90th percentile."""
+    """A transcript also fits the model if its score is within this many times the distance from the median of its set's
+    scores to their 90th percentile."""
     length_tolerance: float = Field(default=0.01, ge=0, le=1)
     """The maximum difference in seconds between the lengths of two copies of a recording."""
     alike: float = Field(default=0.95, gt=0, le=1)
@@ -75,9 +75,10 @@ class CheckConfig(Config):
         "same-text-and-length",
         "overlap-audio",
     )
-    """Kinds of findings whose utterances `--drop` lists for leaving out."""
+    """Kinds of findings whose utterances `--drop` lists."""
     drop_from: Literal["train", "all"] = "train"
-    """The sets from which `--drop` leaves utterances out. For overlaps, only those of the training set."""
+    """The sets from which `--drop` leaves out utterances. For overlaps, only utterances of the training set are left
+    out."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -91,7 +92,7 @@ class CheckConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a recogniser hears in an utterance, and how well the transcript fits."""
+    """A recogniser's text for an utterance, and how well the transcript fits."""
 
     set: str
     id: str
@@ -102,7 +103,8 @@ class Heard:
     gap: float
     """Nats per token by which the transcript is less likely than what is heard; infinite if no path exists."""
     fit: float
-    """0: as likely as other transcripts of its length; 1: as likely as what is heard."""
+    """How well the transcript fits: 0 if it is as likely as other transcripts of its length, 1 if it is as likely as
+    what is heard."""
 
     @property
     def score(self) -> float:
@@ -121,7 +123,7 @@ class SetHeard:
     name: str
     heard: tuple[Heard, ...]
     skipped: tuple[tuple[str, str], ...]
-    """Id and reason of each utterance that the recogniser cannot compare."""
+    """The id of each utterance that the recogniser cannot compare, with the reason."""
     limit: float
 
     @property
@@ -136,7 +138,7 @@ class SetHeard:
 
 
 LIST, HEARD_LIST = "check.tsv", "check-heard.tsv"
-"""The lists of findings, and of what a recogniser heard, in the folder of the data."""
+"""The files in the folder of the data that list the findings and what a recogniser heard."""
 _DATA = "check.json"
 FORMAT = 1
 _HEARD_HEADER = ("set", "id", "score", "gap", "fit", "errors", "text", "heard")
@@ -145,9 +147,9 @@ _HEADER = ("kind", "set", "id", "other_set", "other_id", "value", "limit", "deta
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of an utterance, or something that it has in common with another.
+    """A problem with an utterance, or something that it has in common with another.
 
-    `value` is the measured value and `limit` the limit, if there are such numbers.
+    `value` is the measured value and `limit` the limit, where they exist.
     """
 
     kind: Kind
@@ -161,7 +163,7 @@ class Finding:
     seconds: float = 0.0
     """Length of the utterance."""
     droppable: bool = True
-    """False if another utterance has the same id, which would be left out as well."""
+    """False if another utterance has the same id and would be left out as well."""
 
 
 @dataclass(frozen=True)
@@ -182,12 +184,12 @@ class Report:
     sets: tuple[SetSize, ...]
     findings: tuple[Finding, ...]
     heard: tuple[SetHeard, ...] = ()
-    """What a recogniser heard, if there was one."""
+    """What a recogniser heard; empty without a recogniser."""
 
 
 def write_report(folder: Path, report: Report) -> Path:
-    """Write the lists of findings and of what was heard, and then a file that identifies the checked data; returns the
-    path of the first."""
+    """Write the lists of findings and of what was heard, and then a file that identifies the checked data. Returns the
+    path of the list of findings."""
     path, data_file = folder / LIST, folder / _DATA
     try:
         data_file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Recordings of a corpus: findings about single ones, and those that occur twice; reads all audio once."""
+"""Checks the recordings of a corpus, one by one and for copies; reads all audio once."""
 
 import hashlib
 import math
@@ -23,7 +23,7 @@ from starling.speech.usable import Checker, Checking, DropKind, FilterConfig, So
 
 K = TypeVar("K")
 Told = Callable[[int, int], None]
-"""Called with the number done and the total."""
+"""A function that is called with the number done and the total."""
 Group = list[int]
 """Indices of equal utterances of one set, in order."""
 _UNUSED: dict[DropKind, Kind] = {"silence": "silence", "audio": "unreadable"}
@@ -44,9 +44,9 @@ class Sound:
     digest: bytes
     """Digest of the decoded samples at 16 bits and their rate, the same for all lossless encodings."""
     envelope: bytes
-    """[ENVELOPE_LENGTH] of int8: levels in units of 0.5 dB, relative to the utterance's level."""
+    """Levels `[ENVELOPE_LENGTH]` as int8, in units of 0.5 dB relative to the utterance's level."""
     level_db: float
-    """Root mean square relative to full scale."""
+    """Root mean square in dB relative to full scale."""
     clipped: float
     """Fraction of the samples at full scale."""
 
@@ -91,7 +91,7 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
 def collect(source: Source, config: CheckConfig, report: OnProgress) -> tuple[list[Record], list[Finding]]:
     """The usable utterances of a set, in order, and findings about single utterances; reads all audio once.
 
-    Memory use depends on the number of utterances, not on their length.
+    Memory use depends on the number of utterances, not on their lengths.
     """
     checker = Checker(source.checking)
     utterances = source.utterances()
@@ -168,7 +168,7 @@ def by_set(lines: Iterable[Line], keys: Iterable[K]) -> dict[K, dict[str, Group]
 
 
 def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
-    """Utterances whose decoded audio equals that of another, or is similar if text and length are the same.
+    """Utterances whose decoded audio equals that of another utterance, or is similar when text and length are the same.
 
     Within a set, all except the first are findings; between training and a held-out set, those of both sides.
     """
@@ -203,7 +203,7 @@ def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, tol
 def _alike(
     records: Sequence[Record], groups: Iterable[Mapping[str, Group]], train: str, config: CheckConfig, told: Told
 ) -> Iterator[tuple[Group, Group, float]]:
-    """Pairs of groups of equal text and length that are copies of a recording although their samples differ.
+    """Pairs of groups with equal text and length that are copies of a recording although their samples differ.
 
     Equal text and length are not enough: of 3,000 spoken digits, 13,701 pairs of one speaker and digit agree in length
     within 20 ms, and none is a copy. So the envelopes are compared, and if they are similar, the waveforms.
@@ -277,7 +277,8 @@ def likeness(first: Audio, second: Audio, tolerance: float) -> float:
 
         max_|s| |sum_t a[t] b[t + s]| / (|a| |b|)
 
-    Level and polarity do not matter. At most the first 20 s are compared. 0 if the rates cannot be converted.
+    Level and polarity do not matter. At most the first 20 s are compared. The result is 0 if the rates cannot be
+    converted.
     """
     (a, rate), (b, other) = first, second
     try:

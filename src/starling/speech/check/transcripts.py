@@ -1,4 +1,4 @@
-"""Finds transcripts that do not fit their audio, by what a recogniser with CTC hears."""
+"""Finds transcripts that do not fit their audio, from what a recogniser with CTC hears."""
 
 import math
 from bisect import bisect_left
@@ -30,14 +30,15 @@ def misfits(
 ) -> tuple[SetHeard, list[Finding]]:
     """What a recogniser hears in set `name`, and the transcripts that do not fit.
 
-    The likelihood p(y|x) of a transcript y for the audio x is CTC's, summed over all alignments. With the transcript
-    y^ that is heard (greedy decoding) and the mean log-likelihood m of transcripts of other utterances, about as long,
+    The likelihood p(y|x) of a transcript y for the audio x is CTC's, summed over all alignments. Let y^ be the
+    transcript that is heard (greedy decoding), and m the mean log-likelihood of transcripts of other utterances of
+    about the same length. Then
 
         gap = (log p(y^|x) - log p(y|x)) / |y|,  fit = (log p(y|x) - m) / (log p(y^|x) - m),  score = gap * (1 - fit)
 
-    A transcript does not fit if its score is an outlier of the set's (`usual_limit`). Of those with the highest scores,
-    each pair is also compared crosswise: if either's transcript is much more likely for the other's audio, they are
-    swapped. That needs no limit on the score, so it also works with a poor recogniser.
+    A transcript does not fit if its score is an outlier of the set's (`usual_limit`). Pairs of utterances with the
+    highest scores are also compared crosswise: if the transcript of each is much more likely for the audio of the
+    other, the two are swapped. This needs no limit on the score, so it also works with a poor recogniser.
     """
     with one_thread():
         listener = _Listener(records, recogniser)
@@ -51,8 +52,8 @@ def misfits(
 
 
 def usual_limit(scores: Sequence[float], config: CheckConfig) -> float:
-    """The score above which a transcript does not fit: the median plus `outlier` times the distance from there to the
-    90th percentile, but at least `misfit`. Up to a tenth of wrong transcripts hardly change it."""
+    """The score above which a transcript does not fit: the median plus `outlier` times the distance from the median to
+    the 90th percentile, but at least `misfit`. It hardly changes if up to a tenth of the transcripts are wrong."""
     finite = [score for score in scores if math.isfinite(score)]
     if not finite:
         return config.misfit
@@ -61,8 +62,8 @@ def usual_limit(scores: Sequence[float], config: CheckConfig) -> float:
 
 
 def log_likelihoods(log_probs: Tensor, texts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """log p(text | audio) under CTC of several texts (token ids), for the log-probabilities `[T, V]` of one audio;
-    -inf for a text that is too long for it."""
+    """log p(text | audio) under CTC for each of several texts (token ids), from the log-probabilities `[T, V]` of one
+    recording; -inf for a text that is too long for it."""
     losses = F.ctc_loss(
         log_probs[:, None].expand(-1, len(texts), -1),
         torch.tensor([token for text in texts for token in text], dtype=torch.long),
@@ -76,12 +77,12 @@ def log_likelihoods(log_probs: Tensor, texts: Sequence[Sequence[int]]) -> NDArra
 
 
 def _greedy(log_probs: Tensor) -> list[int]:
-    """The tokens that are heard in `[T, V]`."""
+    """The greedy tokens of log-probabilities `[T, V]`."""
     return [each.token for each in emissions_of(log_probs.argmax(1).numpy())]
 
 
 class _Listener:
-    """Listens to the utterances of a set."""
+    """Runs a recogniser over the utterances of a set."""
 
     def __init__(self, records: Sequence[Record], recogniser: Recogniser) -> None:
         self._recogniser = recogniser
@@ -131,7 +132,7 @@ class _Listener:
         return Heard(record.set, record.id, record.text, heard, errors, float(gap), float(fit))
 
     def _like(self, text: Sequence[int]) -> list[tuple[int, ...]]:
-        """Up to `_OTHERS` transcripts that differ from `text`, those nearest to it in length."""
+        """Up to `_OTHERS` transcripts that differ from `text`, those closest to it in length."""
         place = bisect_left(self._texts, len(text), key=len)
         start = max(0, min(place - _OTHERS // 2, len(self._texts) - _OTHERS - 1))
         own = tuple(text)
@@ -155,7 +156,7 @@ class _Listener:
 def _findings(
     whole: SetHeard, suspects: Sequence[Heard], gaps: NDArray[np.float64], records: Mapping[str, Record]
 ) -> Iterator[Finding]:
-    """Swapped transcripts, and then those that do not fit."""
+    """Swapped transcripts, followed by transcripts that do not fit."""
     usual = [each.gap for each in whole.heard if math.isfinite(each.gap)]
     if not usual:
         return
@@ -181,7 +182,8 @@ def _findings(
 
 
 def _swapped(gaps: NDArray[np.float64], least_gain: float, most_gap: float) -> dict[int, int]:
-    """The partner of each suspect whose transcript is swapped; each has one, those that gain most first."""
+    """The partner of each suspect whose transcript is swapped. Each has one partner; pairs that gain most come
+    first."""
     own = np.where(np.isfinite(np.diag(gaps)), np.diag(gaps), 1e9)
     gains = own[:, None] - gaps
     mutual = np.minimum(gains, gains.T)

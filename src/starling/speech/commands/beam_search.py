@@ -41,9 +41,9 @@ LM_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 WORD_PENALTIES = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 BEAMS = (8, 16, 32, 64, 128)
 USUAL = Weights(lm_weight=0.5, word_penalty=0.0, beam=64)
-"""The weights where there is nothing to tune on. The other weights are tuned with its `beam`."""
+"""The weights to use where there is no set to tune on. Its `beam` also serves while the other weights are tuned."""
 MOST_TUNED = 500
-"""Utterances of the validation set to tune on, spread evenly over it."""
+"""Maximum number of utterances to tune on, spread evenly over the validation set."""
 RARE = 0.01
 """The probability of an unknown word above which an untuned vocabulary is open."""
 _ORDERS: dict[Vocabulary, int] = {"closed": 3, "open": 6}
@@ -61,12 +61,12 @@ class Trial(Config):
 
     @property
     def errors(self) -> tuple[int, int]:
-        """Word errors, then character errors: the fewer, the better."""
+        """The number of word errors, then of character errors: the fewer, the better."""
         return self.word_errors, self.character_errors
 
 
 class TunedSearch(Config):
-    """What `search.json` holds."""
+    """The contents of `search.json`."""
 
     format: int = 1
     of: str  # digest of the model, the data and the settings
@@ -80,7 +80,7 @@ class TunedSearch(Config):
 
     @property
     def line(self) -> str:
-        """The search in words."""
+        """A description of the search."""
         known, grams, penalty = "open vocabulary", "tokens", ""
         if self.vocabulary == "closed":
             known, grams = f"closed vocabulary of {self.num_words} words", "words"
@@ -93,7 +93,7 @@ class TunedSearch(Config):
 
 
 def tuning_sample(recipe: Recipe) -> SpeechSets | None:
-    """At most `MOST_TUNED` utterances of a recipe's validation set, to tune on; None if it has none."""
+    """At most `MOST_TUNED` utterances of a recipe's validation set, to tune on; None if there is no such set."""
     if recipe.data.valid is None:
         return None
     valid = SpeechSets([Member("", recipe.data.set_folder(recipe.data.valid))])
@@ -136,8 +136,8 @@ def write_hypotheses(path: Path, found: Mapping[str, Sequence[Hypothesis]]) -> N
 def best_search(
     recipe: Recipe, folder: ExperimentFolder, recogniser: Recogniser, bars: Bars, jobs: int = 1
 ) -> Iterator[BestSearch]:
-    """The search of an experiment, with weights from `search.json` if that is of this model, these data and settings;
-    otherwise they are tuned, and written there.
+    """The search of an experiment, with weights from `search.json` if they belong to this model, these data and these
+    settings; otherwise the weights are tuned and written there.
 
     Raises ConfigError and DataError for a language model or words that cannot be used, and for a training or validation
     set that is not prepared.
@@ -177,7 +177,7 @@ def best_search(
 
 
 def given(config: DecodingConfig) -> Weights:
-    """The usual weights, but those that a recipe sets."""
+    """The usual weights, replaced by those that a recipe sets."""
     return USUAL.model_copy(update=config.model_dump(include=set(Weights.model_fields), exclude_none=True))
 
 
@@ -189,9 +189,9 @@ def tune(
 ) -> tuple[Trial, list[Trial]]:
     """The best trial, and all of them, of the searches in `pools`, by vocabulary.
 
-    One weight after another is varied, for each vocabulary: the language model's, the word penalty, and again the
-    language model's, in finer steps. At the end comes the beam: the narrowest one that makes as few errors as any.
-    Among equally good values, the one in the middle is taken. What the recipe sets is not varied.
+    For each vocabulary, one weight is varied at a time: the language model's, the word penalty, and the language
+    model's again in finer steps. Finally, the beam is set to the narrowest one that makes as few errors as any. Of
+    equally good values, the middle one is taken. Values that the recipe sets are not varied.
     """
     trials: list[Trial] = []
 
@@ -224,7 +224,7 @@ def tune(
 
 
 def _between(weight: float) -> list[float]:
-    """Half-way to the neighbours of a weight."""
+    """The values halfway between a weight and its neighbours."""
     lower = max((each for each in LM_WEIGHTS if each < weight), default=weight)
     upper = min((each for each in LM_WEIGHTS if each > weight), default=weight)
     return [(lower + weight) / 2, (weight + upper) / 2]
@@ -239,8 +239,8 @@ def _middle_of_best(trials: Sequence[Trial], key: str) -> Trial:
 def _searches(
     config: DecodingConfig, texts: Sequence[str], recogniser: Recogniser, home: Path
 ) -> dict[Vocabulary, tuple[BeamSearch, int]]:
-    """The search for each vocabulary that the recipe allows, and the order of its language model; those that are
-    estimated are written to `home`."""
+    """The search for each vocabulary that the recipe allows, with the order of its language model; estimated language
+    models are written to `home`."""
     found: dict[Vocabulary, tuple[BeamSearch, int]] = {}
     tokenizer, seconds = recogniser.tokenizer, recogniser.output_seconds
     is_limited = config.word_list is not None or config.lm is not None
@@ -285,8 +285,8 @@ def _spelled(words: Iterable[str], tokenizer: Tokenizer, config: DecodingConfig)
 
 
 def _likely(known: Collection[Vocabulary], texts: Sequence[str]) -> Vocabulary:
-    """The vocabulary where there is nothing to tune on: open if more than a hundredth of the words to come will be
-    unknown, by Good and Turing's estimate, the share of words that the training texts have once."""
+    """The vocabulary to use where there is no set to tune on: open if more than a hundredth of new words will be
+    unknown. Good and Turing estimate this by the share of words that occur once in the training texts."""
     if len(known) == 1:
         return next(iter(known))
     counts = Counter(word for text in texts for word in text.split())
@@ -317,7 +317,7 @@ def _digest(recipe: Recipe, config: DecodingConfig, recogniser: Recogniser, text
 
 
 def _stored(path: Path, of: str) -> TunedSearch | None:
-    """The tuned search in a file; None if it is missing, damaged or of something else."""
+    """The tuned search in a file; None if the file is missing, damaged or belongs to something else."""
     try:
         tuned = TunedSearch.model_validate_json(path.read_bytes())
     except (OSError, ValueError, RecursionError):

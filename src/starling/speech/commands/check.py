@@ -23,9 +23,9 @@ from starling.speech.trained import load_recogniser, recipe_around
 from starling.speech.usable import Source, read_left_out, write_left_out
 
 _POOR = 0.5
-"""Character errors above which a model finds little but swapped transcripts."""
+"""Share of character errors above which a model finds little but swapped transcripts."""
 _BY_HEART = 3.0
-"""A model that makes so many times fewer errors in its training set than in others has learnt it by heart."""
+"""A model that makes this many times fewer errors on its training set than on others has memorised it."""
 
 
 _DROPPED = "check-dropped.tsv"
@@ -38,7 +38,7 @@ class PreparedConfig(Config):
     train: str = "train"
     valid: str | None = None
     test: tuple[str, ...] | None = None
-    """None: all other sets of the folder."""
+    """Sets to test on; None selects all other sets of the folder."""
     check: CheckConfig = CheckConfig()
 
 
@@ -49,8 +49,8 @@ class _Keys(Config):
 def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, console: Console, model: Path | None) -> None:
     """Check a recipe's corpus or a prepared folder, print the findings, and list them in check.tsv.
 
-    With `drop`, also write the list of utterances to leave out. With `model`, an experiment, a checkpoint or a
-    recogniser's folder, transcripts that do not fit their audio are findings, too. Progress is shown on `console`.
+    With `drop`, also write the list of utterances to leave out. With `model` (an experiment, a checkpoint or a
+    recogniser's folder), transcripts that do not fit their audio are findings, too. Progress is shown on `console`.
     Raises ConfigError for wrong keys, CheckpointError for a model that cannot be loaded, and DataError for a missing
     corpus; with `strict`, also if there are findings.
     """
@@ -118,7 +118,7 @@ def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[PreparedConfig, l
 
 
 def _show_heard(report: Report) -> None:
-    """The transcripts that do not fit, and what was heard instead."""
+    """Show the transcripts that do not fit, and what was heard instead."""
     found = [each for each in report.findings if each.kind in HEARD]
     if not found:
         return
@@ -136,7 +136,7 @@ def _show_heard(report: Report) -> None:
 
 
 def _table(report: Report) -> Table:
-    """The number of findings by kind and set."""
+    """A table of the number of findings by kind and set."""
     table = Table("kind", title="found", title_justify="left")
     for each in report.sets:
         role = "" if each.name == report.train else ", held out"
@@ -149,7 +149,7 @@ def _table(report: Report) -> Table:
 
 
 def _remarks(report: Report, trained: Collection[str]) -> Iterator[str]:
-    """What the error rates mean for the findings, and that a model was `trained` on some of the sets."""
+    """Remarks on what the error rates mean for the findings, and on sets that the model was `trained` on."""
     others = [each for each in report.heard if each.name not in trained and each.heard]
     elsewhere = sum(each.errors * each.characters for each in others) / max(sum(each.characters for each in others), 1)
     for each in report.heard:
@@ -163,17 +163,16 @@ def _remarks(report: Report, trained: Collection[str]) -> Iterator[str]:
             continue
         yield f"{each.name}: the model hears {each.errors:.1%} of the characters wrong; limit {each.limit:.2f}"
         if each.errors > _POOR:
-            yield f"{each.name}: with so many errors it finds hardly more than swaps; use a better model"
+            yield f"{each.name}: with so many errors, it finds little but swaps; use a better model"
         if each.name in trained:
-            line = f"{each.name}: the model was trained on these transcripts, and may have learnt wrong ones by heart"
+            line = f"{each.name}: the model was trained on these transcripts, and may have memorised wrong ones"
             if elsewhere > _BY_HEART * each.errors:
                 line += f": it hears {elsewhere:.1%} of the characters wrong in sets that it was not trained on"
             yield f"{line}; check with an early checkpoint, or with models of folds (data.hold_out)"
 
 
 def _trained_on(recipe: Recipe, folder: Path, keys: PreparedConfig | DataConfig, names: Iterable[str]) -> list[str]:
-    """Those sets, of a recipe's data or a prepared `folder`, on which a model was trained by `recipe`, or
-    on a part of which."""
+    """The sets, of a recipe's data or a prepared `folder`, that `recipe` trained a model on, at least in part."""
     used, own = [name for _, name in recipe.training_sets], recipe.data
     if isinstance(keys, PreparedConfig):
         folders = [recipe.set_folder(each).resolve() for each in used]

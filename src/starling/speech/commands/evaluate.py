@@ -46,7 +46,7 @@ from starling.speech.trained import load_recogniser, open_experiment
 
 ATTENTION_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 USUAL_ATTENTION = 1.0
-"""The attention decoder's weight where there is nothing to tune on."""
+"""The attention decoder's weight where there is no set to tune on."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Way:
     """A way of decoding."""
 
     folder: str
-    """In `decode/`; empty for that folder itself."""
+    """Its folder in `decode/`; empty for `decode/` itself."""
     title: str
-    """What is told of it; empty for the first way."""
+    """Its name in the output; empty for the first way."""
     texts: Callable[[Heard, Sequence[Sequence[Hypothesis]]], Iterable[str]]
-    """The texts of a batch of utterances, also from the hypotheses of the beam search, if there is one."""
+    """A function that returns the texts of a batch of utterances, given the hypotheses of the beam search, if any."""
 
 
 def evaluate(
@@ -73,14 +73,15 @@ def evaluate(
     average: int | None = None,
     boost: Path | None = None,
 ) -> dict[str, float]:
-    """Score `sets` (None: the recipe's test sets), and pass each set's name and its score in Kaldi's format to `tell`.
-    Returns the lowest error rate of each set, in per cent.
+    """Score `sets` (by default the recipe's test sets), and pass each set's name and its score in Kaldi's format to
+    `tell`. Returns the lowest error rate of each set, in per cent.
 
-    With `conditions`, which are codecs, the audio goes through each of them, and a set is scored as `test@telephone`.
+    With `conditions`, the names of codecs, the audio is passed through each codec, and a set is scored as, for
+    example, `test@telephone`.
 
     The model is that of `load_recogniser`. Files that list every error go to the experiment's `decode` folder.
-    `with_beam` adds the scores of beam searches, by `jobs` processes, for a model with CTC (None: if the recipe has a
-    section `decoding`). `boost` is a file with phrases, which adds the scores of texts with them. Raises
+    `with_beam` adds the scores of beam searches, by `jobs` processes, for a model with CTC; None adds them if the
+    recipe has a section `decoding`. `boost`, a file of phrases, adds the scores of texts with boosted phrases. Raises
     CheckpointError if there is no model, ConfigError for a set that the recipe does not define, DataError for phrases
     that cannot be used.
     """
@@ -120,7 +121,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """Scores sets with a recogniser of an experiment, and perhaps with a search."""
+    """Scores sets with a recogniser of an experiment, and optionally with a beam search."""
 
     recipe: Recipe
     folder: ExperimentFolder
@@ -130,7 +131,7 @@ class _Evaluation:
     console: Console
 
     def ways(self, with_beam: bool) -> Iterator[Way]:
-        """The ways of decoding; the greedy texts of a decoder beside CTC are those of the recogniser."""
+        """The ways of decoding. For a decoder beside CTC, greedy texts are the recogniser's."""
         recogniser, config = self.recogniser, self.recipe.decoding or DecodingConfig()
         yield Way("", "", lambda heard, found: recogniser.texts(heard))
         if self.search is not None:
@@ -153,7 +154,7 @@ class _Evaluation:
             )
 
     def boosted(self, phrases: Sequence[str], source: str) -> Iterator[Way]:
-        """The greedy and the beam search with phrases; with a decoder, greedy texts are not those of CTC."""
+        """Greedy decoding and the beam search with phrases; with a decoder, greedy texts are not those of CTC."""
         recogniser, search = self.recogniser, self.search
         if search is None or recogniser.decoder is None:
             boost = partial(_boosted, recogniser, recogniser.phrases(phrases, source), False)
@@ -166,8 +167,8 @@ class _Evaluation:
             yield Way("beam/boosted", title, lambda heard, found: boost_best(heard, map(first_text, found)))
 
     def _attention_weight(self, config: DecodingConfig, search: BestSearch) -> tuple[float, str]:
-        """The weight of an attention decoder's log probability beside a search's score, and how it was found: it is
-        tuned on the validation set unless the recipe has it, to the least one with the fewest word errors, then
+        """The weight of an attention decoder's log probability beside a search's score, and how it was found. Unless
+        the recipe sets it, it is tuned on the validation set to the smallest weight with the fewest word errors, then
         character errors."""
         if config.attention_weight is not None:
             return config.attention_weight, "given"
@@ -189,7 +190,7 @@ class _Evaluation:
         return min(ATTENTION_WEIGHTS, key=errors), f"tuned on {len(sample)} utterances of {sample.name}"
 
     def score(self, name: str, codec: str | None, ways: Sequence[Way]) -> float:
-        """Score one set, through a codec if that is given, in all ways; the lowest error rate."""
+        """Score one set in all ways, through a codec if one is given; returns the lowest error rate."""
         label, data, rates = label_of(name, codec), self.recipe.data, list[float]()
         texts: dict[str, dict[str, str]] = {way.folder: {} for way in ways}
         best: dict[str, Sequence[Hypothesis]] = {}
@@ -224,7 +225,7 @@ class _Evaluation:
 
 
 def _dropped(speech_set: SpeechSet) -> list[str]:
-    """A line about the utterances that preparation dropped, if there are any: they are not scored."""
+    """A line about the utterances that preparation dropped and that are therefore not scored, if there are any."""
     if not (count := speech_set.summary.dropped):
         return []
     listed = speech_set.folder / "dropped.tsv"
@@ -245,7 +246,7 @@ def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypothes
 def _boosted(
     recogniser: Recogniser, phrases: Phrases, is_searched: bool, heard: Heard, texts: Iterable[str]
 ) -> list[str]:
-    """Texts of a batch of utterances with phrases."""
+    """The texts of a batch of utterances, with boosted phrases."""
     pairs = zip(heard.rows, texts, strict=True)
     return [recogniser.placed(row, text, is_searched, phrases)[0] for row, text in pairs]
 
@@ -253,7 +254,7 @@ def _boosted(
 def _rated(
     recogniser: Recogniser, heard: Heard, found: Sequence[Sequence[Hypothesis]]
 ) -> list[tuple[Sequence[Hypothesis], list[float]]]:
-    """What a search has found of each utterance of a batch, and the attention decoder's log probabilities of that."""
+    """The hypotheses of a search for each utterance of a batch, with the attention decoder's log probabilities."""
     scores = recogniser.attention_scores(heard, [[each.text for each in hypotheses] for hypotheses in found])
     return list(zip(found, scores, strict=True))
 

@@ -1,4 +1,4 @@
-"""Scores the texts of `starling evaluate` again: by speaker or column, normalised, of one experiment or two; or for a
+"""Scores the texts of `starling evaluate` again, normalised, by speaker or column, for one experiment or two; or, for a
 report, with the audio of some utterances."""
 
 import base64
@@ -48,12 +48,12 @@ _APOSTROPHES = "'’ʼ"
 _MAX_DIGITS = 30
 _NO_GROUP = "(none)"
 _SET = "set"
-"""What utterances of several sets are grouped by."""
+"""The column by which utterances of several sets are grouped."""
 SHOWN = 3
-"""Best, median and worst utterances, so many each."""
+"""Number of best, of median and of worst utterances to show."""
 NUM_CONFUSIONS = 20
 MAX_SECONDS = 30.0
-"""Longest audio of one utterance; the rest is cut off."""
+"""Maximum seconds of audio of one utterance; the rest is cut off."""
 _MP3_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 
 
@@ -67,11 +67,11 @@ def score(
 ) -> None:
     """Score one experiment, or two and their difference, and print the lines and tables.
 
-    An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are those
-    to score (default: all that the experiments have in common), `kinds` those of normalisers. Utterances are
-    also scored in groups `by` speaker, or by a column: of `table`, a tab-separated file with a header whose first
-    column has the ids, or of the corpus if that is None. Raises ConfigError and DataError for a folder, set or
-    column that is not there, and for experiments that were scored on different utterances.
+    An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are the sets
+    to score (default: all that the experiments have in common), `kinds` the kinds of normalisers. Utterances are also
+    scored in groups `by` speaker or by a column, which is in the corpus or in `table`, a tab-separated file with a
+    header whose first column has the ids. Raises ConfigError and DataError for a folder, set or column that does not
+    exist, and for experiments that were scored on different utterances.
     """
     folders = [_decoded(path) for path in experiments]
     names = list(sets) or _common_sets(folders)
@@ -150,7 +150,7 @@ def _tell_scores(title: str, experiments: Sequence[Path], texts: Sequence[Texts]
 
 
 def _show_groups(title: str, by: str, texts: Sequence[Texts], groups: Mapping[str, str]) -> None:
-    """A table with a line for each group, in the order of their names."""
+    """Print a table with a line for each group, sorted by name."""
     references, *hypotheses = texts
     members: dict[str, list[str]] = {}
     for name in references:
@@ -192,7 +192,7 @@ def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | No
 
 
 def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:
-    """The values of a column by those of `ids` (None: the first column)."""
+    """The values of a column by those of the column `ids` (None: the first column)."""
     rows = (line.split("\t") for _, line in read_lines(path))
     header = next(rows, [])
     for wanted in (ids, column):
@@ -205,12 +205,13 @@ def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:
 
 
 def normaliser(kinds: Collection[str], texts: Iterable[str] = (), language: str = "en") -> Callable[[str], str]:
-    """Writes numbers in words, removes punctuation, and ignores case, as far as `kinds` says; in this order.
+    """A function that writes numbers in words, removes punctuation and ignores case, in this order and as far as
+    `kinds` says.
 
     * numbers: `42` becomes `forty two`, `3.5` `three point five`, `2nd` `second`; in capitals if `texts`, those to be
       compared, have no small letters.
     * punctuation: an apostrophe inside a word stays; a dash or a slash becomes a space; the rest is removed.
-    * case: all letters become small.
+    * case: all letters become lower-case.
 
     Raises ConfigError for an unknown kind, or a language in which numbers cannot be written.
     """
@@ -222,7 +223,7 @@ def normaliser(kinds: Collection[str], texts: Iterable[str] = (), language: str 
         "case": str.lower,
     }
     if unknown := sorted(set(kinds) - steps.keys()):
-        raise ConfigError(f"there is no normaliser {unknown[0]!r}; there are {', '.join(steps)}")
+        raise ConfigError(f"there is no normaliser {unknown[0]!r}; known are {', '.join(steps)}")
     if "numbers" in kinds:
         require("decoding", "the normaliser `numbers`", ("num2words",))
         _NUMBER.sub(spoken, "1")  # refuses the language
@@ -236,7 +237,7 @@ def normaliser(kinds: Collection[str], texts: Iterable[str] = (), language: str 
 
 
 def _spoken(number: re.Match[str], language: str, is_upper: bool) -> str:
-    """A number in words; as it is where that cannot be said."""
+    """A number in words, or unchanged if it cannot be said."""
     from num2words import num2words
 
     whole, fraction, ordinal = number.groups()
@@ -266,8 +267,8 @@ def _without_punctuation(text: str) -> str:
 
 
 def scored_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
-    """The set of a `recogs-` file, scored again, and a sentence if its audio is not there. Raises DataError for a file
-    that is damaged."""
+    """The set of a `recogs-` file, scored again, and a sentence if its audio is missing. Raises DataError for a damaged
+    file."""
     name = recogs.stem.removeprefix("recogs-")
     references, hypotheses = read_texts(recogs)
     rates = error_rates(references, hypotheses)
@@ -299,8 +300,8 @@ def scored_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
 
 
 def chosen(references: Mapping[str, str], alignments: Mapping[str, Alignment]) -> tuple[Utterance, ...]:
-    """The best, median and worst utterances by errors per word, none twice. Of several that are alike, those with most
-    words count as best, and those with most errors as worst."""
+    """The best, median and worst utterances by errors per word, none of them twice. Among utterances with equal rates,
+    those with the most words count as best, and those with the most errors as worst."""
 
     def order(name: str) -> tuple[float, float, str]:
         words, errors = len(references[name].split()), num_errors(alignments[name])

@@ -47,17 +47,17 @@ CorpusName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._
 
 
 class SeveralCorpus(Config):
-    """Corpora of any kinds, by name; the set `dev` of the corpus `talks` is the set `talks-dev`.
+    """Several corpora of any kind, by name; the set `dev` of the corpus `talks` is called `talks-dev`.
 
-    A set depends on its own corpus only; when another is added or changed, it need not be prepared again.
+    A set depends only on its own corpus, so it need not be prepared again when another corpus is added or changed.
     """
 
     kind: Literal["several"]
     corpora: dict[CorpusName, "CorpusConfig"] = Field(min_length=1)
-    """Name of a corpus, without a hyphen -> its settings, as in `data.corpus`."""
+    """The settings of each corpus, as in `data.corpus`, by its name, which has no hyphen."""
     tags: dict[CorpusName, str] = Field(default={})
-    """Name of a corpus -> one character, such as Ⓔ: a word that is put before its transcripts, for example to tell the
-    model the language. `evaluate` scores texts without it, and says how often it was right."""
+    """One character for each corpus, such as Ⓔ, by the corpus's name: a word put before its transcripts, for example to
+    tell the model the language. `evaluate` scores texts without it, and reports how often it was right."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -84,16 +84,16 @@ class SeveralCorpus(Config):
 
     @property
     def sets(self) -> Mapping[str, Any]:
-        """Name of a set -> what its corpus says about it."""
+        """The settings of each set in its corpus, by the name of the set."""
         return {f"{name}-{own}": it for name, corpus in self.corpora.items() for own, it in corpus.sets.items()}
 
     def member(self, set_name: str) -> "tuple[str, CorpusConfig, str]":
-        """The corpus of a set, with its name, and the set's name in it."""
+        """The corpus of a set with its name, and the name of the set in that corpus."""
         name, _, own = set_name.partition("-")
         return name, self.corpora[name], own
 
     def tag(self, set_name: str) -> str:
-        """The word before the transcripts of a set; empty if there is none."""
+        """The word put before the transcripts of a set; empty if there is none."""
         return self.tags.get(self.member(set_name)[0], "")
 
     def maker(self, set_name: str) -> str:
@@ -153,13 +153,13 @@ def _validate_corpus(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 CorpusConfig = Annotated[_BuiltIn, Field(discriminator="kind"), WrapValidator(_validate_corpus), SerializeAsAny()]
-"""The settings of a corpus, of the class that its `kind` selects."""
+"""The settings of a corpus; `kind` selects their class."""
 
 SeveralCorpus.model_rebuild()
 
 
 def settings_of(corpus: CorpusConfig, set_name: str) -> dict[str, Any]:
-    """The settings of a corpus that one of its sets depends on, as JSON; `maker` says on what else it depends."""
+    """The settings of a corpus that determine one of its sets, as JSON. `maker` names what else determines it."""
     if isinstance(corpus, SeveralCorpus):
         _, member, own = corpus.member(set_name)
         tag = corpus.tag(set_name)

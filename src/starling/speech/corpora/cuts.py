@@ -104,7 +104,7 @@ def utterance_of(cut: Any, utterance_id: str | None, origin: str, channel: int |
 
 
 def _parts(cut: Any) -> tuple[list[Any], list[Any]]:
-    """The cuts that a cut mixes, or itself, and their audio sources."""
+    """The cuts that a cut mixes (or the cut itself), and their audio sources."""
     tracks = [track.cut for track in cut.tracks] if hasattr(cut, "tracks") else [cut]
     return tracks, [source for each in tracks if each.has_recording for source in each.recording.sources]
 

@@ -20,25 +20,26 @@ from starling.speech.corpora.lines import told_as
 from starling.speech.corpora.utterance import FileCorpus, Utterance
 
 Rewriting = tuple[tuple[str, str], ...]
-"""Regular expressions and what replaces their matches, in order."""
+"""Regular expressions with the replacements of their matches, in order."""
 
 
 class LhotseRecipeCorpus(FileCorpus):
     """Any corpus for which lhotse has a recipe, in the folder layout in which it is downloaded.
 
-    Runs `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or more of the parts that this returns, e.g.
-    `train: [train-clean-100]`; nested parts, such as Common Voice's by language, are named 'en/train'. Where lhotse's
-    function can be limited to some parts, it reads those of the set only. Audio is read by libsndfile.
+    Runs `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or more of the parts that this call returns,
+    e.g. `train: [train-clean-100]`; nested parts, such as Common Voice's languages, have names like 'en/train'. If
+    lhotse's function can be limited to certain parts, it reads only those of the set. Audio is read by libsndfile.
     """
 
     kind: Literal["lhotse-recipe"]
     recipe: str
-    """The name of the recipe: libri_speech, for example, for `lhotse.recipes.prepare_libri_speech`."""
+    """The name of the recipe, such as libri_speech for `lhotse.recipes.prepare_libri_speech`."""
     options: dict[str, str | bool | int | float | tuple[str, ...]] = Field(default={})
     """Further arguments of lhotse's function."""
     rewrite: Rewriting | None = None
-    """Changes of the transcripts, [regular expression, replacement] each. By default those that the marks of GigaSpeech
-    and Switchboard need, and none for other corpora. Utterances of which no word is left are left out and listed."""
+    """Changes of the transcripts, as pairs [regular expression, replacement]. The default rewrites the marks of
+    GigaSpeech and Switchboard, and changes no other corpus. Utterances without any words left are left out and
+    listed."""
     sets: dict[str, str | tuple[str, ...]]
 
     @field_validator("recipe")
@@ -69,7 +70,7 @@ class LhotseRecipeCorpus(FileCorpus):
         return {"options": {"num_jobs", "output_dir"}} | ({"rewrite": True} if self.rewrite is None else {})
 
     def maker(self, set_name: str) -> str:
-        """The default rewriting of transcripts, if it is used."""
+        """The default rewriting of transcripts; empty if it is not used."""
         rewrite = self._custom.rewrite
         return repr(rewrite) if rewrite and self.rewrite is None else ""
 
@@ -140,22 +141,24 @@ def recipe_names() -> list[str]:
 
 
 Making = Callable[[Path, Sequence[str], dict[str, Any]], dict[str, Any]]
-"""What a corpus needs for a call of lhotse's function, from its folder, the parts of the set, and the options."""
+"""A function that returns what a corpus needs for a call of lhotse's function, from the corpus's folder, the parts of
+the set, and the options."""
 
 
 @dataclass(frozen=True)
 class _Custom:
-    """What a corpus needs beyond lhotse's function for it."""
+    """Settings of a corpus that lhotse's function lacks."""
 
     present: Callable[[Path], Sequence[str]] | None = None
-    """The parts in a folder; checked before lhotse's function, which can be limited to some of them, is called."""
+    """A function that lists the parts in a folder; they are checked before lhotse's function, which can be limited to
+    some of them, is called."""
     arguments: Making = lambda folder, parts, options: {}
-    """Returns default arguments of lhotse's function."""
+    """A function that returns default arguments of lhotse's function."""
     prepare: Making | None = None
-    """Returns the manifests of each part, instead of lhotse's function."""
+    """A function that returns the manifests of each part, used instead of lhotse's function."""
     rewrite: Rewriting = ()
     speaker: Callable[[str], str] | None = None
-    """The speaker, by the id of the utterance, where lhotse's is wrong."""
+    """A function that returns the speaker for the id of an utterance, where lhotse's speaker is wrong."""
 
 
 def _dataset_parts(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +172,8 @@ def _peoples_speech_parts(folder: Path) -> list[str]:
 
 
 def _peoples_speech(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
-    """The wanted parts only: `prepare_peoples_speech` needs all of them, and reads all for each set."""
+    """The manifests of the wanted parts only: `prepare_peoples_speech` needs all parts, and reads all of them for each
+    set."""
     from lhotse.recipes.peoples_speech import _prepare_subset
 
     made = {part: _prepare_subset(part, folder, int(options.get("num_jobs", 1))) for part in parts}
@@ -182,7 +186,7 @@ def _commonvoice(folder: Path, parts: Sequence[str], options: dict[str, Any]) ->
 
 
 def _switchboard(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Absolute paths, and no download: without `transcripts_dir`, lhotse fetches the transcripts."""
+    """Arguments for absolute paths and no download: without `transcripts_dir`, lhotse fetches the transcripts."""
     transcripts = folder / "swb_ms98_transcriptions"
     if "transcripts_dir" not in options and not transcripts.is_dir():
         raise DataError(
@@ -224,7 +228,7 @@ _CUSTOMS = {
         speaker=lambda utterance: utterance.partition("-")[0],  # sw2001A; lhotse names A for both sides
     ),
 }
-"""What some corpora need, by the name of lhotse's recipe."""
+"""The settings of some corpora, by the name of lhotse's recipe."""
 
 
 def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -241,8 +245,8 @@ def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _cuts(manifests: dict[str, Any]) -> Iterator[Any]:
-    """A cut for each supervision; sorted, because the order of files in a folder differs between machines, unless the
-    manifests are read from a file as they are needed."""
+    """A cut for each supervision. Cuts are sorted, because the order of files in a folder differs between machines,
+    unless the manifests are read lazily from a file."""
     from lhotse import CutSet
 
     cuts = CutSet.from_manifests(recordings=manifests["recordings"], supervisions=manifests["supervisions"])

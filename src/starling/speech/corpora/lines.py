@@ -1,4 +1,4 @@
-"""Lists in text files: read line by line, with limits on a line's length and on a compressed file's expansion."""
+"""Reads lists in text files line by line, with limits on a line's length and on a compressed file's expansion."""
 
 import csv
 import gzip
@@ -117,8 +117,8 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
 def read_table(
     path: Path, columns: Sequence[str], dialect: str = "excel-tab", has_more: bool = False
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line number and fields of each row of a table, by default as `write_table` writes it. With `has_more`, there may
-    be further columns.
+    """Line number and fields of each row of a table, by default in the format of `write_table`. With `has_more`, the
+    table may have further columns.
 
     Raises:
         DataError: The file is missing, is not such a table, or exceeds the limits of `read_lines`.

@@ -19,16 +19,16 @@ class TsvCorpus(FileCorpus):
 
     kind: Literal["tsv"]
     sets: dict[str, Selection | str]
-    """Name of a set -> {column: value, or list of values} of the table `path`, {} for all rows; or, if `path` is a
-    folder, the name of the set's own table in it."""
+    """For each set, the rows to take from the table `path`, as {column: value, or list of values}, where {} means all
+    rows; or, if `path` is a folder, the name of the set's own table in it."""
     id: str = "id"
-    """The column of the utterance id."""
+    """Name of the column with the utterance id."""
     speaker: str = "speaker"
-    """The column of the speaker."""
+    """Name of the column with the speaker."""
     audio: str = "audio"
-    """The column of the audio file's path."""
+    """Name of the column with the path of the audio file."""
     text: str = "text"
-    """The column of the transcript."""
+    """Name of the column with the transcript."""
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
         chosen = self.sets[set_name]

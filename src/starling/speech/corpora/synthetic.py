@@ -24,7 +24,7 @@ ACCENTS = ("en", "en-us", "en-gb-scotland", "en-gb-x-rp", "en-us-nyc")
 
 @dataclass(frozen=True)
 class Words:
-    """What is said in a language, and with which accents of espeak-ng's."""
+    """The words of a language, and the accents of espeak-ng that say them."""
 
     digits: tuple[str, ...]
     commands: tuple[str, ...]
@@ -62,10 +62,11 @@ VOICES = {
 }  # fmt: skip
 """espeak-ng's natural-sounding voice variants, by set.
 
-Excluded are variants that are very similar to others, and all with `breath`, whose noise differs between processes.
+Variants that are very similar to others are excluded, and so are all variants with `breath`, whose noise differs
+between processes.
 """
 LEVEL = 0.07
-"""The mean level of utterances, as root mean square; each varies around it."""
+"""Mean level of utterances, as root mean square; the levels of utterances vary around it."""
 
 
 def add_noise(
@@ -103,7 +104,7 @@ def draw_sentence(
     pitches: tuple[int, int],
     accents: Sequence[str] = ACCENTS,
 ) -> Sentence:
-    """The text with a random accent, voice, rate and pitch."""
+    """The text as a sentence with a random accent, voice, rate and pitch."""
     return Sentence(
         text=text.lower(),
         voice=f"{random.choice(accents)}+{random.choice(voices)}",
@@ -144,8 +145,8 @@ class SyntheticCorpus(Config):
 
     @property
     def without_effect(self) -> dict[str, Any]:
-        """The keys that no prepared set depends on, for pydantic's `exclude`; a set of English is as before there were
-        others."""
+        """The keys that no prepared set depends on, for pydantic's `exclude`; English sets have the same settings as
+        before there were other languages."""
         return {"language": True} if self.language == "en" else {}
 
     def maker(self, set_name: str) -> str:

@@ -26,17 +26,17 @@ class Utterance:
     segment: str = ""
     """The file and the segment of it that `read` reads, unless the settings of the corpus determine them."""
     wordless: str = ""
-    """Marks, such as `<NOISE>`, that were the whole transcript: the utterance is left out."""
+    """Marks, such as `<NOISE>`, that make up the whole transcript: the utterance is left out."""
 
 
 class FileCorpus(Config):
     """The base class of importers for manifests of audio files."""
 
     path: Path | tuple[Path, ...]
-    """The corpus, or several places where it may be: the first that exists is used."""
+    """The path of the corpus, or several paths where it may be: the first that exists is used."""
     audio_root: Path | None = None
-    """The folder at which relative audio paths start; by default that of the manifest. Audio outside it is an error,
-    except for absolute paths if this is not set."""
+    """The folder at which relative audio paths start; by default the folder of the manifest. Audio outside it is an
+    error, except for absolute paths if this is not set."""
     channel: int | None = None
     """The channel to read, from 0. If it is not set, audio with several channels is an error."""
 
@@ -70,7 +70,7 @@ class FileCorpus(Config):
         return path
 
     def maker(self, set_name: str) -> str:
-        """What a set depends on besides its settings: nothing."""
+        """What a set depends on besides its settings; here, nothing."""
         return ""
 
     def utterance(
@@ -113,7 +113,7 @@ class NamedSets(FileCorpus):
     """A corpus whose sets are files or folders inside `path`, or `path` itself ('.')."""
 
     sets: dict[str, str]
-    """Name of a set -> its file or folder, relative to `path`."""
+    """The file or folder of each set, relative to `path`, by the name of the set."""
 
     def set_path(self, set_name: str) -> Path:
         """The file or folder of a set.

@@ -1,4 +1,4 @@
-"""CTC prefix beam search with an n-gram language model, by flashlight-text."""
+"""CTC prefix beam search with an n-gram language model, using flashlight-text."""
 
 import contextlib
 import math
@@ -21,20 +21,20 @@ from starling.speech.decoding.ngram import END, UNKNOWN
 from starling.speech.tokens import BLANK, WORD_START, Tokenizer
 
 _MOST_TOKENS = 50
-"""The tokens of a frame that are looked at, best first."""
+"""Number of tokens considered in a frame, best first."""
 _BEAM_LOSS = 50.0
-"""In natural logarithms; hypotheses that are this much worse than the best of their frame are dropped."""
+"""Largest difference in score, in natural logarithms, from the best hypothesis of a frame; worse hypotheses are
+dropped."""
 _NEVER = -1e9  # the log probability of what cannot be; infinities would become NaN
 _LN10 = math.log(10)
 
 
 class Weights(Config):
-    """What a search weighs.
+    """The weights of a search.
 
         log p_ctc(text | audio) + lm_weight log p_lm(text) - word_penalty * words
 
-    p_ctc is summed over all alignments within the beam. The penalty is that of a closed vocabulary; an open one has
-    none.
+    p_ctc is summed over all alignments within the beam. The penalty applies to a closed vocabulary only.
     """
 
     lm_weight: float = 0.5
@@ -62,12 +62,12 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """Log-probabilities of CTC in, the best hypotheses out.
+    """Finds the best hypotheses for the log-probabilities of CTC.
 
     Args:
         tokenizer: What the network's outputs mean.
         lm: An ARPA file, of words for a closed vocabulary and of tokens (`Tokenizer.names`) for an open one.
-        words: The closed vocabulary; None: any sequence of tokens is possible.
+        words: The closed vocabulary; with None, any sequence of tokens is possible.
         frame_seconds: Seconds between two rows of log-probabilities.
     """
 
@@ -101,7 +101,8 @@ class BeamSearch:
         return list(found.values())
 
     def _emissions(self, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Log-probabilities with a column for the end of the utterance and, if words end so, a frame of a separator."""
+        """Log-probabilities with a column for the end of the utterance and, if words end with a separator, a frame of
+        it."""
         frames, tokens = log_probs.shape
         extra = int(self.words is not None and self._ends_words)
         emissions = np.full((frames + extra, tokens + 1), _NEVER, dtype=np.float32)
@@ -111,7 +112,7 @@ class BeamSearch:
         return emissions
 
     def _hypothesis(self, result: Any, num_frames: int) -> Hypothesis:
-        """The hypothesis in a result of flashlight, which begins and ends with a frame of its own."""
+        """The hypothesis in a result of flashlight, which adds a frame of its own at either end."""
         path = np.asarray(result.tokens[1 : num_frames + 1], np.int64)
         timed = tuple(
             TimedWord(
@@ -171,7 +172,7 @@ class BeamSearch:
 
 
 class SearchPool(contextlib.AbstractContextManager["SearchPool"]):
-    """Searches in several processes, or for one job in this one. A context manager."""
+    """Searches in several processes, or in this process for one job. A context manager."""
 
     def __init__(self, search: BeamSearch, jobs: int = 1) -> None:
         self._search = search
@@ -186,7 +187,7 @@ class SearchPool(contextlib.AbstractContextManager["SearchPool"]):
     def __call__(
         self, utterances: Sequence[NDArray[np.float32]], weights: Weights, num_best: int = 1
     ) -> list[list[Hypothesis]]:
-        """The hypotheses of each utterance; the same ones for any number of jobs."""
+        """The hypotheses of each utterance, which do not depend on the number of jobs."""
         if self._pool is None:
             return [self._search(each, weights, num_best) for each in utterances]
         chunk = max(1, len(utterances) // (4 * self._jobs))

@@ -1,4 +1,4 @@
-"""Boosting: phrases of a list replace the words of a text where CTC's outputs nearly say them."""
+"""Boosting: phrases of a list replace words of a text where CTC's outputs come close to them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from starling.speech.decoding.decoders import Emission, words_in
 from starling.speech.tokens import BLANK, WORD_START, Tokenizer
 
 BOOST = 1.0
-"""The weight of phrases without one of their own, in natural logarithms for each token."""
+"""Default weight of phrases, in natural logarithms for each token."""
 
 
 class Spotted(NamedTuple):
@@ -27,22 +27,22 @@ class Spotted(NamedTuple):
 class Phrases:
     """Finds the phrases of a list in the outputs of CTC.
 
-    The gain of a phrase with tokens y in a span of frames t is, with the best of its paths π,
+    The gain of a phrase with tokens y in a span of frames t, over its best path π, is
 
         max_π Σ_t (log p(t, π_t) - max_v log p(t, v)) + weight · |y|
 
     The sum is the log likelihood ratio of the phrase to the best path, at most 0. A phrase consists of whole words: its
-    path begins with the utterance or a boundary of words, and ends with a boundary or the utterance. What is found is
+    path begins with the utterance or a boundary of words, and ends with a boundary or the utterance. The search finds
     the set of phrases with the greatest total gain whose spans do not overlap.
 
     Source: Andrusenko et al. 2024, "Fast Context-Biasing for CTC and Transducer ASR models with CTC-based Word Spotter"
     (arXiv 2406.07096). There, hypotheses are pruned, and each is compared with the words that were decoded. This search
-    is exact: outside phrases, it is in a state that has the score of the best path, 0.
+    is exact: outside phrases, it stays in a state that has the score of the best path, 0.
 
     Args:
         tokenizer: What the outputs mean.
         lines: `PHRASE` or `PHRASE<tab>WEIGHT`. Blank lines, and those that begin with #, are ignored.
-        source: Where the lines are from, for messages.
+        source: The origin of the lines, for messages.
 
     Raises:
         DataError: The tokenizer cannot spell a phrase, or a weight is not a number.
@@ -74,8 +74,8 @@ class Phrases:
         return len(self._phrases)
 
     def __call__(self, log_probs: NDArray[np.float32], emissions: Sequence[Emission]) -> str | None:
-        """The words of emissions in `[T, V]`, with the phrases that are found in place of words whose middle is in
-        their spans; None if none is found."""
+        """The words of emissions in `[T, V]`, in which the phrases that are found replace the words whose middle is in
+        their spans; None if no phrase is found."""
         if not (spotted := self.spot(log_probs)):
             return None
         words = [((each.begin + each.end) / 2, each.phrase) for each in spotted]
@@ -86,7 +86,7 @@ class Phrases:
         return " ".join(text for _, text in sorted(words) if text)
 
     def spot(self, log_probs: NDArray[np.float32]) -> list[Spotted]:
-        """The phrases in log-probabilities `[T, V]`, in order, by a Viterbi search over all of them at once."""
+        """The phrases found in log-probabilities `[T, V]`, in order, by a Viterbi search over all phrases at once."""
         if not self._phrases:
             return []
         scores = (log_probs - log_probs.max(1, keepdims=True)).astype(np.float64)
@@ -117,8 +117,8 @@ class Phrases:
         return _chosen(found, len(scores))
 
     def _boundaries(self, scores: NDArray[np.float64]) -> Iterable[tuple[int, float, float]]:
-        """In each frame of `[T, V]`, and behind the last, where it costs nothing: the likeliest token that is or begins
-        with a boundary of words, its score, and that of the second one, which may follow the same token."""
+        """For each frame of `[T, V]`, and after the last, where it costs nothing: the likeliest token that is or begins
+        with a word boundary, its score, and the score of the second likeliest, which may follow the same token."""
         tokens = np.array([*self._starts, -1, -1])
         each = np.pad(scores[:, self._starts], ((0, 1), (0, 2)), constant_values=-np.inf)
         each[-1] = 0.0
@@ -129,7 +129,7 @@ class Phrases:
 
 
 def read_phrases(path: Path) -> list[str]:
-    """The lines of a list of phrases. Raises DataError for a file that cannot be read, or has none."""
+    """The lines of a list of phrases. Raises DataError for a file that cannot be read, or contains no phrase."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
@@ -141,7 +141,7 @@ def read_phrases(path: Path) -> list[str]:
 
 
 def _weighted(line: str, where: str, tokenizer: Tokenizer) -> tuple[str, float]:
-    """The phrase in a line, and its weight."""
+    """The phrase in a line, with its weight."""
     written, _, weight = line.partition("\t")
     phrase = " ".join(written.split())
     try:
@@ -167,7 +167,7 @@ def _can_spell(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def _chosen(found: dict[int, Spotted], place: int) -> list[Spotted]:
-    """The phrases of the best set that ends by a frame, in order."""
+    """The phrases of the best set that ends by a given frame, in order."""
     spotted: list[Spotted] = []
     while place > 0:
         if (last := found.get(place)) is not None:

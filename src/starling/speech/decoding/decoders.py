@@ -15,13 +15,13 @@ from starling.speech.models.transducer import Transducer
 from starling.speech.tokens import BLANK, WORD_START, Tokenizer
 
 Scored = tuple[list[int], float]
-"""The tokens of a text, and the natural log of its probability, with the end of the text."""
+"""The tokens of a text, and the natural log of its probability, which includes the end of the text."""
 MOST_IN_A_FRAME = 10
-"""Tokens that greedy search emits in one frame, at most."""
+"""Maximum number of tokens that greedy search emits in one frame."""
 
 
 class Emission(NamedTuple):
-    """A token, and the frames `first` to `last` in which it is emitted."""
+    """A token, and the frames `first` to `last` in which CTC emits it."""
 
     token: int
     first: int
@@ -44,7 +44,7 @@ def emissions_of(path: NDArray[np.int64]) -> list[Emission]:
 
 
 def words_in(emissions: Iterable[Emission], names: Sequence[str]) -> list[list[Emission]]:
-    """The emissions of each word; `names` are those of the tokens."""
+    """The emissions of each word; `names` are the names of the tokens."""
     words: list[list[Emission]] = []
     is_open = False
     for each in emissions:
@@ -60,7 +60,7 @@ def words_in(emissions: Iterable[Emission], names: Sequence[str]) -> list[list[E
 
 def greedy(decoder: Decoder, frames: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
     """The tokens of each utterance, from frames `[B, T, W]` of the encoder with lengths `[B]`: always the likeliest
-    one, or of a transducer the likeliest step of each cell of the lattice."""
+    token or, for a transducer, the likeliest step in each cell of the lattice."""
     if isinstance(decoder, AttentionDecoder):
         return _attention_greedy(decoder, frames, lengths)
     return _transducer_greedy(cast(Transducer, decoder), frames, lengths)
@@ -74,7 +74,7 @@ def best_text(decoder: Decoder, frames: torch.Tensor, beam: int) -> list[int]:
 
 
 def _attention_greedy(decoder: AttentionDecoder, frames: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
-    """A text has at most as many tokens as frames."""
+    """The likeliest tokens of each utterance, at most as many as it has frames."""
     memory, past = decoder.hear(frames, lengths), None
     last = torch.full((len(frames), 1), END, device=frames.device)
     open_ones = torch.ones(len(frames), dtype=torch.bool, device=frames.device)
@@ -190,7 +190,7 @@ def transducer_beam(
 def _predictions(
     decoder: Transducer, texts: Iterable[tuple[int, ...]], known: dict[tuple[int, ...], torch.Tensor]
 ) -> torch.Tensor:
-    """The predictor's outputs after each text, `[N, width]`; `known` has those computed before, by their context."""
+    """The predictor's outputs after each text, `[N, width]`; `known` holds those computed before, by their context."""
     contexts = [((BLANK,) * decoder.context + text)[-decoder.context :] for text in texts]
     if missing := [each for each in dict.fromkeys(contexts) if each not in known]:
         rows = decoder.after(torch.tensor(missing, device=decoder.output.weight.device))

@@ -14,7 +14,7 @@ from starling.speech.corpora.lines import read_lines, replace_file
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 _SPECIAL = (BEGIN, END, UNKNOWN)
 _FALLBACK = (0.5, 1.0, 1.5)
-"""Discounts of counts 1, 2, and 3 or more where the data are too few to estimate them; those of KenLM."""
+"""Discounts of counts 1, 2, and 3 or more where the data are too few to estimate them; the same values as KenLM's."""
 _NEVER = -99.0  # the log10 probability of `<s>`, by convention
 Gram = tuple[str, ...]
 
@@ -35,7 +35,7 @@ class NgramModel:
 
     Args:
         probabilities: log10 p(last word | the words before it), by n-gram, for each order from 1.
-        backoffs: log10 of the weight of the lower order after these words; 0 where absent.
+        backoffs: log10 of the weight of the lower order after these words; 0 if missing.
     """
 
     probabilities: tuple[Mapping[Gram, float], ...]
@@ -75,7 +75,7 @@ class NgramModel:
             for place, word in enumerate(words[1:], 1):
                 known[(word,) in self.probabilities[0]].append(self.log10(word, words[:place]))
         if not known[True]:
-            raise DataError("there is no known word to compute a perplexity of")
+            raise DataError("the texts contain no known word, so they have no perplexity")
         every = [*known[True], *known[False]]
         return Perplexity(10 ** -fmean(every), 10 ** -fmean(known[True]), len(every), len(known[False]))
 
@@ -91,7 +91,7 @@ class NgramModel:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The model in an ARPA file. Raises DataError, naming the line, for a file that is not one."""
+        """Read the model in an ARPA file. Raises DataError, naming the line, for any other file."""
         sizes: list[int] = []
         probabilities: list[dict[Gram, float]] = []
         backoffs: list[dict[Gram, float]] = []
@@ -113,7 +113,7 @@ class NgramModel:
                 if not order or len(fields) not in (order + 1, order + 2):
                     raise DataError(
                         f"{path}:{number}: {text[:80]!r} is not an n-gram of order {order}: log10 p, its words, and "
-                        "perhaps a weight"
+                        "optionally a weight"
                     )
                 gram = tuple(fields[1 : order + 1])
                 try:
@@ -126,7 +126,7 @@ class NgramModel:
             raise DataError(f"{path}: not an ARPA file, or cut off: it has no line \\end\\ after its n-grams")
         if [len(each) for each in probabilities] != sizes or not sizes:
             found = ", ".join(str(len(each)) for each in probabilities)
-            raise DataError(f"{path}: its header announces {sizes or 'no'} n-grams, but it holds {found or 'none'}")
+            raise DataError(f"{path}: its header announces {sizes or 'no'} n-grams, but it contains {found or 'none'}")
         return cls(tuple(probabilities), tuple(backoffs))
 
 
@@ -135,11 +135,11 @@ def estimate(sentences: Iterable[Sequence[str]], order: int) -> NgramModel:
 
         p(w | h) = max(a(hw) - D(a(hw)), 0) / sum over v of a(hv) + gamma(h) p(w | h')
 
-    a is the count of an n-gram of the highest order, and of one that begins with `<s>`; for others it is the number of
-    different words before it. h' is h without its first word; below unigrams, all words and `<unk>` are equally
+    a is the count of an n-gram that has the highest order or begins with `<s>`; for any other n-gram, it is the number
+    of different words before it. h' is h without its first word; below unigrams, all words and `<unk>` are equally
     probable. gamma(h) makes the sum over w 1. D has a value for counts of 1, of 2, and of 3 or more, estimated for each
-    order from the numbers n1 to n4 of n-grams with counts 1 to 4; where n1, n2 or n3 is 0 or a discount is
-    impossible, D is 0.5, 1 and 1.5. No n-gram is pruned. This is what KenLM's `lmplz --discount_fallback` computes.
+    order from the numbers n1 to n4 of n-grams with counts 1 to 4; where n1, n2 or n3 is 0 or a discount is impossible,
+    D is 0.5, 1 and 1.5. No n-gram is pruned. This is what KenLM's `lmplz --discount_fallback` computes.
 
     References:
         Chen and Goodman, "An empirical study of smoothing techniques for language modeling", Computer Speech and
@@ -182,7 +182,7 @@ def estimate(sentences: Iterable[Sequence[str]], order: int) -> NgramModel:
 
 
 def _adjusted_counts(padded: Sequence[Sequence[str]], order: int) -> list[dict[Gram, int]]:
-    """The count a of each n-gram, for each order from 1; `<s>` alone has none."""
+    """The count a of each n-gram, for each order from 1, except for `<s>` alone, which has none."""
     highest = Counter(tuple(each[at : at + order]) for each in padded for at in range(len(each) - order + 1))
     counts: list[dict[Gram, int]] = [highest]
     for shorter in range(order - 1, 0, -1):

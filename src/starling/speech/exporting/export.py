@@ -1,4 +1,4 @@
-"""`starling export`: a trained model in a folder of its own, for use without its experiment."""
+"""`starling export`: a trained model in its own folder, for use without its experiment."""
 
 import re
 import shutil
@@ -33,10 +33,10 @@ _CONTENTS = {
     "decoding.json": "the weights of the beam search, as tuned by `starling evaluate`",
     "words.txt": "the words that the beam search may use",
     "model.onnx": "the network for whole utterances: features [B, T, F], lengths [B]",
-    "streaming.onnx": "one step of it, with its caches as inputs and outputs",
+    "streaming.onnx": "one step of the network, with its caches as inputs and outputs",
     "onnx.json": "features, tokens and sizes, for programs that use ONNX",
-    "frontend.npz": "the window, the mel bank and the statistics of the features, for such programs",
-    "transcribe.py": "`python transcribe.py hello.wav` needs numpy, onnxruntime and soundfile alone",
+    "frontend.npz": "the window, the mel bank and the statistics of the features, for programs that use ONNX",
+    "transcribe.py": "`python transcribe.py hello.wav` needs only numpy, onnxruntime and soundfile",
 }
 
 
@@ -53,8 +53,8 @@ def export(
     is_best: bool = False,
     average: int | None = None,
 ) -> None:
-    """Write the model that `starling evaluate` would score with the same options to a new `folder`, complete or not at
-    all.
+    """Write the model that `starling evaluate` would score with the same options to a new `folder`, either completely
+    or not at all.
 
     `with_onnx` adds ONNX, and a program that transcribes with it. Raises ConfigError if the folder exists, and for a
     model that cannot be written as ONNX; CheckpointError if there is no model.
@@ -62,7 +62,7 @@ def export(
     if with_onnx:
         require("export", "starling export --onnx", ("onnx", "onnxruntime"))
     if folder.exists():
-        raise ConfigError(f"{folder} exists, and is not overwritten: remove it, or choose another folder")
+        raise ConfigError(f"{folder} exists and is not overwritten: remove it, or choose another folder")
     source, recipe = open_experiment(experiment)
     recogniser = load_recogniser(experiment, is_best, average)
     recogniser.model.cpu()
@@ -108,7 +108,8 @@ def _write_language(experiment: ExperimentFolder, recipe: Recipe, folder: Path) 
 def _card(
     recipe: Recipe, experiment: ExperimentFolder, recogniser: Recogniser, which: str, files: Sequence[tuple[str, str]]
 ) -> str:
-    """The card in Markdown. `which` says which of the experiment's models it is; `files` are names and contents."""
+    """The model card in Markdown. `which` says which of the experiment's models it describes; `files` are names and
+    contents."""
     return "\n".join(
         [
             *("---", "license: unknown  # fill in", "tags: [automatic-speech-recognition, starling]", "---", ""),
@@ -117,7 +118,7 @@ def _card(
             *("## Data", "", *_data(recipe), ""),
             *("## Word error rates", "", *_scores(experiment), ""),
             *("## Limits", "", *_limits(recogniser), ""),
-            *("## Licence", "", "To be filled in: of the model, and what the licences of its data require.", ""),
+            *("## Licence", "", "To be filled in: the model's licence, and what the licences of its data require.", ""),
             *("## Files", "", *(f"* `{name}`: {what}" for name, what in files), ""),
         ]
     )
@@ -155,7 +156,7 @@ def _ms(seconds: float) -> str:
 
 
 def _data(recipe: Recipe) -> Iterator[str]:
-    """The sets by name, without paths."""
+    """Descriptions of the sets, by name and without paths."""
     yield f"Corpus of kind `{recipe.data.corpus.kind}`; text normaliser: `{recipe.data.text}`."
     yield ""
     for _, name in recipe.training_sets:
@@ -171,7 +172,7 @@ def _data(recipe: Recipe) -> Iterator[str]:
 
 
 def _scores(experiment: ExperimentFolder) -> Iterator[str]:
-    """A table of what `starling evaluate` has left."""
+    """A table of the scores that `starling evaluate` has written."""
     rows = []
     for path in sorted(experiment.decode.rglob("wer-summary-*.txt")):
         text = path.read_text(encoding="utf-8")
@@ -183,14 +184,14 @@ def _scores(experiment: ExperimentFolder) -> Iterator[str]:
         name = path.stem.removeprefix("wer-summary-")
         rows.append(f"| {name} | {_WAYS.get(folder, folder)} | {wer[1]} | {interval} | {cer[1] if cer else ''} |")
     if not rows:
-        yield "None: no set was scored. `starling evaluate` scores them; then export again."
+        yield "No set was scored. Score the sets with `starling evaluate`, then export again."
         return
-    yield "In per cent, as `starling evaluate` found them last, with 95 % bootstrap intervals of the word error rate:"
+    yield "Per cent, from the last `starling evaluate`, with 95 % bootstrap intervals of the word error rate:"
     yield from ("", "| set | decoding | WER | interval | CER |", "|---|---|---|---|---|", *rows)
 
 
 def _limits(recogniser: Recogniser) -> Iterator[str]:
     yield "* It knows speech like that of its training data: other speakers, rooms, topics and languages cost accuracy."
-    yield "* Its texts have the characters of the training texts alone, and no confidence is attached to them."
+    yield "* Its texts contain only characters of the training texts, and have no confidence attached."
     if recogniser.latency is None:
-        yield "* Memory and time grow with the length of a recording: cut long ones at silence."
+        yield "* Memory and time grow with the length of a recording: cut long recordings at silence."

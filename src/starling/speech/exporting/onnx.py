@@ -4,7 +4,7 @@
     streaming.onnx    window [B, N, F], inside [B, N], caches -> log_probs [B, C, V], next caches
     onnx.json         the features, the tokens, and the sizes of a step
     frontend.npz      the window, the mel bank, and the statistics of features.normalise: global
-    transcribe.py     a program that needs numpy, onnxruntime and soundfile alone
+    transcribe.py     a program that needs only numpy, onnxruntime and soundfile
 
 T, T' and B vary; the N feature frames of a window and the C encoder frames of a chunk are fixed.
 """
@@ -30,7 +30,7 @@ from starling.speech.tokens import CharacterTokenizer
 MODEL, STREAMING = "model.onnx", "streaming.onnx"
 _OPSET = 18
 _TOLERANCE = 1e-4
-"""The largest difference of log-probabilities from torch's."""
+"""The largest accepted difference from torch's log-probabilities."""
 
 
 class _Step(nn.Module):
@@ -47,7 +47,7 @@ class _Step(nn.Module):
 
 def write_onnx(recogniser: Recogniser, folder: Path) -> None:
     """Write the files above, and compare them with torch. Raises ConfigError for a recogniser that is more than an
-    encoder with CTC, for a network that cannot be exported, and for one whose outputs differ."""
+    encoder with CTC, and for a network that cannot be exported or whose outputs differ."""
     for only, is_other, other in (
         ("CTC", recogniser.states is not None, "was trained with loss: frames"),
         ("log-mel features", recogniser.features.config.kind == "raw", "hears samples"),
@@ -74,7 +74,7 @@ def write_onnx(recogniser: Recogniser, folder: Path) -> None:
 def _write_step(
     network: StreamingNetwork, caches: Sequence[torch.Tensor], num_features: int, path: Path
 ) -> dict[str, Any]:
-    """Write one step of two streams, whose first caches are given, and describe it."""
+    """Write one step of two streams, whose first caches are given, and return its description."""
     size, hop = network.window()
     names = network.cache_names
     generator = torch.Generator().manual_seed(1)
@@ -101,7 +101,7 @@ def _write_step(
 def _write(
     module: nn.Module, inputs: Sequence[torch.Tensor], path: Path, names: Sequence[str], outputs: Sequence[str]
 ) -> None:
-    """Trace a module. The number of utterances varies, and of whole ones the number of frames."""
+    """Trace a module. The number of utterances varies; for whole utterances, so does the number of frames."""
     axes: dict[str, Mapping[int, str]] = {name: {0: "batch"} for name in (*names, *outputs)}
     if "features" in names:
         axes |= {"features": {0: "batch", 1: "frames"}, "log_probs": {0: "batch", 1: "outputs"}}
@@ -124,7 +124,7 @@ def _write(
 
 
 def _compare(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> None:
-    """Raise ConfigError if onnxruntime's log-probabilities are not those of torch."""
+    """Raise ConfigError if onnxruntime's log-probabilities differ from those of torch."""
     from starling.speech.exporting.standalone import session_of
 
     session = session_of(path)
@@ -138,7 +138,7 @@ def _compare(module: nn.Module, inputs: Sequence[torch.Tensor], path: Path) -> N
     )
     if not worst <= _TOLERANCE or (path.name == MODEL and rest[0].tolist() != lengths):
         raise ConfigError(
-            f"{path.name} gives other outputs than the network, by up to {worst:.2g}; export it without --onnx"
+            f"the outputs of {path.name} differ from the network's by up to {worst:.2g}; export it without --onnx"
         )
 
 

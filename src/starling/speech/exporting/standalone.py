@@ -3,8 +3,8 @@
     pip install numpy onnxruntime soundfile
     python transcribe.py hello.wav
 
-A line for each file: its name, a tab, and the text, by greedy CTC. With --stream, a streaming model hears the file
-chunk by chunk, and each text so far is a line on standard error.
+Prints a line for each file: its name, a tab, and the text, by greedy CTC. With --stream, a streaming model hears the
+file chunk by chunk, and the text so far is printed on standard error after each chunk.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Transcriber:
         return self.text(self.log_probs(self.features(audio, rate)).argmax(1))
 
     def stream(self, audio: Array, rate: int) -> Iterator[str]:
-        """The text after each chunk, as if the audio came while it is spoken."""
+        """The text after each chunk, as if the audio were still being spoken."""
         best = list[int]()
         for log_probs in self.chunks(self.features(audio, rate)):
             best += log_probs.argmax(1).tolist()
             yield self.text(np.array(best))
 
     def features(self, audio: Array, rate: int) -> Array:
-        """Log-mel features `[frames, F]`, as the model was trained with."""
+        """Log-mel features `[frames, F]`, computed as in training."""
         mono = audio.mean(1) if audio.ndim == 2 else audio
         samples = resample(mono.astype(np.float32), rate, self.config["sampling_rate"])
         window, bank = self._arrays["window"], self._arrays["bank"]
@@ -97,7 +97,7 @@ class Transcriber:
         return found
 
     def chunks(self, features: Array) -> Iterator[Array]:
-        """The same of a streaming model, chunk by chunk."""
+        """Log-probabilities of a streaming model, chunk by chunk."""
         streaming = self.config["streaming"]
         if streaming is None:
             raise ValueError("this model needs whole recordings: leave out --stream")
@@ -123,15 +123,15 @@ class Transcriber:
 
 
 def session_of(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
-    """A network in ONNX, on the CPU."""
+    """An ONNX network, on the CPU."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def resample(samples: Array, rate: int, wanted: int) -> Array:
-    """Samples `[T]` at `rate` Hz, at `wanted` Hz: a sinc under a Hann window of 6 zero crossings on either side, cut
-    off at 0.99 of the lower Nyquist frequency, as torchaudio has it."""
+    """Samples `[T]` at `rate` Hz, resampled to `wanted` Hz as in torchaudio: a sinc under a Hann window of 6 zero
+    crossings on either side, cut off at 0.99 of the lower Nyquist frequency."""
     if rate == wanted:
         return samples
     step, phases = rate // math.gcd(rate, wanted), wanted // math.gcd(rate, wanted)
@@ -147,7 +147,7 @@ def resample(samples: Array, rate: int, wanted: int) -> Array:
 
 
 def main() -> int:
-    """Read the command line, and transcribe the files; 1 if some of them cannot be read."""
+    """Read the command line and transcribe the files; returns 1 if some of them cannot be read."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", metavar="FILE", help="WAV, FLAC, OGG, MP3")
     parser.add_argument("--stream", action="store_true", help="hear each file chunk by chunk")

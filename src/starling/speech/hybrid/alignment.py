@@ -1,4 +1,4 @@
-"""Forced alignment: which frame belongs to which state of its transcript, found by the project itself."""
+"""Forced alignment: assigns each frame to a state of its transcript, without other software."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from starling.speech.hybrid.tying import ContextState, StateSpeller, StateTree, 
 from starling.speech.hybrid.viterbi import best_path, ctc_spans
 
 SPLICE = 2
-"""Neighbours on either side that the Gaussians hear with a frame."""
+"""Number of neighbours on either side that the Gaussians hear with a frame."""
 _SMALLEST = 1e-2
-"""Of the mean variance within states, added to each: bands that never change have none."""
+"""Share of the mean variance within states that is added to each variance: bands that never change have none."""
 _MOST_SCORES = 1 << 23
-"""Scores (utterances x frames x positions) that are computed together."""
+"""Number of scores (utterances x frames x positions) that are computed together."""
 
 Labels = list[NDArray[np.int32]]
-"""For each utterance, a label for each of its positions, or of its frames."""
+"""For each utterance, a label for each of its positions or frames."""
 Scorer = Callable[[Sequence[int]], Tensor]
 """Log-likelihoods of all labels in the frames of some utterances, `[B, T, K]`."""
 
@@ -30,15 +30,15 @@ class StateSequences:
     """The states that the frames of each utterance go through, in order: its positions."""
 
     states: list[ContextState]
-    """All different ones."""
+    """All states that occur, each once."""
     rows: Labels
-    """The place in `states` of each position."""
+    """The index in `states` of each position."""
     optional: list[NDArray[np.bool_]]
     """Whether a position may be skipped."""
 
     @classmethod
     def of(cls, texts: Sequence[tuple[str, str]], speller: StateSpeller) -> "StateSequences":
-        """Those of (id, text) pairs. Raises DataError as `StateSpeller.text`."""
+        """The state sequences of (id, text) pairs. Raises DataError as `StateSpeller.text` does."""
         known: dict[ContextState, int] = {}
         rows, optional = [], []
         for name, text in texts:
@@ -48,14 +48,14 @@ class StateSequences:
         return cls(list(known), rows, optional)
 
     def labelled(self, labels: Sequence[int]) -> Labels:
-        """A label for each position, from one for each of `states`."""
+        """A label for each position, given one for each of `states`."""
         table = np.asarray(labels, np.int32)
         return [table[row] for row in self.rows]
 
 
 def flat_start(transcripts: StateSequences, lengths: NDArray[np.int64]) -> Labels:
-    """The position of each frame when an utterance's frames are divided equally among its positions; among those that
-    may not be skipped where there are fewer frames."""
+    """The position of each frame when an utterance's frames are divided equally among its positions or, where it has
+    too few frames, among those that may not be skipped."""
     positions = []
     for optional, length in zip(transcripts.optional, lengths.tolist(), strict=True):
         places = np.arange(len(optional)) if length >= len(optional) else np.flatnonzero(~optional)
@@ -68,9 +68,9 @@ def align(lengths: NDArray[np.int64], labels: Labels, optional: Sequence[NDArray
 
     Args:
         lengths: Frames of each utterance, `[U]`: at least as many as it has positions that are not optional.
-        labels: Whose likelihood counts at each position.
+        labels: The label whose likelihood counts at each position.
         optional: Whether a position may be skipped.
-        scorer: Gives the likelihoods.
+        scorer: The function that gives the likelihoods.
     """
     positions: Labels = [np.zeros(0, np.int32)] * len(labels)
     for chosen in _together(lengths, [len(row) for row in labels]):
@@ -104,18 +104,18 @@ class Gaussians:
         self.squares += frames.T @ frames
 
     def means(self) -> Tensor:
-        """`[K, D]`; that of all frames for a label without any."""
+        """The mean of each label, `[K, D]`; for a label without frames, the mean of all frames."""
         means = self.sums / self.counts.clamp(min=1.0)[:, None]
         return torch.where(self.counts[:, None] > 0.0, means, self.sums.sum(0) / self.counts.sum())
 
     def within(self) -> Tensor:
-        """The covariance within labels, `[D, D]`, a little enlarged so that it can be inverted."""
+        """The covariance within labels, `[D, D]`, slightly enlarged so that it can be inverted."""
         means = self.means()
         within = (self.squares - (means * self.counts[:, None]).T @ means) / self.counts.sum()
         return within + _SMALLEST * within.diagonal().mean().clamp(min=1e-6) * torch.eye(len(within))
 
     def linear(self) -> tuple[Tensor, Tensor]:
-        """Weights `[D, K]` and biases `[K]` that give log-likelihoods, but for what all labels have in common."""
+        """Weights `[D, K]` and biases `[K]` that give log-likelihoods, up to a term that all labels share."""
         means = self.means()
         weights = torch.linalg.solve(self.within(), means.T)
         biases = -0.5 * (means * weights.T).sum(1)
@@ -125,8 +125,8 @@ class Gaussians:
 def align_with_gaussians(
     frames: Frames, transcripts: StateSequences, positions: Labels, rounds: int
 ) -> tuple[Labels, float]:
-    """Positions after so many rounds of estimating a Gaussian for each state of a unit, whatever its context, and
-    aligning with them (Viterbi training); and the share of the frames that the last round moved to another state."""
+    """Positions after `rounds` rounds of estimating a Gaussian for each state of a unit, whatever its context, and
+    aligning with them (Viterbi training), and the share of frames that the last round moved to another state."""
     keys: dict[tuple[int, int], int] = {}
     table = [keys.setdefault((state[0], state[1]), len(keys)) for state in transcripts.states]
     labels = transcripts.labelled(table)
@@ -151,7 +151,8 @@ def align_with_gaussians(
 def tie_states(
     frames: Frames, transcripts: StateSequences, positions: Labels, number: int, min_frames: int
 ) -> tuple[StateTree, Labels]:
-    """At most `number` tied states for aligned frames, and that of each frame. Raises DataError as `grow_tree`."""
+    """At most `number` tied states for aligned frames, and the tied state of each frame. Raises DataError as
+    `grow_tree` does."""
     gaussians = estimated(frames, transcripts.rows, positions, len(transcripts.states))
     counts = gaussians.counts.numpy()
     seen = np.flatnonzero(counts)

@@ -1,4 +1,4 @@
-"""The tied states as a recogniser keeps them: the tree, their priors, and the words that they make."""
+"""The tied states of a recogniser: the tree, the priors of the states, and the words that they form."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,23 +17,23 @@ STATES_FILE = "states.json"
 
 
 class TiedStates(StateTree):
-    """What a network's outputs mean, and how they become words; the contents of `states.json`."""
+    """The meaning of a network's outputs, and how they become words; the contents of `states.json`."""
 
     format: int = Field(default=1, ge=1, le=1)
     per_unit: int = Field(ge=1)
-    """States of a unit."""
+    """Number of states of a unit."""
     context: int = Field(ge=0)
-    """Neighbours on either side that a state depends on."""
+    """Number of neighbours on either side on which a state depends."""
     log_priors: tuple[float, ...]
     """Natural logarithm of each tied state's share of the training frames, `[S]`."""
     words: tuple[str, ...] = Field(min_length=1)
-    """What can be recognised."""
+    """The words that can be recognised."""
     decoding: DecodingConfig
-    """How."""
+    """The settings of the search for words."""
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> Self:
-        """Children come behind their parents, so that every question leads to a state."""
+        """Check that children come after their parents, so that every question leads to a state."""
         for number, node in enumerate(self.nodes):
             if node.state is None and not (number < node.yes < len(self.nodes) and number < node.no < len(self.nodes)):
                 raise ValueError(f"node {number} leads to {node.yes} and {node.no} of {len(self.nodes)}")
@@ -47,36 +47,37 @@ class TiedStates(StateTree):
         return self
 
     def speller(self, tokenizer: Tokenizer) -> StateSpeller:
-        """What makes states of texts."""
+        """The speller that turns texts into states."""
         return StateSpeller(tokenizer, self.per_unit, self.context)
 
     def scaled(self, log_posteriors: Tensor, scale: float = 1.0) -> Tensor:
-        """Log-likelihoods of frames `[..., S]`, up to a constant each: log posteriors without `scale` log priors."""
+        """Log-likelihoods of frames `[..., S]`, up to a constant for each frame: log posteriors minus `scale` times log
+        priors."""
         return log_posteriors - scale * torch.tensor(self.log_priors, dtype=torch.float64).to(log_posteriors)
 
     def means_the_same(self, other: "TiedStates | None") -> bool:
-        """Whether output n is the same state in both."""
+        """Whether output n is the same state in both, for every n."""
         outputs = {"roots", "nodes", "per_unit", "context"}
         return other is not None and self.model_dump(include=outputs) == other.model_dump(include=outputs)
 
     def save(self, folder: Path) -> Path:
-        """Write the file of a recogniser's states; its path."""
+        """Write the file of a recogniser's states, and return its path."""
         path = folder / STATES_FILE
         path.write_text(self.model_dump_json(), encoding="utf-8")
         return path
 
 
 def read_words(path: Path) -> list[str]:
-    """The words of a list, one a line. Raises ConfigError for one that cannot be read or holds none."""
+    """The words of a list with one word per line. Raises ConfigError for a list that cannot be read or is empty."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"decoding.word_list: {path} cannot be read ({error}); name a text file of words") from error
     words = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not words:
-        raise ConfigError(f"decoding.word_list: {path} holds no word; write one a line, or leave it out")
+        raise ConfigError(f"decoding.word_list: {path} contains no words; write one per line, or leave it out")
     if wrong := next((word for word in words if len(word.split()) > 1), None):
-        raise ConfigError(f"decoding.word_list: {path} holds {wrong!r}, which is several words; write one a line")
+        raise ConfigError(f"decoding.word_list: {path} contains {wrong!r}, which is several words; write one per line")
     return words
 
 

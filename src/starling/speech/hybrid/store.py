@@ -1,8 +1,8 @@
-"""Features and aligned states of a training set on the disk, frame by frame, for sub-sequences to be cut from.
+"""Features and aligned states of a training set on disk, frame by frame, from which sub-sequences are cut.
 
 <folder>/features.bin      [N, F] float16: normalised log-mel, utterance after utterance
 <folder>/states.npy        [N] int32: the tied state of each frame
-<folder>/ends.npy          [U] int64: the frame behind the last of each utterance
+<folder>/ends.npy          [U] int64: the frame after the last of each utterance
 <folder>/utterances.npy    [U] int32: their numbers in the training set, ascending
 <folder>/speeds.npy        [U] float64: how much faster each is than its recording; 1 for all if the file is missing
 """
@@ -21,7 +21,7 @@ SPEEDS = "speeds.npy"
 
 
 class FrameWriter:
-    """Writes the features of utterances, one after the other, until it is closed."""
+    """Writes the features of utterances, one after another, until it is closed."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ class FrameWriter:
         self._speeds: list[float] = []
 
     def close(self) -> None:
-        """Write the index, too."""
+        """Close the file of features, and write the index."""
         self._file.close()
         np.save(self._folder / ENDS, np.cumsum(self._lengths, dtype=np.int64))
         np.save(self._folder / UTTERANCES, np.asarray(self._numbers, np.int32))
@@ -50,7 +50,7 @@ class Frames:
     """The features of U utterances, memory-mapped; a copy in another process opens the files again."""
 
     def __init__(self, folder: Path, num_bands: int) -> None:
-        """Raises DataError for files that are missing or do not belong together."""
+        """Open the files. Raises DataError for files that are missing or do not belong together."""
         self.folder, self.num_bands = folder, num_bands
         try:
             self.ends: NDArray[np.int64] = np.load(folder / ENDS, allow_pickle=False)
@@ -77,13 +77,13 @@ class Frames:
         return whole
 
     def cut(self, pieces: NDArray[np.int64], splice: int) -> NDArray[np.float32]:
-        """Sub-sequences `[B, T, (2 * splice + 1) * F]`, as long as the longest; zero behind the end of a shorter one.
+        """Sub-sequences `[B, T, (2 * splice + 1) * F]`, padded with zeros to the length of the longest.
 
         Each frame is joined with its neighbours; at an utterance's ends the outermost frame is repeated.
 
         Args:
-            pieces: Utterance, first frame, and the frame behind the last: `[B, 3]`.
-            splice: Neighbours on either side.
+            pieces: Utterance, first frame, and the frame after the last, `[B, 3]`.
+            splice: Number of neighbours on either side.
         """
         found: NDArray[np.float32] = self._taken(self._features, pieces, splice, 0.0).astype(np.float32)
         return found.reshape(*found.shape[:2], -1)
@@ -100,7 +100,7 @@ class Frames:
 
 
 class AlignedFrames(Frames):
-    """The same with the tied state of each frame."""
+    """The features of U utterances with the tied state of each frame."""
 
     def __init__(self, folder: Path, num_bands: int) -> None:
         super().__init__(folder, num_bands)
@@ -109,10 +109,10 @@ class AlignedFrames(Frames):
         except (OSError, ValueError) as error:
             raise DataError(f"{folder}: the alignment cannot be read ({error}); train again") from error
         if len(self._states) != self.ends[-1]:
-            raise DataError(f"{folder}: {len(self._states)} frames are aligned, and there are {self.ends[-1]}")
+            raise DataError(f"{folder}: {len(self._states)} frames are aligned, but there are {self.ends[-1]}")
 
     def states(self, pieces: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
-        """The states of sub-sequences as `cut` gives them, `[B, T]`; `padding` behind the end of a shorter one."""
+        """The states of the sub-sequences that `cut` gives, `[B, T]`, with `padding` after the end of shorter ones."""
         return self._taken(self._states, pieces, 0, padding)[..., 0].astype(np.int64)
 
 

@@ -1,5 +1,5 @@
-"""The states that the frames of a text go through, and tied states: contexts that sound alike share an output of the
-network. A decision tree says which do."""
+"""The states that the frames of a text pass through, and tied states: contexts that sound alike share an output of the
+network, as a decision tree decides."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -15,23 +15,24 @@ from starling.errors import DataError
 from starling.speech.tokens import BLANK
 
 SILENCE = BLANK
-"""The unit of frames without speech, and a word's neighbour beyond its ends. No text holds it."""
+"""The unit of frames without speech, and a word's neighbour beyond its ends. No text contains it."""
 
 ContextState = tuple[int, ...]
-"""A state of a unit in its context: its number in the unit, the unit, the units before it, the units after it."""
+"""A state of a unit in its context: its number in the unit, the unit, the units before it, and the units after it."""
 
 
 class Units(Protocol):
-    """What words are made of: characters, or phones."""
+    """The units of words: characters, or phones."""
 
     def encode(self, text: str, utterance: str = "") -> list[int]:
-        """The units of a text. Raises DataError, naming `utterance`, for one that has none."""
+        """The units of a text. Raises DataError, naming `utterance`, for a text that cannot be written in units."""
         ...
 
 
 class StateSpeller:
     """States of words and texts: each unit of a word, such as a character, has `per_unit` states, which depend on
-    `context` units on either side within the word. Silence, of one state, may be before, between and behind words."""
+    `context` units on either side within the word. Silence, which has one state, may come before, between and after
+    words."""
 
     def __init__(self, units: Units, per_unit: int, context: int) -> None:
         self._units = units
@@ -41,7 +42,7 @@ class StateSpeller:
         self._known: dict[str, tuple[ContextState, ...]] = {}
 
     def word(self, word: str, utterance: str = "") -> Sequence[ContextState]:
-        """The states of a word. Raises DataError, naming `utterance`, for a character that is no token."""
+        """The states of a word. Raises DataError, naming `utterance`, for a character that is not a token."""
         if word not in self._known:
             beyond = [SILENCE] * self.context
             units = [*beyond, *self._units.encode(word, utterance), *beyond]
@@ -53,8 +54,8 @@ class StateSpeller:
         return self._known[word]
 
     def text(self, text: str, utterance: str = "") -> tuple[list[ContextState], list[bool]]:
-        """The states of a text, and which of them may be skipped: silences. Raises DataError as `word`, and for an
-        empty text."""
+        """The states of a text, and which of them may be skipped, namely silences. Raises DataError as `word` does, and
+        for an empty text."""
         words = text.split()
         if not words:
             raise DataError(f"the transcript of utterance {utterance!r} is empty: remove it from the manifest")
@@ -70,9 +71,9 @@ class Node(Config):
     """A question and where its answers lead, or a tied state."""
 
     place: int = 0
-    """The neighbour that is asked about: a place in the context of a `ContextState`."""
+    """The neighbour that the question is about, as an index into the context of a `ContextState`."""
     units: tuple[int, ...] = ()
-    """The answer is yes if it is one of these."""
+    """The units for which the answer is yes."""
     yes: int = -1
     no: int = -1
     state: int | None = None
@@ -80,10 +81,10 @@ class Node(Config):
 
 
 class StateTree(Config):
-    """The tied state of each state in context, also of contexts that no training text holds."""
+    """The tied state of each state in context, including contexts that occur in no training text."""
 
     roots: tuple[tuple[int, int, int], ...]
-    """State of the unit, unit, and the first node for them."""
+    """The first node for each state of each unit: state of the unit, unit, node."""
     nodes: tuple[Node, ...]
 
     @cached_property
@@ -95,10 +96,10 @@ class StateTree(Config):
         return sum(node.state is not None for node in self.nodes)
 
     def tied(self, state: ContextState) -> int:
-        """Raises DataError for a unit that was not trained."""
+        """The tied state of a state in context. Raises DataError for a unit that was not trained."""
         number = self._root_of.get((state[0], state[1]))
         if number is None:
-            raise DataError(f"no training text holds token {state[1]}, so that it has no states")
+            raise DataError(f"token {state[1]} occurs in no training text, so it has no states")
         while (node := self.nodes[number]).state is None:
             number = node.yes if state[2 + node.place] in node.units else node.no
         return node.state
@@ -106,18 +107,18 @@ class StateTree(Config):
 
 @dataclass
 class Statistics:
-    """What is known about the frames of each state in context, C of them, in D dimensions."""
+    """Statistics of the frames of each of C states in context, in D dimensions."""
 
     states: list[ContextState]
     counts: NDArray[np.float64]
-    """Frames, `[C]`."""
+    """Number of frames, `[C]`."""
     sums: NDArray[np.float64]
-    """Of their features, `[C, D]`."""
+    """Sums of the features of the frames, `[C, D]`."""
 
 
 @dataclass(order=True)
 class _Split:
-    """The best question for a leaf; those with the largest gain come first."""
+    """The best question for a leaf; questions with the largest gain come first."""
 
     loss: float
     number: int
@@ -130,11 +131,11 @@ def grow_tree(statistics: Statistics, number: int, min_frames: int) -> StateTree
     """A tree of at most `number` leaves, from statistics in a space in which the covariance within states is the
     identity.
 
-    It begins with a leaf for each state of each unit, whatever the context. Again and again the split that raises the
-    likelihood of all frames most is made, of those whose halves have `min_frames` each: with a Gaussian for each leaf
-    and one covariance, here the identity, it rises by half of `n_yes |m_yes|² + n_no |m_no|² - n |m|²` (Young, Odell
-    and Woodland 1994). A question asks whether a neighbour is in a set of units: single ones, and the clusters of a
-    hierarchical clustering of the units' means, as in Kaldi.
+    The tree begins with a leaf for each state of each unit, whatever the context. Among the splits whose halves have
+    `min_frames` each, the one that raises the likelihood of all frames most is made, and so on. With a Gaussian for
+    each leaf and a shared covariance, here the identity, the likelihood rises by half of `n_yes |m_yes|² + n_no |m_no|²
+    - n |m|²` (Young, Odell and Woodland 1994). A question asks whether a neighbour is in a set of units: single ones,
+    and the clusters of a hierarchical clustering of the units' means, as in Kaldi.
 
     Raises DataError when `number` is too small even without context.
     """
@@ -143,7 +144,7 @@ def grow_tree(statistics: Statistics, number: int, min_frames: int) -> StateTree
     if number < len(roots):
         raise DataError(
             f"states.number is {number}, and the training texts have {len(roots)} states of units without context: "
-            f"raise it to {len(roots)} at least, or lower states.per_unit"
+            f"raise it to at least {len(roots)}, or lower states.per_unit"
         )
     questions = _Questions(statistics)
     nodes: list[Node | None] = [None] * len(roots)
@@ -183,7 +184,7 @@ class _Questions:
             self._is_in[row, list(units)] = 1.0
 
     def best(self, leaf: int, members: NDArray[np.int64], min_frames: int) -> _Split | None:
-        """The question that gains most; None where none gains anything."""
+        """The question with the largest gain; None if no question gains anything."""
         counts, sums = self._statistics.counts[members], self._statistics.sums[members]
         if len(members) < 2 or counts.sum() < 2 * min_frames:
             return None

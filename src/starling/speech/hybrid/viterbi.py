@@ -1,4 +1,4 @@
-"""Viterbi search: the best path through states in a row, of CTC too, and the best words of tied states."""
+"""Viterbi search: the best path through a row of states (of CTC, too), and the best words of tied states."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ from starling.speech.tokens import BLANK, Tokenizer
 
 NEVER = -torch.inf
 _MOST_STEPS = 1 << 27
-"""Bytes of memory for what a search remembers of the utterances that it looks at together."""
+"""Bytes of memory for the back-pointers of the utterances that are searched together."""
 
 
 def best_path(
@@ -27,14 +27,14 @@ def best_path(
 
     A path begins at the first position and ends at the last; from frame to frame it stays, moves to the next position,
     or skips one that is optional. It may also leave out an optional first or last position. Of paths with the same
-    score, the one that moves later. Behind an utterance's end its last position is repeated. Scores are added in their
-    own precision. NumPy takes an eighth of torch's time for one utterance, and a third for hundreds.
+    score, the one that moves later is taken. After an utterance's end, its last position is repeated. Scores are added
+    in their own precision. NumPy takes an eighth of torch's time for one utterance, and a third for hundreds.
 
     Args:
         scores: Log-likelihood of position p at frame t, `[B, T, P]`.
         lengths: Frames of each utterance, `[B]`: at least as many as it has positions that are not optional.
-        optional: `[B, P]`; no two positions in a row may be.
-        num_positions: `[B]`.
+        optional: Whether a position may be skipped, `[B, P]`; no two positions in a row may be optional.
+        num_positions: Number of positions of each utterance, `[B]`.
     """
     count, num_frames, width = scores.shape
     rows, shortest = np.arange(count), lengths.min()
@@ -69,7 +69,7 @@ def best_path(
 
 
 def path_of(scores: NDArray[np.floating], optional: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The same of one utterance `[T]`, in double precision: of scores `[T, P]`, and which positions are optional
+    """The best path `[T]` of one utterance in double precision, from scores `[T, P]` and which positions are optional
     `[P]`."""
     lengths, num_positions = (np.asarray([size]) for size in scores.shape)
     path: NDArray[np.int64] = best_path(scores[None].astype(np.float64), lengths, optional[None], num_positions)[0]
@@ -77,7 +77,8 @@ def path_of(scores: NDArray[np.floating], optional: NDArray[np.bool_]) -> NDArra
 
 
 def ctc_row(tokens: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """What CTC emits for `tokens`: blanks around each, which may be left out but between equal neighbours."""
+    """The positions of CTC for `tokens`, with a blank around each token, and whether they may be left out: blanks may,
+    except between equal neighbours."""
     labels = np.full(2 * len(tokens) + 1, BLANK, np.int32)
     labels[1::2] = tokens
     optional = np.zeros(len(labels), np.bool_)
@@ -89,13 +90,13 @@ def ctc_row(tokens: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.bool_]
 def ctc_spans(
     path: NDArray[np.int32] | NDArray[np.int64], num_tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first frame of each token, and the one behind its last, on a path through the positions of `ctc_row`."""
+    """The first frame of each token, and the frame after its last, on a path through the positions of `ctc_row`."""
     places = 2 * np.arange(num_tokens) + 1
     return np.searchsorted(path, places), np.searchsorted(path, places, side="right")
 
 
 def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emission] | None:
-    """The best alignment of CTC of given tokens with `[T, V]`; None if there are too few frames."""
+    """The best CTC alignment of given tokens with `[T, V]`; None if there are too few frames."""
     labels, optional = ctc_row(tokens)
     if len(log_probs) < np.count_nonzero(~optional):
         return None
@@ -105,10 +106,10 @@ def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emiss
 
 
 class WordDecoder:
-    """Scaled likelihoods of tied states in, texts out.
+    """Turns scaled likelihoods of tied states into texts.
 
-    Words are chains of states. In a `loop`, an utterance is any number of words, with silence anywhere between them; of
-    `one`, it is a word between two silences, which may be empty. Every word is as probable as any other, and costs
+    Words are chains of states. With `loop`, an utterance is any number of words, with silence anywhere between them;
+    with `one`, it is a word between two silences, which may be empty. All words are equally probable, and each costs
     `decoding.word_penalty`.
     """
 
@@ -144,7 +145,7 @@ class WordDecoder:
         self._begin[word_starts] = -self._cost[word_starts]
 
     def __call__(self, log_posteriors: Tensor, lengths: Tensor) -> list[str]:
-        """The text of each utterance, of log posteriors `[B, T, S]` and lengths `[B]`; empty where no word fits."""
+        """The text of each utterance, from log posteriors `[B, T, S]` and lengths `[B]`; empty where no word fits."""
         scores = self._states.scaled(log_posteriors.float().cpu(), self._states.decoding.prior_scale)
         lengths = lengths.cpu()
         together = max(1, _MOST_STEPS // (scores.shape[1] * len(self._emitted)))
@@ -157,7 +158,7 @@ class WordDecoder:
         return texts
 
     def _search(self, scores: Tensor, lengths: Tensor) -> list[list[int]]:
-        """The words of each utterance, by number."""
+        """The numbers of the words of each utterance."""
         count, num_frames, _ = scores.shape
         size = len(self._emitted)
         never = scores.new_full((count, 1), NEVER)
@@ -189,7 +190,7 @@ class WordDecoder:
         ]
 
     def _trace(self, state: int, steps: NDArray[np.int8], entered_from: NDArray[np.int64]) -> list[int]:
-        """The words on the path that ends in a state, first to last."""
+        """The words on the path that ends in a state, in order."""
         words = []
         for frame in range(len(steps) - 1, 0, -1):
             step = int(steps[frame, state])

@@ -1,4 +1,4 @@
-"""Acoustic models: a configuration for each architecture, and the network that is made of it."""
+"""Acoustic models: a configuration for each architecture, and the network that is built from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ARCHITECTURES: Registry[type[Architecture]] = Registry(
     wanted="a class that inherits from starling.speech.models.Architecture",
 )
 _KEYS = dict.fromkeys(key for each in MODELS.values() for key in each.model_fields)
-"""The keys of all models, each null: the same as if it were left out."""
+"""The keys of all models, each null, which means the same as leaving it out."""
 
 
 def _of_its_name(value: Any, handler: ValidatorFunctionWrapHandler) -> Architecture:
@@ -54,7 +54,7 @@ def _of_its_name(value: Any, handler: ValidatorFunctionWrapHandler) -> Architect
 
 
 def _as_given(model: Architecture, info: SerializationInfo) -> dict[str, Any]:
-    """All keys that a model may have, null where a recipe does not set them."""
+    """All keys that a model may have, with null for those that a recipe does not set."""
     given = {"name", "preset", "encoder"} | model.model_fields_set
     return _KEYS | model.model_dump(mode=info.mode, include=given)
 
@@ -62,7 +62,7 @@ def _as_given(model: Architecture, info: SerializationInfo) -> dict[str, Any]:
 ModelConfig = Annotated[
     BuiltIn, Field(discriminator="name"), WrapValidator(_of_its_name), PlainSerializer(_as_given, dict[str, Any])
 ]
-"""The `model:` section of a recipe, of the class that its `name` selects: `blstm` unless given."""
+"""The `model:` section of a recipe; `name` selects its class, by default `blstm`."""
 
 
 def model_config(**keys: Any) -> Architecture:
@@ -81,12 +81,12 @@ def build_model(
 ) -> nn.Module:
     """The network of `config` with fresh weights and `vocab_size` outputs; the same seed gives the same weights.
 
-    `frame_shift` is that of the features in seconds, which `config.chunk` is measured in. `num_phones` counts the
-    outputs of `config.phones`, with the blank; None: they are left out.
+    `frame_shift` is the frame shift of the features in seconds, by which `config.chunk` is converted to frames.
+    `num_phones` is the number of outputs of `config.phones`, including the blank; None leaves them out.
 
-    `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`.
-    The outputs of an utterance don't depend on its padding (to rounding, about 1e-6).
-    Raises ConfigError for a decoder or phones of a network that cannot have them.
+    `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`. The outputs of an
+    utterance don't depend on its padding (to rounding, about 1e-6). Raises ConfigError for a decoder or phones that the
+    network cannot have.
     """
     from starling.chance import borrowed_generators
     from starling.speech.models.attention import AttentionDecoder
@@ -117,7 +117,7 @@ def build_model(
 def _checked(network: nn.Module, kind: type[N], key: str) -> N:
     if not isinstance(network, kind):
         raise ConfigError(
-            f"model.{key}: the architecture makes a {type(network).__name__}, which is no "
+            f"model.{key}: the architecture makes a {type(network).__name__}, which is not a "
             f"{kind.__module__}.{kind.__name__}; leave {key} out"
         )
     return network

@@ -26,19 +26,19 @@ Kernel = Annotated[Size, AfterValidator(_odd)]
 class StackConfig(Architecture):
     """The sizes of stacked layers, an optional bottleneck, and outputs.
 
-    Dropout is before every LSTM layer but the first, and before the outputs; it is behind every dense layer.
+    Dropout comes before every LSTM layer but the first, before the outputs, and after every dense layer.
     """
 
     layers: Size = 2
-    """LSTM or dense layers."""
+    """Number of LSTM or dense layers."""
     hidden: Size = 128
-    """Units of an LSTM layer, per direction; of each dense layer."""
+    """Number of units of an LSTM layer in each direction, or of a dense layer."""
     bottleneck: int = Field(default=0, ge=0)
-    """Units before the outputs; 0: none."""
+    """Number of units of a layer before the outputs; 0 leaves it out."""
 
 
 class RecurrentConfig(StackConfig):
-    """The sizes of LSTM layers behind convolutions."""
+    """The sizes of LSTM layers after convolutions."""
 
     PRESETS: ClassVar = {
         "tiny": {"layers": 1, "hidden": 32, "channels": 32, "dropout": 0.0},
@@ -49,7 +49,7 @@ class RecurrentConfig(StackConfig):
     CAN_HAVE_PHONES = True
 
     channels: Size = 128
-    """Channels of the subsampling convolutions."""
+    """Number of channels of the subsampling convolutions."""
 
 
 class BlstmConfig(RecurrentConfig):
@@ -59,10 +59,10 @@ class BlstmConfig(RecurrentConfig):
 
     name: Literal["blstm"] = "blstm"
     conv2d_channels: int = Field(default=0, ge=0)
-    """Channels of the first of two convolutions over time and frequency before the layers; the second has twice
-    as many. 0: convolutions over time alone."""
+    """Number of channels of the first of two convolutions over time and frequency before the layers; the second has
+    twice as many. 0 convolves over time only."""
     layer_norm: bool = False
-    """LayerNorm behind every LSTM layer: CTC learns sooner."""
+    """Whether LayerNorm follows every LSTM layer, which makes CTC learn sooner."""
 
 
 class LstmConfig(RecurrentConfig):
@@ -107,7 +107,7 @@ class DnnHybridConfig(StackConfig):
 
 
 class DeepSpeechConfig(Architecture):
-    """Deep Speech; dropout is behind every dense layer."""
+    """Deep Speech; dropout comes after every dense layer."""
 
     NETWORK = "starling.speech.models.recurrent:DeepSpeechCtc"
     PRESETS: ClassVar = {
@@ -118,9 +118,9 @@ class DeepSpeechConfig(Architecture):
 
     name: Literal["deep-speech"] = "deep-speech"
     hidden: Size = 240
-    """Units of every layer."""
+    """Number of units of every layer."""
     context: int = Field(default=9, ge=0)
-    """Feature frames heard on either side of an encoder frame's own."""
+    """Number of feature frames heard on either side of an encoder frame's own."""
 
     @model_validator(mode="after")
     def _every_frame_is_heard(self) -> Self:
@@ -134,24 +134,24 @@ class DeepSpeechConfig(Architecture):
 
 
 class BlocksConfig(Architecture):
-    """The sizes of blocks with attention; dropout is on the first block's inputs and on what each part of a block
-    adds."""
+    """The sizes of blocks with attention; dropout is applied to the first block's inputs and to what each part of a
+    block adds."""
 
     CAN_STREAM = CAN_HAVE_PHONES = True
 
     layers: Size = 4
-    """Blocks."""
+    """Number of blocks."""
     width: Size = 128
-    """Units of a frame between blocks."""
+    """Number of units of a frame between blocks."""
     heads: Size = 4
-    """Heads of the attention."""
+    """Number of attention heads."""
     feed_forward: Size = 512
-    """Units inside a block's feed-forward parts."""
+    """Number of units inside a block's feed-forward parts."""
     positions: Literal["sinusoidal", "rotary", "relative"] = "rotary"
-    """rotary: relative, rotates queries and keys; relative: of the Conformer's paper; sinusoidal: absolute, added to
-    the frames."""
+    """How positions enter: `rotary` rotates queries and keys, `relative` follows the Conformer's paper, and
+    `sinusoidal` adds absolute positions to the frames."""
     channels: Size = 64
-    """Channels of the subsampling convolutions."""
+    """Number of channels of the subsampling convolutions."""
 
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> Self:
@@ -160,7 +160,7 @@ class BlocksConfig(Architecture):
 
 
 class TransformerConfig(BlocksConfig):
-    """Self-attention."""
+    """Blocks with self-attention."""
 
     NETWORK = "starling.speech.models.transformer:TransformerCtc"
     PRESETS: ClassVar = {
@@ -174,11 +174,12 @@ class TransformerConfig(BlocksConfig):
     name: Literal["transformer"] = "transformer"
     positions: Literal["sinusoidal", "rotary"] = "rotary"
     span: int = Field(default=0, ge=0)
-    """Encoder frames that a frame attends to on either side; 0: all of its utterance."""
+    """Number of encoder frames that a frame attends to on either side; 0 lets it attend to its whole utterance."""
 
 
 class ConformerConfig(BlocksConfig):
-    """Self-attention and convolution; the presets medium, large and huge have the sizes of the paper's S, M and L."""
+    """Blocks with self-attention and convolution; the presets medium, large and huge have the sizes of the paper's S, M
+    and L."""
 
     NETWORK = "starling.speech.models.conformer:ConformerCtc"
     PRESETS: ClassVar = {
@@ -194,7 +195,7 @@ class ConformerConfig(BlocksConfig):
     feed_forward: Size = 384
     positions: Literal["rotary", "relative"] = "rotary"
     kernel: Kernel = 15
-    """Frames that a block's convolution hears; odd."""
+    """Number of frames that a block's convolution hears; odd."""
 
 
 _RATES = (1, 2, 4, 8, 4, 2)
@@ -205,7 +206,7 @@ def _stacks(rates: Sequence[int], layers: Sequence[int], widths: Sequence[int]) 
 
 
 class ZipformerConfig(Architecture):
-    """Stacks of blocks at several frame rates; dropout is on what each part of a block adds."""
+    """Stacks of blocks at several frame rates; dropout is applied to what each part of a block adds."""
 
     NETWORK = "starling.speech.models.zipformer:ZipformerCtc"
     PRESETS: ClassVar = {
@@ -218,17 +219,17 @@ class ZipformerConfig(Architecture):
 
     name: Literal["zipformer"] = "zipformer"
     stack_rates: tuple[Size, ...] = (1, 2, 4, 2)
-    """Encoder frames that each stack joins into one."""
+    """Number of encoder frames that each stack joins into one."""
     stack_layers: tuple[Size, ...] = (1, 1, 1, 1)
-    """Blocks of each stack."""
+    """Number of blocks in each stack."""
     stack_widths: tuple[Size, ...] = (64, 96, 128, 96)
-    """Units of a frame in each stack; multiples of 4."""
+    """Number of units of a frame in each stack; multiples of 4."""
     heads: Size = 4
-    """Heads of the attention, in every stack."""
+    """Number of attention heads in every stack."""
     kernel: Kernel = 15
-    """Frames that a convolution hears, at the rate of its stack; odd."""
+    """Number of frames that a convolution hears, at the rate of its stack; odd."""
     channels: Size = 64
-    """Channels of the subsampling convolutions."""
+    """Number of channels of the subsampling convolutions."""
 
     @model_validator(mode="after")
     def _stacks_agree(self) -> Self:
@@ -242,13 +243,14 @@ class ZipformerConfig(Architecture):
 
 
 class PublishedConfig(Architecture):
-    """A published encoder, which hears waveforms (`features.kind: raw`); dropout is before the outputs."""
+    """A published encoder, which hears waveforms (`features.kind: raw`); dropout comes before the outputs."""
 
     PRESETS: ClassVar = {"small": {}}
 
     subsampling: Size = 320  # type: ignore[assignment]
     checkpoint: Path | None = None
-    """A folder with config.json and model.safetensors of a published model, or its name on the Hugging Face hub."""
+    """A folder with config.json and model.safetensors of a published model, or the model's name on the Hugging Face
+    hub."""
     encoder: dict[str, Any]
     """The configuration of the published model; Starling fills it in from the checkpoint."""
 
@@ -267,7 +269,7 @@ class PublishedConfig(Architecture):
         if (kind := self.encoder.get("model_type")) != self.name:
             raise ValueError(f"checkpoint: it is a {kind!r}, not a {self.name}")
         if "subsampling" in self.model_fields_set:
-            raise ValueError(f"subsampling: that of {self.name} is its checkpoint's; leave it out")
+            raise ValueError(f"subsampling: {self.name} has that of its checkpoint; leave it out")
         return self
 
 
@@ -275,7 +277,7 @@ _STRIDES = (5, 2, 2, 2, 2, 2, 2)
 
 
 class Wav2Vec2Config(PublishedConfig):
-    """A published wav2vec 2.0."""
+    """A published wav2vec 2.0 encoder."""
 
     NETWORK = "starling.speech.models.published:Wav2Vec2Ctc"
 
@@ -289,12 +291,12 @@ class Wav2Vec2Config(PublishedConfig):
 
     @property
     def convolutions(self) -> list[tuple[int, int]]:
-        """Kernel and stride of each convolution over samples."""
+        """Kernel and stride of each convolution over samples, in order."""
         kernels = self.encoder.get("conv_kernel", (10, 3, 3, 3, 3, 2, 2))
         return list(zip(kernels, self.encoder.get("conv_stride", _STRIDES), strict=True))
 
     def encoder_frames(self, num_frames: int) -> int:
-        """Encoder frames made of so many samples."""
+        """The number of encoder frames made of `num_frames` samples."""
         for kernel, stride in self.convolutions:
             num_frames = (num_frames - kernel) // stride + 1
         return max(0, num_frames)
@@ -305,12 +307,12 @@ class WhisperConfig(PublishedConfig):
 
     NETWORK = "starling.speech.models.published:WhisperCtc"
     HOP: ClassVar = 160
-    """Samples from one of its feature frames to the next, of which two make an encoder frame."""
+    """Samples from one of its feature frames to the next; two feature frames make an encoder frame."""
 
     name: Literal["whisper"] = "whisper"
 
     def encoder_frames(self, num_frames: int) -> int:
-        """Encoder frames made of so many samples."""
+        """The number of encoder frames made of `num_frames` samples."""
         return (num_frames // self.HOP + 1) // 2
 
 
@@ -326,14 +328,14 @@ BuiltIn = (
     | Wav2Vec2Config
     | WhisperConfig
 )
-"""Starling's own architectures, of which `name` selects one."""
+"""Starling's own architectures; `name` selects one of them."""
 
 
 def published_config(checkpoint: Path) -> dict[str, Any]:
-    """The configuration in a folder in the format of `transformers`, or of a model of the Hugging Face hub, which is
+    """The configuration in a folder in the format of `transformers`, or of a model on the Hugging Face hub, which is
     kept in the cache of `transformers`.
 
-    Raises ValueError for anything else, and without a network if the model is not in the cache.
+    Raises ValueError for anything else, and if there is no network and the model is not in the cache.
     """
     name, path = checkpoint.as_posix(), checkpoint / "config.json"
     is_name = not checkpoint.is_absolute() and len(checkpoint.parts) == 2 and ".." not in checkpoint.parts
@@ -347,10 +349,10 @@ def published_config(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"checkpoint: {name} is no folder with a config.json, and the hub of models gives none of this name "
+            f"checkpoint: {name} is not a folder with a config.json, and the hub has no model of this name "
             f"({reason}). Where there is a network, fetch it with `hf download NAME`, or with `--local-dir FOLDER` and "
             "give the folder"
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"checkpoint: {path} is no configuration")
+        raise ValueError(f"checkpoint: {path} is not a configuration")
     return found

@@ -1,4 +1,4 @@
-"""A Transformer decoder: it attends to the encoder's frames, and gives one token after another."""
+"""A Transformer decoder: it attends to the encoder's frames, and emits one token after another."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -13,13 +13,14 @@ from starling.speech.models.transformer import sinusoids
 from starling.speech.tokens import BLANK
 
 END = BLANK
-"""Begins and ends a text; the decoder has no other use for CTC's blank."""
+"""The token that begins and ends a text; the decoder has no other use for CTC's blank."""
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a decoder has heard: keys and values `[2, B, heads, T', D]` for each block, and which frames there are."""
+    """The encoded utterances for a decoder: keys and values `[2, B, heads, T', D]` for each block, and which frames
+    exist."""
 
     blocks: list[torch.Tensor]
     visible: torch.Tensor  # [B, 1, 1, T'], false in the padding
@@ -30,7 +31,7 @@ class Memory:
 
 
 Past = list[torch.Tensor]
-"""Keys and values `[2, B, heads, U, D]` of the tokens that came before, one tensor for each block."""
+"""Keys and values `[2, B, heads, U, D]` of the preceding tokens, one tensor for each block."""
 
 
 class DecoderBlock(nn.Module):
@@ -40,8 +41,8 @@ class DecoderBlock(nn.Module):
         x <- x + Attention(LayerNorm(x), frames)
         x <- x + W2 relu(W1 LayerNorm(x) + b1) + b2
 
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), norms as in the encoder. It is `nn.TransformerDecoderLayer`, which
-    has no way to keep keys and values from one token to the next.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), norms as in the encoder. It equals `nn.TransformerDecoderLayer`,
+    which cannot keep keys and values from one token to the next.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -61,7 +62,7 @@ class DecoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def split(self, values: torch.Tensor, parts: int) -> torch.Tensor:
-        """`[B, U, parts * width]` -> `[parts, B, heads, U, D]`."""
+        """Split the units `[B, U, parts * width]` into `[parts, B, heads, U, D]`."""
         return values.reshape(*values.shape[:2], parts, self.heads, -1).permute(2, 0, 3, 1, 4)
 
     def forward(
@@ -110,9 +111,9 @@ class AttentionDecoder(Decoder):
         )
 
     def log_probs(self, tokens: torch.Tensor, memory: Memory, past: Past | None = None) -> tuple[torch.Tensor, Past]:
-        """Log-probabilities `[B, U, V]` of what follows each of `tokens` `[B, U]`, the first of which is `END`.
+        """Log-probabilities `[B, U, V]` of the token after each of `tokens` `[B, U]`, the first of which is `END`.
 
-        With the past that an earlier call returned, `tokens` `[B, 1]` are the next ones.
+        With the `past` that an earlier call returned, `tokens` `[B, 1]` are the tokens that follow it.
         """
         before = 0 if past is None else past[0].shape[3]
         places = sinusoids(before + tokens.shape[1], self.embedding.embedding_dim, tokens.device)[before:]
@@ -126,7 +127,7 @@ class AttentionDecoder(Decoder):
     def forward(
         self, frames: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor, token_lengths: torch.Tensor
     ) -> torch.Tensor:
-        """The smoothed cross-entropy of all utterances together, in nats; the arguments are those of `Decoder`."""
+        """The smoothed cross-entropy summed over all utterances, in nats; the arguments are those of `Decoder`."""
         log_probs, targets = self._follow(self.hear(frames, lengths), padded(tokens, token_lengths), token_lengths)
         return F.cross_entropy(
             log_probs.flatten(0, 1),

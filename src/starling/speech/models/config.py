@@ -29,7 +29,8 @@ def check_heads(heads: int, width: int) -> None:
 
 @dataclass(frozen=True)
 class Chunks:
-    """How far a frame hears: to the end of its chunk, and back to the beginning of the chunk `left` before it."""
+    """The range that a frame hears: to the end of its chunk, and back to the beginning of the chunk `left` before
+    it."""
 
     frames: int  # encoder frames of a chunk
     left: int  # chunks before its own
@@ -40,13 +41,13 @@ class ChunkConfig(Config):
 
     It is trained with chunks of random length, and with whole utterances, so that the same weights serve any chunk and
     full context. Source: Zhang et al. 2020, "Unified streaming and non-streaming two-pass end-to-end model for speech
-    recognition" (arXiv 2012.05481), known from WeNet.
+    recognition" (arXiv 2012.05481), as used in WeNet.
     """
 
     seconds: Seconds = Field(default=0.64, gt=0)
-    """Audio of a chunk; rounded to encoder frames."""
+    """Length of a chunk in seconds of audio; rounded to encoder frames."""
     left: Size = 4
-    """Chunks before its own that a frame attends to; an LSTM remembers all of them."""
+    """Number of chunks before its own that a frame attends to; an LSTM remembers all of them."""
 
     def chunks(self, frame_seconds: Seconds) -> Chunks:
         """The chunks in encoder frames of `frame_seconds`."""
@@ -55,20 +56,20 @@ class ChunkConfig(Config):
 
 class _Beside(Config):
     ctc_weight: float = Field(default=0.3, gt=0, lt=1)
-    """Share of the CTC loss in the loss; the decoder's has the rest."""
+    """Share of the CTC loss in the loss; the decoder's loss has the rest."""
     width: int = Field(default=128, ge=2)
-    """Units of the decoder's layers."""
+    """Number of units of the decoder's layers."""
 
 
 class AttentionConfig(_Beside):
-    """A Transformer decoder, which attends to the encoder's frames and emits token after token."""
+    """A Transformer decoder, which attends to the encoder's frames and emits one token after another."""
 
     kind: Literal["attention"]
-    """The kind: attention, or transducer."""
+    """Kind of the decoder: attention, or transducer."""
     layers: Size = 2
-    """Blocks of the decoder."""
+    """Number of blocks of the decoder."""
     heads: Size = 4
-    """Heads of each attention; they share the width."""
+    """Number of heads of each attention; they share the width."""
     dropout: Share = 0.1
     """Share of units that are set to 0 in training."""
     label_smoothing: Share = 0.1
@@ -81,25 +82,25 @@ class AttentionConfig(_Beside):
 
 
 class TransducerConfig(_Beside):
-    """A transducer: a predictor, which knows the last tokens alone, and a joiner."""
+    """A transducer: a predictor, which knows only the last tokens, and a joiner."""
 
     kind: Literal["transducer"]
-    """The kind: attention, or transducer."""
+    """Kind of the decoder: attention, or transducer."""
     context: Size = 2
-    """Last tokens that the predictor knows."""
+    """Number of last tokens that the predictor knows."""
 
 
 class Architecture(Config):
-    """A network and its sizes: those of a preset, and individual ones that override the preset's.
+    """A network and its sizes, which come from a preset and can be overridden one by one.
 
-    Each architecture inherits from this class, also one of another package, which recipes name as `module:name`; it has
-    `NETWORK`, `PRESETS`, and perhaps sizes of its own.
+    Each architecture inherits from this class, including those of other packages, which recipes name as `module:name`;
+    it has `NETWORK`, `PRESETS`, and possibly further sizes.
     """
 
     NETWORK: ClassVar[str | type[nn.Module]]
-    """The network, or its `module:name`; it is made of the configuration and the numbers of features and outputs."""
+    """The network, or its `module:name`; it is built from the configuration and the numbers of features and outputs."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Sizes by the name of the preset, one of which is `small`; those that a preset leaves out have their defaults."""
+    """Sizes by the name of the preset, one of which is `small`; sizes that a preset leaves out have their defaults."""
     CAN_STREAM: ClassVar = False
     """Whether the network is a `starling.speech.models.network.StreamingNetwork`, which `chunk` needs."""
     CAN_HAVE_PHONES: ClassVar = False
@@ -109,24 +110,24 @@ class Architecture(Config):
     """The architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, dnn-hybrid,
     wav2vec2, whisper, or module:name."""
     preset: str = "small"
-    """The preset: tiny, small, or a larger one of the architecture."""
+    """The preset: tiny, small, or a larger preset of the architecture."""
     subsampling: Literal[1, 2, 4] = 4
-    """Feature frames per encoder frame."""
+    """Number of feature frames per encoder frame."""
     dropout: Share = 0.1
     """Share of units that are set to 0 in training."""
     decoder: Annotated[AttentionConfig | TransducerConfig, Field(discriminator="kind")] | None = None
-    """A decoder beside CTC: kind: attention or transducer, and its sizes; null: CTC alone."""
+    """A decoder beside CTC: its kind (attention or transducer) and its sizes; null trains CTC alone."""
     phones: PhonesConfig | None = None
     """A second CTC loss, with which a lower layer learns the phones of transcripts; needs blstm, lstm, transformer or
-    conformer; null: none."""
+    conformer. null leaves it out."""
     chunk: ChunkConfig | None = None
-    """A streaming model, of lstm, transformer or conformer: seconds of a chunk, and chunks before it; null: every frame
-    hears the whole utterance."""
+    """Chunks that make an lstm, transformer or conformer a streaming model: their seconds, and the number of chunks
+    before them; with null, every frame hears the whole utterance."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _of_its_preset(cls, tree: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Sizes that are left out are those of the preset; they do not count as set."""
+        """Take sizes that are left out from the preset; they do not count as set."""
         if not isinstance(tree, dict):
             return handler(tree)
         config = handler({**cls.beneath(tree), **tree})
@@ -135,7 +136,7 @@ class Architecture(Config):
 
     @classmethod
     def beneath(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values that follow from the given keys, for keys that a recipe leaves out."""
+        """The values that the given keys imply for keys that a recipe leaves out."""
         return cls.PRESETS.get(str(given.get("preset", "small")), {})
 
     @field_validator("preset")
@@ -162,14 +163,14 @@ class Architecture(Config):
         return self
 
     def encoder_frames(self, num_frames: int) -> int:
-        """Encoder frames made of `num_frames` feature frames."""
+        """The number of encoder frames made of `num_frames` feature frames."""
         return frames_after(num_frames, self.subsampling)
 
     def latency(self, frame_shift: Seconds, frame_length: Seconds) -> Seconds | None:
-        """The algorithmic latency of a streaming model in seconds; None: it needs the whole utterance.
+        """The algorithmic latency of a streaming model in seconds; None if it needs the whole utterance.
 
-        The longest time from a sound to the outputs of its own encoder frame, on a computer that takes no time: from
-        the beginning of a chunk to the end of the last window that its last frame hears.
+        This is the longest time from a sound to the outputs of its own encoder frame, on a computer that takes no time:
+        from the beginning of a chunk to the end of the last window that its last frame hears.
         """
         if self.chunk is None:
             return None
@@ -179,7 +180,8 @@ class Architecture(Config):
 
 
 def frames_after(num_frames: int, subsampling: int) -> int:
-    """Encoder frames made of `num_frames` feature frames: halved, rounded up, once per layer of stride 2."""
+    """The number of encoder frames made of `num_frames` feature frames: halved, rounded up, once per layer of stride
+    2."""
     while subsampling > 1:
         num_frames = (num_frames + 1) // 2
         subsampling //= 2

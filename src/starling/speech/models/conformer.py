@@ -1,4 +1,4 @@
-"""A Conformer encoder with CTC outputs: attention for the whole utterance, convolution for what is near."""
+"""A Conformer encoder with CTC outputs: attention for the whole utterance, convolution for nearby frames."""
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,8 @@ class RelativeAttention(SelfAttention):
         places: torch.Tensor | None,
         past: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """The outputs for whole utterances, with arguments as in `SelfAttention`; `places` is `distances(T, width)`."""
+        """The outputs for whole utterances; arguments are as in `SelfAttention`, and `places` is `distances(T,
+        width)`."""
         if places is None or past is not None:
             raise ValueError("relative attention needs the sinusoids of distances, of whole utterances")
         queries, keys, values = self.inputs(frames).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -48,7 +49,7 @@ class RelativeAttention(SelfAttention):
 
 
 class FeedForward(nn.Module):
-    """W2 swish(W1 LayerNorm(x) + b1) + b2, swish(x) = x sigmoid(x), with dropout behind either layer."""
+    """W2 swish(W1 LayerNorm(x) + b1) + b2, swish(x) = x sigmoid(x), with dropout after either layer."""
 
     def __init__(self, width: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class FeedForward(nn.Module):
 class Convolution(nn.Module):
     """W2 swish(LayerNorm(c * GLU(W1 LayerNorm(x)))): a convolution c over time, one for each unit.
 
-    Frames outside the utterance are set to zero in front of the convolution, as if there were none.
+    Frames outside the utterance are set to zero before the convolution, as if they did not exist.
     """
 
     def __init__(self, width: int, kernel: int, dropout: float) -> None:
@@ -84,8 +85,8 @@ class Convolution(nn.Module):
         self, frames: torch.Tensor, inside: torch.Tensor, chunk: int | None = None, past: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[B, T, width]` -> `[B, T, width]`, and the past of the next chunk; `inside` `[B, T, 1]` is true inside the
-        utterance. A frame hears none behind its `chunk`, if that is given, in frames. Alternatively, `frames` are a
-        chunk, and the `past` `[B, width, kernel // 2]` is before it."""
+        utterance. With a `chunk`, in frames, no frame hears beyond the end of its chunk. Alternatively, `frames` are
+        one chunk, which the `past` `[B, width, kernel // 2]` precedes."""
         gated = F.glu(self.gates(self.norm(frames)), dim=2).masked_fill(~inside, 0.0).transpose(1, 2)
         if past is not None:
             window = torch.cat([past, gated], dim=2)
@@ -136,9 +137,9 @@ class ConformerCtc(AttentionNetwork):
     """Convolutional subsampling, a projection to the width, Conformer blocks, CTC outputs.
 
     Source: Gulati et al. 2020, "Conformer: convolution-augmented Transformer for speech recognition" (arXiv
-    2005.08100). It departs in three places: subsampling is `ConvSubsampling`; inside the convolution is a LayerNorm
-    instead of a BatchNorm, whose running statistics are no weights, so that learners could not average them as such;
-    and positions are rotary unless `positions: relative` asks for those of the paper.
+    2005.08100). It departs from the paper in three places: subsampling is `ConvSubsampling`; the convolution contains a
+    LayerNorm instead of a BatchNorm, whose running statistics are not weights, so that learners could not average them
+    as such; and positions are rotary unless `positions: relative` asks for those of the paper.
     """
 
     cache_names = ("attention", "convolution", "remembered")
@@ -148,7 +149,7 @@ class ConformerCtc(AttentionNetwork):
         self.convolved = config.width, config.kernel // 2
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """The caches of attention, and between them the frames before the chunk that the convolutions hear,
-        `[B, layers, width, kernel // 2]`."""
+        """The caches of attention, with the frames before the chunk that the convolutions hear between them, `[B,
+        layers, width, kernel // 2]`."""
         past, remembered = super().caches(batch_size, chunks)
         return past, past.new_zeros(batch_size, len(self.blocks), *self.convolved), remembered

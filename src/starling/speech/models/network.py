@@ -1,4 +1,4 @@
-"""The parts that acoustic models share: outputs, decoder, phones, convolutions in front of the layers, streaming."""
+"""The parts that acoustic models share: outputs, decoder, phones, convolutions before the layers, and streaming."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Caches = tuple[torch.Tensor, ...]
 
 
 class Decoder(nn.Module):
-    """A decoder that stands behind an encoder, beside CTC."""
+    """A decoder that follows an encoder, beside CTC."""
 
     def forward(
         self, frames: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor, token_lengths: torch.Tensor
     ) -> torch.Tensor:
-        """The loss of all utterances together, in nats.
+        """The loss summed over all utterances, in nats.
 
         Args:
-            frames: Of the encoder, `[B, T', W]`.
-            lengths: In frames, `[B]`.
-            tokens: Those of all utterances, one after another, `[sum of token_lengths]`.
-            token_lengths: `[B]`.
+            frames: The encoder's frames, `[B, T', W]`.
+            lengths: Numbers of frames, `[B]`.
+            tokens: The tokens of all utterances, one after another, `[sum of token_lengths]`.
+            token_lengths: Numbers of tokens, `[B]`.
         """
         raise NotImplementedError
 
 
 class Layers(NamedTuple):
-    """The stacked layers of an encoder, each fed by the one before, all at the rate of the encoder's frames."""
+    """The stacked layers of an encoder, each fed by the previous one, all at the encoder's frame rate."""
 
     modules: nn.ModuleList  # each returns `[B, T', width]`, alone or first in a tuple
     width: int
@@ -46,8 +46,8 @@ class Layers(NamedTuple):
 class PhoneOutput(nn.Module):
     """Log-probabilities of phones, predicted from the outputs of a lower layer.
 
-    The lower layers learn the sounds, those above them the spelling: Sanabria and Metze 2018, "Hierarchical multitask
-    learning with CTC" (arXiv 1807.07104).
+    The lower layers learn the sounds, the layers above them the spelling: Sanabria and Metze 2018, "Hierarchical
+    multitask learning with CTC" (arXiv 1807.07104).
     """
 
     def __init__(self, width: int, layer: int, dropout: float, num_phones: int) -> None:
@@ -63,13 +63,13 @@ class PhoneOutput(nn.Module):
 
 
 class Network(nn.Module):
-    """An acoustic model: `encode` makes frames, `output` turns each into log-probabilities of the tokens."""
+    """An acoustic model: `encode` makes frames, and `output` turns each frame into log-probabilities of the tokens."""
 
     output: nn.Linear
     decoder: Decoder | None
     phones: PhoneOutput | None
     stacked: Layers | None
-    """The layers from which phones can be predicted; None: there are none."""
+    """The layers from which phones can be predicted; None if there are none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,15 +82,15 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def log_probs(self, frames: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities `[B, T', V]` (float32) of CTC, of the encoder's frames."""
+        """CTC's log-probabilities `[B, T', V]` (float32) for the encoder's frames."""
         log_probs: torch.Tensor = self.output(frames).float().log_softmax(dim=2)
         return log_probs
 
     def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """Which layers are cut in `island: {tensor: n}`, by the name of the module.
+        """The layers that are cut in `island: {tensor: n}`, by the name of the module.
 
-        The output layer is cut by outputs, whose results all ranks get; and feed-forward parts (modules with
-        `widening`, `wide_dropout` and `narrowing`) by their inner units. Everything else is whole on all ranks."""
+        The output layer is cut by outputs, whose results all ranks get; feed-forward parts (modules with `widening`,
+        `wide_dropout` and `narrowing`) are cut by their inner units. Everything else is whole on all ranks."""
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -113,8 +113,8 @@ class Network(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Features `[B, T, F]` and lengths `[B]` -> log-probabilities `[B, T', V]` (float32) and lengths `[B]`.
 
-        Given tokens, as `Decoder` takes them, it also returns the decoder's loss, if there is a decoder, and then the
-        log-probabilities `[B, T', P]` of phones, if there are phones.
+        Given tokens in the form that `Decoder` takes, it also returns the decoder's loss, if there is a decoder,
+        followed by the log-probabilities `[B, T', P]` of phones, if there are phones.
         """
         if tokens is None or token_lengths is None:
             frames, lengths = self.encode(features, lengths)
@@ -130,7 +130,7 @@ class Network(nn.Module):
     def _encode_with_phones(
         self, features: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What `encode` makes, and the log-probabilities of phones, if there are any."""
+        """The results of `encode`, and the log-probabilities of phones, if there are any."""
         if self.phones is None or self.stacked is None:
             return *self.encode(features, lengths), None
         heard: list[torch.Tensor] = []
@@ -149,7 +149,7 @@ def padded(tokens: torch.Tensor, token_lengths: torch.Tensor) -> torch.Tensor:
 
 
 def frame_mask(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """`[B, num_frames, 1]`: true inside an utterance, false in its padding."""
+    """A mask `[B, num_frames, 1]`: true inside an utterance, false in its padding."""
     return (torch.arange(num_frames, device=lengths.device) < lengths[:, None])[:, :, None]
 
 
@@ -159,7 +159,7 @@ def _strides(subsampling: int) -> list[int]:
 
 
 class ConvSubsampling(nn.Module):
-    """Two convolutions over time, LayerNorm and ReLU behind each; `[B, T, F]` -> `[B, T', channels]`.
+    """Two convolutions over time, each followed by LayerNorm and ReLU; `[B, T, F]` -> `[B, T', channels]`.
 
     The mel bands are the input channels: on a CPU this costs a fraction of convolutions over time and
     frequency. `subsampling` 2 puts stride 2 on the first layer, 4 on both. Padding is set to zero before
@@ -180,21 +180,21 @@ class ConvSubsampling(nn.Module):
 
     @property
     def rate(self) -> int:
-        """Feature frames per encoder frame."""
+        """Number of feature frames per encoder frame."""
         return self.strides[0] * self.strides[1]
 
     @property
     def reach(self) -> int:
-        """Feature frames on either side of its own that an encoder frame hears."""
+        """Number of feature frames that an encoder frame hears on either side of its own."""
         return (1 + self.strides[0]) * (_KERNEL // 2)
 
     def window(self, frames: int) -> int:
-        """Feature frames that so many successive encoder frames hear."""
+        """Number of feature frames that `frames` successive encoder frames hear."""
         return self.rate * (frames - 1) + 2 * self.reach + 1
 
     def of_window(self, features: torch.Tensor, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The encoder inputs `[B, C, channels]` of a window `[B, window(C), F]`, and which are of the utterance
-        `[B, C]`, as `inside` `[B, window(C)]` says of the window's."""
+        """The encoder inputs `[B, C, channels]` of a window `[B, window(C), F]`, and which of them belong to the
+        utterance, `[B, C]`; `inside` `[B, window(C)]` says this of the window's frames."""
         edge = _KERNEL // 2
         for layer, norm, stride in zip(self.convolutions, self.norms, self.strides, strict=True):
             convolution = cast(nn.Conv1d, layer)
@@ -215,12 +215,12 @@ class ConvSubsampling(nn.Module):
 
 
 class Conv2dSubsampling(nn.Module):
-    """Two convolutions over time and frequency with ReLU behind each, a projection, LayerNorm and ReLU; `[B, T, F]` ->
+    """Two convolutions over time and frequency, each followed by ReLU, a projection, LayerNorm and ReLU; `[B, T, F]` ->
     `[B, T', channels]`.
 
     A pattern is recognised wherever it lies on the frequency axis, which differs between voices. The first convolution
     has `conv2d_channels` channels, the second twice as many, and each halves the number of bands. The number of frames
-    is that of `ConvSubsampling`, and padding never reaches an utterance's frames.
+    is the same as with `ConvSubsampling`, and padding never reaches an utterance's frames.
     """
 
     def __init__(self, num_features: int, conv2d_channels: int, channels: int, subsampling: int) -> None:
@@ -247,7 +247,7 @@ class Conv2dSubsampling(nn.Module):
 
 @dataclass(frozen=True)
 class StreamState:
-    """What a network remembers of B streams that advance together."""
+    """The memory that a network has of B streams that advance together."""
 
     pending: torch.Tensor  # [B, n, F], feature frames that later chunks need
     inside: torch.Tensor  # [B, n]: false for what stands in front of the first frame
@@ -258,21 +258,21 @@ class StreamState:
 
 
 class StreamingNetwork(Network):
-    """A network that can hear chunk by chunk once `chunks` is set, and then gives the same as if it had heard the whole
+    """A network that can hear chunk by chunk once `chunks` is set. Its outputs are then the same as for the whole
     utterance with a chunk mask.
 
     Frames attend to their chunk and to some before it. A convolution of a Conformer hears the frames before its chunk,
-    but none behind it, as in Li et al. 2023, "Dynamic chunk convolution for unified streaming and non-streaming
-    Conformer ASR" (arXiv 2304.09325). The convolutions in front of all layers hear a few feature frames of the next
-    chunk, for which a stream waits.
+    but none after it, as in Li et al. 2023, "Dynamic chunk convolution for unified streaming and non-streaming
+    Conformer ASR" (arXiv 2304.09325). The convolutions before all layers hear a few feature frames of the next chunk,
+    for which a stream waits.
 
-    In training, a pass has chunks of a random length, up to twice the one set, or with probability 1/2 full context. In
-    evaluation it has the chunks that are set, unless `full_context` asks for none.
+    In training, a pass has chunks of a random length, up to twice the length that is set, or with probability 1/2 full
+    context. In evaluation, it has the chunks that are set, unless `full_context` turns them off.
     """
 
     subsampling: ConvSubsampling
     cache_names: tuple[str, ...]
-    """The name of each of `caches`."""
+    """The names of `caches`, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class StreamingNetwork(Network):
         self.full_context = False
 
     def pass_chunks(self) -> Chunks | None:
-        """The chunks of one pass over whole utterances; None: full context."""
+        """The chunks of one pass over whole utterances; None gives full context."""
         if self.chunks is None or not self.training:
             return None if self.full_context else self.chunks
         draw = torch.rand(2)  # of dropout's generator, which learners seed for each mini-batch
@@ -290,22 +290,23 @@ class StreamingNetwork(Network):
         return Chunks(frames, -(-self.chunks.left * self.chunks.frames // frames))
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """What the layers remember before the first chunk."""
+        """The caches of the layers before the first chunk."""
         raise NotImplementedError
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
-        """The encoder frames `[B, C, W]` of one chunk, and what to remember.
+        """The encoder frames `[B, C, W]` of one chunk, and the caches for the next chunk.
 
         Args:
             window: Feature frames of the chunk, and those that the first convolutions hear around it, `[B, N, F]`; see
                 `ConvSubsampling.window`. The next chunk's begins `C * subsampling` frames later.
-            inside: Which of them are of the utterance, `[B, N]`.
-            caches: Of the chunk before.
+            inside: Which of these frames belong to the utterance, `[B, N]`.
+            caches: The caches of the previous chunk.
         """
         raise NotImplementedError
 
     def window(self) -> tuple[int, int]:
-        """The feature frames N of `encode_chunk`'s window, and by how many the next one is later."""
+        """The number N of feature frames in `encode_chunk`'s window, and the number of frames by which the next window
+        is later."""
         frames = self._streamed().frames
         return self.subsampling.window(frames), frames * self.subsampling.rate
 
@@ -319,11 +320,11 @@ class StreamingNetwork(Network):
     def step(
         self, features: torch.Tensor, state: StreamState, is_last: bool = False
     ) -> tuple[torch.Tensor, StreamState]:
-        """Log-probabilities `[B, T', V]` (float32) of the chunks that are complete with features `[B, T, F]`, which
-        may be of any length; with `is_last`, of all that remains.
+        """Log-probabilities `[B, T', V]` (float32) of the chunks that features `[B, T, F]` of any length complete; with
+        `is_last`, of all remaining frames.
 
-        Together they are what the network gives for the whole utterance in evaluation, to rounding. Raises ValueError
-        for a stream that is over.
+        Together, the steps give what the network gives for the whole utterance in evaluation, to rounding. Raises
+        ValueError for a stream that has ended.
         """
         if state.is_over:
             raise ValueError("the stream is over: begin a new one with initial_state()")
@@ -352,20 +353,21 @@ class StreamingNetwork(Network):
 
 
 def chunk_mask(inside: torch.Tensor, chunks: Chunks) -> torch.Tensor:
-    """Which frames attend to which, `[B, 1, T, T]`, of `inside` `[B, T, 1]`; frames in the padding attend to all."""
+    """Which frames attend to which, `[B, 1, T, T]`, from the mask `inside` `[B, T, 1]`; frames in the padding attend to
+    all."""
     number = torch.arange(inside.shape[1], device=inside.device) // chunks.frames
     apart = number[:, None] - number
     return inside[:, None, None, :, 0] & (apart >= 0) & (apart <= chunks.left) | ~inside[:, None]
 
 
 def chunk_visible(remembered: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Which frames those of one chunk attend to, `[B, 1, C, L + C]`, with `L` frames before it; both arguments are
-    masks `[B, frames]`."""
+    """Which frames the frames of one chunk attend to, `[B, 1, C, L + C]`, with `L` frames before the chunk; both
+    arguments are masks `[B, frames]`."""
     return torch.cat([remembered, inside], dim=1)[:, None, None] | ~inside[:, None, :, None]
 
 
 def chunk_convolution(convolution: nn.Conv1d, frames: torch.Tensor, size: int) -> torch.Tensor:
-    """A convolution over `[B, W, T]` that hears no frame behind the chunk of `size` frames that it stands in."""
+    """A convolution over `[B, W, T]` in which no frame hears beyond the end of its own chunk of `size` frames."""
     reach, num_frames = convolution.kernel_size[0] // 2, frames.shape[2]
     padded = nn.functional.pad(frames, (reach, -num_frames % size))
     count = (padded.shape[2] - reach) // size
@@ -378,6 +380,6 @@ def chunk_convolution(convolution: nn.Conv1d, frames: torch.Tensor, size: int) -
 
 
 def convolve_once(convolution: nn.Conv1d, window: torch.Tensor) -> torch.Tensor:
-    """The convolution of a chunk, `[B, W, reach + size]` with the `reach` frames before it, as `[B, W, size]`."""
+    """The convolution of a chunk, `[B, W, reach + size]` including the `reach` frames before it, as `[B, W, size]`."""
     padded = nn.functional.pad(window, (0, convolution.kernel_size[0] // 2))
     return nn.functional.conv1d(padded, convolution.weight, convolution.bias, groups=convolution.groups)

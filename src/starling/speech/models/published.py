@@ -1,4 +1,4 @@
-"""Encoders that others have trained, by `transformers`, with CTC outputs of our own."""
+"""Published encoders, loaded with `transformers`, with Starling's CTC outputs."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from starling.speech.models.network import Network, frame_mask
 
 
 class PublishedNetwork(Network):
-    """A published encoder, dropout, CTC outputs.
+    """A published encoder, dropout, and CTC outputs.
 
-    Raises ConfigError for features, MissingExtraError without `transformers`.
+    Raises ConfigError for features in place of waveforms, and MissingExtraError without `transformers`.
     """
 
     published: tuple[nn.Module, type, str]
-    """The encoder; the class of `transformers` whose checkpoints have it; and the name that it has in there, empty for
-    all of it."""
+    """The encoder; the class of `transformers` whose checkpoints contain it; and its name in that class, empty if it is
+    the whole model."""
 
     def __init__(self, name: str, num_features: int) -> None:
         require("huggingface", f"model.name: {name}", ("transformers",))
@@ -29,7 +29,8 @@ class PublishedNetwork(Network):
 
 
 def load_published(network: nn.Module, checkpoint: Path) -> str:
-    """Load the encoder's weights from a folder in the format of `transformers`, or a model of the hub, and say so.
+    """Load the encoder's weights from a folder in the format of `transformers` or from a model of the hub, and return a
+    line that says so.
 
     Raises ConfigError for a network of another kind, and for a checkpoint without fitting weights in safetensors.
     """
@@ -58,8 +59,8 @@ def load_published(network: nn.Module, checkpoint: Path) -> str:
 class Wav2Vec2Ctc(PublishedNetwork):
     """`transformers.Wav2Vec2Model` on waveforms, dropout, CTC outputs.
 
-    Source: Baevski et al. 2020, "wav2vec 2.0" (arXiv 2006.11477). Its random masks and skipped layers are switched off:
-    they are for training on audio without texts. A checkpoint whose convolutions have a group norm
+    Source: Baevski et al. 2020, "wav2vec 2.0" (arXiv 2006.11477). Its random masks and skipped layers are switched off,
+    because they serve training on audio without texts. A checkpoint whose convolutions have a group norm
     (`feat_extract_norm: group`) hears the padding, as it did when it was trained; one with layer norms does not.
     """
 
@@ -95,10 +96,10 @@ _RANGE = 8.0  # tenfold steps of energy below the loudest of an utterance, where
 class WhisperCtc(PublishedNetwork):
     """The log-mel features and the encoder of Whisper on waveforms, dropout, CTC outputs.
 
-    Source: Radford et al. 2022, "Robust speech recognition via large-scale weak supervision" (arXiv 2212.04356).
-    We depart from it in the length, as icefall's recipes do: Whisper fills each utterance with silence up to 30 s; here
-    it keeps its length, has the first of Whisper's positions, and does not hear the padding of its batch. A waveform of
-    exactly 30 s gives what `transformers` gives.
+    Source: Radford et al. 2022, "Robust speech recognition via large-scale weak supervision" (arXiv 2212.04356). We
+    depart from it in the length, as icefall's recipes do: Whisper fills each utterance with silence up to 30 s; here,
+    an utterance keeps its length, gets the first of Whisper's positions, and does not hear the padding of its batch. A
+    waveform of exactly 30 s gives what `transformers` gives.
     """
 
     def __init__(self, config: WhisperConfig, num_features: int, vocab_size: int) -> None:
@@ -121,7 +122,7 @@ class WhisperCtc(PublishedNetwork):
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Frames `[B, T', output.in_features]` and lengths `[B]` of samples `[B, T, 1]` and lengths `[B]`.
 
-        Raises DataError for more than the encoder has positions for, 30 s.
+        Raises DataError for utterances longer than 30 s, for which the encoder has no positions.
         """
         encoder = self.whisper
         mel, lengths = self.log_mel(features[:, :, 0], lengths)
@@ -143,7 +144,7 @@ class WhisperCtc(PublishedNetwork):
         return self.dropout(encoder.layer_norm(frames)), lengths
 
     def log_mel(self, samples: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whisper's features `[B, F, N]` of samples `[B, T]`, 0 in the padding, and lengths `[B]` in frames."""
+        """Whisper's features `[B, F, N]` of samples `[B, T]`, 0 in the padding, and their lengths `[B]` in frames."""
         samples = samples * frame_mask(lengths, samples.shape[1])[:, :, 0]
         edge = _WINDOW // 2
         mirrored = samples[:, 1 : edge + 1].flip(1)

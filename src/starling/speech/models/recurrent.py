@@ -1,4 +1,4 @@
-"""LSTMs in both directions or one, Deep Speech, and the hybrid networks, which have a state for each frame."""
+"""LSTMs in one or both directions, Deep Speech, and the hybrid networks, whose outputs are states of frames."""
 
 from itertools import pairwise
 
@@ -30,9 +30,9 @@ def reversal(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
 class BidirectionalLayer(nn.Module):
     """One LSTM in each direction, `[B, T, I]` -> `[B, T, 2 * hidden]`.
 
-    Two plain LSTMs, the second over utterances reversed within their lengths: padding then never reaches a
-    frame of an utterance, at the speed of a padded `nn.LSTM`; packed sequences are 2 to 5 times slower on a CPU.
-    With `normed`, LayerNorm is behind them (Ba et al. 2016, arXiv 1607.06450).
+    Two plain LSTMs, the second over utterances reversed within their lengths: padding then never reaches a frame of an
+    utterance, at the speed of a padded `nn.LSTM`; packed sequences are 2 to 5 times slower on a CPU. With `normed`,
+    LayerNorm follows them (Ba et al. 2016, arXiv 1607.06450).
     """
 
     def __init__(self, inputs: int, hidden: int, normed: bool = False) -> None:
@@ -42,7 +42,7 @@ class BidirectionalLayer(nn.Module):
         self.norm = nn.LayerNorm(2 * hidden) if normed else nn.Identity()
 
     def forward(self, frames: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
-        """`reverse` is `reversal(lengths, T)`."""
+        """The outputs `[B, T, 2 * hidden]`; `reverse` is `reversal(lengths, T)`."""
         onward, _ = self.onward(frames)
         mirrored, _ = self.backward_in_time(frames.gather(1, reverse.expand(-1, -1, frames.shape[2])))
         backward = mirrored.gather(1, reverse.expand(-1, -1, mirrored.shape[2]))
@@ -51,8 +51,8 @@ class BidirectionalLayer(nn.Module):
 
 
 class Blstm(Network):
-    """Bidirectional LSTM layers, an optional bottleneck, and outputs: of CTC behind convolutional subsampling, or log
-    posteriors of a hybrid network, whose sizes have no convolution."""
+    """Bidirectional LSTM layers, an optional bottleneck, and outputs: CTC's after convolutional subsampling, or the log
+    posteriors of a hybrid network, whose sizes include no convolution."""
 
     def __init__(self, config: StackConfig, num_features: int, num_outputs: int) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class DnnHybrid(Network):
 
         h_1 = max(W_1 x + b_1, 0),  h_i = max(W_i h_(i-1) + b_i, 0),  outputs = softmax(V h_n + c)
 
-    for each frame x alone: what it knows of its neighbours is in the spliced features (`features.splice`). Layers begin
-    with the normal weights of He et al. 2015 (arXiv 1502.01852) and zero biases. Without dropout it draws no random
-    numbers and holds no buffers, so that the virtual engine can compute the gradients of many learners in one call.
+    for each frame x separately: only the spliced features (`features.splice`) include its neighbours. Layers begin with
+    the normal weights of He et al. 2015 (arXiv 1502.01852) and zero biases. Without dropout, it draws no random numbers
+    and holds no buffers, so that the virtual engine can compute the gradients of many learners in one call.
 
     Source: Seide et al. 2011, "Conversational speech transcription using context-dependent deep neural networks", here
     with rectified linear units (Zeiler et al. 2013, "On rectified linear units for speech processing") in place of
@@ -145,7 +145,8 @@ class LstmCtc(StreamingNetwork):
         return (self.output.weight.new_zeros(batch_size, len(self.layers), 2, self.hidden),)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
-        """The encoder frames of one chunk, and the caches of the next; the arguments are as in `StreamingNetwork`."""
+        """The encoder frames of one chunk, and the caches for the next chunk; the arguments are as in
+        `StreamingNetwork`."""
         frames, _ = self.subsampling.of_window(window, inside)
         past = caches[0].permute(1, 2, 0, 3)[:, :, None]  # [layers, 2, 1, B, hidden]
         pasts = []
@@ -170,10 +171,11 @@ class DeepSpeechCtc(Network):
 
     Source: Hannun et al. 2014, "Deep Speech: scaling up end-to-end speech recognition" (arXiv 1412.5567), as DeepSpeech
     0.9 and Coqui STT 1.x build it: their one LSTM takes the place of the paper's bidirectional plain recurrence, and
-    their dense layers begin at Glorot's uniform weights and zero biases. The window and the first layer are here one
-    convolution over time, the same sums without stacked copies of the frames, and `subsampling` is its stride: the
-    paper's section 3.3 strides the input by 2. Coqui computes features every 20 ms and has no stride, so that 9 frames
-    are 180 ms to it and 90 ms at our 10 ms; `original` has the paper's stride, hence Coqui's 20 ms per encoder frame.
+    their dense layers begin at Glorot's uniform weights and zero biases. The window and the first layer are one
+    convolution over time here, which gives the same sums without stacked copies of the frames; `subsampling` is its
+    stride (the paper's section 3.3 strides the input by 2). Coqui computes features every 20 ms and has no stride, so
+    that 9 frames are 180 ms to it and 90 ms at our 10 ms; `original` has the paper's stride, hence Coqui's 20 ms per
+    encoder frame.
     """
 
     def __init__(self, config: DeepSpeechConfig, num_features: int, vocab_size: int) -> None:

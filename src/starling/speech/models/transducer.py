@@ -12,7 +12,7 @@ from starling.speech.models.network import Decoder, padded
 from starling.speech.tokens import BLANK
 
 MOST_NUMBERS = 2**24
-"""Numbers in the largest tensor over [B, T, U + 1, V] that is held at once."""
+"""Largest number of values in a tensor over [B, T, U + 1, V] that is held at once."""
 
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Encoded frames `[B, T, 1, W]` and predictions `[B, 1, U + 1, W]` -> logits `[B, T, U + 1, V]`."""
@@ -34,14 +34,14 @@ def transducer_loss(
     chunk are dropped and computed again for the gradient.
 
     Args:
-        join: Makes logits.
+        join: The function that makes logits.
         encoded: Frames `[B, T, W]`.
-        predicted: What is known after each token, `[B, U + 1, W]`.
-        tokens: `[B, U]`, anything valid in the padding.
+        predicted: The predictor's outputs after each token, `[B, U + 1, W]`.
+        tokens: Tokens `[B, U]`, with any valid token in the padding.
         lengths: Frames of each utterance, `[B]`.
         token_lengths: Tokens of each utterance, `[B]`.
-        vocab_size: V.
-        most_numbers: See above.
+        vocab_size: Number of outputs V.
+        most_numbers: Limit on the size of a tensor, see above.
     """
     num_utterances, num_frames, width = encoded.shape
     chunk = max(1, most_numbers // (num_utterances * predicted.shape[1] * max(width, vocab_size)))
@@ -67,10 +67,10 @@ def transducer_loss(
 def lattice_loss(
     blank: torch.Tensor, emit: torch.Tensor, lengths: torch.Tensor, token_lengths: torch.Tensor
 ) -> torch.Tensor:
-    """-log of the sum over all alignments, `[B]` float64.
+    """The negative log of the sum over all alignments, `[B]` float64.
 
-    Log-probabilities of the blank `[B, T, U + 1]` and of the next token `[B, T, U]`; what is outside an utterance's
-    `lengths` `[B]` and `token_lengths` `[B]` is not looked at, and has gradient 0.
+    The arguments are log-probabilities of the blank, `[B, T, U + 1]`, and of the next token, `[B, T, U]`. Values
+    outside an utterance's `lengths` `[B]` and `token_lengths` `[B]` are not used, and have gradient 0.
     """
     losses: torch.Tensor = _Lattice.apply(blank.double(), emit.double(), lengths, token_lengths)  # type: ignore[no-untyped-call]
     return losses
@@ -139,7 +139,7 @@ class _Lattice(torch.autograd.Function):
 
 
 class Transducer(Decoder):
-    """Joins what was heard in a frame with what was said before it.
+    """Joins a frame of the encoder with the tokens before it.
 
         f(t) = A frame(t),   g(u) = B relu(C (e(u - context + 1), ..., e(u))),   logits(t, u) = D tanh(f(t) + g(u))
 
@@ -161,20 +161,20 @@ class Transducer(Decoder):
         self.output = nn.Linear(width, vocab_size)
 
     def predict(self, tokens: torch.Tensor) -> torch.Tensor:
-        """g of the beginning and after each of the tokens `[B, U]`: `[B, U + 1, width]`."""
+        """g at the beginning and after each of the tokens `[B, U]`, as `[B, U + 1, width]`."""
         return self.after(nn.functional.pad(tokens, (self.context, 0), value=BLANK))
 
     def after(self, tokens: torch.Tensor) -> torch.Tensor:
-        """g behind each token but the first `context - 1` ones; tokens `[B, N]` -> `[B, N - context + 1, width]`.
+        """g after each token except the first `context - 1`; tokens `[B, N]` -> `[B, N - context + 1, width]`.
 
-        Blanks stand for what is before the beginning.
+        Blanks stand for the tokens before the beginning.
         """
         mixed = self.history(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
         predicted: torch.Tensor = self.prediction(mixed.relu())
         return predicted
 
     def join(self, frames: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., V]` of f and g, `[..., width]` each; they broadcast."""
+        """Logits `[..., V]` from f and g, `[..., width]` each; they broadcast."""
         logits: torch.Tensor = self.output(torch.tanh(frames + predicted))
         return logits
 

@@ -1,4 +1,4 @@
-"""Encoders of blocks with attention, the positions of their frames, and of them a Transformer with CTC outputs."""
+"""Encoders of blocks with attention, the positions of their frames, and a Transformer encoder with CTC outputs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ _LONGEST_PERIOD = 10_000.0  # in frames, divided by 2 pi
 
 
 def phases(num_frames: int, size: int, device: torch.device | None = None) -> torch.Tensor:
-    """`[num_frames, size / 2]` angles in radians: frame p, pair i of units -> p * 10000^(-2i / size)."""
+    """Angles `[num_frames, size / 2]` in radians: frame p, pair i of units -> p * 10000^(-2i / size)."""
     pair = torch.arange(0, size, 2, device=device, dtype=torch.float32)
     frame = torch.arange(num_frames, device=device, dtype=torch.float32)
     return torch.outer(frame, _LONGEST_PERIOD ** (-pair / size))
@@ -51,14 +51,14 @@ def distances(num_frames: int, width: int, device: torch.device | None = None) -
 
 
 def rotate(vectors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Queries or keys `[B, T, ..., D]`, each frame's turned by its `phases(T, D)`: rotary positions.
+    """Queries or keys `[B, T, ..., D]`, those of each frame rotated by its `phases(T, D)`: rotary positions.
 
         <R_p q, R_s k> = <q, R_(s - p) k>
 
-    Attention then sees only how far frames are apart, not where they stand; nothing is learned.
-    Source: Su et al. 2021, "RoFormer: enhanced Transformer with rotary position embedding", section 3.2
-    (arXiv 2104.09864). Unit i is paired with unit i + D / 2 here, not with its neighbour as there: another order of the
-    units, with no interleaving.
+    Attention then depends only on the distance between frames, not on their positions; nothing is learned. Source: Su
+    et al. 2021, "RoFormer: enhanced Transformer with rotary position embedding", section 3.2 (arXiv 2104.09864). Here,
+    unit i is paired with unit i + D / 2, not with its neighbour: the units are ordered differently, without
+    interleaving.
     """
     angles = angles.view(angles.shape[0], *[1] * (vectors.ndim - 3), -1)
     cosines, sines = angles.cos(), angles.sin()
@@ -68,7 +68,7 @@ def rotate(vectors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 class Sight(NamedTuple):
-    """What the frames of a pass, or of a chunk, see of each other."""
+    """Which frames of a pass, or of a chunk, attend to which."""
 
     inside: torch.Tensor  # [B, T, 1], true inside the utterance
     visible: torch.Tensor  # which frames are attended to, as `SelfAttention` takes it
@@ -96,13 +96,13 @@ class SelfAttention(nn.Module):
         angles: torch.Tensor | None,
         past: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The outputs, and the past of the next chunk.
+        """The outputs, and the past for the next chunk.
 
         Args:
-            frames: Of whole utterances, or of a chunk of C frames.
+            frames: Frames of whole utterances, or of a chunk of C frames.
             visible: Which frames are attended to, `[B, 1, 1, T]`, or `[B, 1, T, T]` for each frame; for a chunk,
                 `[B, 1, C, L + C]`.
-            angles: How far each frame is rotated, `[T, D / 2]`; for a chunk, `[L + C, D / 2]`: they count from the
+            angles: The rotation of each frame, `[T, D / 2]`; for a chunk, `[L + C, D / 2]`: they count from the
                 first frame of the past, so that they stay small in a long stream.
             past: The keys before rotation, and the values, of the L frames before a chunk, `[B, L, 2, heads, D]`.
         """
@@ -147,7 +147,7 @@ class Block(nn.Module):
     def forward(
         self, frames: torch.Tensor, sight: Sight, past: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The outputs, and the past of the next chunk; the `past` is that of `SelfAttention`."""
+        """The outputs, and the past for the next chunk; the `past` is that of `SelfAttention`."""
         attended, past = self.attention(self.attention_norm(frames), sight.visible, sight.places, past)
         frames = frames + self.dropout(attended)
         wide = torch.relu(self.widening(self.feed_forward_norm(frames)))
@@ -157,8 +157,8 @@ class Block(nn.Module):
 class AttentionNetwork(StreamingNetwork):
     """Convolutional subsampling, a projection to the width, positions, blocks with attention, `norm`, CTC outputs.
 
-    A block takes frames and a `Sight`, and for a chunk what it returned for the chunk before; it returns frames and
-    what the next chunk needs.
+    A block takes frames and a `Sight` and, for a chunk, the past that it returned for the previous chunk; it returns
+    frames and the past for the next chunk.
     """
 
     def __init__(
@@ -207,14 +207,15 @@ class AttentionNetwork(StreamingNetwork):
         return self.norm(frames), lengths
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before, and which of them exist `[B, L]`."""
+        """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before a chunk, and which of them exist, `[B,
+        L]`."""
         before = chunks.left * chunks.frames
         past = self.output.weight.new_zeros(batch_size, len(self.blocks), before, 2, self.heads, self.head_size)
         return past, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
-        """The encoder frames of one chunk, and the caches of the next. The last of `caches` says which frames exist;
-        the others are the blocks' pasts."""
+        """The encoder frames of one chunk, and the caches for the next chunk. The last of `caches` says which frames
+        exist; the others are the pasts of the blocks."""
         *pasts, remembered = caches
         before = remembered.shape[1]
         frames, inside = self.subsampling.of_window(window, inside)

@@ -14,7 +14,7 @@ _WIDENING = 3  # units inside the second feed-forward part, for each unit of a f
 
 
 def swoosh_l(values: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x - 4)) - 0.08 x - 0.035: for what is normally "off", in feed-forward parts."""
+    """log(1 + exp(x - 4)) - 0.08 x - 0.035, for units of feed-forward parts that are normally "off"."""
     return F.softplus(values - 4.0) - 0.08 * values - 0.035
 
 
@@ -62,7 +62,8 @@ class AttentionWeights(nn.Module):
         self.inputs = nn.Linear(width, 2 * heads * _QUERY_SIZE)
 
     def forward(self, frames: torch.Tensor, inside: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """`inside` `[B, T, 1]` is true inside the utterance; `angles` is `phases(T, D)`."""
+        """The weights `[B, heads, T, T]`; `inside` `[B, T, 1]` is true inside the utterance, and `angles` is `phases(T,
+        D)`."""
         parts = rotate(self.inputs(frames).unflatten(2, (2, self.heads, _QUERY_SIZE)), angles)
         queries, keys = parts.permute(2, 0, 3, 1, 4).unbind(0)
         scores = queries @ keys.transpose(2, 3) * _QUERY_SIZE**-0.5
@@ -80,7 +81,7 @@ class Attention(nn.Module):
         self.outputs = nn.Linear(heads * _VALUE_SIZE, width)
 
     def forward(self, frames: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`weights` are `[B, heads, T, T]`."""
+        """The weighted sums; `weights` are `[B, heads, T, T]`."""
         values = self.values(frames).unflatten(2, (self.heads, _VALUE_SIZE)).transpose(1, 2)
         outputs: torch.Tensor = self.outputs((weights @ values).transpose(1, 2).flatten(2))
         return outputs
@@ -95,7 +96,7 @@ class NonLinearAttention(nn.Module):
         self.outputs = nn.Linear(3 * width // 4, width)
 
     def forward(self, frames: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`weights` are `[B, heads, T, T]`."""
+        """The outputs `[B, T, width]`; `weights` are `[B, heads, T, T]`."""
         gates, values, factors = self.inputs(frames).chunk(3, dim=2)
         outputs: torch.Tensor = self.outputs(weights[:, 0] @ (gates.tanh() * values) * factors)
         return outputs
@@ -154,7 +155,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, before: torch.Tensor, inside: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """`inside` and `angles` as for `AttentionWeights`."""
+        """The outputs `[B, T, width]`; `inside` and `angles` are those of `AttentionWeights`."""
         weights = self.weights(before, inside, angles)
         frames = before + self.dropout(self.feed_forward[0](before))
         frames = frames + self.dropout(self.non_linear(frames, weights))
@@ -172,7 +173,7 @@ class Block(nn.Module):
 class Downsample(nn.Module):
     """Joins each `rate` successive frames into their weighted mean, with learned weights; `[B, T, W]` -> `[B, T', W]`.
 
-    At the end of an utterance there may be fewer frames to join: the weights of those in the padding are left out.
+    At the end of an utterance, fewer frames may be left to join: weights of frames in the padding are left out.
     """
 
     def __init__(self, rate: int) -> None:
@@ -181,7 +182,7 @@ class Downsample(nn.Module):
         self.weights = nn.Parameter(torch.zeros(rate))
 
     def forward(self, frames: torch.Tensor, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`inside` `[B, T, 1]`, true inside the utterance, is joined too."""
+        """The joined frames, and the joined `inside` `[B, T, 1]`, which is true inside the utterance."""
         extra = -frames.shape[1] % self.rate
         groups = F.pad(frames, (0, 0, 0, extra)).reshape(frames.shape[0], -1, self.rate, frames.shape[2])
         parts = F.pad(inside, (0, 0, 0, extra)).reshape(frames.shape[0], -1, self.rate, 1)
@@ -192,9 +193,10 @@ class Downsample(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks at a lower rate: frames are joined, and repeated at the end; a bypass keeps the fine ones.
+    """Blocks at a lower rate: frames are joined, and repeated at the end; a bypass keeps the fine frames.
 
-    The frames come as wide as the stack before left them; units beyond the width are dropped, missing ones are zero.
+    The frames have the width of the previous stack; units beyond this stack's width are dropped, missing units are
+    zero.
     """
 
     def __init__(self, width: int, layers: int, rate: int, heads: int, kernel: int, dropout: float) -> None:
@@ -224,14 +226,14 @@ class Stack(nn.Module):
 class ZipformerCtc(Network):
     """Convolutional subsampling, stacks of blocks like a U-Net over time, CTC outputs.
 
-    The stacks work at half of the rate of the features; with `subsampling: 4`, frames are joined in pairs behind the
-    last one. Each unit of the outputs is that of the last stack wide enough to have it.
+    The stacks work at half the rate of the features; with `subsampling: 4`, frames are joined in pairs after the last
+    stack. Each unit of the outputs comes from the last stack that is wide enough to have it.
 
     Source: Yao et al. 2023, "Zipformer: a faster and better encoder for automatic speech recognition" (arXiv
-    2310.11230). Of it are here: the stacks, the block and its shared attention weights, BiasNorm, Swoosh and bypass.
-    Left out is what acts on training alone: Balancer and Whiten, random skips of parts, limits for the bypass, and
-    ScaledAdam. Different are: subsampling is `ConvSubsampling`, positions are rotary, and the number of heads and the
-    kernel are those of every stack.
+    2310.11230). Implemented are the stacks, the block and its shared attention weights, BiasNorm, Swoosh and the
+    bypass. Parts that act only on training are left out: Balancer and Whiten, random skips of parts, limits for the
+    bypass, and ScaledAdam. It departs from the paper in that subsampling is `ConvSubsampling`, positions are rotary,
+    and all stacks have the same number of heads and the same kernel.
     """
 
     def __init__(self, config: ZipformerConfig, num_features: int, vocab_size: int) -> None:
@@ -263,7 +265,8 @@ class ZipformerCtc(Network):
 
 
 def widest(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """The units of the last of some outputs `[B, T, W_i]`; units that it lacks come from the last one that has them."""
+    """The units of the last of several outputs `[B, T, W_i]`; units that it lacks come from the last output that has
+    them."""
     parts = [outputs[-1]]
     width = outputs[-1].shape[2]
     for each in reversed(outputs[:-1]):

@@ -25,23 +25,23 @@ from starling.speech.preparing.stages import Result, Stage, Tick
 
 MAX_JOBS = 1024
 RETRIES = 3
-"""How often Ray repeats a stage whose process or node was lost."""
+"""Number of times that Ray repeats a stage whose process or node was lost."""
 _POLL_SECONDS = 0.1
-"""Interval at which the progress of other processes is read."""
+"""Interval in seconds at which the progress of other processes is read."""
 _END_TIMEOUT_SECONDS = 60.0
-"""How long running stages may take to finish after another one has failed."""
+"""Seconds that running stages may take to finish after another one has failed."""
 _REPEAT = "repeat the command to continue from the finished shards"
 _num_done: "Synchronized[int]"
-"""In a worker process: the number of utterances that all workers have done."""
+"""The number of utterances that all workers have done, in a worker process."""
 
 
 class Executor(AbstractContextManager["Executor"]):
-    """Runs stages, one after another in this process; others run them elsewhere. As a context manager it ends the
+    """Runs stages one after another in this process; subclasses run them elsewhere. As a context manager it ends the
     processes it has started."""
 
     def __init__(self) -> None:
         self._running: dict[Future[int], Any] = {}
-        """The stages that run elsewhere, with what Ray calls them."""
+        """The stages that run elsewhere, with Ray's references to them."""
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.stop(at_once=kind is not None)
@@ -69,11 +69,11 @@ class Executor(AbstractContextManager["Executor"]):
                 return
 
     def window(self) -> int:
-        """How many stages may be submitted before the first of them has finished."""
+        """The number of stages that may be submitted before the first of them has finished."""
         return 1
 
     def submit(self, stage: Stage, tick: Tick) -> "Future[int]":
-        """Run a stage; its result is the number of utterances used."""
+        """Run a stage; the future's result is the number of utterances used."""
         with one_thread():  # on busy cores, resampling short audio with several threads is ten times slower
             return _done(stage.run(tick))
 
@@ -94,7 +94,7 @@ class Executor(AbstractContextManager["Executor"]):
         self.look(tick)
 
     def stop(self, at_once: bool) -> None:
-        """Begin no more stages. Wait for running ones to finish or, if `at_once`, end them."""
+        """Start no more stages. Wait for running stages to finish or, if `at_once`, end them."""
 
     def _begun(self, stage: Stage, tick: Tick) -> "Future[int]":
         if (result := stage.result()) is not None:
@@ -211,7 +211,7 @@ class OnRay(Executor):
             ) from error
 
     def stop(self, at_once: bool) -> None:
-        """Interrupt or kill the stages that run, drop those that wait, and wait until none can write any more."""
+        """Interrupt or kill the running stages, drop the waiting ones, and wait until none can write any more."""
         running = [reference for future, reference in self._running.items() if not future.done()]
         self._running.clear()
         for reference in running:
@@ -226,8 +226,8 @@ class OnRay(Executor):
 
 
 def executor_of(arguments: Sequence[str], address: str = "auto") -> Executor:
-    """The executor that `jobs=...` and `executor=...` select; it is not started yet. `address` is that of the Ray
-    cluster.
+    """The executor that `jobs=...` and `executor=...` select; it is not started yet. `address` is the address of the
+    Ray cluster.
 
     Raises:
         ConfigError: A value is wrong, or the two contradict each other.
@@ -262,7 +262,7 @@ def _done(count: int) -> "Future[int]":
 
 
 def _begin(lifeline: Connection, count: "Synchronized[int]") -> None:
-    """Initialise a worker process. It ends when the other end of `lifeline` is closed everywhere."""
+    """Initialise a worker process. It ends when the other end of `lifeline` is closed in all processes."""
     global _num_done
     _num_done = count
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One stage of preparing a set: a chunk of its utterances is checked and written as one shard.
+"""One stage of preparing a set: it checks a chunk of utterances and writes it as one shard.
 
 <work>/stages/checked.000000.json     result of checking recordings that will be joined into strings
 <work>/stages/written.000000.json     the index of a shard; written after the shard, so it shows that this is complete
@@ -22,9 +22,10 @@ from starling.speech.shard_writer import ShardIndex, Spoken, audio_file, cuts_fi
 from starling.speech.usable import Checker, Checking, Dropped
 
 Tick = Callable[[int], None]
-"""Called with the number of utterances done since the last call."""
+"""A function that is called with the number of utterances done since the last call."""
 OnProgress = Callable[[str, int, int], None]
-"""Called with the name of a set, the number of utterances done, and their total (0: unknown)."""
+"""A function that is called with the name of a set, the number of utterances done, and their total (0 if it is
+unknown)."""
 REPORT_EVERY = 25
 _SEPARATORS = (",", ":")
 
@@ -40,7 +41,7 @@ class Result:
     dropped: tuple[Dropped, ...]
     shard: ShardIndex
     short: tuple[str, ...] = ()
-    """The used utterances whose files have a little less audio than their headers declare."""
+    """The used utterances whose files have slightly less audio than their headers declare."""
 
 
 _RESULT = TypeAdapter(Result)
@@ -55,11 +56,11 @@ class Stage:
     utterances: tuple[Utterance, ...]
     checking: Checking
     writes: bool
-    """Whether to write a shard; otherwise only check."""
+    """Whether to write a shard; otherwise, the stage only checks."""
     listing: str
     """Digest of the chunk as the corpus lists it; a result with another digest is invalid."""
     taken: frozenset[str] = frozenset()
-    """Ids of this chunk that utterances of earlier chunks already use."""
+    """The ids of this chunk that utterances of earlier chunks already use."""
 
     @property
     def file(self) -> Path:

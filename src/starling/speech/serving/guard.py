@@ -1,4 +1,4 @@
-"""Limits of each connection: its size, the time a client may take, and the pages that may use the server."""
+"""Limits on each connection: its size, the time that a client may take, and the pages that may use the server."""
 
 import asyncio
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from starlette.websockets import WebSocketClose
 from starling.timeouts import Seconds
 
 _CLOSE = {"Connection": "close"}
-"""The header of answers to uploads that have not been read to their end."""
+"""The header of answers to uploads that have not been read to the end."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OPENAI = "/v1/"
-"""Paths below this one are answered as OpenAI's API answers."""
+"""The prefix of paths that are answered in the format of OpenAI's API."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client may ask for."""
+    """Limits on what a client may ask for."""
 
     upload_bytes: int
     audio_seconds: Seconds
@@ -31,7 +31,7 @@ class Limits:
 def problem(
     path: str, message: str, parameter: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
 ) -> dict[str, object]:
-    """The JSON of an error; OpenAI's clients read theirs, with the parameter that is wrong."""
+    """The JSON of an error; OpenAI's clients expect their own format, which names the wrong parameter."""
     if not path.startswith(OPENAI):
         return {"error": message}
     return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
@@ -76,8 +76,8 @@ class Guard:
         return f"the upload is larger than {self._limits.upload_bytes / 1e6:g} MB (--max-megabytes)"
 
     def _counted(self, receive: Receive) -> Receive:
-        """At most so many bytes, each message within the time limit. After the last one, only a disconnection can come,
-        and the wait for it has no limit."""
+        """A `receive` that accepts at most the allowed number of bytes, and each message only within the time limit.
+        After the last message, only a disconnection can follow, and the wait for it has no limit."""
         total = 0
         limit: Seconds | None = self._limits.stall
 
@@ -96,7 +96,7 @@ class Guard:
         return checked
 
     def _hurried(self, send: Send) -> Send:
-        """A client that does not read its answer is cut off."""
+        """A `send` that disconnects a client that does not read its answer."""
 
         async def checked(message: Message) -> None:
             await asyncio.wait_for(send(message), self._limits.stall)

@@ -40,7 +40,7 @@ from starling.speech.too_short import TooShort, frames_needed, kept_utterances, 
 from starling.speech.trained import load_newest
 
 _READ_TOGETHER = 32
-"""Utterances whose features are made together."""
+"""Number of utterances whose features are computed together."""
 _ROUNDS_AFTER_FLAT_START, _ROUNDS_AFTER_CTC = 20, 5
 
 
@@ -59,9 +59,9 @@ def too_few_frames(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, feat
 def make_frames(
     recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel, folder: ExperimentFolder, say: Say
 ) -> TiedStates:
-    """Store the features of the training set in `folder.frames`, align them, and tie their states; those.
+    """Store the features of the training set in `folder.frames`, align them, and return their tied states.
 
-    A resumed run takes over what the run before has stored. Raises ConfigError and DataError for data, words or an
+    A resumed run takes over what the previous run stored. Raises ConfigError and DataError for data, words or an
     aligning model that cannot be used.
     """
     decoding = recipe.decoding or DecodingConfig()
@@ -100,7 +100,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _store(recipe: Recipe, train: SpeechSets, features: LogMel, folder: Path, say: Say) -> None:
-    """Write the features of all utterances that can be used, at each speed."""
+    """Write the features of all usable utterances, at each speed."""
     num_written = 0
     bad: list[str] = []
     speeds = sorted(set(recipe.augment.speed))
@@ -129,13 +129,14 @@ def _store(recipe: Recipe, train: SpeechSets, features: LogMel, folder: Path, sa
             f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
         )
     if not num_written:
-        raise DataError(f"{train.name}: no utterance can be aligned, so that there are no frames to train on")
+        raise DataError(f"{train.name}: no utterance can be aligned, so there are no frames to train on")
     if bad:
         say(f"{train.name}: {len(bad)} utterances cannot be used and are left out, such as: {bad[0]}")
 
 
 def _at_speed(utterance: Stored, speed: float, features: LogMel) -> Tensor:
-    """The waveform `[T]` of an utterance, faster. Raises DataError for one that has no features."""
+    """The waveform `[T]` of an utterance at `speed` times its speed. Raises DataError for an utterance that has no
+    features."""
     waveform, rate = features.checked(utterance.samples, utterance.id), features.sampling_rate
     return features.checked(resampled(waveform, round(rate * speed), rate), utterance.id)
 
@@ -143,7 +144,7 @@ def _at_speed(utterance: Stored, speed: float, features: LogMel) -> Tensor:
 def _align(
     recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, frames: Frames, words: list[str], say: Say
 ) -> TiedStates:
-    """Align all frames, tie their states, and store these."""
+    """Align all frames, tie their states, store the states, and return them."""
     wanted, config = recipe.states or StatesConfig(), recipe.alignment or AlignmentConfig()
     texts = [(train.id(number), train.text(number)) for number in frames.utterances.tolist()]
     transcripts = StateSequences.of(texts, _speller(recipe, tokenizer))
@@ -186,7 +187,7 @@ def _align(
 
 
 def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
-    """The model that aligns; ConfigError where its frames or characters are others than those of the recipe."""
+    """Load the model that aligns. Raises ConfigError if its frames or characters differ from those of the recipe."""
     model = load_newest(source)
     if model.features.sampling_rate != recipe.data.sampling_rate:
         raise ConfigError(
@@ -195,7 +196,7 @@ def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
         )
     if model.features.config.frame_shift != recipe.features.frame_shift:
         raise ConfigError(
-            f"alignment.experiment: {source} has a frame each {model.features.config.frame_shift} s, and "
+            f"alignment.experiment: {source} has a frame every {model.features.config.frame_shift} s, and "
             f"features.frame_shift is {recipe.features.frame_shift}; align with a model of that shift"
         )
     if not isinstance(model.tokenizer, CharacterTokenizer):
@@ -205,7 +206,7 @@ def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
 
 @dataclass(frozen=True)
 class _Aligner:
-    """A trained model, which aligns the stored frames of a training set."""
+    """A trained model that aligns the stored frames of a training set."""
 
     model: Recogniser
     train: SpeechSets
@@ -217,7 +218,7 @@ class _Aligner:
         """Positions by the scaled likelihoods of the model's tied states."""
         if states.per_unit != self.per_unit:
             raise ConfigError(
-                f"alignment.experiment: its model has {states.per_unit} states a character, and states.per_unit is "
+                f"alignment.experiment: its model has {states.per_unit} states per character, but states.per_unit is "
                 f"{self.per_unit}; choose the same"
             )
         own = StateSequences.of(texts, states.speller(self.model.tokenizer))
@@ -226,7 +227,7 @@ class _Aligner:
         return align(self.frames.lengths, labels, self.transcripts.optional, score)
 
     def by_ctc(self) -> Labels:
-        """Positions by a CTC model: of its best path, or equal ones for an utterance that is too short for CTC."""
+        """Positions on the best path of a CTC model; an utterance that is too short for CTC is divided equally."""
         frames, config, encode = self.frames, self.model.model_config, self.model.tokenizer.encode
         numbers = frames.utterances.tolist()
         texts = [" ".join(self.train.text(number).split()) for number in numbers]
@@ -244,7 +245,7 @@ class _Aligner:
         return positions
 
     def _scores(self, chosen: Sequence[int], places: Sequence[int]) -> Tensor:
-        """Log-probabilities for what is stored of the training set, of some of the `chosen` utterances."""
+        """The model's log-probabilities for some of the `chosen` stored utterances of the training set."""
         stored, features = [chosen[place] for place in places], self.model.features
         numbers, speeds = self.frames.utterances[stored].tolist(), self.frames.speeds[stored].tolist()
         heard = zip(self.train.read(numbers), speeds, strict=True)

@@ -1,5 +1,5 @@
-"""The utterances that a recipe trains on, and the plan of its mini-batches: of whole utterances, or of sub-sequences of
-frames. A plan is a pure function, so that all processes agree. Does not load torch."""
+"""The utterances that a recipe trains on, and the plan of its mini-batches, which hold whole utterances or
+sub-sequences of frames. A plan is a pure function, so that all processes agree. This module does not load torch."""
 
 from abc import abstractmethod
 from collections import Counter
@@ -34,7 +34,7 @@ from starling.speech.too_short import kept_utterances
 from starling.workload import Ticket
 
 Pieces = NDArray[np.int64]
-"""Sub-sequences `[n, 3]`: utterance, first frame, the frame after the last."""
+"""Sub-sequences `[n, 3]`: the utterance, the first frame, and the frame after the last."""
 _WINDOWS_KEPT = 3  # the current one, the next, which is loaded ahead, and one that a slow learner is still in
 _EPOCHS_KEPT = 3
 
@@ -55,11 +55,11 @@ class RecipePlan(MiniBatches):
 
     @property
     def num_examples(self) -> int:
-        """Utterances, or sub-sequences of an epoch."""
+        """The number of utterances, or of sub-sequences of an epoch."""
         return self._planner.num_examples
 
     def num_batches(self, epoch: int) -> int:
-        """Mini-batches of an epoch."""
+        """The number of mini-batches of an epoch."""
         return self._planner.num_batches(epoch)
 
     def of(self, ticket: Ticket) -> MiniBatch:
@@ -77,7 +77,8 @@ class RecipePlan(MiniBatches):
         """The names of a micro-batch's examples."""
 
     def shares(self) -> list[str]:
-        """Lines about mixture and partition: the passes over each domain in an epoch, and the sizes of the parts.
+        """Lines about the mixture and the partition: the passes over each domain in an epoch, and the sizes of the
+        parts.
 
         Raises DataError if a domain has no utterances, and ConfigError if the data are too few for the learners.
         """
@@ -93,7 +94,7 @@ class RecipePlan(MiniBatches):
 
     @cached_property
     def _parts(self) -> NDArray[np.int32] | None:
-        """The part that each utterance belongs to, one part for each worker; None if the data are not divided."""
+        """The part of each utterance, with one part for each worker; None if the data are not divided."""
         recipe = self.recipe
         if recipe.partition == "identical":
             return None
@@ -120,8 +121,8 @@ class UtterancePlan(RecipePlan):
         return [f"passes over domains in an epoch: {passes}"]
 
     def passes(self, times: Counter[str]) -> str | None:
-        """How many passes over each domain of a mixture were made, in words, from how often each utterance was seen;
-        None without a mixture."""
+        """A description of how many passes over each domain of a mixture were made, from how often each utterance was
+        seen; None without a mixture."""
         if self.recipe.mixture is None:
             return None
         lines, train = [], self.utterances
@@ -143,15 +144,15 @@ class UtterancePlan(RecipePlan):
 class Planner:
     """Plans the epochs of a set; a pure function of the constructor's arguments.
 
-    `durations` (`[N]`, seconds) are those of the set's utterances; `windows` say which of them an epoch contains, and
-    which are shuffled together; `draws_seed` is the seed of what is drawn from parts.
+    `durations` (`[N]`, seconds) belong to the set's utterances; `windows` say which utterances an epoch contains, and
+    which are shuffled together; `draws_seed` is the seed for drawing from parts.
 
-    In a window, utterances are sorted by duration into buckets, and those of a bucket are assigned to micro-batches at
-    random. A micro-batch with its padding is at most `max_duration` long, unless it consists of one longer utterance,
-    or the window has too few utterances to fill `accumulate` without merging. Each mini-batch has `accumulate`
-    micro-batches (fewer if the window has fewer utterances). Groups of `similar` mini-batches are in random order;
-    mini-batches that do not fill a group come last. In the first epoch, mini-batches can instead be in order of
-    duration (`shortest_first`).
+    In a window, utterances are sorted by duration into buckets, and the utterances of a bucket are assigned to
+    micro-batches at random. A micro-batch with its padding is at most `max_duration` long, unless it consists of one
+    longer utterance, or the window has too few utterances to fill `accumulate` without merging. Each mini-batch has
+    `accumulate` micro-batches (fewer if the window has fewer utterances). Groups of `similar` mini-batches are in
+    random order; mini-batches that do not fill a group come last. In the first epoch, mini-batches can instead be in
+    order of duration (`shortest_first`).
 
     If the data are divided, mini-batches are drawn at random from parts instead: the utterances of a part are sorted
     into buckets, and for each mini-batch they are divided into micro-batches at random, of which `accumulate` are
@@ -172,11 +173,11 @@ class Planner:
         self.windows, self.num_examples = windows, len(durations)
         self._grouped: dict[int, tuple[NDArray[np.int64], list[Bucket]]] = {}
         self.window = lru_cache(_WINDOWS_KEPT)(self._plan)
-        """The mini-batches of a window of an epoch, in order."""
+        """Returns the mini-batches of a window of an epoch, in order."""
         self._ends_of_windows = lru_cache(_EPOCHS_KEPT)(self._count)
 
     def num_batches(self, epoch: int) -> int:
-        """Mini-batches of an epoch."""
+        """The number of mini-batches of an epoch."""
         return int(self._ends_of_windows(epoch)[-1])
 
     def batch(self, epoch: int, index: int) -> MiniBatch:
@@ -188,7 +189,7 @@ class Planner:
         return self.window(epoch, window)[index - (int(ends[window - 1]) if window else 0)]
 
     def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> MiniBatch:
-        """The mini-batch of a part for ticket number `step`; `parts` `[N]` gives the part of each utterance."""
+        """The mini-batch of a part for ticket number `step`; `parts` `[N]` is the part of each utterance."""
         if part not in self._grouped:
             members = np.flatnonzero(parts == part)
             self._grouped[part] = members, fill_buckets(self._durations[members], self._config)
@@ -235,7 +236,7 @@ class FramePlan(RecipePlan):
         return SequencePlanner(self.frames.lengths, config, recipe.batches.accumulate, seed)
 
     def names(self, micro_batch: NDArray[np.int64]) -> tuple[str, ...]:
-        """`utterance[first:end]` of each sub-sequence; `utterance@speed[first:end]` at another speed."""
+        """The name of each sub-sequence: `utterance[first:end]`, or `utterance@speed[first:end]` at another speed."""
         return tuple(f"{self._name(utterance)}[{first}:{end}]" for utterance, first, end in micro_batch.tolist())
 
     def _name(self, utterance: int) -> str:
@@ -244,12 +245,13 @@ class FramePlan(RecipePlan):
 
 
 class SequencePlanner:
-    """Cuts utterances of `lengths` `[U]` frames into sub-sequences, and deals these at random to mini-batches.
+    """Cuts utterances of `lengths` `[U]` frames into sub-sequences, and distributes these at random among mini-batches.
 
     Each frame is in exactly one sub-sequence of an epoch. If an utterance's length is not a multiple of a
     sub-sequence's, its first sub-sequence, its last, or both are shorter; by how much is drawn for each epoch. A
-    mini-batch has at most `batch * accumulate` sub-sequences, and those of an epoch differ by at most one. The order of
-    an epoch is kept in memory, 8 bytes for each sub-sequence. Raises DataError for a set without frames.
+    mini-batch has at most `batch * accumulate` sub-sequences, and the mini-batches of an epoch differ in size by at
+    most one. The order of an epoch is kept in memory, 8 bytes for each sub-sequence. Raises DataError for a set without
+    frames.
     """
 
     def __init__(self, lengths: NDArray[np.int64], config: SequencesConfig, accumulate: int, seed: int) -> None:
@@ -265,7 +267,7 @@ class SequencePlanner:
         self._dealt = lru_cache(_EPOCHS_KEPT)(self._deal)
 
     def num_batches(self, epoch: int) -> int:
-        """Mini-batches of an epoch; all epochs have as many."""
+        """The number of mini-batches, which is the same for all epochs."""
         return self._num_batches
 
     def batch(self, epoch: int, index: int) -> MiniBatch:
@@ -277,7 +279,8 @@ class SequencePlanner:
         return self._split(self._pieces(order[first:end], offsets))
 
     def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> MiniBatch:
-        """A mini-batch of sub-sequences drawn from the utterances of a part; `parts` `[U]` gives the part of each."""
+        """A mini-batch of sub-sequences drawn from the utterances of a part; `parts` `[U]` is the part of each
+        utterance."""
         generator = np.random.default_rng(derive_seed(self._seed, "draw", part, step))
         numbers = np.flatnonzero(np.repeat(parts == part, np.diff(self._ends, prepend=0)))
         size = self._config.batch * self._accumulate
@@ -285,7 +288,8 @@ class SequencePlanner:
         return self._split(self._pieces(chosen, generator.integers(self._spare + 1)))
 
     def _deal(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The order of the sub-sequences, and by how many frames each utterance's first one is shortened."""
+        """The order of the sub-sequences, and the number of frames by which each utterance's first sub-sequence is
+        shortened."""
         generator = np.random.default_rng(derive_seed(self._seed, "sub-sequences", epoch))
         offsets = generator.integers(self._spare + 1)
         return generator.permutation(self.num_examples), offsets
@@ -302,7 +306,7 @@ class SequencePlanner:
 
 
 def load_plan(recipe: Recipe, folder: ExperimentFolder) -> UtterancePlan | FramePlan:
-    """The plan of a recipe whose `folder` is set up. Raises DataError where the data are not prepared, or aligned."""
+    """The plan of a recipe whose `folder` is set up. Raises DataError if the data are not prepared or not aligned."""
     train = open_training_set(recipe)
     if recipe.loss == "ctc":
         return UtterancePlan(recipe, kept_utterances(train, folder.too_short))

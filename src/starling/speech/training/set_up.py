@@ -1,4 +1,5 @@
-"""The set-up before learners start, with the checks that need the data; a recipe's job, and what writes its models."""
+"""The set-up before learners start, with the checks that need the data; also a recipe's job, and the writer of its
+models."""
 
 import math
 import os
@@ -43,12 +44,12 @@ from starling.training.tickets import TicketSequence
 
 Seconds = float
 MIN_AUDIO_FOR_PROCESSES: Seconds = 1800.0
-"""If a learner loads less audio in a run, loading processes take longer to start than they save. One core loads this
-much in 10 to 20 s."""
+"""Minimum audio that a learner loads in a run for loading processes to be worthwhile: with less, they take longer to
+start than they save. One core loads this much in 10 to 20 s."""
 AUDIO_PER_SECOND = 100.0
-"""The assumed seconds of audio that a learner trains on in a second, to estimate the audio of a budget in minutes."""
+"""Assumed seconds of audio that a learner trains on per second, used to estimate the audio of a budget in minutes."""
 MAX_PROCESSES = 4
-"""The maximum of loading processes per learner on an accelerator, or with data from an object store."""
+"""Maximum number of loading processes per learner on an accelerator, or with data from an object store."""
 
 
 def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgress | None = None) -> None:
@@ -56,7 +57,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     are too short for CTC in `folder.too_short`.
 
     Raises:
-        ConfigError: The warm start or what is frozen does not fit the model, or the data cannot be divided among the
+        ConfigError: The warm start or `freeze` does not fit the model, or the data cannot be divided among the
             learners.
         DataError: The training set is unreadable, is too small for the number of learners, contains characters
             outside the alphabet, or contains too many utterances that are too short for CTC or for their states.
@@ -96,7 +97,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     size = "sequences.batch" if recipe.loss == "frames" else "batches.max_duration"
     if recipe.sync_group_size == 1 and batches < recipe.num_workers:
         say(
-            f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so that some have none: "
+            f"warning: an epoch has {batches} mini-batches for {recipe.num_workers} learners, so some have none: "
             f"lower {size}, or use fewer learners"
         )
     shares = () if recipe.batch_shares == "auto" else recipe.batch_shares.values()
@@ -104,13 +105,13 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     if batches < step_size:
         say(
             f"warning: an epoch has {batches} mini-batches, and the {recipe.sync_group_size} learners that step "
-            f"together take {step_size} at once, so that one step takes mini-batches of several epochs: lower {size}, "
+            f"together take {step_size} at once, so one step takes mini-batches of several epochs: lower {size}, "
             "or use fewer learners"
         )
 
 
 def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
-    """The phones of the training set's words, if the model has phones; a resumed run's are those it had."""
+    """The phones of the training set's words, if the model has phones; a resumed run keeps the phones it had."""
     if recipe.model.phones is None:
         return None
     if recipe.resume is not None:
@@ -133,8 +134,8 @@ def _untrained(
     phones: Phones | None,
     say: Say,
 ) -> Recogniser:
-    """A recogniser with weights drawn with the recipe's seed, loaded from its published checkpoint, which is not needed
-    afterwards, or from another experiment."""
+    """A recogniser whose weights are drawn with the recipe's seed, loaded from its published checkpoint, which is not
+    needed afterwards, or taken from another experiment."""
     model, published = recipe.model, None
     if isinstance(model, PublishedConfig):
         model, published = model.model_copy(update={"checkpoint": None}), model.checkpoint
@@ -150,7 +151,7 @@ def _untrained(
 
 
 def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
-    """Outputs, mini-batches, and how much the learners take at a time, in words."""
+    """A description of the outputs, the mini-batches, and how much the learners process at a time."""
     kind = "learner" if recipe.island.tensor == 1 else "island"
     learners = kind if recipe.num_workers == 1 else f"{kind}s"
     if states is None or recipe.sequences is None:
@@ -168,8 +169,8 @@ def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: 
 
 
 def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFolder) -> None:
-    """Write to `folder` what `set_up` would, reusing what it wrote to `before` for a recipe that differs only in its
-    seed or, with `loss: frames`, in its model."""
+    """Write to `folder` what `set_up` would write, reusing what it wrote to `before` for a recipe that differs only in
+    its seed or, with `loss: frames`, in its model."""
     initial = Recogniser.load(before.initial)
     recogniser = _untrained(
         recipe, initial.features, initial.tokenizer, initial.states, initial.phones, lambda line: None
@@ -184,7 +185,7 @@ def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFold
 
 
 def schedule_change(recipe: Recipe, workload: SpeechWorkload | FrameWorkload) -> str | None:
-    """A warning if resuming with this budget changes the learning rate, else None."""
+    """A warning if resuming with this budget changes the learning rate; otherwise None."""
     if recipe.resume is None or (earlier := earlier_recipe(recipe.resume)) is None:
         return None
     before, now = (each.optimizer.schedule.budget or each.budget for each in (earlier, recipe))
@@ -215,8 +216,8 @@ def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload | 
 def _leave_out_too_short(
     recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel, path: Path, say: Say
 ) -> None:
-    """Write to `path` the utterances that cannot be aligned. Raises DataError if the recipe does not allow so many to
-    be skipped."""
+    """Write to `path` the utterances that cannot be aligned. Raises DataError if there are more of them than the recipe
+    allows to skip."""
     path.unlink(missing_ok=True)
     if recipe.loss == "frames":
         whom, what, remedy = "their states", "fewer frames than states", "lower states.per_unit"
@@ -246,7 +247,7 @@ def _leave_out_too_short(
 
 
 def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None = None) -> Job:
-    """The job of a recipe whose `folder` is set up. `learners_here` is the number of learners on this machine, None in
+    """The job of a recipe whose `folder` is set up. `learners_here` is the number of learners on this machine; None in
     a simulation."""
     workload = load_workload(recipe, folder)
     num_workers = recipe.batches.num_workers
@@ -265,7 +266,8 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
 
 
 def loading_processes(recipe: Recipe, learners_here: int, cores: int, epoch: Seconds) -> int:
-    """The number of loading processes per learner for `batches.num_workers: auto`; `epoch` is the audio of an epoch.
+    """The number of loading processes per learner for `batches.num_workers: auto`; `epoch` is the length of the audio
+    of an epoch.
 
     Zero if learners have less than a core each, or if a learner loads little audio. A model on the CPU needs one
     process.
@@ -287,7 +289,7 @@ class ModelWriter:
     """Writes a recogniser with the given weights `[P]` and buffers into a checkpoint.
 
     The network is created once, before training, because creating it draws from the random generators that training
-    uses. Between two calls its parameters occupy no memory.
+    uses. Between calls, its parameters occupy no memory.
     """
 
     def __init__(self, initial: Path, frozen: Sequence[Freeze] = ()) -> None:

@@ -52,32 +52,32 @@ _REST = 19.0
 USELESS = 90.0
 """A recogniser with a higher word error rate, in per cent, does not work."""
 _TOO_EARLY = 0.1
-"""Before this share of the budget is spent, nothing is said about that."""
+"""Share of the budget before which a recogniser's failure is not reported."""
 _LOOKED_AT, _COUNTED = 32, 2000
-"""Utterances of a set that are recognised, and whose tokens are counted, to find the cause."""
+"""Number of utterances of a set that are recognised, and whose tokens are counted, to find the cause."""
 _MANY, _MUCH = 0.25, 0.05
-"""The shares of utterances that are too much alike to be chance, and of gradients."""
+"""The share of utterances, and of gradients, above which a common fault is not chance."""
 _TIGHT = 0.9
-"""Nearly all of an utterance's frames: hardly any is left for blanks."""
+"""Share of an utterance's frames above which the tokens leave hardly any frame for blanks."""
 _SILENT = 1e-3
-"""Full scale is 1: a recording with a smaller standard deviation, -60 dB, is almost silent."""
+"""Standard deviation, relative to full scale, below which a recording is almost silent (-60 dB)."""
 _LEARNT, _STUCK = 50.0, 0.9
 """The word error rate below which the training data have been learnt, and the loss, relative to that of a model that
-hears nothing, above which nothing has."""
+hears nothing, above which nothing has been learnt."""
 _CARRIED = 0.3
-"""Of what the loss has fallen by, the share that must be found on other recordings, or something is wrong."""
+"""Minimum share of the loss's fall that must carry over to other recordings; with less, something is wrong."""
 _WORSE = 1.2
-"""A loss so much above that of a model that hears nothing is the fault of the learning rate."""
+"""Loss, relative to that of a model that hears nothing, above which the learning rate is at fault."""
 _MOST_SAID = 200  # characters of another error
 _LONG = 3000
-"""Mini-batches in which training leaves the plateau of blanks, if it ever does."""
+"""Number of mini-batches in which training leaves the plateau of blanks, if it ever does."""
 
 
 class Validation(Scoring, AbstractContextManager["Validation"]):
     """Scores models in a background thread, one at a time, and keeps the best. A context manager.
 
     Training never waits for validation, and an error in validation does not end it. A model that arrives while another
-    one is being scored is skipped, unless it is the final one; so is one that cannot be read.
+    is being scored is skipped, unless it is the final one; so is a model that cannot be read.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
         shutil.rmtree(self._folder.validation, ignore_errors=True)
 
     def hear(self, message: LearnerMessage) -> None:
-        """Score the model of a message that says that one was saved."""
+        """Score the model if the message says that one was saved."""
         if isinstance(message, Saved) and message.moment != "barrier":
             self.saved(Path(message.folder), is_last=message.moment == "end")
         if isinstance(message, ModelSaved):
@@ -115,7 +115,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
 
     def is_enough(self) -> bool:
         """Whether the error has not fallen for as many epochs as the recipe's `patience` allows. An error of 100 % or
-        more, with which training begins, may stay for longer."""
+        more, with which training begins, may persist for longer."""
         patience = self._recipe.patience
         if patience is None or self._best is None or self._best >= 100.0:
             return False
@@ -143,7 +143,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
             self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
-        """Remove a model from `validation/`, so that learners write the next one; a checkpoint stays."""
+        """Remove a model from `validation/`, so that learners write the next one; checkpoints are kept."""
         if folder.parent.name == self._folder.validation.name:
             with suppress(OSError):
                 remove(folder)
@@ -177,7 +177,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
             )
 
     def _keep(self, checkpoint: Checkpoint, scored: dict[str, Any]) -> None:
-        """Replace the best model."""
+        """Make this model the best one."""
         final = self._folder.best / checkpoint.folder.name
         if final.exists():
             return
@@ -192,7 +192,8 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
 
 
 def _score_of(model: Path | None, key: str) -> float | None:
-    """The word error rate of the best model, or its epochs; None if there is none or it cannot be read."""
+    """A value of the best model's score, such as its word error rate or its epochs; None if there is none, or if it
+    cannot be read."""
     try:
         return None if model is None else float(json.loads((model / SCORE).read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, KeyError, TypeError):
@@ -201,7 +202,7 @@ def _score_of(model: Path | None, key: str) -> float | None:
 
 @dataclass(frozen=True)
 class Looked:
-    """What a sample of a set is like, and what a recogniser makes of it."""
+    """Properties of a sample of a set, and of a recogniser's output for it."""
 
     size: int
     silent: Sequence[str]
@@ -211,11 +212,11 @@ class Looked:
     is_empty: bool
     """Whether all texts are empty."""
     ratio: float | None
-    """The CTC loss relative to that of a model that hears nothing: the median over utterances; None: not with CTC."""
+    """The median over utterances of the CTC loss relative to that of a model that hears nothing; None without CTC."""
 
 
 def verdict_on_test(recipe: Recipe, folder: ExperimentFolder, rates: Mapping[str, float]) -> str | None:
-    """The verdict by the test set with the lowest error rate; None: there is none."""
+    """The verdict on the newest model, by the test set with the lowest error rate; None if there is none."""
     if not rates:
         return None
     if (rate := min(rates.values())) <= USELESS:
@@ -233,7 +234,7 @@ def verdict_on_test(recipe: Recipe, folder: ExperimentFolder, rates: Mapping[str
 def verdict_on(
     recipe: Recipe, folder: ExperimentFolder, manifest: Manifest, recogniser: Recogniser, name: str, rate: float
 ) -> str:
-    """Why the recogniser of a checkpoint does not work, if its error rate on the set `name` says so, and what to do;
+    """Why the recogniser of a checkpoint does not work, judged by its error rate on the set `name`, and what to do;
     empty if it works, or before a tenth of the budget is spent."""
     steps, epochs = manifest.position.num_done, manifest.epochs_ended or manifest.next_ticket.epoch
     spent = recipe.budget.fraction(Spent(steps, epochs, manifest.minutes))
@@ -268,7 +269,7 @@ def verdict_on(
 
 
 def look(recogniser: Recogniser, utterances: SpeechSets) -> Looked:
-    """Look at utterances that are evenly spread over a set, and at what a recogniser makes of them."""
+    """Examine utterances that are evenly spread over a set, and a recogniser's output for them."""
     sample = utterances.only(np.unique(np.linspace(0, len(utterances) - 1, _LOOKED_AT).astype(np.int64)))
     texts, references, silent = dict[str, str](), dict[str, str](), list[str]()
     tokens, heard_rows = list[Tensor](), list[Tensor]()
@@ -296,7 +297,7 @@ def look(recogniser: Recogniser, utterances: SpeechSets) -> Looked:
 
 
 def _ratio(rows: Sequence[Tensor], tokens: Sequence[Tensor]) -> float | None:
-    """The median over utterances of their CTC loss relative to that of outputs `[V]` that are the same in all frames:
+    """The median over utterances of their CTC loss relative to the loss of outputs `[V]` that are equal in all frames:
     the frequencies of tokens and blanks."""
     if not rows:
         return None
@@ -316,7 +317,7 @@ def _ratio(rows: Sequence[Tensor], tokens: Sequence[Tensor]) -> float | None:
 
 
 def _not_finite(recipe: Recipe, folder: ExperimentFolder) -> tuple[str, str] | None:
-    """The cause if more than `_MUCH` of the newest run's gradients were not finite, and the remedy."""
+    """The cause and the remedy if more than `_MUCH` of the newest run's gradients were not finite."""
     events = read_events(folder.log / "events.jsonl")
     starts = [place for place, each in enumerate(events) if each["kind"] == "start"]
     epochs = [each for each in events[max(starts, default=0) :] if each["kind"] == "epoch"]
@@ -333,7 +334,7 @@ def _not_finite(recipe: Recipe, folder: ExperimentFolder) -> tuple[str, str] | N
 
 
 def _too_few_frames(recipe: Recipe, recogniser: Recogniser, train: SpeechSets) -> tuple[str, str] | None:
-    """The cause if many transcripts need nearly all of their encoder frames, or more, and the remedy."""
+    """The cause and the remedy if many transcripts need nearly all of their encoder frames, or more."""
     if recipe.loss != "ctc":
         return None
     chosen = train.only(np.unique(np.linspace(0, len(train) - 1, _COUNTED).astype(np.int64)))
@@ -352,7 +353,7 @@ def _too_few_frames(recipe: Recipe, recogniser: Recogniser, train: SpeechSets) -
 
 
 def _silent(looked: Looked, name: str) -> tuple[str, str] | None:
-    """The cause if many recordings of a set are almost silent, and the remedy."""
+    """The cause and the remedy if many recordings of a set are almost silent."""
     if not looked.silent or len(looked.silent) < _MANY * looked.size:
         return None
     return (
@@ -363,7 +364,7 @@ def _silent(looked: Looked, name: str) -> tuple[str, str] | None:
 
 
 def _learning_rate(recipe: Recipe, folder: ExperimentFolder, train: SpeechSets, own: Looked) -> tuple[str, str] | None:
-    """The cause if the loss is well above that of a model that hears nothing, and the remedy."""
+    """The cause and the remedy if the loss is well above that of a model that hears nothing."""
     before = look(Recogniser.load(folder.initial), train).ratio if (own.ratio or 0.0) > _WORSE else None
     if own.ratio is None or before is None:
         return None
@@ -379,7 +380,7 @@ def _learning_rate(recipe: Recipe, folder: ExperimentFolder, train: SpeechSets, 
 
 
 def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, steps: int) -> tuple[str, str]:
-    """The likeliest cause and the remedy, from how well the model does on the training set (`own`) and on the set
+    """The likeliest cause and its remedy, from the model's performance on the training set (`own`) and on the set
     `name`."""
     rate, ratio = f"optimizer.lr (now {recipe.optimizer.lr:g})", own.ratio
     is_stuck = own.wer > USELESS if ratio is None else ratio >= _STUCK
@@ -388,13 +389,13 @@ def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, st
     check = "look for wrong transcripts with `{check}`"
     if own.wer < _LEARNT or (ratio is not None and ratio < _STUCK and not carries_over):
         return (
-            f"what was learnt of the training data, WER {own.wer:.0f} % there{told}, does not hold on {name}: "
-            "transcripts do not belong to their recordings, or speakers and recordings of the sets differ much",
+            f"what was learnt from the training data (WER {own.wer:.0f} %){told} does not carry over to {name}: "
+            "transcripts do not belong to their recordings, or the sets differ greatly in speakers and recordings",
             f"{check}; if they are right, train on more, or more similar, recordings",
         )
     if is_stuck and steps >= _LONG:
         return (
-            f"nothing was learnt of the training data in {steps} mini-batches{told}: transcripts do not belong to "
+            f"nothing was learnt from the training data in {steps} mini-batches{told}: transcripts do not belong to "
             "their recordings, or the learning rate does not fit",
             f"{check}; if they are right, change {rate}",
         )

@@ -13,7 +13,7 @@ from starling.speech.trained import load_newest
 from starling.training.freezing import OUTPUT, OUTPUTS, PHONES
 
 _ROW_BLOCKS = {".weight_ih_l": 4, ".weight_hh_l": 4, ".bias_ih_l": 4, ".bias_hh_l": 4, ".attention.inputs.": 3}
-"""Parts of names, and the blocks of rows that such parameters have: the gates of an LSTM; queries, keys and values."""
+"""Number of blocks of rows in parameters, by parts of their names: the gates of an LSTM; queries, keys and values."""
 _OF_FEATURES = ("subsampling.convolutions.0.weight", "subsampling.projection.weight", "window.weight")
 """Parameters with a column for each feature. If the features differ, no column has the same meaning."""
 _LISTED = 6
@@ -21,12 +21,12 @@ _LISTED = 6
 
 def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "partial"] = "strict") -> list[str]:
     """Load the weights of an experiment's newest model, a checkpoint or a recogniser's folder into `recogniser`; return
-    lines that say what was taken.
+    lines that report what was taken.
 
-    Of the outputs, the rows of tokens and phones that both models have are copied, matched by name. With `partial`
-    sizes, a parameter whose size differs from its counterpart's takes the part that overlaps, separately for each gate
-    of an LSTM and each direction of a bidirectional one. Weights from new units to old ones are set to zero, so
-    that added units do not change old ones. Parameters of layers that the source does not have stay as they are.
+    The output rows of tokens and phones that both models have are copied, matched by name. With `partial` sizes, a
+    parameter whose size differs from its counterpart's takes the part that overlaps, separately for each gate of an
+    LSTM and each direction of a bidirectional one. Weights from new units to old ones are set to zero, so that added
+    units do not change old ones. Parameters of layers that the source does not have stay unchanged.
 
     Raises:
         ConfigError: `sizes` is strict and some sizes differ, which the message lists; or nothing fits.
@@ -72,7 +72,7 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
 
 
 class _Transfer:
-    """Copies parameters of another model, and notes what was taken over, by name."""
+    """Copies parameters of another model, and records by name what was taken."""
 
     def __init__(self, recogniser: Recogniser, other: Recogniser) -> None:
         self.own, self.theirs = recogniser.model.state_dict(), other.model.state_dict()
@@ -94,8 +94,8 @@ class _Transfer:
             own[mine] = value
 
     def take(self, name: str, value: Tensor, given: Tensor) -> None:
-        """Copy `given` into `value`; of another size, what overlaps, and the weights from new units to old ones become
-        zero."""
+        """Copy `given` into `value`. If their sizes differ, copy the part that overlaps, and set weights from new units
+        to old ones to zero."""
         if value.shape == given.shape:
             value.copy_(given)
             self.num_values += value.numel()
@@ -117,7 +117,7 @@ class _Transfer:
         self.num_values += mine[:, :height, :, :width].numel()
 
     def in_part_lines(self) -> list[str]:
-        """Lines about what was not taken as it is."""
+        """Lines about parameters that were not taken unchanged."""
         found = {
             "taken in part": [f"{name} {sizes}" for name, sizes in self.in_part.items()],
             "new": self.new,
@@ -127,7 +127,7 @@ class _Transfer:
 
 
 def _output(recogniser: Recogniser, other: Recogniser, transfer: _Transfer) -> str:
-    """Take the rows of the output layer that mean the same, and describe that."""
+    """Take the rows of the output layer that mean the same, and return a description of this."""
     if recogniser.states is not None or other.states is not None:
         if recogniser.states is None or not recogniser.states.means_the_same(other.states):
             states = recogniser.states
@@ -148,13 +148,13 @@ def _output(recogniser: Recogniser, other: Recogniser, transfer: _Transfer) -> s
 
 
 def _alike(names: Sequence[str], there: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of rows, in `names` and in `there`, of the outputs that both have."""
+    """Pairs of rows, in `names` and in `there`, for the outputs that both have."""
     places = {name: row for row, name in enumerate(there)}
     return [(row, places[name]) for row, name in enumerate(names) if name in places]
 
 
 def _blocks(value: Tensor, rows: int, columns: int) -> Tensor | None:
-    """A view `[rows, R, columns, C, …]` of a tensor; None if its size is no multiple of the blocks."""
+    """A view `[rows, R, columns, C, …]` of a tensor; None if its size is not a multiple of the blocks."""
     matrix = value if value.ndim > 1 else value[:, None]
     if matrix.shape[0] % rows or matrix.shape[1] % columns:
         return None

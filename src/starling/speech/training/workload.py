@@ -26,7 +26,7 @@ from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
 
 PADDING = -100
-"""The value that stands for a state behind the end of a sub-sequence."""
+"""The state that pads the end of a sub-sequence."""
 _VOID_SECONDS = 0.64  # of a batch without utterances, so that the model has an input
 
 PlanT = TypeVar("PlanT", UtterancePlan, FramePlan)
@@ -35,7 +35,7 @@ ExamplesT = TypeVar("ExamplesT", "Batch", "FrameBatch")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, ready for a model: of whole utterances, or of sub-sequences of them."""
+    """One micro-batch of whole utterances, or of sub-sequences of utterances, ready for a model."""
 
     features: Tensor  # [B, T, F] float32, zero in the padding
     lengths: Tensor  # [B] int64, frames
@@ -44,7 +44,7 @@ class MicroBatch:
 
     @property
     def num_examples(self) -> int:
-        """The number of utterances or sub-sequences."""
+        """The number of utterances or of sub-sequences."""
         return len(self.ids)
 
     @property
@@ -86,14 +86,12 @@ def load_batch(
 ) -> Batch:
     """Load the utterances `indices` of a set. The same arguments give the same bits in every process.
 
-    With `augment` None the audio is not changed. With `phones` the batch has the phones of its transcripts. An
-    utterance that without its pauses would have too few frames for CTC, at `subsampling` feature frames for each of the
-    encoder, keeps them. Global
-    random generators keep their states. The randomness of an utterance depends only on `seed` and its place in the
-    batch, so a skipped utterance does not affect others, unless speech of the batch is mixed into them
-    (`augment.babble_snr`).
-    Raises DataError, naming the utterance, for an unusable audio or transcript; with `on_bad` "skip" the utterance is
-    listed in `skipped` instead. A shard that cannot be read is always an error.
+    With `augment` None, the audio is not changed. With `phones`, the batch has the phones of its transcripts. An
+    utterance keeps its pauses if it would have too few frames for CTC without them, at `subsampling` feature frames per
+    encoder frame. Global random generators keep their states. The randomness of an utterance depends only on `seed` and
+    its place in the batch, so a skipped utterance does not affect others, unless speech of the batch is mixed into them
+    (`augment.babble_snr`). Raises DataError, naming the utterance, for unusable audio or an unusable transcript; with
+    `on_bad` "skip", the utterance is listed in `skipped` instead. A shard that cannot be read is always an error.
     """
     augment = augment or AugmentConfig.none()
     stored = speech_set.read(indices.tolist())
@@ -144,7 +142,7 @@ class FrameBatch(MicroBatch):
 class RecipeWorkload(Workload[ExamplesT], Generic[PlanT, ExamplesT]):
     """The workload of a recipe. All random choices are pure functions of the recipe's seed and the ticket.
 
-    `initial` is the folder of the recogniser to begin with.
+    `initial` is the folder of the initial recogniser.
     """
 
     def __init__(self, plan: PlanT, initial: Path) -> None:
@@ -162,8 +160,8 @@ class RecipeWorkload(Workload[ExamplesT], Generic[PlanT, ExamplesT]):
 
 
 class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
-    """Whole utterances, with the features, tokens and phones of the recogniser to begin with, and the loss of CTC and
-    perhaps of a decoder."""
+    """Whole utterances, with the features, tokens and phones of the initial recogniser, and the loss of CTC and
+    possibly of a decoder."""
 
     def __init__(self, plan: UtterancePlan, initial: Path) -> None:
         super().__init__(plan, initial)
@@ -195,7 +193,7 @@ class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
         return float(len(examples.tokens))
 
     def planned_size(self, ticket: Ticket, unit: Unit) -> float:
-        """The number of utterances, or of their frames without padding and speed changes; includes utterances that
+        """The number of utterances, or of their frames without padding and speed changes, including utterances that
         will be skipped."""
         indices = np.concatenate(self.plan.of(ticket))
         if unit == "utterances":
@@ -227,7 +225,7 @@ class FrameWorkload(RecipeWorkload[FramePlan, FrameBatch]):
         return frame_loss(model, examples)
 
     def weight(self, examples: FrameBatch) -> float:
-        """Frames: `frame_loss` is a mean over them."""
+        """The number of frames, because `frame_loss` is a mean over them."""
         return float(examples.num_frames)
 
     def planned_size(self, ticket: Ticket, unit: Unit) -> float:
@@ -237,7 +235,7 @@ class FrameWorkload(RecipeWorkload[FramePlan, FrameBatch]):
 
 
 def speech_loss(model: nn.Module, batch: Batch, config: Architecture) -> Tensor:
-    """The CTC loss, or with a decoder
+    """The CTC loss or, with a decoder,
 
         ctc_weight * CTC + (1 - ctc_weight) * decoder,
 
@@ -245,7 +243,8 @@ def speech_loss(model: nn.Module, batch: Batch, config: Architecture) -> Tensor:
 
         (1 - weight) * (the above) + weight * CTC of phones,
 
-    divided likewise, which keeps the loss a mean over tokens. Scalar, float32. `model` is built from `config`.
+    divided likewise, which keeps the loss a mean over tokens. The loss is a scalar, float32. `model` is built from
+    `config`.
 
     An utterance with too few frames gives infinity; `too_short_for_ctc` finds these before training. A void batch gives
     0 and gradients of 0 for all parameters that take part, as DDP requires.
@@ -270,8 +269,8 @@ def speech_loss(model: nn.Module, batch: Batch, config: Architecture) -> Tensor:
 
 
 def _phone_ctc(log_probs: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
-    """The CTC loss of phones, divided by the number of the batch's tokens. An utterance without phones, or with more of
-    them than fit into its frames, adds nothing."""
+    """The CTC loss of phones, divided by the number of the batch's tokens. An utterance without phones, or with more
+    phones than fit into its frames, adds nothing."""
     if batch.phones is None or batch.phone_lengths is None:
         raise ValueError("a model with phones needs batches with phones")
     losses = F.ctc_loss(
@@ -287,6 +286,6 @@ def _phone_ctc(log_probs: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
 
 
 def frame_loss(model: nn.Module, batch: FrameBatch) -> Tensor:
-    """Mean cross-entropy per frame: the negative log posterior of its state. Scalar, float32."""
+    """Mean cross-entropy per frame: the negative log posterior of its state. The loss is a scalar, float32."""
     log_posteriors, _ = model(batch.features, batch.lengths)
     return F.nll_loss(log_posteriors.flatten(0, 1), batch.states.flatten(), ignore_index=PADDING)

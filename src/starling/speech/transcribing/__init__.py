@@ -1,1 +1,1 @@
-"""From audio of any length to text with times: segments, words, subtitles."""
+"""Turns audio of any length into text with times: segments, words, subtitles."""

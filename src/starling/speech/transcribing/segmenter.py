@@ -1,6 +1,6 @@
 """Cuts audio at pauses, by its energy or by a voice activity model.
 
-It may come in pieces, of which only the last segment is kept in memory.
+Audio may come in pieces; only the last segment is kept in memory.
 """
 
 import math
@@ -21,46 +21,49 @@ Seconds = float
 
 FRAME: Seconds = 0.01
 _LOOK_EVERY = 10
-"""Frames between two looks for pauses. Segments therefore do not depend on the pieces in which audio comes."""
+"""Number of frames between two searches for pauses. Segments therefore do not depend on the pieces in which audio
+comes."""
 _SMOOTHED = 5
-"""Frames over whose mean energy levels are taken."""
+"""Number of frames over whose mean energy levels are computed."""
 _LOWEST = -70.0
-"""The lowest noise floor, dB below full scale: digital silence counts as such a noise."""
+"""The lowest noise floor, in dB below full scale: digital silence counts as noise of this level."""
 _LOUD, _ABOVE = 10.0, 6.0
-"""Speech is more than `_ABOVE` dB above the noise floor, and somewhere more than `_LOUD`."""
+"""Speech stays more than `_ABOVE` dB above the noise floor, and exceeds it by `_LOUD` dB somewhere."""
 _SHORTEST = 3
-"""Frames of the shortest sound that counts as speech: a click has fewer."""
+"""Number of frames of the shortest sound that counts as speech: a click has fewer."""
 _FLOOR = 1000
-"""Frames, 10 s, within which the noise floor is the lowest level."""
+"""Number of frames (10 s) over which the noise floor is the lowest level."""
 _EVEN = 45
-"""Frames in which the level stays within `_ABOVE` dB, also at high frequencies: noise, whatever was quieter before."""
+"""Number of frames over which noise stays within `_ABOVE` dB, also at high frequencies, whatever quieter sound came
+before."""
 _FAINT = 12.0
-"""Noise is at least so many dB below the loudest sound."""
+"""Minimum difference in dB between noise and the loudest sound."""
 _PATIENCE = 200
-"""Frames, 2 s, after which an even level counts as noise. No speech is so long without a change of 10 dB."""
+"""Number of frames (2 s) after which an even level counts as noise. Speech always changes by 10 dB in that time."""
 
 _VAD_RATE, _VAD_CHUNK, _VAD_CONTEXT = 16_000, 512, 64
-"""Hz, samples that the network hears at a time, and those before them that it hears again."""
+"""Sampling rate in Hz, number of samples that the network hears at a time, and number of earlier samples that it hears
+again."""
 _VAD_BEGINS, _VAD_ENDS = 0.5, 0.35
-"""Speech begins above the one probability and ends below the other, as in silero-vad's own examples."""
+"""Probabilities above which speech begins and below which it ends, as in silero-vad's own examples."""
 _VAD_PAD: Seconds = 0.15
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Where audio is cut."""
+    """Parameters of where audio is cut."""
 
     pause: Seconds = 0.5
     """The shortest pause at which a segment ends."""
     pad: Seconds = 0.05
-    """What a segment keeps of the pause before and after it, at most half of `pause`: about as much as the utterances
-    that the model was trained on. Less than a pause at the ends of a recording is kept whole."""
+    """Length of the pause that a segment keeps before and after it, at most half of `pause`: about as much as the
+    utterances that the model was trained on. At the ends of a recording, silence shorter than a pause is kept whole."""
     longest: Seconds = 20.0
-    """A longer segment is cut at the quietest place in its second half."""
+    """Maximum length of a segment; a longer one is cut at the quietest place in its second half."""
     overlap: Seconds = 1.0
-    """How far the segments on either side of such a cut reach beyond it, at most a quarter of `longest`."""
+    """Length by which the segments on either side of such a cut reach beyond it, at most a quarter of `longest`."""
     voice_activity: bool = False
-    """Speech is what silero-vad hears as such, not what is louder than the noise; `pad` is at least 0.15 s then."""
+    """Whether silero-vad detects speech, instead of the level above the noise; `pad` is then at least 0.15 s."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,14 @@ class Piece:
     """A segment of audio."""
 
     start: int
-    """Samples before it."""
+    """Number of samples before the segment."""
     samples: NDArray[np.float32]
     recording: int = 0
-    """The number of the recording that it is of, among several."""
+    """The number of the segment's recording, among several."""
     lead: int = 0
-    """Samples at its beginning that belong to the segment before it, which was cut without a pause."""
+    """Number of samples at its beginning that belong to the previous segment, which was cut without a pause."""
     trail: int = 0
-    """Samples at its end that belong to the next segment."""
+    """Number of samples at its end that belong to the next segment."""
 
     @property
     def own(self) -> "Piece":
@@ -85,7 +88,8 @@ class Piece:
 
 
 def powers(samples: NDArray[np.float32], hop: int, high: bool = False) -> NDArray[np.float64]:
-    """The variance of each whole frame of `hop` samples; `high`: of their differences, where high frequencies count."""
+    """The variance of each whole frame of `hop` samples or, with `high`, of the differences between its samples, which
+    emphasise high frequencies."""
     count = len(samples) // hop
     frames = samples[: count * hop].reshape(count, hop)
     return np.asarray((np.diff(frames, axis=1) if high else frames).var(axis=1, dtype=np.float64))
@@ -101,24 +105,25 @@ def levels(power: NDArray[np.float64], width: int = _SMOOTHED) -> NDArray[np.flo
 
 
 def floor_of(level: NDArray[np.float64]) -> float:
-    """The noise floor, dB."""
+    """The noise floor in dB."""
     return max(_LOWEST, float(level.min(initial=0.0)))
 
 
 def runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """First and last + 1 `[N, 2]` of each stretch that is true."""
+    """First and last + 1, `[N, 2]`, of each stretch that is true."""
     return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
 
 
 def quiet_stretches(samples: NDArray[np.float32], rate: int) -> tuple[NDArray[np.int64], Seconds]:
-    """First and last + 1 `[N, 2]` of the frames of each stretch without sound, and the length of a frame."""
+    """First and last + 1, `[N, 2]`, of the frames of each stretch without sound, and the length of a frame."""
     hop = max(1, round(rate * FRAME))
     level = levels(powers(samples, hop), 3)
     return runs(level <= floor_of(level) + _ABOVE), hop / rate
 
 
 def gathered(pieces: Iterable[Piece], num_samples: float) -> Iterator[list[Piece]]:
-    """Pieces in groups, each as soon as it has `num_samples` or there are no more."""
+    """Pieces in groups; each group is yielded as soon as it has `num_samples` samples, or when there are no more
+    pieces."""
     group: list[Piece] = []
     for piece in pieces:
         group.append(piece)
@@ -132,17 +137,17 @@ def gathered(pieces: Iterable[Piece], num_samples: float) -> Iterator[list[Piece
 class Segmenter:
     """Finds the segments of audio that comes in pieces.
 
-    A detector of the energy with hysteresis: speech rises 10 dB above the noise floor, and ends where it stays within
-    6 dB of it for the length of a pause. The floor is the level of the last 0.45 s of even noise, or without any in the
-    last ten seconds, their lowest level.
+    Energy is detected with hysteresis: speech rises 10 dB above the noise floor, and ends when it stays within 6 dB of
+    the floor for the length of a pause. The floor is the level of the last 0.45 s of even noise; if there was none in
+    the last ten seconds, it is their lowest level.
 
     Args:
         rate: The sampling rate of the segments.
-        segmentation: Where to cut.
-        given_rate: The sampling rate of the audio, which is resampled; None: `rate`.
+        segmentation: The parameters of where to cut.
+        given_rate: The sampling rate of the audio, which is resampled; None means `rate`.
 
     Raises:
-        MissingExtraError: The voice activity model is asked for, and not installed.
+        MissingExtraError: The voice activity model is asked for but not installed.
     """
 
     def __init__(self, rate: int, segmentation: Segmentation | None = None, given_rate: int | None = None) -> None:
@@ -203,24 +208,24 @@ class Segmenter:
 
     @property
     def _known(self) -> int:
-        """Pending frames in which speech can be told."""
+        """Number of pending frames in which speech can be told from noise."""
         return len(self._power) if self._voice is None else min(len(self._power), len(self._spoken))
 
     @property
     def taken(self) -> int:
-        """All samples so far."""
+        """The number of samples so far."""
         return self._start + len(self._samples)
 
     @property
     def pending(self) -> Piece | None:
-        """The segment that has not ended, so far; None where there is no speech."""
+        """The segment that has not ended yet, so far; None if there is no speech."""
         level = levels(self._power)
         if not len(found := self._speech(level)):
             return None
         return self._piece(self._begin(found), len(self._power) + 1)
 
     def _speech(self, level: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The stretches with speech `[N, 2]` of pending levels, in frames, that do not belong to an earlier segment."""
+        """The stretches of speech `[N, 2]` in pending levels, in frames, that do not belong to an earlier segment."""
         if self._voice is not None:
             return self._lasting(runs(self._spoken[: len(level)]))
         quietest = min(floor_of(level), floor_of(self._before))
@@ -232,12 +237,12 @@ class Segmenter:
         return self._lasting(found[is_loud])
 
     def _lasting(self, found: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The stretches `[N, 2]` without clicks, and without those that an earlier segment already has."""
+        """The stretches `[N, 2]` except clicks and those that an earlier segment already contains."""
         is_new = self._start + found[:, 1] * self._hop > self._cut_at
         return found[is_new & (found[:, 1] - found[:, 0] >= _SHORTEST)]
 
     def _listen_for_noise(self) -> None:
-        """Whether the newest frames that are looked at are noise."""
+        """Update the noise floor if the newest frames are noise."""
         newest = slice(max(0, self._seen - _EVEN), self._seen)
         level = levels(self._power[newest])
         self._loudest = max(self._loudest, float(level[-_LOOK_EVERY:].max()))
@@ -249,7 +254,7 @@ class Segmenter:
             self._noise = (self._noise[0], age) if age < _FLOOR else None
 
     def _look(self, is_end: bool = False) -> Piece | None:
-        """The first segment that has ended, if there is one, which is taken away."""
+        """Take the first segment that has ended; None if there is none."""
         level = levels(self._power[: self._seen])
         found = self._speech(level)
         if not len(found):
@@ -274,7 +279,7 @@ class Segmenter:
         return 0 if self._start == 0 and first < self._pause else max(0, first - self._pad)
 
     def _kept(self, begin: int, end: int, overlap: int = 0) -> Piece:
-        """The segment of these pending frames, which are taken away; but for `overlap` on this side of a cut."""
+        """Take the segment of these pending frames, leaving the last `overlap` frames before a cut."""
         piece = self._piece(begin, end + overlap, overlap)
         self._found += 1
         self._cut_at = self._start + end * self._hop if overlap else 0
@@ -282,13 +287,13 @@ class Segmenter:
         return piece
 
     def _piece(self, begin: int, end: int, overlap: int = 0) -> Piece:
-        """The pending frames, of which `overlap` at the end belong to the next segment."""
+        """The segment of these pending frames, of which `overlap` at the end belong to the next segment."""
         start = self._start + begin * self._hop
         samples = self._samples[begin * self._hop : end * self._hop]
         return Piece(start, samples, lead=max(0, self._cut_at - start), trail=overlap * self._hop)
 
     def _taken(self, end: int) -> Piece:
-        """Take the pending frames up to `end` away."""
+        """Take the pending frames up to `end`."""
         self._before = np.concatenate([self._before, levels(self._power[:end])])[-_FLOOR:]
         cut = end * self._hop
         piece = Piece(self._start, self._samples[:cut])
@@ -317,7 +322,7 @@ class VoiceActivity:
         self._known = np.zeros(0, np.bool_)  # chunks whose frames are not all told yet
 
     def feed(self, samples: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Whether each of the next frames is speech, as far as the next samples `[T]` tell."""
+        """Whether each of the next frames is speech, as far as known after the next samples `[T]`."""
         return self._told(self._resampler.feed(samples))
 
     def end(self, count: int) -> NDArray[np.bool_]:
@@ -346,7 +351,7 @@ class VoiceActivity:
 
 
 class _Network:
-    """silero-vad's network. Its package is not imported: that would set torch to one thread."""
+    """silero-vad's network. Its package is not imported, because that would set torch to one thread."""
 
     def __init__(self) -> None:
         import onnxruntime

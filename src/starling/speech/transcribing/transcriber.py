@@ -1,6 +1,6 @@
 """Transcribes waveforms, streams of any length, and audio as it is spoken.
 
-Where words are, what CTC hears in each frame and pauses in the sound say together.
+The places of words follow from what CTC hears in each frame and from pauses in the sound.
 """
 
 import math
@@ -23,28 +23,30 @@ from starling.speech.transcribing.segmenter import Piece, Segmentation, Segmente
 from starling.speech.transcribing.transcript import Seconds, Segment, Transcript, Update, Word
 
 Search: TypeAlias = Callable[[NDArray[np.float32]], str]
-"""The text of log-probabilities `[T, V]` of CTC, such as by a beam search."""
+"""A function that returns the text of CTC's log-probabilities `[T, V]`, such as a beam search."""
 Waveform: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int16] | NDArray[np.int32] | torch.Tensor
 
 TOGETHER: Seconds = 240.0
-"""Audio whose segments are decoded together, in batches of similar lengths."""
+"""Seconds of audio whose segments are decoded together, in batches of similar lengths."""
 _BATCH: Seconds = 120.0
-"""Padded audio of a batch."""
+"""Seconds of padded audio in a batch."""
 _OFTEN: Seconds = 0.4
 _GROWTH = 0.25
-"""A live segment is decoded again after `_OFTEN` seconds more, or this share of its length, if that is longer: all the
-work is then at most six times that of decoding it once, however long it is."""
+"""Growth of a live segment after which it is decoded again, as a share of its length; at least `_OFTEN` seconds. All
+the work is then at most six times that of decoding it once, however long it is."""
 _MOVED: Seconds = 0.1
-"""How much earlier or later a live segment may turn out to begin without being heard again for its partial text."""
+"""Largest correction, earlier or later, of a live segment's beginning without its partial text being decoded from the
+new beginning."""
 _PAUSE: Seconds = 0.15
-"""What is quiet for so long is a pause; for less, it may be a part of a consonant: weak ones drown in noise."""
+"""Minimum length of a quiet stretch that counts as a pause; a shorter one may be part of a consonant, since weak ones
+drown in noise."""
 _DROWNED: Seconds = 0.05
-"""How long a word may be heard before its sound rises above the noise."""
+"""Longest time for which a word is heard before its sound rises above the noise."""
 _LATE: Seconds = 0.08
-"""A word that ends so soon behind a cut without a pause belongs to the segment before it. It is the length of a
-consonant: cuts are in gaps, or where a word's sound is closed off."""
+"""Time within which a word that ends after a cut without a pause belongs to the segment before it. It is the length of
+a consonant: cuts are in gaps, or where a word's sound is closed off."""
 _SHORTEST = 2
-"""Frames of the shortest quiet stretch that is looked at."""
+"""Number of frames of the shortest quiet stretch that is considered."""
 
 
 class Transcriber:
@@ -69,9 +71,9 @@ class Transcriber:
         """A transcriber with the same model that replaces words where phrases of a list were nearly recognised.
 
         Args:
-            phrases: `PHRASE` or `PHRASE<tab>WEIGHT`; the weight is in natural logarithms for each token. Blank ones,
+            phrases: `PHRASE` or `PHRASE<tab>WEIGHT`; the weight is in natural logarithms for each token. Blank phrases,
                 and those that begin with #, are ignored.
-            source: Where they are from, for messages.
+            source: The origin of the phrases, for messages.
 
         Raises:
             ConfigError: The model's texts are not those of CTC.
@@ -82,16 +84,16 @@ class Transcriber:
 
     @property
     def rate(self) -> int:
-        """The sampling rate of the recogniser, Hz. Audio of other rates is resampled."""
+        """The sampling rate of the recogniser in Hz. Audio of other rates is resampled."""
         return self.recogniser.features.sampling_rate
 
     @property
     def has_times(self) -> bool:
-        """Whether words have times: not with models that were trained frame by frame."""
+        """Whether words have times, which models trained frame by frame do not give."""
         return self.recogniser.states is None
 
     def transcribe(self, waveform: Waveform, rate: int) -> Transcript:
-        """What is said in a recording `[T]` or `[channels, T]` (averaged), sampled at `rate` Hz.
+        """Transcribe a recording `[T]` or `[channels, T]` (averaged), sampled at `rate` Hz.
 
         Floating-point samples are in [-1, 1]; integers of 16 or 32 bits are scaled.
 
@@ -107,7 +109,7 @@ class Transcriber:
     ) -> Iterator[list[Segment]]:
         """The segments of audio that comes in blocks `[T]` of one channel, in bounded memory.
 
-        Segments of up to `together` seconds are decoded together, and come out together.
+        Segments of up to `together` seconds are decoded and yielded together.
         """
         for some in gathered(self.pieces(blocks, rate), together * self.rate):
             yield self.decode(some)
@@ -129,7 +131,7 @@ class Transcriber:
         return Segmenter(self.rate, chosen if self.has_times else replace(chosen, overlap=0.0), rate)
 
     def decode(self, pieces: Sequence[Piece]) -> list[Segment]:
-        """What is said in pieces of audio at the rate of the recogniser, in batches of similar lengths."""
+        """Transcribe pieces of audio at the recogniser's rate, in batches of similar lengths."""
         found: dict[int, Segment] = {}
         for batch in by_duration(np.array([len(each.samples) for each in pieces]) / self.rate, _BATCH):
             decoded = self._decode_batch([pieces[place] for place in batch])
@@ -147,9 +149,10 @@ class Transcriber:
         ]
 
     def timed(self, samples: NDArray[np.float32], text: str) -> tuple[Word, ...]:
-        """The words of a recording `[T]` at the recogniser's rate, whose text is known, where CTC hears them.
+        """The words of a recording `[T]` at the recogniser's rate, whose text is known, with the times at which CTC
+        hears them.
 
-        Raises DataError for a text that is empty, or has more tokens than CTC has frames, or a token that is unknown.
+        Raises DataError for a text that is empty, has more tokens than CTC has frames, or contains an unknown token.
         """
         words = text.split()
         if not self.has_times or not words:
@@ -165,7 +168,7 @@ class Transcriber:
         return found
 
     def _tensor(self, piece: Piece) -> torch.Tensor:
-        """The samples, padded to at least one window."""
+        """The samples as a tensor, padded to at least one window."""
         shortest = round(self.recogniser.features.config.frame_length * self.rate) + 1
         return torch.from_numpy(np.pad(piece.samples, (0, max(0, shortest - len(piece.samples)))))
 
@@ -184,7 +187,7 @@ class Transcriber:
     def _words(self, piece: Piece, log_probs: NDArray[np.float32], emissions: Sequence[Emission]) -> Iterator[Word]:
         """The words of a piece of audio whose tokens CTC emits in `log_probs` `[T', V]`.
 
-        A word begins where its first token does on the best path without blanks. Next to a pause, it begins and ends
+        A word begins where its first token begins on the best path without blanks. Next to a pause, it begins and ends
         with its sound.
         """
         tokenizer, seconds, offset = self.recogniser.tokenizer, self.recogniser.output_seconds, piece.start / self.rate
@@ -207,9 +210,9 @@ class Transcriber:
 class Live:
     """Transcribes audio while it is spoken. `Transcriber.live` makes one.
 
-    The partial text of a streaming model is that of its stream, which hears each sample of a segment once. With any
-    other model, the segment that has not ended is decoded again and again, after ever longer intervals. A segment that
-    has ended is decoded as in a recording, so that its text and its times do not depend on the blocks.
+    The partial text of a streaming model comes from its stream, which hears each sample of a segment once. With any
+    other model, the segment that has not ended is decoded repeatedly, at increasing intervals. A segment that has ended
+    is decoded as in a recording, so that its text and its times do not depend on the blocks.
     """
 
     def __init__(self, transcriber: Transcriber, segmenter: Segmenter) -> None:
@@ -222,8 +225,8 @@ class Live:
         self._next = 0  # samples after which to decode
 
     def feed(self, samples: NDArray[np.float32], with_partial: bool = True) -> Update:
-        """What is known after the next samples `[T]`, in [-1, 1]. Without `with_partial`, the partial text may be older
-        than that."""
+        """The segments and the partial text after the next samples `[T]`, in [-1, 1]. Without `with_partial`, the
+        partial text may be older."""
         final = tuple(self._transcriber.decode(self._segmenter.feed(checked(samples, "audio"))))
         if (pending := self._segmenter.pending) is not None:
             pending = pending.own
@@ -236,11 +239,11 @@ class Live:
         return Update(final, self._partial)
 
     def end(self) -> Update:
-        """The last segments. Nothing can be fed after that."""
+        """The last segments. Nothing can be fed afterwards."""
         return Update(tuple(self._transcriber.decode(self._segmenter.end())))
 
     def _streamed(self, pending: Piece) -> str:
-        """The text of the chunks that are complete; what has been heard is not heard again."""
+        """The text of the complete chunks; nothing that has been heard is heard again."""
         moved = abs(pending.start - self._start)  # with more sound, another beginning may be found
         if self._stream is None or moved > min(_MOVED * self._transcriber.rate, self._heard):
             self._stream, self._start, self._heard = Stream(self._transcriber.recogniser), pending.start, 0
@@ -249,7 +252,7 @@ class Live:
         return " ".join(self._stream.accept(torch.from_numpy(new)).split())
 
     def _decoded(self, pending: Piece) -> str:
-        """The text of all of it, or the one before while that is recent."""
+        """The text of the whole pending segment, or the previous text while it is recent."""
         if self._segmenter.taken < self._next:
             return self._partial
         pause = max(_OFTEN * self._transcriber.rate, _GROWTH * len(pending.samples))
@@ -261,7 +264,7 @@ def beginnings(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> NDArray
     """The frame in which each of the tokens begins, `[N]`, on the best path through `[T, V]` without blanks.
 
     A frame belongs to the token that is likelier in it, however unlikely both are beside the blank. In a network that
-    emits tokens late or for one frame only, that tells more of their sound than the frames of their emission.
+    emits tokens late or for one frame only, this locates their sound better than the frames of their emission.
     """
     path = path_of(log_probs[:, tokens], np.zeros(len(tokens), bool))
     return np.searchsorted(path, np.arange(len(tokens)))
@@ -274,8 +277,8 @@ def _placed(
     samples: NDArray[np.float32],
     rate: int,
 ) -> list[tuple[Seconds, Seconds]]:
-    """The words' beginnings and ends by the sound: words begin at `begins` as CTC hears them, and their last tokens are
-    emitted by `lasts`."""
+    """The words' beginnings and ends, from the sound: CTC hears words begin at `begins`, and emits their last tokens by
+    `lasts`."""
     (quiet, seconds), total = quiet_stretches(samples, rate), len(samples) / rate
     pauses = quiet[quiet[:, 1] - quiet[:, 0] >= _SHORTEST] * seconds
     is_long = pauses[:, 1] - pauses[:, 0] >= _PAUSE - seconds / 2
