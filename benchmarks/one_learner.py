@@ -21,7 +21,8 @@ def measure(folder: Path, device: torch.device) -> Bar:
     job = job_for(folder, learners=1, steps=STEPS)
     both = SideBySide(plain_loop(job, tickets_of(job, STEPS, rank=0, world=1), device), device)
     with (folder / "one_learner.log").open("w") as log:
-        logged = Recorder(folder, [Paced(Log(log, 1), LOG_EVERY)])
+        logged = Recorder(folder)
+        logged.readers = [Paced(Log(log, 1), LOG_EVERY)]
         run_learner(job, Place(0, 1, 0, 1, HashStore()), device, "bench", Together([logged, both]))
     name = "one learner / bare PyTorch loop, throughput"
     return Bar.at_least(name, median_speed_up(both.pairs), 0.97, milliseconds_of_both(both.pairs))

@@ -41,6 +41,12 @@ class Kept:
         self.heard.append(message)
 
 
+def recorder_of(folder: Path, *readers: Paced) -> Recorder:
+    made = Recorder(folder)
+    made.readers = readers
+    return made
+
+
 def shown(message: LearnerMessage) -> str:
     """What the launcher prints of a message."""
     text = io.StringIO()
@@ -53,7 +59,7 @@ def test_no_step_is_lost_between_two_reports(tmp_path: Path) -> None:
     """At most one every two seconds; the frames of all steps are counted, the last ones at the epoch's end."""
     now = 0.0
     kept = Kept()
-    observer = Recorder(tmp_path, [Paced(kept, 2.0, clock=lambda: now)])
+    observer = recorder_of(tmp_path, Paced(kept, 2.0, clock=lambda: now))
     for number in range(10):
         now = 0.5 * number
         observer.on_step(step(number, frames=100))
@@ -69,7 +75,7 @@ def test_messages_arrive_as_json_and_are_shown(tmp_path: Path) -> None:
     here, there = io.StringIO(), io.StringIO()
     for listener in (Log(here, 2), lambda message: sent.append(encode(message))):
         for rank in range(2):
-            observer = Recorder(tmp_path, [Paced(listener, 0.0)])
+            observer = recorder_of(tmp_path, Paced(listener, 0.0))
             observer.on_step(step(3, rank=rank))
             averaging = Averaging(rounds=6, bytes_sent=3_000_000, staleness=Counter({0: 1, 2: 3}))
             report = EpochReport(rank, 0, 4, 5.0, Spent(4.7, 0.1, 0.2), averaging)
@@ -109,7 +115,7 @@ def test_the_end_of_an_epoch_arrives_as_it_was(tmp_path: Path) -> None:
     averaging = Averaging(rounds=6, bytes_sent=3, staleness=Counter({0: 1, 2: 3, 10 * FAR: 1}))
     report = EpochReport(0, 0, 5, 5.0, Spent(4.0, 0.5, 0.5), averaging, 0.25)
     readers = [Paced(listener, 0.0) for listener in (kept, lambda message: sent.append(encode(message)))]
-    Recorder(tmp_path, readers).on_epoch(report, state(0, 2, Ticket(1, 0, 10)))
+    recorder_of(tmp_path, *readers).on_epoch(report, state(0, 2, Ticket(1, 0, 10)))
     (progress,) = kept.heard
     assert decode_from_learner(sent[0], 0) == progress
     assert (progress.ended_at, progress.so_far.rounds, progress.consensus_distance) == (10, 6, 0.25)
@@ -187,7 +193,7 @@ def test_a_save_that_fails_ends_the_training(when: str, tmp_path: Path) -> None:
 def test_what_a_learner_does_is_told_to_the_launcher(tmp_path: Path) -> None:
     """So that it can say when a learner was lost."""
     sent: list[LearnerMessage] = []
-    observer = Recorder(tmp_path, [Paced(sent.append, 0.0)])
+    observer = recorder_of(tmp_path, Paced(sent.append, 0.0))
     observer.on_step(step(13, epoch=1))
     (progress,) = sent
     assert isinstance(progress, Progress)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -26,7 +27,6 @@ from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
 from starling.launch.process import find_membership, save_requests_of
 from starling.launch.rendezvous import joins
 from starling.recipe.run import RunConfig, recipe_digest
-from starling.reporting.events import Warn
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
@@ -56,15 +56,19 @@ def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int |
         save_choice(run.checkpoints.epochs, validate_every, folder, counts.agree),
         models,
     )
+
+    def warn(path: Path, error: Exception) -> None:
+        tell(Said(f"{path} cannot be written ({error})"))
+
     skips = Skips(counts.count, task.max_skipped(run, job), lambda line: tell(Said(line)))
+    recorder = Recorder(segments(folder.seen)[-1], skips, warn=warn)
     world = max(place.world, place.rank + 1)  # the id of a joiner may exceed the number of learners at the start
     waits = Waits()
+    write = say_on(Console(file=sys.stdout))
+    heartbeat = HeartbeatSource(place.rank, recorder, write, waits, run.engine.explain_seconds)
     with (
-        recording(folder, skips, world, sys.stdout, tell, _warning(tell)) as recorder,
-        beating(
-            HeartbeatSource(place.rank, recorder, say_on(Console(file=sys.stdout)), waits, run.engine.explain_seconds),
-            link,
-        ),
+        recording(recorder, folder, world, sys.stdout, tell),
+        beating(heartbeat, link),
         save_requests_of(link, run.checkpoints.minutes) as save_requests,
         saver,
     ):
@@ -95,25 +99,13 @@ def checkpoint_writer(
 
 @contextmanager
 def recording(
-    folder: ExperimentFolder,
-    skips: Skips,
-    world: int,
-    log: TextIO,
-    pass_on: Listener,
-    warn: Warn,
-    is_virtual: bool = False,
-) -> Generator[Recorder, None, None]:
-    """The observer that records what learners do, writes a log and curves, and passes it on. At the end, its files are
-    closed."""
-    with closing(Curves(folder.tensorboard)) as curves:
-        readers = Paced(Log(log, world), LOG_EVERY), Paced(curves, CURVES_EVERY), Paced(pass_on, SEND_EVERY)
-        segment, clock = segments(folder.seen)[-1], None if is_virtual else time.time
-        with closing(Recorder(segment, readers, skips, world if is_virtual else 1, clock, warn)) as recorder:
-            yield recorder
-
-
-def _warning(tell: Callable[[LearnerMessage], None]) -> Warn:
-    return lambda path, error: tell(Said(f"{path} cannot be written ({error})"))
+    recorder: Recorder, folder: ExperimentFolder, world: int, log: TextIO, pass_on: Listener
+) -> Generator[None, None, None]:
+    """A context in which `recorder` also writes a log and curves, and passes on the progress of learners. At the end,
+    all files are closed."""
+    with closing(Curves(folder.tensorboard)) as curves, closing(recorder):
+        recorder.readers = Paced(Log(log, world), LOG_EVERY), Paced(curves, CURVES_EVERY), Paced(pass_on, SEND_EVERY)
+        yield
 
 
 def _start(run: RunConfig, job: Job, place: Place) -> LearnerState | None:

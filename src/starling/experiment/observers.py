@@ -19,6 +19,7 @@ from starling.reporting.epochs import SPENT, Tally
 from starling.reporting.events import VERSION, Stream, Warn, once
 from starling.reporting.lines import Advice, epoch_line, progress_line
 from starling.reporting.metrics import Curves
+from starling.reporting.progress import Say
 from starling.training.job import ClaimReport, EpochReport, Observer, StepReport
 from starling.workload import Position
 
@@ -82,16 +83,14 @@ class _Own:
 
 
 class Recorder(Observer):
-    """Records what learners do in the segment of the present membership, and adds it up for readers, which are called
-    after each gradient and at the end of each epoch.
+    """Records what learners do in the segment of the present membership, and adds it up for readers.
 
     A mini-batch that cannot be recorded raises OSError. A stretch that cannot costs that stretch, and `warn` is called
     once.
 
     Args:
         segment: The folder of the segment.
-        readers: They are shown a learner's sums.
-        skips: It is shown skipped utterances.
+        skips: The limit of skipped utterances; by default, none may be skipped.
         world: The number of learners of this process.
         clock: The time of day, by which learners are brought in line; None on a simulated clock, where all have one.
     """
@@ -99,13 +98,14 @@ class Recorder(Observer):
     def __init__(
         self,
         segment: Path,
-        readers: Sequence[Callable[[Tally], None]] = (),
         skips: "Skips | None" = None,
         world: int = 1,
         clock: Callable[[], float] | None = time.time,
         warn: Warn = lambda path, error: None,
     ) -> None:
-        self._segment, self._readers, self._skips, self._clock = segment, readers, skips, clock
+        self._segment, self._skips, self._clock = segment, skips or Skips(), clock
+        self.readers: Sequence[Callable[[Tally], None]] = ()
+        """They are shown a learner's sums after each gradient, and at the end of each epoch."""
         self._warn = once(warn)
         self._exact = max(_EVEN_OF_MANY, min(EXACT, _ALL_LEARNERS // world))
         self._learners = defaultdict[int, _Own](_Own)
@@ -121,7 +121,7 @@ class Recorder(Observer):
         stream.append("batch", epoch=ticket.epoch + 1, batch=ticket.index + 1, step=ticket.step, ids=report.ids)
         for name, reason in report.skipped:
             stream.append("skip", epoch=ticket.epoch + 1, id=name, reason=" ".join(reason.split()))
-        if report.skipped and self._skips is not None:
+        if report.skipped:
             self._skips.add(report, self._segment)
 
     def on_step(self, report: StepReport) -> None:
@@ -131,23 +131,21 @@ class Recorder(Observer):
         own.begin = now if own.begin is None else own.begin
         if own.num_written < self._exact or now - own.written.end >= (now - own.begin) / self._exact:
             self._end_stretch(report.rank, own)
-        for reader in self._readers:
+        for reader in self.readers:
             reader(own.tally)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         tally = self._learners[report.rank].tally
         tally.end_epoch(report, state.position.num_done)
-        for reader in self._readers:
+        for reader in self.readers:
             reader(tally)
-        if self._skips is not None:
-            self._skips.end_epoch(report, self._segment)
+        self._skips.end_epoch(report, self._segment)
 
     def continue_in(self, segment: Path) -> None:
         """Continue the record in another segment."""
         self.close()
         self._segment = segment
-        if self._skips is not None:
-            self._skips.forget()
+        self._skips.forget()
 
     def close(self) -> None:
         """Write what is still in memory, and close the files."""
@@ -185,7 +183,9 @@ class Skips:
     """Counts skipped utterances over all learners: `count(name, number)` adds to a shared counter and returns the sum.
     More than `most` in one epoch raise a DataError."""
 
-    def __init__(self, count: Callable[[str, int], int], most: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, count: Callable[[str, int], int] = lambda name, number: number, most: int = 0, say: Say = print
+    ) -> None:
         self._count, self._most, self._say = count, most, say
         self._own = Counter[tuple[int, int]]()
         self._earlier: Mapping[int, set[str]] | None = None
@@ -308,21 +308,18 @@ class Together(Observer):
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
-        # at each mini-batch, only those that do something
-        self._on_claim = [each.on_claim for each in observers if type(each).on_claim is not Observer.on_claim]
-        self._on_step = [each.on_step for each in observers if type(each).on_step is not Observer.on_step]
 
     @property
     def saves(self) -> bool:
         return any(observer.saves for observer in self._observers)
 
     def on_claim(self, report: ClaimReport) -> None:
-        for on_claim in self._on_claim:
-            on_claim(report)
+        for observer in self._observers:
+            observer.on_claim(report)
 
     def on_step(self, report: StepReport) -> None:
-        for on_step in self._on_step:
-            on_step(report)
+        for observer in self._observers:
+            observer.on_step(report)
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
         for observer in self._observers:

@@ -16,7 +16,8 @@ Earlier versions wrote tables: learner-0.tsv, skipped-0.tsv and times-0.tsv.
 
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -37,6 +38,14 @@ CLOCKS = ("time", "seconds")
 COUNTS = ("step", "batches", "examples", "frames")
 """The fields of a stretch, beside its loss and the seconds of each kind in `SPENT`: the time of day and that of
 training, and counts."""
+
+
+_TABLES = {
+    "learner": ("batch", ("epoch", "batch", "step")),
+    "skipped": ("skip", ("epoch", "id", "reason")),
+    "times": ("stretch", (*CLOCKS, *COUNTS, "loss", *SPENT)),
+}
+"""Tables of earlier versions: the kinds of their events, and their columns. All cells are text."""
 
 
 def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
@@ -160,28 +169,26 @@ def read_timeline(seen: Path) -> list[Stretch]:
 
 
 def _stretches(segment: Path) -> Iterator[Stretch]:
-    """Learners start their own clocks; the time of day, usually read a moment later, brings them in line."""
-    by_learner: dict[int, list[Event]] = {}
+    """The stretches of a segment. Learners start their own clocks; the time of day, usually read a moment later, aligns
+    them."""
+    by_learner = defaultdict[int, list[dict[str, float]]](list)
     for learner, _, event in _events_in(segment):
-        if event is not None and event["kind"] == "stretch" and _is_whole(event):
-            by_learner.setdefault(learner, []).append(event)
+        if event is not None and event["kind"] == "stretch":
+            with suppress(KeyError, TypeError, ValueError):
+                row = {name: float(event[name]) for name in (*CLOCKS, *COUNTS, *SPENT)}
+                row["losses"] = float(event["loss"]) * row["frames"] if row["frames"] else 0.0
+                if all(map(math.isfinite, row.values())):
+                    by_learner[learner].append(row)
     started = {each: median(row["time"] - row["seconds"] for row in rows) for each, rows in by_learner.items()}
     for learner, rows in by_learner.items():
         late = started[learner] - min(started.values())
         before: Seconds | None = None
         for row in rows:
-            end, spent = row["seconds"] + late, {name: row[name] for name in SPENT}
-            begin = end - sum(spent.values()) if before is None else min(before, end)
+            end = row["seconds"] + late
+            begin = end - sum(row[name] for name in SPENT) if before is None else min(before, end)
             before = end
-            counts: dict[str, Any] = {name: int(row[name]) for name in COUNTS}
-            losses = row["loss"] * counts["frames"] if counts["frames"] else 0.0
-            yield Stretch(learner, end, end - begin, losses=losses, **counts, **spent)
-
-
-def _is_whole(event: Event) -> bool:
-    """Whether a stretch has finite numbers; its loss may be null."""
-    numbers = [event.get(name) for name in (*CLOCKS, *COUNTS, *SPENT)]
-    return all(isinstance(each, int | float) and math.isfinite(each) for each in numbers)
+            own: dict[str, Any] = {name: int(row[name]) for name in COUNTS} | {name: row[name] for name in SPENT}
+            yield Stretch(learner, end, end - begin, losses=row["losses"], **own)
 
 
 def _events_in(segment: Path) -> Iterator[tuple[int, str, Event | None]]:
@@ -189,36 +196,15 @@ def _events_in(segment: Path) -> Iterator[tuple[int, str, Event | None]]:
     for path in sorted(segment.glob("learner-*.jsonl")):
         for number, event in read_stream(path):
             yield _learner_of(path), f"{path}:{number}", event
-    yield from _events_in_tables(segment)
+    for table, (kind, columns) in _TABLES.items():
+        for path in sorted(segment.glob(f"{table}-[0-9]*.tsv")):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            for number, line in enumerate(lines[1:], start=2):
+                if line.endswith("\n"):  # else it was cut where its learner was killed
+                    cells = line.removesuffix("\n").split("\t")
+                    event = {"kind": kind, "ids": cells[3:], **dict(zip(columns, cells, strict=False))}
+                    yield _learner_of(path), f"{path}:{number}", event
 
 
 def _learner_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
-
-
-def _events_in_tables(segment: Path) -> Iterator[tuple[int, str, Event | None]]:
-    """The same of the tables of earlier versions."""
-
-    def batch(epoch: str, index: str, step: str, *ids: str) -> dict[str, Any]:
-        return {"epoch": int(epoch), "batch": int(index), "step": int(step), "ids": ids}
-
-    def skip(epoch: str, name: str, *_: str) -> dict[str, Any]:
-        return {"epoch": int(epoch), "id": name}
-
-    def stretch(*columns: str) -> dict[str, Any]:
-        return dict(zip((*CLOCKS, *COUNTS, "loss", *SPENT), map(float, columns), strict=True))
-
-    made: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
-        "learner": ("batch", batch), "skipped": ("skip", skip), "times": ("stretch", stretch),
-    }  # fmt: skip
-    for table, (kind, read) in made.items():
-        for path in sorted(segment.glob(f"{table}-[0-9]*.tsv")):
-            with path.open(encoding="utf-8", errors="replace") as file:
-                for number, line in enumerate(file, start=1):
-                    if number == 1 or not line.endswith("\n"):  # the header, or cut where its learner was killed
-                        continue
-                    event: Event | None = None
-                    with suppress(ValueError, TypeError):
-                        event = {"kind": kind, **read(*line.removesuffix("\n").split("\t"))}
-                    if event is not None or kind == "batch":  # damage of other tables never mattered
-                        yield _learner_of(path), f"{path}:{number}", event

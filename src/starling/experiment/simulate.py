@@ -19,7 +19,8 @@ from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import recorded, unusable
 from starling.experiment.learning import checkpoint_writer, recording
-from starling.experiment.observers import Skips, Together
+from starling.experiment.observers import Recorder, Skips, Together
+from starling.experiment.record import segments
 from starling.experiment.regrouping import Regrouping
 from starling.experiment.task import RecipeT, Task
 from starling.launch.messages import Progress
@@ -127,6 +128,9 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
     ):
         job = task.make_job(recipe, folder)
         stop, skips = _Stop(), Skips(HashStore().add, task.max_skipped(recipe, job), display.say)
+        recorder = Recorder(
+            segments(folder.seen)[-1], skips, learners, None, lambda path, error: display.say(unusable(path, error))
+        )
 
         def hear(progress: Progress) -> None:
             roster.hear(progress.learner_id, progress)
@@ -139,10 +143,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
             display.tell_epochs()
             display.say(f"{membership.reason}; {line}")
 
-        recorded = recording(
-            folder, skips, learners, log, hear, lambda path, error: display.say(unusable(path, error)), is_virtual=True
-        )
-        with recorded as recorder, on_stop_signal(stop.ask):
+        with recording(recorder, folder, learners, log, hear), on_stop_signal(stop.ask):
             outcome = VirtualEngine(
                 job,
                 learners,

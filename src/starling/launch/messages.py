@@ -202,12 +202,6 @@ class Progress(LearnerMessage, kind="progress"):
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the epoch's end; None if unknown."""
 
-    @classmethod
-    def between(cls, told: Stretch, began: Stretch, now: Stretch) -> "Progress":
-        """The progress of a learner whose counts are `now`, were `told` in the last message, and were `began` when the
-        epoch began."""
-        return cls(now.learner, now.since(told), now.since(began))
-
 
 @dataclass(frozen=True)
 class Saved(LearnerMessage, kind="saved"):

@@ -73,7 +73,7 @@ class Tally:
 
     def progress(self, before: Stretch) -> Progress:
         """The progress since `all` was `before`, and in the epoch."""
-        progress = Progress.between(before, self._epoch_began, self.all)
+        progress = Progress(self.all.learner, self.all.since(before), self.all.since(self._epoch_began))
         if (last := self._last) is not None:
             progress = replace(
                 progress,

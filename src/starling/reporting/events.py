@@ -64,14 +64,14 @@ class Stream:
                 self._descriptor = None
 
 
-class Events:
+class Events(Stream):
     """The events of a run. If one cannot be appended, it is lost, and the first time `warn` is called.
 
     `clock` returns a Unix timestamp.
     """
 
     def __init__(self, path: Path, warn: Warn, clock: Callable[[], float] = time.time) -> None:
-        self._stream = Stream(path)
+        super().__init__(path)
         self.warn = once(warn)
         """Warns that this file, or another one that the run writes beside it, cannot be used."""
         self._clock = clock
@@ -81,10 +81,10 @@ class Events:
     def write(self, kind: str, **fields: Any) -> None:
         """Append an event with the present time."""
         try:
-            self._stream.path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream.append(kind, time=round(self._clock(), 3), **fields)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.append(kind, time=round(self._clock(), 3), **fields)
         except OSError as error:
-            self.warn(self._stream.path, error)
+            self.warn(self.path, error)
 
     def judge(self, verdict: str, say: Callable[[str], None]) -> None:
         """Record the verdict on the newest model; it is empty if the model works. `say` is called only if the model
@@ -95,18 +95,15 @@ class Events:
         if verdict and not before:
             say(verdict)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
-
 
 def read_stream(path: Path) -> Iterator[tuple[int, Event | None]]:
     """The events of a file with the numbers of their lines; None for a line that is damaged. An incomplete last line,
     which was under way when its process was killed, is left out. Raises OSError if the file cannot be read."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
-            if line.endswith("\n"):
-                yield number, _event(line.removesuffix("\n"))
+            event = _event(line.removesuffix("\n"))
+            if event is not None or line.endswith("\n"):
+                yield number, event
 
 
 def read_events(path: Path) -> list[Event]:
