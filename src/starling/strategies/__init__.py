@@ -1,8 +1,10 @@
 """The strategies by name. Each file holds one algorithm, and registers it."""
 
+import copyreg
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from starling.registry import Registry
 from starling.strategies.base import REGISTERED, NoOptions, Strategy, SyncGroups
@@ -16,22 +18,31 @@ class _Strategies(Mapping[str, Strategy]):
     """Starling's own strategies, by kind and name. One is imported when it is asked for, all when they are listed."""
 
     def __init__(self) -> None:
-        modules = [each.name for each in iter_modules(__path__) if not each.ispkg]
-        self._modules = {name.replace("_", "-"): name for name in modules if name not in ("base", "islands")}
+        modules = (each.name for each in iter_modules(__path__) if not each.ispkg)
+        self._names = {name.replace("_", "-") for name in modules if name not in ("base", "islands")}
 
     def __getitem__(self, name: str) -> Strategy:
-        if name not in REGISTERED:
-            import_module(f"{__name__}.{self._modules[name]}")
+        if name not in self._names:
+            raise KeyError(name)
+        import_module(f"{__name__}.{name.replace('-', '_')}")
+        copyreg.pickle(type(REGISTERED[name]), _reduced)
         return REGISTERED[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._modules
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._modules, key=lambda name: (_KINDS.index(self[name].kind), name)))
+        return iter(sorted(self._names, key=lambda name: (_KINDS.index(self[name].kind), name)))
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._names)
+
+
+def _reduced(strategy: Strategy) -> str | tuple[Any, ...]:
+    """How a strategy is pickled: Starling's own by name, any other by its fields."""
+    if REGISTERED.get(strategy.name) is strategy:
+        return find_strategy, (strategy.name,)
+    return object.__reduce_ex__(strategy, 2)
 
 
 STRATEGIES: Mapping[str, Strategy] = _Strategies()

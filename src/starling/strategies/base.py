@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any
 
 from starling.configuration import Config, canonical
 from starling.learner import Learner
@@ -160,21 +160,9 @@ class Strategy:
         """The coroutine of one learner, not yet started."""
         return self.run(learner) if self.options is NoOptions else self.run(learner, options)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """Starling's own strategies are pickled by name, others by their fields."""
-        if REGISTERED.get(self.name) is self:
-            return _registered, (self.name,)
-        return super().__reduce_ex__(protocol)
-
 
 REGISTERED: dict[str, Strategy] = {}
 """Those of Starling's own strategies that have been imported, by name."""
-
-
-def _registered(name: str) -> Strategy:
-    from starling.strategies import STRATEGIES
-
-    return STRATEGIES[name]
 
 
 def registered(
