@@ -35,6 +35,12 @@ SMALL = 120
 """Number of lines below which a file may as well be part of the only file that imports it."""
 PLUG_IN = re.compile(r"Strategy\(|register\(|_strategy\(|Topology\(|registry")
 """Marks of a file that is one of many of its kind."""
+JOIN = """
+import sys
+import starling
+starling.join
+print(sum(name.partition(".")[0] == "starling" for name in sys.modules))
+"""
 TOY_JOB = """
 import sys, torch, starling, starling.experiment.any_job, starling.experiment.train
 starling.train, starling.join
@@ -146,10 +152,15 @@ def _is_decorated(node: ast.ClassDef | ast.FunctionDef, name: str) -> bool:
     return any(name in ast.dump(each) for each in node.decorator_list)
 
 
-def toy_job() -> Figure:
-    """The number of speech modules that a job unrelated to speech loads."""
-    (said,) = _said_by([([sys.executable, "-c", TOY_JOB], {})], ROOT)
-    return Figure("speech_of_a_toy_job", "modules of speech that a toy job loads", int(said))
+def loaded() -> Iterator[Figure]:
+    """The numbers of speech modules that a job unrelated to speech loads, and of modules that `starling.join` loads."""
+    programs = {
+        TOY_JOB: ("speech_of_a_toy_job", "modules of speech that a toy job loads"),
+        JOIN: ("join_modules", "modules that starling.join loads"),
+    }
+    said = _said_by([([sys.executable, "-c", program], {}) for program in programs], ROOT)
+    for (key, title), number in zip(programs.values(), said, strict=True):
+        yield Figure(key, title, int(number))
 
 
 def runs() -> Iterator[Figure]:
@@ -250,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part.add_argument("--runs", action="store_true", help="only the two traced runs")
     parser.add_argument("--update", action="store_true", help="lower ceilings to the current figures")
     asked = parser.parse_args(arguments)
-    figures = [] if asked.runs else [*Source(ROOT / "src" / "starling").figures(), toy_job()]
+    figures = [] if asked.runs else [*Source(ROOT / "src" / "starling").figures(), *loaded()]
     figures += [] if asked.code else runs()
     ceilings = Ceilings(CEILINGS)
     if asked.update:
