@@ -24,7 +24,7 @@ def measure(folder: Path, device: torch.device) -> list[Bar]:
     for number in range(ROUNDS):
         alone = gradients_alone(job, device) if number % 2 else 0.0
         begin = time.perf_counter()
-        outcome = VirtualEngine(job, WORLD, cluster, device=device).run()
+        outcome = VirtualEngine(job, WORLD, cluster, computation=device).run()
         engine = time.perf_counter() - begin
         alone = alone or gradients_alone(job, device)
         seconds.append((engine, alone))

@@ -57,8 +57,8 @@ class VirtualEngine:
     """`world` learners of `job` on the simulated `cluster`.
 
     When learners die the others continue; without `survives_losses` the run ends with `PeerLost` as soon as a death is
-    noticed. `changes` is called at each membership change. `computation` computes the gradients; by default real ones,
-    on `device`.
+    noticed. `changes` is called at each membership change. `computation` computes the gradients; a device
+    stands for real gradients on it.
     """
 
     def __init__(
@@ -68,10 +68,9 @@ class VirtualEngine:
         cluster: Cluster | None = None,
         observer: Observer | None = None,
         start: Sequence[LearnerState] | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008 - devices are values
         survives_losses: bool = True,
         changes: MembershipObserver | None = None,
-        computation: Computation | None = None,
+        computation: Computation | torch.device = torch.device("cpu"),  # noqa: B008 - devices are values
     ) -> None:
         job.validate(world)
         cluster, observer, times, ranks_per_learner = cluster or Cluster(), observer or Observer(), None, 1
@@ -81,7 +80,8 @@ class VirtualEngine:
                 raise ConfigError("island: a simulation with islands cannot resume; leave out resume or island")
             job, world, cluster, observer = self._islands.job, self._islands.world, self._islands.cluster, self._islands
             ranks_per_learner = self._islands.ranks_per_learner
-        computation = computation or _computation(job, cluster, device)
+        if isinstance(computation, torch.device):
+            computation = _computation(job, cluster, computation)
         if self._islands is not None:
             times = partial(self._islands.times, num_bytes=computation.new_replica().weights.nbytes)
         self._job, self._computation, self._observer = job, computation, observer
