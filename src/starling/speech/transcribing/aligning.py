@@ -1,7 +1,7 @@
 """Where the words and phones of a known text begin and end in a recording.
 
 CTC says only roughly when a token is spoken: its outputs are tens of milliseconds apart, and lie anywhere in the sound.
-So a second model hears every 10 ms: a Gaussian for each fifth of a phone, learnt from the experiment's own training
+So a second model hears every 10 ms: a Gaussian for each sixth of a phone, learnt from the experiment's own training
 set, beginning with CTC's alignment.
 """
 
@@ -38,16 +38,17 @@ from starling.speech.transcribing.transcriber import Transcriber
 from starling.speech.transcribing.transcript import Seconds, Segment, Word
 
 FORMATS = ("textgrid", "ctm", "json")
-_PER_PHONE, _ROUNDS = 5, 10
-"""States of a phone, which therefore lasts at least 50 ms: with fewer, weak fricatives, such as F, are taken for
+_PER_PHONE, _ROUNDS = 6, 10
+"""States of a phone, which therefore lasts at least 60 ms: with fewer, weak fricatives, such as F, are taken for
 silence. And rounds of alignment."""
 _LATE: Seconds = 0.08
 """How much earlier words begin than CTC hears them, for the first round: what begins too late never comes back, because
 a weak sound that silence has once taken in sounds like silence."""
-_CLOSURE: Seconds = 0.06
-"""The longest silence within a word, of a stop: a longer one is a pause."""
+_CLOSURE, _AUDIBLE = 6, 0.25
+"""The longest silence with which a word may begin, such as the closure of a stop, in frames. And how far a frame with
+sound is above the lowest features of its recording, in the mean over bands."""
 _NOT_SPEECH = -1000.0
-"""Logarithm of the probability that a frame of a pause is speech."""
+"""Logarithm of the probability that a word begins with a frame of a pause."""
 _ENOUGH: Seconds = 1500.0
 """Of training audio: more hardly changes the Gaussians."""
 _LONGEST: Seconds = 300.0
@@ -314,7 +315,11 @@ class Aligner:
         weights, biases = self.gaussians
         labels = [number_of(part, unit) for part, unit, *_ in states]
         scores = torch.addmm(biases, spliced, weights)[:, labels].numpy()
-        scores[np.ix_(in_pauses(frames), np.asarray(labels) > 0)] += _NOT_SPEECH
+        lengths = [
+            1 + _PER_PHONE * len(self._pronounced.encode(word)) for word in words
+        ]  # with the silence before each
+        beginnings = np.add.outer(np.cumsum([1, *lengths[:-1]]), np.arange(_PER_PHONE)).ravel()
+        scores[np.ix_(in_pauses(frames), beginnings)] += _NOT_SPEECH
         path = path_of(scores, np.asarray(optional))
         shift = self._layer.frame_seconds
 
@@ -342,7 +347,10 @@ class Aligner:
         try:
             with safe_open(path, "pt") as file:
                 names = json.loads(file.metadata()["phones"])
-                return cls(transcriber, config, names, [file.get_tensor(each) for each in ("weights", "biases")])
+                weights, biases = (file.get_tensor(each) for each in ("weights", "biases"))
+            if len(biases) != 1 + _PER_PHONE * len(names):
+                raise ValueError(f"{len(biases)} states of {len(names)} phones")
+            return cls(transcriber, config, names, [weights, biases])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}: not what `starling align` writes ({error}); remove it, to learn again") from error
 
@@ -395,10 +403,10 @@ def layer_of(transcriber: Transcriber) -> LogMel:
 
 def in_pauses(frames: torch.Tensor) -> NDArray[np.bool_]:
     """Which frames `[T, F]` lie in stretches without any sound that are longer than `_CLOSURE`."""
-    silent = ((frames - frames.amin(0)).mean(1) < 0.25).numpy()
+    silent = ((frames - frames.amin(0)).mean(1) < _AUDIBLE).numpy()
     edges = np.flatnonzero(np.diff(silent, prepend=False, append=False))
     for first, end in zip(edges[::2], edges[1::2], strict=True):
-        silent[first:end] = (end - first) * 0.01 > _CLOSURE
+        silent[first:end] = end - first > _CLOSURE
     return silent
 
 
