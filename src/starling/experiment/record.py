@@ -132,7 +132,8 @@ def read_skipped(found: Iterable[Path]) -> dict[int, set[str]]:
     skipped: dict[int, set[str]] = {}
     for _, _, event in (each for segment in found for each in _events_in(segment)):
         if event is not None and event["kind"] == "skip":
-            skipped.setdefault(int(event["epoch"]) - 1, set()).add(event["id"])
+            with suppress(KeyError, ValueError):
+                skipped.setdefault(int(event["epoch"]) - 1, set()).add(event["id"])
     return skipped
 
 
@@ -193,17 +194,16 @@ def _stretches(segment: Path) -> Iterator[Stretch]:
 
 def _events_in(segment: Path) -> Iterator[tuple[int, str, Event | None]]:
     """The events of a segment: their learners, their places in words, and None for what is damaged."""
-    for path in sorted(segment.glob("learner-*.jsonl")):
+    for path in sorted(segment.glob("learner-[0-9]*.jsonl")):
         for number, event in read_stream(path):
             yield _learner_of(path), f"{path}:{number}", event
     for table, (kind, columns) in _TABLES.items():
         for path in sorted(segment.glob(f"{table}-[0-9]*.tsv")):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            for number, line in enumerate(lines[1:], start=2):
-                if line.endswith("\n"):  # else it was cut where its learner was killed
-                    cells = line.removesuffix("\n").split("\t")
-                    event = {"kind": kind, "ids": cells[3:], **dict(zip(columns, cells, strict=False))}
-                    yield _learner_of(path), f"{path}:{number}", event
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            for number, line in enumerate(lines[1:-1], start=2):  # the last was cut where its learner was killed
+                cells = line.split("\t")
+                event = {"kind": kind, "ids": cells[3:], **dict(zip(columns, cells, strict=False))}
+                yield _learner_of(path), f"{path}:{number}", event
 
 
 def _learner_of(path: Path) -> int:
