@@ -30,8 +30,7 @@ from benchmarks.starting import (
 )
 from starling.engines.virtual.timing import simulate_timing
 from starling.predict.costs import JobFacts, Profile
-from starling.predict.fits import profile_of
-from starling.predict.measure import MEASURE, Figures
+from starling.predict.measure import MEASURE, Figures, profile_of
 from starling.predict.predict import Arm, Machines
 from starling.recipe.run import StrategyChoice
 

@@ -16,8 +16,8 @@ from starling.checkpoint.writer import CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import choose_device
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.learning import SharedCounts
 from starling.experiment.observers import Saver, Together
-from starling.experiment.regrouping import SharedCounts
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, Saved, values_of

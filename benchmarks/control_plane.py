@@ -33,9 +33,8 @@ from benchmarks.measuring import Bar
 from benchmarks.runs import Run
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.member import PLAN, agree_on_plan
-from starling.engines.processes.rounds import ENDED, StoreBoard
-from starling.engines.processes.stalls import Waits
-from starling.engines.processes.tickets import DoneNotes, Draws
+from starling.engines.processes.threads import Waits
+from starling.engines.processes.tickets import ENDED, DoneNotes, Draws, StoreBoard
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.link import Link

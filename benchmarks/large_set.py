@@ -12,8 +12,7 @@ import numpy as np
 import soundfile
 
 from starling.files import sha256
-from starling.speech.set_summary import INDEX_FILES, SetSummary
-from starling.speech.shards import Shard
+from starling.speech.shards import INDEX_FILES, SetSummary, Shard
 
 RATE = 8000
 SHARD_SIZE = 1000

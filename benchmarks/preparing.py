@@ -10,7 +10,7 @@ from benchmarks.measuring import Bar, Seconds, median_speed_up
 from starling.speech.corpora import SyntheticCorpus
 from starling.speech.data import DataConfig
 from starling.speech.prepare import prepare
-from starling.speech.preparing.executors import Executor, Processes
+from starling.speech.prepare_stages import Executor, Processes
 
 ROUNDS, FILES, USES, SHARD_SIZE = 2, 200, 50, 500
 """Parameters of the measurement; the corpus lists each file several times, so that it is long but quickly made."""

@@ -6,8 +6,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from starling.speech.set_summary import SetSummary
 from starling.speech.shard_writer import ShardIndex, Spoken, write_index, write_shard
+from starling.speech.shards import SetSummary
 
 
 class SpeechWriter:

@@ -16,8 +16,7 @@ import torch
 from benchmarks.convergence_rate import VARIANCE, measure, step_size, text_of
 from starling.comparing.table import Estimate, estimate
 from starling.strategies import STRATEGIES
-from starling.topology import PATTERNS
-from starling.topology.analysis import distance_of_noise, spectral_gap
+from starling.topology import PATTERNS, distance_of_noise, spectral_gap
 
 STEPS, LEARNERS, SEEDS = 1024, (4, 8, 16, 32, 64), (1, 2, 3)
 ARMS = [(name, pattern) for name in ("dpsgd", "adpsgd") for pattern in ("ring", "random", "pairs", "exponential")]

@@ -30,16 +30,15 @@ PICKLES_AMONG_OWN_PROCESSES = {
     "starling/comparing/compare.py": "the processes of `jobs`",
     "starling/worker_processes.py": "starts those, and the next ones",
     "starling/engines/virtual/computation.py": "processes that compute gradients of a simulation",
-    "starling/speech/preparing/executors.py": "the processes of `jobs=N`",
+    "starling/speech/prepare_stages.py": "the processes of `jobs=N`",
     "starling/speech/decoding/beam.py": "the processes of `evaluate --jobs`",
 }
 """Modules that start processes of their own, with which Python talks in pickles through inherited pipes."""
 PICKLES_ITSELF = {"starling/experiment/packing.py": "a job, for the learners of `starling.train`; see decision 0008"}
 """The one module that may call `pickle`: a launcher writes a file that only its own learners read."""
 PICKLES_OVER_THE_NETWORK = {
-    "starling/speech/preparing/executors.py": "`executor=ray`, see SECURITY.md",
+    "starling/speech/prepare_stages.py": "`executor=ray`, see SECURITY.md",
     "starling/launch/on_ray.py": "`launch: ray`, see SECURITY.md",
-    "starling/launch/keeper.py": "the actor that it starts on a node",
 }
 """The exceptions: cluster engines send pickles over connections of their own."""
 EXAMPLES_ON_CLUSTER_ENGINES = {"examples/ray_actors.py": "actors of one's own"}

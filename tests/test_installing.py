@@ -9,7 +9,7 @@ from hatchling.builders.wheel import WheelBuilder
 from typer.testing import CliRunner
 
 import starling
-from starling import extras
+from starling import errors
 from starling.cli import app
 from starling.errors import MissingExtraError
 from starling.speech.recipe import load_recipe
@@ -66,24 +66,24 @@ def test_the_base_is_light() -> None:
     assert packages(PROJECT["dependencies"]) == base
 
 
-@pytest.mark.parametrize("extra", extras.EXTRAS)
+@pytest.mark.parametrize("extra", errors.EXTRAS)
 def test_an_extra_is_checked_for_all_that_it_installs(extra: str) -> None:
     """The modules that `require` looks for are those of pyproject.toml."""
-    assert set(extras.EXTRAS[extra]) == packages(PROJECT["optional-dependencies"][extra])
+    assert set(errors.EXTRAS[extra]) == packages(PROJECT["optional-dependencies"][extra])
 
 
 def test_all_extras_together_are_all() -> None:
     """`[all]` leaves none out, but for what only developers need, and the libraries that a loop comes with."""
     hosts = ("lightning", "huggingface")
-    everything = {module for extra, modules in extras.EXTRAS.items() if extra not in hosts for module in modules}
+    everything = {module for extra, modules in errors.EXTRAS.items() if extra not in hosts for module in modules}
     assert packages(PROJECT["optional-dependencies"]["all"]) == everything
 
 
 @pytest.fixture
 def no_speech(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation without lhotse and kaldialign."""
-    find = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("lhotse", "kaldialign") else find(name))
+    find = errors.find_spec
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name in ("lhotse", "kaldialign") else find(name))
 
 
 @pytest.mark.usefixtures("no_speech")
@@ -119,8 +119,8 @@ def test_the_demo_needs_its_own_extra() -> None:
 
 def test_a_report_needs_an_extra_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the command line, and in Python."""
-    find = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "plotly" else find(name))
+    find = errors.find_spec
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "plotly" else find(name))
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 2
     assert result.stderr == "error: starling report needs plotly: pip install 'starling-asr[report]'\n"

@@ -15,7 +15,7 @@ from starling.checkpoint.reader import latest, load
 from starling.cli import app
 from starling.configuration import differing
 from starling.errors import ConfigError
-from starling.experiment.audit import audit
+from starling.experiment.record import audit
 from starling.speech.check.findings import HEARD, KINDS
 from starling.speech.recipe import check_recipe, load_recipe, load_resolved
 from starling.speech.recogniser import Recogniser

@@ -13,9 +13,8 @@ from typer.models import OptionInfo, ParameterInfo
 
 import starling
 from starling import cli
-from starling.configuration import Config, owners
+from starling.configuration import Config, known_keys, owners
 from starling.errors import StarlingError
-from starling.problems import known_keys
 from starling.recipe.file import SHIPPED, read_recipe
 from starling.speech.recipe import Recipe, check_recipe
 from starling.strategies import STRATEGIES

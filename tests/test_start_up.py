@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from starling.extras import EXTRAS, SPEECH
+from starling.errors import EXTRAS, SPEECH
 
 LEARNER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """What torchrun tells a process, of which `import starling` makes a quick start."""

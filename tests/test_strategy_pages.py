@@ -14,10 +14,11 @@ import pytest
 from starling.configuration import owners
 from starling.speech.recipe import Recipe, load_recipe
 from starling.strategies import STRATEGIES, Strategy
-from starling.topology import PATTERNS, custom
-from starling.topology.analysis import (
+from starling.topology import (
+    PATTERNS,
     accelerated_contraction,
     acceleration_constants,
+    custom,
     expected_contraction,
     mixing_product,
     spectral_gap,

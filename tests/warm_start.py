@@ -36,7 +36,7 @@ MODULES = (
     "torch._dynamo",  # what the first optimizer of a process loads
     "torch.utils.tensorboard",
     "starling.cli",
-    "starling.experiment.any_job",
+    "starling.experiment.train",
     "starling.speech.task",
     "starling.speech.training.set_up",
     "starling.launch.coordinator",

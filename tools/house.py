@@ -42,7 +42,7 @@ starling.join
 print(sum(name.partition(".")[0] == "starling" for name in sys.modules))
 """
 TOY_JOB = """
-import sys, torch, starling, starling.experiment.any_job, starling.experiment.train
+import sys, torch, starling, starling.experiment.train
 starling.train, starling.join
 print(sum(name.startswith("starling.speech") for name in sys.modules))
 """

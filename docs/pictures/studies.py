@@ -12,8 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from starling.topology import PATTERNS
-from starling.topology.analysis import distance_of_noise
+from starling.topology import PATTERNS, distance_of_noise
 
 COLOURS = {
     "allreduce": "#000000",

@@ -6,8 +6,7 @@ from math import cos, pi, sin
 from svg import WIDTH, Picture, number
 
 from starling.strategies.hadpsgd import SideBySide
-from starling.topology import Matrix, Topology
-from starling.topology.analysis import mixing_product
+from starling.topology import Matrix, Topology, mixing_product
 
 ROUNDS = 3
 

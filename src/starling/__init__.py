@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from starling.engines.virtual.cluster import Cluster as Cluster
     from starling.engines.virtual.engine import VirtualEngine as VirtualEngine
     from starling.errors import StarlingError as StarlingError
-    from starling.experiment.any_job import Trained as Trained
-    from starling.experiment.any_job import train as train
     from starling.experiment.planning import profile as profile
     from starling.experiment.report import report as report
     from starling.experiment.simulate import Simulated as Simulated
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from starling.experiment.task import Task as Task
     from starling.experiment.task import TaskRecipe as TaskRecipe
     from starling.experiment.task import job_of as job_of
+    from starling.experiment.train import Trained as Trained
+    from starling.experiment.train import train as train
     from starling.launch.joining import attach as attach
     from starling.launch.joining import join as join
     from starling.launch.sharing import SharedBatches as SharedBatches
@@ -64,7 +64,7 @@ _NAMES = {
     "engines.virtual.cluster": "Cluster",
     "engines.virtual.engine": "VirtualEngine",
     "errors": "StarlingError",
-    "experiment.any_job": "Trained train",
+    "experiment.train": "Trained train",
     "experiment.planning": "profile",
     "experiment.report": "report",
     "experiment.simulate": "Simulated simulate",
@@ -100,7 +100,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'starling' has no attribute {name!r}; it has {', '.join(__all__)}")
     if name in _SPEECH:
-        from starling.extras import require
+        from starling.errors import require
 
         require("speech", f"starling.{name}")
     return getattr(import_module(f"starling.{_HOMES[name]}"), name)

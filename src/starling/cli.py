@@ -143,9 +143,9 @@ def audit(experiment: Experiment) -> None:
     """Show how much of each epoch each learner saw, and whether every utterance was seen exactly once."""
     from rich.console import Console
 
-    from starling.experiment import audit
+    from starling.experiment.record import audit as show_audit
 
-    audit.audit(experiment, typer.echo, Console())
+    show_audit(experiment, typer.echo, Console())
 
 
 @app.command(epilog="Example: [bold]starling status exp/demo --watch[/bold]")

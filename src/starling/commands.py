@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from starling.errors import StarlingError
-from starling.extras import require
+from starling.errors import StarlingError, require
 
 if TYPE_CHECKING:
     from rich.console import Console

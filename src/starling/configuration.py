@@ -1,18 +1,21 @@
-"""The base class of configuration models, the meanings of their fields, and functions to compare configurations."""
+"""The base class of configuration models, the meanings of their fields, comparisons of configurations, and descriptions
+of all problems of one, a line each."""
 
 import ast
 import hashlib
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-from starling.errors import CheckpointError
+from starling.errors import CheckpointError, ConfigError, did_you_mean, nearest
 
 
 class Config(BaseModel):
@@ -99,3 +102,142 @@ def _beneath(tree: ast.ClassDef) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 found[name] = inspect.cleandoc(text)
     return found
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+_MAX_SHOWN = 60  # characters of a wrong value
+
+
+class ProblemsError(ValueError):
+    """Raised by a validator with lines that describe problems and name the keys, which may differ from the validator's
+    own key."""
+
+
+def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: str = "") -> list[str]:
+    """One line for each problem that pydantic found in `tree`: the dotted key, the problem, and a suggestion.
+
+    `prefix` is the dotted path of `tree` itself, such as `strategy.`.
+    """
+    known = {prefix + key: kinds for key, kinds in known_keys(model).items()}
+    moved = {prefix + key: words for key, words in getattr(model, "MOVED", {}).items()}
+    lines: dict[str, list[str]] = {}
+    for detail in error.errors(include_url=False):
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, ProblemsError):
+            lines |= {line: [] for line in cause.args}
+            continue
+        path = prefix + ".".join(_path(detail, tree))
+        said = lines.setdefault(path.rstrip("."), [])
+        words = moved.get(path) or _words(detail, path, known)
+        if words not in said:
+            said.append(words)
+    return [": ".join(filter(None, (path, "; or ".join(said)))) for path, said in lines.items()]
+
+
+def checked(kind: type[ModelT], tree: Any, where: str, prefix: str = "") -> ModelT:
+    """The model of a tree, whose dotted path is `prefix`. Raises one ConfigError that begins with `where` and lists all
+    problems."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise refused(describe(error, kind, tree, prefix), where) from None
+
+
+def refused(problems: Sequence[str], where: str) -> ConfigError:
+    """The error that lists problems, one per line."""
+    count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+    return ConfigError(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def known_keys(model: type[BaseModel]) -> dict[str, list[tuple[str, str]]]:
+    """The dotted keys of `model` and of the models inside it. If only some kinds of model have a key, the key and the
+    value that choose each of these, such as `kind` and `tsv`."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for kind in model.alternatives() if issubclass(model, Config) else (model,):
+        for name, field in kind.model_fields.items():
+            key = field.alias or name
+            found.setdefault(key, []).extend(_choosing(kind))
+            for inner in _models_in(field.annotation):
+                for below, kinds in known_keys(inner).items():
+                    found.setdefault(f"{key}.{below}", []).extend(kinds)
+    return found
+
+
+def _choosing(kind: type[BaseModel]) -> list[tuple[str, str]]:
+    """The key whose value chooses this class among others, and that value."""
+    for name, field in kind.model_fields.items():
+        if get_origin(field.annotation) is Literal and len(values := get_args(field.annotation)) == 1:
+            return [(name, str(values[0]))]
+    return []
+
+
+def suggestion(path: str, known: Collection[str]) -> str:
+    """`; did you mean KEY?` for an unknown dotted key; if it resembles none, the known keys at its place."""
+    path = ".".join(part for part in path.split(".") if not part.isdecimal())  # places in a list
+    parent, _, name = path.rpartition(".")
+    beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    near = beside.get(nearest(name, beside) or "") or next(iter(elsewhere), None) or nearest(path, known)
+    if near:
+        return f"; did you mean {near}?"
+    return f"; known are {', '.join(beside)}" if beside else ""
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Union, UnionType, Annotated, tuple):
+        for argument in get_args(annotation):
+            yield from _models_in(argument)
+
+
+def _path(detail: ErrorDetails, tree: Any) -> list[str]:
+    """The keys that lead to a problem, without pydantic's names of union members."""
+    parts, place = [], tree
+    *leading, last = detail["loc"] or ("",)
+    for part in leading:
+        inner = _inside(place, part)
+        if inner is not _NOTHING:
+            parts.append(str(part))
+            place = inner
+    if detail["type"] == "missing" or _inside(place, last) is not _NOTHING:
+        parts.append(str(last))
+    if detail["type"].startswith("union_tag"):
+        parts.append(detail["ctx"]["discriminator"].strip("'"))
+    return parts
+
+
+_NOTHING = object()
+
+
+def _inside(place: Any, part: str | int) -> Any:
+    if isinstance(place, dict):
+        return place.get(part, _NOTHING)
+    if isinstance(place, list | tuple) and isinstance(part, int) and part < len(place):
+        return place[part]
+    return _NOTHING
+
+
+def _words(detail: ErrorDetails, path: str, known: Mapping[str, Sequence[tuple[str, str]]]) -> str:
+    if detail["type"] == "extra_forbidden":
+        if kinds := known.get(path):
+            return f"only for {kinds[0][0]}: {', '.join(dict.fromkeys(value for _, value in kinds))}; leave it out"
+        return f"unknown key{suggestion(path, known)}"
+    if detail["type"] in ("missing", "union_tag_not_found"):
+        return "missing; a recipe must set it"
+    if detail["type"] in ("model_type", "model_attributes_type", "dict_type", "path_type"):
+        wanted = "a path" if detail["type"] == "path_type" else "a mapping of keys to values"
+        return f"must be {wanted}, got {_shown(detail['input'])}"
+    if detail["type"] == "union_tag_invalid":
+        tags = [tag.strip("'") for tag in detail["ctx"]["expected_tags"].split(", ")]
+        hint = did_you_mean(detail["ctx"]["tag"], tags)
+        return f"{detail['ctx']['tag']!r} is unknown; {hint}known are {', '.join(tags)}"
+    if detail["type"] == "value_error":
+        return detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"{message}, got {_shown(detail['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

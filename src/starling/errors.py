@@ -1,4 +1,4 @@
-"""All errors that Starling raises on purpose, with their exit codes.
+"""All errors that Starling raises on purpose, with their exit codes; and the extras of the package.
 
 A message says which learner, what, where, the value, the limit and the remedy. The command line prints it without a
 traceback unless `--debug` is given.
@@ -7,6 +7,7 @@ traceback unless `--debug` is given.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 
 class StarlingError(Exception):
@@ -104,3 +105,35 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean 'NEAREST'? ` for an unknown name; empty if it resembles no known name."""
     near = nearest(name, known)
     return f"did you mean {near!r}? " if near else ""
+
+
+SPEECH = ("lhotse", "urllib3", "soundfile", "kaldialign", "sentencepiece", "rensa", "fsspec", "scipy", "tensorboard")
+EXTRAS = {
+    "compare": ("scipy",),
+    "speech": SPEECH,
+    "demo": (*SPEECH, "espeakng_loader"),
+    "media": (*SPEECH, "av"),
+    "vad": (*SPEECH, "onnxruntime", "silero_vad"),
+    "cloud": (*SPEECH, "s3fs"),
+    "decoding": ("flashlight", "num2words"),
+    "report": ("jinja2", "plotly"),
+    "serve": (*SPEECH, "python_multipart", "starlette", "uvicorn", "websockets"),
+    "lightning": ("lightning",),
+    "huggingface": ("accelerate", "transformers"),
+    "export": (*SPEECH, "onnx", "onnxruntime", "onnxscript"),
+    "ray": ("ray",),
+    "monitoring": ("prometheus_client",),
+}
+"""The modules that each extra in pyproject.toml installs."""
+
+
+def require(extra: str, what: str, modules: Sequence[str] = ()) -> None:
+    """Check that an extra is installed, without importing its modules. `what` names the command or function that needs
+    it, `modules` the needed ones of its modules (default: all).
+
+    Raises:
+        MissingExtraError: A module is missing; the message contains the command that installs it.
+    """
+    missing = [module for module in modules or EXTRAS[extra] if find_spec(module) is None]
+    if missing:
+        raise MissingExtraError(f"{what} needs {', '.join(missing)}: pip install 'starling-asr[{extra}]'")

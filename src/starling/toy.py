@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.chance import derive_seed
-from starling.problems import checked
+from starling.configuration import checked
 from starling.strategies import Strategy, find_strategy
 from starling.training.data import DataWorkload
 from starling.training.job import Job

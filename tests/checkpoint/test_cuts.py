@@ -18,16 +18,16 @@ from starling.budget import Budget
 from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerState
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
-from starling.engines.processes.rounds import StoreCuts
+from starling.engines.processes.tickets import StoreCuts
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.membership import VirtualRounds
 from starling.experiment.observers import Keep, Saver
 from starling.strategies.parts.delayed_nesterov import Loans
-from starling.training.cuts import CutAgreement, Cuts
 from starling.training.job import EpochReport, Observer
 from starling.training.replica import Replica
 from starling.training.speeds import Stragglers
+from starling.training.succession import CutAgreement, Cuts
 from starling.workload import Position, Ticket
 from tests.checkpoint.cut_cases import STEPS, OwnWeight, expected, job, plain, summing
 from tests.warm_start import run_learners

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from starling.checkpoint.manifest import Manifest, listing, read_manifest
+from starling.checkpoint.files import Manifest, listing, read_manifest
 from starling.checkpoint.reader import load
 from starling.errors import CheckpointError
 from starling.workload import Ticket

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from starling.checkpoint.manifest import checkpoint_name
+from starling.checkpoint.files import checkpoint_name
 from starling.checkpoint.reader import checkpoints_in, is_finite, latest, load
 from starling.errors import CheckpointError
 from starling.workload import Position, Ticket

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from starling.strategies.parts.means import Compression
-from starling.topology import PATTERNS, find_topology
-from starling.topology.analysis import complete, identity
+from starling.topology import PATTERNS, complete, find_topology, identity
 from starling.training.flat import trainable
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, PERIODIC

@@ -13,8 +13,7 @@ from torch import nn
 
 from starling.configuration import Config
 from starling.strategies.parts.means import Compression, TopK
-from starling.topology import find_topology
-from starling.topology.analysis import complete
+from starling.topology import complete, find_topology
 from tests.contract.matrix_form import EncodedMean, Gradient, Matrix, Oracle, Vector, columns, copies, rounded
 
 

@@ -22,8 +22,7 @@ from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
 from starling.strategies.a2cid2 import A2Cid2Options, a2cid2
-from starling.topology import complete_graph, lazy, ring
-from starling.topology.analysis import accelerated_contraction, acceleration_constants
+from starling.topology import accelerated_contraction, acceleration_constants, complete_graph, lazy, ring
 from starling.training.faults import Kill
 from starling.training.job import EpochReport, Job, Observer
 from starling.training.speeds import Stragglers

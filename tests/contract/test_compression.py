@@ -17,9 +17,9 @@ from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies import STRATEGIES, Strategy
-from starling.strategies.parts.choco import PublicCopies
 from starling.strategies.parts.encodings import BLOCK, Bfloat16, CoarseLargest, Encoding, Integers, Largest
 from starling.strategies.parts.means import Compression, Means, TopK
+from starling.strategies.parts.mixing import PublicCopies
 from starling.topology import find_topology
 from starling.training.faults import NotFinite
 from starling.training.job import EpochReport, Job, Observer

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from starling.budget import Budget, Progress
 from starling.engines.virtual.engine import VirtualEngine
 from starling.strategies import STRATEGIES
-from starling.topology import find_topology
-from starling.topology.analysis import complete
+from starling.topology import complete, find_topology
 from starling.training.flat import trainable
 from starling.training.job import Job
 from starling.workload import Ticket

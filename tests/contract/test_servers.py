@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
-from starling.configuration import Config
+from starling.configuration import Config, checked
 from starling.consensus import consensus
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel, MemoryModel
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
-from starling.problems import checked
 from starling.strategies import STRATEGIES
 from starling.strategies.allreduce import AllReduceOptions
 from starling.strategies.delayed import DelayOptions

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from starling.configuration import checked
 from starling.engines.loop.replica import LoopReplica
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.timing import simulate_timing
 from starling.errors import ConfigError
 from starling.learner import Learner
-from starling.problems import checked
 from starling.strategies import STRATEGIES
 from starling.strategies.adpsgd import AsynchronousOptions
 from starling.strategies.hadpsgd import HierarchicalOptions

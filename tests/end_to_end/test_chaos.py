@@ -26,7 +26,7 @@ import pytest
 from rich.console import Console
 
 from starling.checkpoint.reader import checkpoints_in
-from starling.experiment.audit import audit
+from starling.experiment.record import audit
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))

@@ -16,10 +16,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from starling.checkpoint.manifest import read_manifest
+from starling.checkpoint.files import read_manifest
 from starling.checkpoint.reader import latest
-from starling.experiment.audit import audit
-from starling.experiment.record import read_seen
+from starling.experiment.record import audit, read_seen
 from tests.end_to_end.test_train import Tree, starling, written
 
 

@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
-from starling.experiment.audit import audit
+from starling.experiment.record import audit
 from tests.end_to_end.test_train import Tree, starling, written
 from tests.warm_start import WarmProgram
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from starling.experiment.folder import ExperimentFolder
-from starling.speech.models.config import Chunks
+from starling.speech.models.architectures import Chunks
 from starling.speech.recogniser import Recogniser
 from starling.speech.scoring import error_rates
 from starling.speech.store import SpeechSet
-from starling.speech.streaming import Stream, streaming_network
 from starling.speech.training.validate import best_model
+from starling.speech.transcribing.transcriber import Stream, streaming_network
 
 
 @pytest.mark.soak

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from starling.budget import Budget
 from starling.checkpoint.state import LearnerState
+from starling.configuration import checked
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
-from starling.problems import checked
 from starling.recipe.run import RunConfig
 from starling.strategies import STRATEGIES, find_strategy
 from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split, faults_of, only_simulated

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from starling.chance import derive_seed
-from starling.checkpoint.cut import Cut
 from starling.checkpoint.reader import load
+from starling.checkpoint.state import Cut
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError
-from starling.predict.facts import memory_of
+from starling.predict.costs import memory_of
 from starling.strategies.islands import Island
 from starling.training.flat import trainable
 from starling.training.tensor_plan import traffic_of

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import starling
-from starling.engines.loop.optimizers import describe
-from starling.engines.loop.replica import LoopReplica
+from starling.engines.loop.replica import LoopReplica, describe
 from starling.errors import ConfigError, ProtocolError
 from tests.contract.problems import TinyRegression
 from tests.engines.drop_in_process import flat, take_gradient

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.budget import Budget
-from starling.engines.processes.rounds import ProcessRounds, StoreBoard
+from starling.engines.processes.tickets import ProcessRounds, StoreBoard
 from starling.engines.virtual.cluster import Cluster, ComputeModel, LinkModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.learner import VirtualLearner

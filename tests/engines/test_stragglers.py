@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
+from starling.configuration import checked
 from starling.errors import ConfigError
-from starling.problems import checked
 from starling.recipe.run import RunConfig
 from starling.training.speeds import Delays, Stragglers
 

@@ -160,7 +160,7 @@ def test_a_configuration_of_nemo_makes_the_strategy(outcome: Outcome) -> None:
 )
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch, name: str, extra: str) -> None:
     """In one line, instead of an ImportError."""
-    monkeypatch.setattr("starling.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("starling.errors.find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, f"starling.integrations.{name}", raising=False)
     with pytest.raises(MissingExtraError, match=rf"pip install 'starling-asr\[{extra}\]'"):
         importlib.import_module(f"starling.integrations.{name}")

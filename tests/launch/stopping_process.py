@@ -24,7 +24,7 @@ from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.regrouping import Regrouping, SharedCounts
+from starling.experiment.learning import Regrouping, SharedCounts
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.process import find_membership, save_requests_of

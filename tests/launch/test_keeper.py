@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from starling.errors import ConfigError, ProtocolError
-from starling.launch import keeper
-from starling.launch.keeper import Errand, Keeper
+from starling.launch import on_ray
 from starling.launch.link import knock, letting_in
 from starling.launch.messages import Greeted, encode
+from starling.launch.on_ray import Errand, Keeper
 from starling.launch.process import Program
 from starling.timeouts import NODE_SILENT, UNREACHABLE
 
@@ -91,7 +91,7 @@ def _is_learner(process: psutil.Process) -> bool:
 @pytest.fixture(autouse=True)
 def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray would say of the node."""
-    monkeypatch.setattr(keeper, "_this_node", lambda: ("node-7", LOOPBACK, 4.0))
+    monkeypatch.setattr(on_ray, "_this_node", lambda: ("node-7", LOOPBACK, 4.0))
 
 
 def test_a_node_is_let_in_with_the_run_s_token_only() -> None:

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.errors import ProtocolError
 from starling.launch import rendezvous
-from starling.launch.elastic import connect
+from starling.launch.coordinator import connect
 from starling.launch.launcher import loopback_store
 from starling.launch.rendezvous import await_store, check_store, find_place
 

@@ -169,7 +169,7 @@ def test_without_a_cluster_there_is_one_error_that_says_what_to_do(tmp_path: Pat
 
 def test_without_ray_there_is_one_error_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not an ImportError."""
-    monkeypatch.setattr("starling.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("starling.errors.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"launch: ray needs ray: pip install 'starling-asr\[ray\]'"):
         starling.train(make_job(tmp_path / "slow"), 2, exp=tmp_path / "exp", launch="ray")
 

@@ -23,7 +23,7 @@ from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.place import Place
 from starling.engines.processes.tickets import noted
 from starling.errors import ProtocolError
-from starling.launch import switchboard
+from starling.launch import roster
 from starling.launch.joiners import Changes
 from starling.launch.launcher import Supervisor
 from starling.launch.link import Line
@@ -227,7 +227,7 @@ def test_a_restarted_learner_is_read_whose_line_has_the_number_of_a_closed_one()
 
 def test_an_endless_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fill the launcher's memory."""
-    monkeypatch.setattr(switchboard, "LONGEST_MESSAGE", 1 << 20)
+    monkeypatch.setattr(roster, "LONGEST_MESSAGE", 1 << 20)
     watched = Watched(2, lambda learner_id, message: None)
 
     def talk() -> None:

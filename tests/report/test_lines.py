@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from starling.reporting.lines import (
+from starling.reporting.epochs import (
     Advice,
     duration,
     epoch_line,

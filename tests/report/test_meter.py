@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from starling.launch.messages import Progress, Stretch
-from starling.reporting.epochs import FAR, EpochSummary, Tally, by_staleness
-from starling.reporting.lines import time_left
+from starling.reporting.epochs import FAR, EpochSummary, Tally, by_staleness, time_left
 from starling.training.job import Averaging, EpochReport, Spent
 from tests.report.steps import progress_of, step
 

@@ -18,8 +18,8 @@ import yaml
 from rich.console import Console
 
 import starling
-from starling import extras
-from starling.engines.processes.stalls import Stall
+from starling import errors
+from starling.engines.processes.threads import Stall
 from starling.errors import ConfigError, MissingExtraError
 from starling.launch.messages import Heartbeat, LearnerMessage, Progress, Reached, Stretch
 from starling.launch.roster import Roster
@@ -194,8 +194,8 @@ def test_it_listens_where_it_was_told_to_and_a_port_in_use_is_one_clear_error(se
 
 def test_a_run_without_the_extra_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the command that installs it."""
-    find = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "prometheus_client" else find(name))
+    find = errors.find_spec
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "prometheus_client" else find(name))
     with pytest.raises(MissingExtraError, match=r"launch.metrics_port needs prometheus_client: .*\[monitoring\]"):
         starling.train(make_job(tmp_path / "slow"), 2, exp=tmp_path, launch={"metrics_port": 0})
 

@@ -25,16 +25,14 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.planning import plan_recipe
 from starling.experiment.simulate import simulate_recipe
 from starling.predict import predict
-from starling.predict.costs import dump
-from starling.predict.deciding import TIE, Decision, choose
-from starling.predict.facts import facts_of
-from starling.predict.fits import costs_of, profile_of
-from starling.predict.measure import ACROSS, INSIDE, Allowance, Figures, topologies
+from starling.predict.costs import dump, facts_of
+from starling.predict.measure import ACROSS, INSIDE, Allowance, Figures, costs_of, profile_of, topologies
+from starling.predict.plan import TIE, Decision, choose
 from starling.predict.predict import WORTH, WORTH_OF_A_DOUBLING, Arm, Machines, Prediction, simulate
 from starling.recipe.run import CANDIDATES, RunConfig, StrategyChoice
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
-from starling.topology.analysis import is_doubly_stochastic
+from starling.topology import is_doubly_stochastic
 from starling.training.speeds import Stragglers
 from starling.workload import Weighting
 from tests.runs.test_planning import measured_profile

@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from starling import extras
+from starling import errors
 from starling.cli import app
 from starling.errors import ConfigError, DataError
 from starling.experiment.simulate import simulate_recipe
@@ -206,8 +206,8 @@ def test_without_the_extra_greedy_decoding_remains_and_the_reason_is_reported(
     """The command still scores; with `--greedy` it does not mention the search."""
     songs_tree["budget"] = {"epochs": 1}
     experiment, _ = simulated(songs_tree)
-    find = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "flashlight" else find(name))
+    find = errors.find_spec
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "flashlight" else find(name))
     found = CliRunner().invoke(app, ["evaluate", str(experiment)])
     assert found.exit_code == 0, found.output
     first, *rest = found.stdout.splitlines()

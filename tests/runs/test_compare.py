@@ -17,8 +17,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from starling.comparing.cell import run_cell
-from starling.comparing.compare import compute, load_comparison, run_comparison
+from starling.comparing.compare import compute, load_comparison, run_cell, run_comparison
 from starling.comparing.grid import Cell, CellResult
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.experiment.folder import ExperimentFolder
@@ -179,7 +178,7 @@ def test_an_error_in_a_cell_names_it_and_what_is_kept(compared: Tree, monkeypatc
     def fail(*arguments: object) -> None:
         raise DataError("the disk is full")
 
-    monkeypatch.setattr("starling.comparing.cell._simulated", fail)
+    monkeypatch.setattr("starling.comparing.compare._simulated", fail)
     with pytest.raises(DataError, match="the disk is full") as caught:
         run(compared)
     assert caught.value.__notes__[0] == "in cell delay_1_lr0.01_seed1"

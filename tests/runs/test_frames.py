@@ -13,9 +13,9 @@ from rich.console import Console
 
 from starling.comparing.compare import run_comparison
 from starling.errors import CheckpointError, ConfigError, DataError
-from starling.experiment.audit import audit
 from starling.experiment.claim import claim_folder
 from starling.experiment.folder import ExperimentFolder
+from starling.experiment.record import audit
 from starling.experiment.simulate import simulate_recipe
 from starling.recipe.run import dump_recipe
 from starling.speech.commands.evaluate import evaluate

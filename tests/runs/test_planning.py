@@ -26,13 +26,12 @@ from starling.predict.costs import (
     Profile,
     Validation,
     dump,
+    facts_of,
     find_preset,
     read_profile,
 )
-from starling.predict.deciding import TIE, ranked
-from starling.predict.facts import facts_of
-from starling.predict.fits import fit_compute, fit_link, gradient_times
-from starling.predict.plan import plan, read_cluster
+from starling.predict.measure import fit_compute, fit_link, gradient_times
+from starling.predict.plan import TIE, plan, ranked, read_cluster
 from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, simulate
 from starling.strategies import NoOptions
 from starling.training.speeds import Stragglers

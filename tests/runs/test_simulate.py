@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, DataError, PeerLost
-from starling.experiment.audit import audit
+from starling.experiment.record import audit
 from starling.experiment.simulate import simulate_recipe
 from starling.speech.commands.evaluate import evaluate
 from starling.speech.recipe import check_recipe

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from starling.speech.decoding import decoders as decoding
 from starling.speech.models import build_model, model_config
-from starling.speech.models.attention import END, AttentionDecoder, DecoderBlock
-from starling.speech.models.config import AttentionConfig, TransducerConfig
+from starling.speech.models.architectures import AttentionConfig, TransducerConfig
+from starling.speech.models.transformer import END, AttentionDecoder, DecoderBlock
 
 FRAMES = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(3))
 LENGTHS = torch.tensor([7, 4, 1])

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from starling.errors import ConfigError, DataError
-from starling.speech.decoding.boosting import BOOST, Phrases, Spotted, read_phrases
-from starling.speech.decoding.decoders import emissions_of
+from starling.speech.decoding.decoders import BOOST, Phrases, Spotted, emissions_of, read_phrases
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import BLANK, WORD_START, CharacterTokenizer, TokenConfig, Tokenizer, make_tokenizer
 from starling.speech.transcribing.transcriber import Transcriber

@@ -11,8 +11,15 @@ from pydantic import ValidationError
 from scipy.signal import sosfilt
 
 from starling.errors import DataError
-from starling.speech.augmentation import AugmentConfig, augment_waveform
-from starling.speech.codecs import _band_filter, check_codec, label_of, set_of, transmitted
+from starling.speech.augmentation import (
+    AugmentConfig,
+    _band_filter,
+    augment_waveform,
+    check_codec,
+    label_of,
+    set_of,
+    transmitted,
+)
 from starling.speech.data import DataConfig
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import model_config

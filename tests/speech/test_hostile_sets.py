@@ -22,7 +22,7 @@ from benchmarks.speech_writer import SpeechWriter
 from starling.errors import DataError
 from starling.files import sha256
 from starling.speech.corpora import CorpusConfig
-from starling.speech.set_summary import SetSummary, read_summary
+from starling.speech.shards import SetSummary, read_summary
 from starling.speech.store import SpeechSet
 from tests.computing import computing_below
 from tests.mutations import damaged, mutated

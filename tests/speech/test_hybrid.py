@@ -25,9 +25,16 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.lexicon import STATES_FILE, TiedStates, check_words, read_words
 from starling.speech.hybrid.store import AlignedFrames, Frames, FrameWriter, save_states
-from starling.speech.hybrid.tying import StateSpeller, Statistics, grow_tree
+from starling.speech.hybrid.tying import (
+    STATES_FILE,
+    StateSpeller,
+    Statistics,
+    TiedStates,
+    check_words,
+    grow_tree,
+    read_words,
+)
 from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.models import build_model, count_parameters, model_config
 from starling.speech.tokens import CharacterTokenizer

@@ -14,8 +14,8 @@ from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import build_model, model_config
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import CharacterTokenizer
-from starling.speech.too_short import frames_needed, too_short_for_ctc, transcripts
 from starling.speech.training.workload import Batch, load_batch, speech_loss
+from starling.speech.usable import frames_needed, too_short_for_ctc, transcripts
 
 
 class Fixed(torch.nn.Module):

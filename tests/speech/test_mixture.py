@@ -12,8 +12,7 @@ from planned import epoch_of
 from pydantic import ValidationError
 
 from starling.errors import DataError
-from starling.speech.batch_plan import BatchConfig
-from starling.speech.mixture import MixedWindows, MixtureConfig, quotas
+from starling.speech.batch_plan import BatchConfig, MixedWindows, MixtureConfig, quotas
 from starling.speech.training.plan import Planner
 
 NAMES = ("calls", "talks", "books", "noise")

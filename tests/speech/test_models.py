@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from starling.configuration import checked
 from starling.errors import ConfigError
-from starling.problems import checked
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import (
     MODELS as ALL_MODELS,

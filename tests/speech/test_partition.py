@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from planned import planner_of
 
 from starling.errors import ConfigError
-from starling.speech.batch_plan import BatchConfig
-from starling.speech.partition import DirichletConfig, divide
+from starling.speech.batch_plan import BatchConfig, DirichletConfig, divide
 
 SEEDS = st.integers(0, 2**32)
 LABELS = st.lists(st.integers(0, 12), min_size=1, max_size=150).map(lambda values: np.array(values, np.int32))

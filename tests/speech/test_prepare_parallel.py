@@ -26,8 +26,7 @@ from starling.speech.cli import prepare as prepare_recipe
 from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig
 from starling.speech.prepare import make_set, prepare
-from starling.speech.preparing.executors import Executor, OnRay, Processes, executor_of
-from starling.speech.preparing.stages import Stage
+from starling.speech.prepare_stages import Executor, OnRay, Processes, Stage, executor_of
 from starling.speech.store import SpeechSet
 from starling.speech.usable import Checking, FilterConfig, Source
 from tests.speech.deadly import read_or_die
@@ -429,7 +428,7 @@ def test_a_missing_ray_cluster_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised before anything is read."""
-    monkeypatch.setattr("starling.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("starling.errors.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"executor=ray needs ray: pip install 'starling-asr\[ray\]'"):
         executor_of(["executor=ray"])
 

@@ -10,11 +10,11 @@ import torch
 from starling.errors import ConfigError
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import Architecture, build_model, model_config
-from starling.speech.models.config import ChunkConfig, Chunks
+from starling.speech.models.architectures import ChunkConfig, Chunks
 from starling.speech.models.network import StreamingNetwork
 from starling.speech.recogniser import Recogniser
-from starling.speech.streaming import Stream, StreamingLogMel
 from starling.speech.tokens import CharacterTokenizer
+from starling.speech.transcribing.transcriber import Stream, StreamingLogMel
 from tests.speech.tones import RATE, sing
 
 CONFIGS = [

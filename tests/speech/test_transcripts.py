@@ -15,6 +15,7 @@ from tones import WORDS, song_set
 from starling.chance import derive_seed
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import BatchConfig
+from starling.speech.check.corpus import log_likelihoods, misfits, usual_limit
 from starling.speech.check.findings import (
     HEARD_LIST,
     CheckConfig,
@@ -26,7 +27,6 @@ from starling.speech.check.findings import (
     write_report,
 )
 from starling.speech.check.recordings import Record, collect, prepared_sources
-from starling.speech.check.transcripts import log_likelihoods, misfits, usual_limit
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import model_config
 from starling.speech.recogniser import Recogniser

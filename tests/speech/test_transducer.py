@@ -8,7 +8,7 @@ import torch
 
 from starling.speech.decoding import decoders as decoding
 from starling.speech.models import build_model, model_config
-from starling.speech.models.config import TransducerConfig
+from starling.speech.models.architectures import TransducerConfig
 from starling.speech.models.transducer import Transducer, lattice_loss, transducer_loss
 
 LENGTHS, TOKEN_LENGTHS = torch.tensor([4, 2, 1, 3]), torch.tensor([3, 2, 0, 1])

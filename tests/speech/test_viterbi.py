@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from starling.speech.decoding import DecodingConfig
-from starling.speech.hybrid.lexicon import TiedStates
-from starling.speech.hybrid.tying import Node
+from starling.speech.hybrid.tying import Node, TiedStates
 from starling.speech.hybrid.viterbi import WordDecoder, best_path, path_of
 from starling.speech.tokens import CharacterTokenizer
 

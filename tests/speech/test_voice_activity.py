@@ -75,6 +75,6 @@ def test_torch_keeps_its_threads_and_silence_has_no_segments() -> None:
 
 def test_what_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised before the model is looked for."""
-    monkeypatch.setattr("starling.extras.find_spec", lambda name: None if name == "silero_vad" else object())
+    monkeypatch.setattr("starling.errors.find_spec", lambda name: None if name == "silero_vad" else object())
     with pytest.raises(MissingExtraError, match=r"voice activity detection needs silero_vad: pip install .*\[vad\]"):
         load_model("exp/absent", segmentation=VOICED)

@@ -7,8 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from starling.checkpoint.files import read_json, read_tensors
-from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, read_manifest, sort_key, verify
+from starling.checkpoint.files import (
+    MANIFEST,
+    MODEL,
+    Manifest,
+    read_json,
+    read_manifest,
+    read_tensors,
+    sort_key,
+    verify,
+)
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError
 from starling.strategies.islands import NO_ISLANDS, Island

@@ -23,6 +23,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from starling.checkpoint.files import (
+    MANIFEST,
+    MODEL,
+    Manifest,
+    checkpoint_name,
+    listing,
     partial_folder,
     publish,
     read_json,
@@ -33,7 +38,6 @@ from starling.checkpoint.files import (
     write_tensors,
     writing,
 )
-from starling.checkpoint.manifest import MANIFEST, MODEL, Manifest, checkpoint_name, listing
 from starling.checkpoint.reader import Checkpoint, load, surplus
 from starling.checkpoint.state import LearnerState, all_finite, buffers_in
 from starling.consensus import are_one_model, consensus, consensus_distance, rank_ordered_mean

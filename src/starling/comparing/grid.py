@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from starling.configuration import Config
+from starling.configuration import Config, describe
 from starling.errors import DataError, did_you_mean
 from starling.files import replace_file
-from starling.problems import describe
 from starling.recipe.file import Tree
 from starling.recipe.run import Learners, StrategyChoice
 

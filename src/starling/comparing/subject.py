@@ -13,10 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from starling.comparing.grid import Cell, CompareConfig, Metric, Row
-from starling.configuration import digest
+from starling.configuration import digest, refused
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
-from starling.problems import refused
 from starling.recipe.file import Tree
 from starling.recipe.run import strategy_problems
 from starling.reporting.progress import Bars, Say

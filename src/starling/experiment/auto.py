@@ -28,16 +28,13 @@ from starling.experiment.task import RunT, Task
 from starling.files import replace_file, writing
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
-from starling.predict.costs import Costs
-from starling.predict.deciding import TIE, Decision, choose
-from starling.predict.facts import facts_of
-from starling.predict.fits import costs_of
-from starling.predict.measure import Allowance, Figures, Measuring, bare
-from starling.predict.plan import gigabits
+from starling.predict.costs import Costs, facts_of
+from starling.predict.measure import Allowance, Figures, Measuring, bare, costs_of
+from starling.predict.plan import TIE, Decision, choose, gigabits
 from starling.predict.predict import LIKE, LONGER, Arm, Machines, Seconds
 from starling.recipe.file import parse_yaml
 from starling.recipe.run import CANDIDATES, AutoOptions, RunConfig, StrategyChoice, dump_recipe
-from starling.reporting.lines import mean_staleness
+from starling.reporting.epochs import mean_staleness
 from starling.reporting.progress import Say
 from starling.strategies import NoOptions, Strategy
 from starling.strategies.base import one_learner

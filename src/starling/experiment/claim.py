@@ -9,8 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 
-from starling.checkpoint.files import PARTIAL, remove_partial
-from starling.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, read_manifest, sort_key
+from starling.checkpoint.files import (
+    MANIFEST,
+    PARTIAL,
+    Manifest,
+    checkpoint_name,
+    read_manifest,
+    remove_partial,
+    sort_key,
+)
 from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load, newest_good
 from starling.errors import CheckpointError, ConfigError
 from starling.experiment.folder import ExperimentFolder

@@ -22,7 +22,7 @@ exp/<name>/joins/                   requests for more learners; see starling.lau
 import shutil
 from pathlib import Path
 
-from starling.checkpoint.manifest import sort_key
+from starling.checkpoint.files import sort_key
 from starling.errors import ConfigError
 
 SCORE = "score.json"

@@ -24,9 +24,8 @@ from starling.experiment.running import learners_of
 from starling.launch.messages import Status, encode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
-from starling.reporting.epochs import SPENT, merged
+from starling.reporting.epochs import SPENT, duration, merged, share
 from starling.reporting.events import VERSION, Events
-from starling.reporting.lines import duration, share
 from starling.reporting.progress import Say, say_on
 from starling.reporting.stalls import Stalls
 from starling.timeouts import LOOK_EVERY

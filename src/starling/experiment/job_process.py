@@ -6,10 +6,10 @@ It trains for `starling.train`. With CHOICE, it measures for `strategy: auto`, a
 import sys
 from pathlib import Path
 
-from starling.experiment.any_job import GivenJob
 from starling.experiment.auto import measured_choice
 from starling.experiment.learning import learn
 from starling.experiment.packing import unpack
+from starling.experiment.train import GivenJob
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place
 

@@ -8,11 +8,10 @@ from rich.console import Console
 
 from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import checkpoints_in
-from starling.errors import ConfigError, StarlingError, Stopped
+from starling.errors import ConfigError, StarlingError, Stopped, require
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following
 from starling.experiment.task import RunT, Task
-from starling.extras import require
 from starling.launch.joiners import Changes, launcher_id, taking_requests
 from starling.launch.launcher import launch, this_machine
 from starling.launch.messages import LearnerMessage

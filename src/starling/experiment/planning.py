@@ -15,16 +15,13 @@ from rich.table import Table
 
 from starling.budget import Budget
 from starling.errors import ConfigError
-from starling.experiment.any_job import train_quietly
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import RecipeT, Task
+from starling.experiment.train import train_quietly
 from starling.files import replace_file, writing
-from starling.predict.costs import JobFacts, Profile, Validation, dump
-from starling.predict.deciding import TIE
-from starling.predict.facts import facts_of, memory_of
-from starling.predict.fits import profile_of
-from starling.predict.measure import MEASURE, WARM_UP, Figures, bare
-from starling.predict.plan import NO_PERIODIC, Forecast, Plan, plan, usual_strategies
+from starling.predict.costs import JobFacts, Profile, Validation, dump, facts_of, memory_of
+from starling.predict.measure import MEASURE, WARM_UP, Figures, bare, profile_of
+from starling.predict.plan import NO_PERIODIC, TIE, Forecast, Plan, plan, usual_strategies
 from starling.predict.predict import Arm, Machines, run
 from starling.recipe.run import RecipeConfig
 from starling.reporting.events import read_events

@@ -14,11 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from starling.errors import ConfigError, DataError, StarlingError
+from starling.errors import ConfigError, DataError, StarlingError, require
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.record import read_timeline
 from starling.experiment.task import task_of
-from starling.extras import require
 from starling.files import replace_file
 from starling.launch.messages import Status, Stretch, decode_file
 from starling.recipe.file import Tree, read_recipe

@@ -17,7 +17,7 @@ from starling.files import writing
 from starling.launch.joiners import ask, launcher_id, take_answer, withdraw
 from starling.launch.messages import LearnerStatus, Status, decode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
-from starling.reporting.lines import duration
+from starling.reporting.epochs import duration
 from starling.reporting.progress import Say
 from starling.timeouts import ANSWER_EVERY, LOOK_EVERY, STATUS_FRESH
 

@@ -18,16 +18,15 @@ from starling.experiment.auto import kept, settled, simulated_choice
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import recorded, unusable
-from starling.experiment.learning import checkpoint_writer, recording
+from starling.experiment.learning import Regrouping, checkpoint_writer, recording
 from starling.experiment.observers import Recorder, Skips, Together
 from starling.experiment.record import segments
-from starling.experiment.regrouping import Regrouping
 from starling.experiment.task import RecipeT, Task
 from starling.launch.messages import Progress
 from starling.launch.process import on_stop_signal, signal_name
 from starling.launch.roster import Roster
+from starling.reporting.epochs import duration
 from starling.reporting.events import Events
-from starling.reporting.lines import duration
 from starling.reporting.progress import Bars, Display, Say, say_on
 from starling.training.flat import fill
 from starling.training.job import Job, Observer, StepReport

@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from starling.configuration import digest
+from starling.configuration import checked, digest
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.problems import checked
 from starling.recipe.file import Tree, apply_overrides, read_recipe
 from starling.recipe.run import RecipeConfig, RunConfig
 from starling.registry import Registry

@@ -1,12 +1,20 @@
-"""Trains with real processes, as the launcher or as one of its learners, whatever the task."""
+"""Trains with real processes, as the launcher or as one of its learners: the recipe of any task, or, by
+`starling.train`, any PyTorch model and data."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from torch import nn
 
+from starling.checkpoint.reader import latest
+from starling.configuration import checked
 from starling.engines.processes.place import cores_here
 from starling.errors import PeerLost, Stopped
 from starling.experiment.auto import kept, launched_choice, measured_choice, settled
@@ -15,13 +23,17 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following, recorded
 from starling.experiment.launching import check_engine, crowding_warning, resumable, run_learners
 from starling.experiment.learning import learn
-from starling.experiment.task import RunT, Task, load_recipe
+from starling.experiment.packing import pack, packed_command, refuse_if_importing
+from starling.experiment.task import OF_BOTH, RunT, Task, load_recipe, settings_of
 from starling.launch.link import Link, reported_errors
 from starling.launch.process import signal_name
 from starling.launch.rendezvous import find_place, is_first, is_learner, number_of_learners
 from starling.recipe.file import apply_overrides, read_recipe
+from starling.recipe.run import EngineConfig, RunConfig
 from starling.reporting.progress import Bars, Say, say_on
 from starling.timeouts import SET_UP
+from starling.training.flat import load_weights
+from starling.training.job import Job
 
 _RESUMES = "set up"
 """Key in the store under which learner 0 tells that the run is set up, and from which checkpoint it resumes."""
@@ -30,7 +42,7 @@ _RESUMES = "set up"
 def train_recipe(path: Path, overrides: Sequence[str], tell: Say, console: Console, command: str) -> None:
     """Train the recipe in a file: as the launcher or, if a launcher has started this process, as a learner."""
     if not is_learner():
-        train(*load_recipe(path, overrides, command=command), tell, console)
+        run_training(*load_recipe(path, overrides, command=command), tell, console)
         return
     link = Link.from_environment()
     with reported_errors(link):
@@ -41,7 +53,7 @@ def train_recipe(path: Path, overrides: Sequence[str], tell: Say, console: Conso
         train_as_learner(*load_recipe(path, overrides, learners, command), link, tell, console)
 
 
-def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
+def run_training(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
     """Train with `learners` processes, then score the model; return the recipe with the chosen strategy.
 
     Scores go to `tell`, everything else to `console`.
@@ -62,7 +74,7 @@ def train(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
 
 def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Say, console: Console) -> RunT:
     """Train as one learner, started by Starling's launcher if there is a `link` to it, else by torchrun or Slurm;
-    otherwise as `train`.
+    otherwise as `run_training`.
 
     Without Starling's launcher, learner 0 sets up the run while the others wait, and scores the model at the end.
     """
@@ -98,3 +110,130 @@ def _set_up(task: Task[RunT], recipe: RunT, say: Say, console: Console) -> RunT:
     with Bars(console) as bars:
         set_up_and_claim(task, recipe, say, bars)
     return recipe
+
+
+class JobConfig(RunConfig):
+    """The settings of a run that `starling.train` starts; saved as `config.yaml` in its folder."""
+
+    trains: str
+    """The name of the workload's class, for information."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of `starling.train`."""
+
+    job: Job
+    """The job that was trained."""
+    folder: Path
+    """The experiment's folder."""
+    checkpoint: Path
+    """The newest checkpoint, with the consensus model and the state of every learner."""
+
+    def model(self) -> nn.Module:
+        """The consensus model, in evaluation mode, on the CPU."""
+        return load_weights(self.job.workload.make_model(), self.checkpoint)
+
+
+def train(
+    job: Job,
+    learners: int = 1,
+    *,
+    strategy: str | Mapping[str, Any] | None = None,
+    name: str = "run",
+    exp: Path | str = "exp",
+    resume: Path | str | None = None,
+    overwrite: bool = False,
+    on_loss: str = "continue",
+    checkpoints: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    launch: str | Mapping[str, Any] = "local",
+    console: Console | None = None,
+) -> Trained:
+    """Train a job with `learners` processes, on this machine or on a Ray cluster.
+
+    Every mini-batch of an epoch is computed exactly once, whatever the learners' speeds. Checkpoints, resuming, lost
+    and joining learners, faults on purpose, `starling status` and `starling join` work as they do for a recipe.
+
+    Learners receive a pickled copy of the job and import this script. Everything the job refers to must therefore be
+    defined at the top level of a module or of the script, and this call must be under `if __name__ == "__main__":`.
+    Under `torchrun` or Slurm, every process makes the same call, and `learners` is ignored: each process is a learner.
+
+    Args:
+        job: What to train, how, and for how long.
+        learners: The number of processes.
+        strategy: A name that `starling strategies` lists, `module:name`, or a mapping with `name` and options; `auto`
+            chooses one by measuring this machine first. None uses the job's strategy.
+        name: The experiment's folder inside `exp`. An earlier run there is moved aside.
+        exp: The folder of all experiments.
+        resume: An experiment or a checkpoint to resume from.
+        overwrite: Remove an earlier run instead of moving it aside.
+        on_loss: What happens when a learner is lost: `continue` without it, `replace` it, or `stop`.
+        checkpoints: Options of a recipe's `checkpoints` section: `minutes`, `epochs`, `every`, `keep`.
+        engine: Options of a recipe's `engine` section: `device`, `threads`, `timeout_seconds`, `explain_seconds`.
+        launch: Where the learners run: `local`, `ray`, or a mapping as in a recipe's `launch` section.
+        console: Where progress is shown; None uses standard error.
+
+    Raises:
+        ConfigError: The settings cannot be used; raised before any process starts.
+        StarlingError: The error that ended the run; its notes say how to resume.
+
+    Example:
+        >>> trained = starling.train(job, learners=4, strategy="adpsgd", name="digits")  # doctest: +SKIP
+        >>> model = trained.model()  # doctest: +SKIP
+    """
+    refuse_if_importing("starling.train")
+    given = {
+        **{key: getattr(job, key) for key in OF_BOTH},
+        "name": name,
+        "learners": learners,
+        "strategy": strategy or {"name": job.strategy.name, **job.options.model_dump(mode="json")},
+        "engine": engine or EngineConfig(),
+        "launch": launch,
+        "on_loss": on_loss,
+        "checkpoints": {"every": job.checkpoint_every, **(checkpoints or {})},
+        "resume": resume,
+        "overwrite": overwrite,
+        "exp": exp,
+        "trains": f"{type(job.workload).__module__}.{type(job.workload).__qualname__}",
+    }
+    run: RunConfig = checked(JobConfig, given, "starling.train")
+    console = console or Console(stderr=True)
+    task = GivenJob(job)
+    if is_learner():  # torchrun or Slurm has started this process
+        run = run.model_copy(update={"learners": number_of_learners()})
+        run = train_as_learner(task, run, None, lambda line: None, console)
+    else:
+        run = run_training(task, run, lambda line: None, console)
+    return Trained(task.make_job(run), run.folder, latest(run.folder))
+
+
+def train_quietly(job: Job, learners: int, **given: Any) -> Trained:
+    """Train to measure: without output and without checkpoints by time; if a learner is lost, the run ends."""
+    quiet, rarely = Console(file=io.StringIO()), {"minutes": None}
+    return train(job, learners, overwrite=True, on_loss="stop", checkpoints=rarely, console=quiet, **given)
+
+
+@dataclass(frozen=True)
+class GivenJob(Task[RunConfig]):
+    """The task of `starling.train`: a job that is given as an object, which learners get as a pickled copy."""
+
+    job: Job
+
+    def make_job(
+        self, recipe: RunConfig, folder: ExperimentFolder | None = None, learners_here: int | None = None
+    ) -> Job:
+        """The job with the strategy and the other settings of a run."""
+        autocast = self.job.autocast or recipe.engine.autocast == "bf16"
+        return replace(self.job, autocast=autocast, **settings_of(recipe))
+
+    def set_up(self, recipe: RunConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
+        """Check that the job can be sent to learners. Raises ConfigError if not."""
+        if not is_learner():
+            pack(self.job, recipe)
+
+    def learner_command(self, recipe: RunConfig, folder: ExperimentFolder) -> AbstractContextManager[list[str]]:
+        return packed_command(self.job, recipe, folder)
+
+    def how_to_resume(self, folder: ExperimentFolder) -> str:
+        return f"starling.train(job, ..., resume={str(folder.path)!r})"

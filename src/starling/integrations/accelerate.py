@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from starling.engines.loop.joined import JoinedLearner
-from starling.errors import ConfigError, ProtocolError
-from starling.extras import require
+from starling.errors import ConfigError, ProtocolError, require
 from starling.integrations import HostLearner, close_host_group, open_host_group
 from starling.launch.joining import shared_place, steps_together
 

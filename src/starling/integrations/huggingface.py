@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 
 from starling.engines.loop.joined import JoinedLearner
-from starling.errors import ConfigError
-from starling.extras import require
+from starling.errors import ConfigError, require
 from starling.integrations import HostLearner
 from starling.launch.joining import steps_together
 from starling.launch.rendezvous import number_of_learners

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from starling.engines.loop.joined import JoinedLearner
-from starling.errors import ConfigError, ProtocolError
-from starling.extras import require
+from starling.errors import ConfigError, ProtocolError, require
 from starling.integrations import HostLearner, close_host_group, open_host_group
 from starling.launch.joining import prepare_to_survive, warn_of_samplers
 from starling.launch.rendezvous import is_learner

@@ -20,20 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
-from starling.configuration import Config, owners
+from starling.configuration import Config, checked, owners
 from starling.engines.loop.joined import JoinedLearner
-from starling.engines.loop.optimizers import OptimizerList, as_one, members_of, parameters_of
+from starling.engines.loop.replica import OptimizerList, as_one, members_of, parameters_of
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError
 from starling.launch.rendezvous import find_place, is_learner, number_of_learners
-from starling.problems import checked
 from starling.strategies import Strategy, find_strategy
 from starling.timeouts import CONNECT
 from starling.training.flat import trainable
 
 if TYPE_CHECKING:
-    from starling.launch.elastic import CoordinatorFeed
+    from starling.launch.coordinator import CoordinatorFeed
 
 
 def join(
@@ -206,7 +205,9 @@ def newest_place() -> Place:
 
 
 def _connected(timeout_seconds: float) -> "CoordinatorFeed":
-    from starling.launch.elastic import connect  # only loops that survive losses need it, and the launcher's messages
+    from starling.launch.coordinator import (
+        connect,  # only loops that survive losses need it, and the launcher's messages
+    )
 
     return connect(timeout_seconds, _places[0].store if _places else None)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from starling.engines.processes import run_token
-from starling.engines.processes.forks import owned
+from starling.engines.processes.place import owned
 from starling.errors import ProtocolError, StarlingError
 from starling.launch.messages import (
     Failed,

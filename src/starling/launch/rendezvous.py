@@ -13,8 +13,7 @@ from datetime import timedelta
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from starling.engines.processes.forks import own_connections
-from starling.engines.processes.place import Place
+from starling.engines.processes.place import Place, own_connections
 from starling.errors import ConfigError, ProtocolError
 from starling.timeouts import CONNECT
 

@@ -17,7 +17,7 @@ from starling.errors import ConfigError
 from starling.predict.costs import SHORTEST, Costs
 from starling.predict.measure import ACROSS, INSIDE
 from starling.recipe.run import StrategyChoice
-from starling.reporting.lines import mean_staleness
+from starling.reporting.epochs import mean_staleness
 from starling.strategies import Strategy
 from starling.strategies.islands import NO_ISLANDS, Island
 from starling.strategies.parts.means import is_compressed

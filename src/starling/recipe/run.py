@@ -13,11 +13,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from starling.budget import Budget, Schedule
-from starling.configuration import Config, digest, short_for
+from starling.configuration import Config, ProblemsError, describe, digest, short_for
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
 from starling.learner import Learner
-from starling.problems import ProblemsError, describe
 from starling.strategies import Strategy, find_strategy
 from starling.strategies.base import always
 from starling.strategies.islands import NO_ISLANDS, Island, between_islands

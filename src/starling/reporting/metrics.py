@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starling.errors import ConfigError
 from starling.launch.messages import Progress
 from starling.launch.roster import LearnerRecord, Roster
-from starling.reporting.epochs import by_staleness
-from starling.reporting.lines import mean_staleness, share
+from starling.reporting.epochs import by_staleness, mean_staleness, share
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

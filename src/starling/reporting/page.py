@@ -21,9 +21,8 @@ from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from starling.launch.messages import Stretch
-from starling.reporting.epochs import SPENT, merged
+from starling.reporting.epochs import SPENT, duration, merged
 from starling.reporting.evidence import CurvePoint, Evidence, Seconds
-from starling.reporting.lines import duration
 
 _TEMPLATE = Path(__file__).parent / "page.html.jinja"
 COLOURS = ("#3b82c4", "#e07b39", "#3a9d5d", "#b05cc6", "#c9a227", "#d1495b", "#5aa9a5", "#8d6e63")

@@ -15,9 +15,8 @@ from rich.table import Table
 
 from starling.launch.messages import LearnerMessage, Progress, Said, Saved
 from starling.launch.roster import Roster
-from starling.reporting.epochs import Score, ended_epochs, merged
+from starling.reporting.epochs import Advice, Score, duration, ended_epochs, merged, share, time_left
 from starling.reporting.events import Events
-from starling.reporting.lines import Advice, duration, share, time_left
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
 
 Say = Callable[[str], None]

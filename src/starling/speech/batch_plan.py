@@ -1,15 +1,29 @@
-"""Groups utterances of similar duration into mini-batches, window by window; a window is a few shards of an epoch."""
+"""Which utterances become a mini-batch, and whose: utterances of similar duration are grouped, window by window (a
+window is a few shards of an epoch), several domains are mixed in proportions given by the recipe, and for studies, data
+are divided among learners.
 
+Each domain has an endless stream of passes. A pass contains each of its utterances once, shard after shard, with the
+shards in a new random order. Each epoch takes the next segment of every stream. So all utterances of a domain are drawn
+equally often: at the end of an epoch, some were drawn p times and the others p + 1 times.
+
+Usually all learners take mini-batches from one stream that contains each utterance once per epoch. With divided data
+each learner draws its mini-batches at random from its own part, and an epoch is only a number of mini-batches.
+"""
+
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from starling.chance import derive_seed
 from starling.configuration import Config
-from starling.errors import DataError
+from starling.errors import ConfigError, DataError
+from starling.speech.store import SpeechSets
 from starling.workload import Weighting
 
 MiniBatch = list[NDArray[np.int64]]  # its micro-batches, each an array of utterance indices
@@ -149,3 +163,273 @@ def in_similar_groups(count: int, size: int, generator: np.random.Generator) -> 
 
 def _next_multiple(number: int, of: int) -> int:
     return -(-number // of) * of
+
+
+_PER_SECOND = 1000  # audio is counted in whole milliseconds, so that segments are exactly contiguous
+
+
+SetNames = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""Names of sets: a list, or a single name."""
+
+
+class DomainConfig(Config):
+    """One domain of a mixture."""
+
+    sets: SetNames = Field(min_length=1)
+    """Names of sets of `data.corpus`, or folders of prepared sets."""
+    weight: float | None = Field(default=None, gt=0.0)
+    """The weight of the domain; only for `by: hand`."""
+
+
+DomainName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+
+
+class MixtureConfig(Config):
+    """The domains of the training data and their proportions; the `mixture:` section of a recipe.
+
+    Domain d makes up the share p_d = w_d^temperature / sum over j of w_j^temperature of the drawn data.
+    """
+
+    domains: dict[DomainName, DomainConfig] = Field(min_length=1)
+    """The domains, by name."""
+    by: Literal["hours", "utterances", "hand"] = "hours"
+    """The domain weights w_d: hours, number of utterances, or `weight` by hand. Proportions are measured in utterances
+    with `utterances`, otherwise in seconds of audio."""
+    temperature: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Exponent of the weights w_d: 1 gives proportions of w_d, 0 equal shares."""
+    exhausted: Literal["repeat", "stop"] = "repeat"
+    """What happens when an epoch needs more of a domain than it has: `repeat` begins its next pass, `stop` shortens the
+    epoch for all domains."""
+
+    @model_validator(mode="after")
+    def _weights_where_they_count(self) -> Self:
+        problems = []
+        for name, domain in self.domains.items():
+            if self.by == "hand" and domain.weight is None:
+                problems.append(f"domains.{name}.weight is missing; by: hand needs one for each domain")
+            if self.by != "hand" and domain.weight is not None:
+                problems.append(f"domains.{name}.weight is only for by: hand; remove it, or set by to hand")
+        named = [name for domain in self.domains.values() for name in domain.sets]
+        problems += [
+            f"the set {name!r} is named more than once" for name in dict.fromkeys(named) if named.count(name) > 1
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
+    """The amount of each domain in an epoch, in the unit of `amounts` (milliseconds or utterances).
+
+    Domain d contributes p_d W, with W the amount of all domains together. With `exhausted: stop` all amounts are scaled
+    by the largest factor, at most 1, with which no domain contributes more than it has.
+    """
+    weights = [domain.weight for domain in config.domains.values()] if config.by == "hand" else amounts
+    powers = np.asarray(weights, np.float64) ** config.temperature
+    drawn = powers / powers.sum() * float(sum(amounts))
+    if config.exhausted == "stop":
+        drawn /= max(1.0, float((drawn / np.asarray(amounts, np.float64)).max()))
+    return [max(1, round(float(each))) for each in drawn]
+
+
+class MixedWindows:
+    """The data of each epoch of a mixture, in windows of about `window` shards.
+
+    Each window contains the same fraction of each domain's amount in the epoch. Raises DataError for a domain without
+    utterances.
+    """
+
+    def __init__(self, config: MixtureConfig, utterances: SpeechSets, window: int, seed: int) -> None:
+        bounds = shard_bounds(utterances.shards)
+        self._streams = []
+        for name, (first, end) in zip(config.domains, pairwise(utterances.domain_bounds), strict=True):
+            if first == end:
+                raise DataError(f"the domain {name} of the mixture has no utterances to train on; remove it")
+            own = bounds[(bounds >= first) & (bounds <= end)]
+            self._streams.append(_Stream(utterances.durations, own, config.by != "utterances", seed, name))
+        self._drawn = quotas(config, [stream.amount for stream in self._streams])
+        passes = [drawn / stream.amount for stream, drawn in zip(self._streams, self._drawn, strict=True)]
+        self.passes = dict(zip(config.domains, passes, strict=True))
+        """The number of passes over each domain in an epoch."""
+        num_shards = sum(stream.num_shards * number for stream, number in zip(self._streams, passes, strict=True))
+        self.num_windows = max(1, -(-round(num_shards) // window))
+
+    def members(self, epoch: int, number: int) -> NDArray[np.int64]:
+        parts = []
+        for stream, drawn in zip(self._streams, self._drawn, strict=True):
+            begin, end = (epoch * drawn + part * drawn // self.num_windows for part in (number, number + 1))
+            parts += stream.between(begin, end)
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+class _Stream:
+    """The consecutive passes of one domain. Positions count milliseconds of audio, or utterances, from the first
+    pass."""
+
+    def __init__(
+        self, durations: NDArray[np.float32], bounds: NDArray[np.int64], by_seconds: bool, seed: int, name: str
+    ) -> None:
+        self._durations, self._bounds = durations, bounds
+        self._by_seconds, self._seed, self._name = by_seconds, seed, name
+        amounts = _amounts(durations[bounds[0] : bounds[-1]], by_seconds)
+        self._shard_amounts = np.add.reduceat(amounts, bounds[:-1] - bounds[0])
+        self.amount = int(self._shard_amounts.sum())
+        """The amount of one pass, in milliseconds or utterances."""
+        self.num_shards = len(bounds) - 1
+
+    def between(self, begin: int, end: int) -> list[NDArray[np.int64]]:
+        """The utterances that begin at positions `begin` to `end`, in parts of at most a shard or a whole pass."""
+        found = []
+        for turn in range(begin // self.amount, -(-end // self.amount)):
+            found += self._of_pass(turn, begin - turn * self.amount, end - turn * self.amount)
+        return found
+
+    def _of_pass(self, turn: int, begin: int, end: int) -> list[NDArray[np.int64]]:
+        """The utterances that begin at positions `begin` to `end` of a pass."""
+        if begin <= 0 and end >= self.amount:
+            return [np.arange(self._bounds[0], self._bounds[-1])]
+        order = self._generator(turn).permutation(self.num_shards)
+        ends = np.cumsum(self._shard_amounts[order])
+        starts = ends - self._shard_amounts[order]
+        found = []
+        for place in range(int(np.searchsorted(ends, begin, "right")), int(np.searchsorted(starts, end, "left"))):
+            shard = int(order[place])
+            first, behind = self._bounds[shard : shard + 2]
+            members = np.arange(first, behind)
+            if starts[place] < begin or ends[place] > end:  # the order within a shard matters only if it is split
+                members = self._generator(turn, shard).permutation(members)
+                amounts = _amounts(self._durations[members], self._by_seconds)
+                begins = starts[place] + np.cumsum(amounts) - amounts
+                members = members[(begin <= begins) & (begins < end)]
+            found.append(members)
+        return found
+
+    def _generator(self, *purpose: int) -> np.random.Generator:
+        return np.random.default_rng(derive_seed(self._seed, "domain", self._name, *purpose))
+
+
+def _amounts(durations: NDArray[np.float32], by_seconds: bool) -> NDArray[np.int64]:
+    """The amount of each utterance: milliseconds, at least 1; or 1 for each utterance."""
+    if not by_seconds:
+        return np.ones(len(durations), np.int64)
+    return np.maximum(1, np.rint(np.asarray(durations, np.float64) * _PER_SECOND)).astype(np.int64)
+
+
+class DirichletConfig(Config):
+    """Parts in which speakers or domains have different frequencies, to a degree set by `alpha`."""
+
+    kind: Literal["dirichlet"]
+    alpha: float = Field(gt=0.0, le=1e6)
+    """Concentration of the Dirichlet distribution: with a large value, each part is like the whole set; near 0, each
+    part has only a few of the speakers or domains."""
+    by: Literal["speaker", "domain"] = "speaker"
+    """The labels that are divided: speakers, or the domains of the mixture."""
+
+
+PartitionConfig = Literal["identical", "speaker", "domain"] | DirichletConfig
+"""Which utterances a learner may see; the `partition:` key of a recipe."""
+
+
+def divided_by(config: PartitionConfig) -> Literal["speaker", "domain"]:
+    """The labels that are divided: the domains of a mixture, or otherwise speakers."""
+    by = config.by if isinstance(config, DirichletConfig) else config
+    return "domain" if by == "domain" else "speaker"
+
+
+def divide(
+    labels: NDArray[np.int32], seconds: NDArray[np.float32], num_parts: int, config: PartitionConfig, seed: int
+) -> NDArray[np.int32]:
+    """The part of each utterance, `[N]` in 0 ... num_parts - 1; no part is empty.
+
+    `labels` (`[N]`) are the numbers of speakers or domains. Whole speakers, or whole domains if there are enough, are
+    assigned in descending order of their audio, each to the part with the least audio so far. If there are fewer
+    domains than parts, each domain gets a number of parts in proportion to its audio, and its utterances are divided
+    among them at random.
+
+    Raises ConfigError if there are too few utterances or speakers.
+    """
+    if len(labels) < num_parts:
+        raise ConfigError(f"{len(labels)} utterances cannot be divided into {num_parts} parts: use fewer learners")
+    labels = np.unique(labels, return_inverse=True)[1].astype(np.int32)
+    generator = np.random.default_rng(derive_seed(seed, "partition"))
+    if isinstance(config, DirichletConfig):
+        return _dirichlet(labels, num_parts, config.alpha, generator)
+    amounts = np.bincount(labels, weights=seconds).astype(np.float64)
+    if len(amounts) >= num_parts:
+        return _to_the_lightest(amounts, num_parts)[labels]
+    if config == "speaker":
+        raise ConfigError(
+            f"{len(amounts)} speakers cannot be divided among {num_parts} learners: use at most {len(amounts)}, "
+            "or another partition"
+        )
+    return _domains_among_more_parts(labels, amounts, num_parts, generator)
+
+
+def _to_the_lightest(amounts: NDArray[np.float64], num_parts: int) -> NDArray[np.int32]:
+    """The part of each label: labels are assigned in descending order of their audio, each to the part with the least
+    audio so far."""
+    lightest = [(0.0, 0, part) for part in range(num_parts)]  # its audio, its labels, its number
+    chosen = np.empty(len(amounts), np.int32)
+    for label in np.argsort(-amounts, kind="stable").tolist():
+        amount, count, part = lightest[0]
+        chosen[label] = part
+        heapq.heapreplace(lightest, (amount + float(amounts[label]), count + 1, part))
+    return chosen
+
+
+def _domains_among_more_parts(
+    labels: NDArray[np.int32], amounts: NDArray[np.float64], num_parts: int, generator: np.random.Generator
+) -> NDArray[np.int32]:
+    """The part of each utterance. Each domain has its own parts; every additional part goes to the domain with the most
+    audio per part."""
+    counts = np.bincount(labels)
+    owned = np.ones(len(amounts), np.int64)
+    for _ in range(num_parts - len(amounts)):
+        owned[int(np.argmax(np.where(owned < counts, amounts / owned, -1.0)))] += 1
+    chosen = np.empty(len(labels), np.int32)
+    for domain, first in enumerate(np.cumsum(owned) - owned):
+        members = np.flatnonzero(labels == domain)
+        chosen[generator.permutation(members)] = first + np.arange(len(members)) % owned[domain]
+    return chosen
+
+
+def _dirichlet(
+    labels: NDArray[np.int32], num_parts: int, alpha: float, generator: np.random.Generator
+) -> NDArray[np.int32]:
+    """Equal numbers of utterances for each part, whose labels have the proportions q ~ Dir(alpha p).
+
+    p (`[L]`) are the labels' proportions among all utterances. As in Hsu et al. 2019 (arXiv 1909.06335, section 3),
+    utterances are drawn without replacement: when a label is used up, q is restricted to the others, and redrawn if it
+    is then 0.
+    """
+    counts = np.bincount(labels)
+    left = counts.copy()
+    proportions = counts / counts.sum()
+    by_label = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+    members = [generator.permutation(each) for each in by_label]
+    chosen = np.empty(len(labels), np.int32)
+    for part, size in enumerate(np.diff(np.arange(num_parts + 1) * len(labels) // num_parts).tolist()):
+        wanted = generator.dirichlet(alpha * proportions)
+        missing = size
+        while missing:
+            wanted = np.where(left > 0, wanted, 0.0)
+            if wanted.sum() == 0:
+                others = np.flatnonzero(left)
+                wanted[others] = generator.dirichlet(alpha * proportions[others])
+            taken = np.minimum(generator.multinomial(missing, wanted / wanted.sum()), left)
+            for label in np.flatnonzero(taken).tolist():
+                begin = counts[label] - left[label]
+                chosen[members[label][begin : begin + taken[label]]] = part
+            left -= taken
+            missing -= int(taken.sum())
+    return chosen
+
+
+def describe_parts(parts: NDArray[np.int32], seconds: NDArray[np.float32], labels: NDArray[np.int32]) -> str:
+    """A description of the range of audio and of labels per part; all arguments are `[N]`."""
+    amounts = np.bincount(parts, weights=seconds) / 3600
+    numbers = np.bincount(np.unique(np.stack([parts, labels]), axis=1)[0])
+    return (
+        f"{amounts.min():.2f} to {amounts.max():.2f} h, "
+        f"with {numbers.min()} to {numbers.max()} of {len(np.unique(labels))}"
+    )

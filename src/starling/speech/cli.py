@@ -39,7 +39,7 @@ def prepare(
     """
     from starling.reporting.progress import Bars
     from starling.speech.prepare import prepare_all
-    from starling.speech.preparing.executors import executor_of
+    from starling.speech.prepare_stages import executor_of
     from starling.speech.recipe import load_recipe
 
     own = [each for each in overrides or () if each.partition("=")[0].strip() in ("jobs", "executor")]

@@ -10,11 +10,10 @@ from torch import nn
 
 from starling.comparing.grid import Cell, CompareConfig, Metric, Row
 from starling.comparing.subject import compared_by
-from starling.configuration import digest
+from starling.configuration import checked, digest, refused
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.problems import checked, refused
 from starling.recipe.file import Tree, merge
 from starling.reporting.progress import Bars, Say
 from starling.speech.recipe import Recipe, check_recipe

@@ -12,11 +12,11 @@ from pydantic import Field, model_validator
 from starling.chance import derive_seed
 from starling.configuration import Config, differing, digest
 from starling.errors import did_you_mean
+from starling.speech.batch_plan import SetNames
 from starling.speech.check.findings import CheckConfig
 from starling.speech.corpora import CorpusConfig, SeveralCorpus, Utterance, settings_of
-from starling.speech.mixture import SetNames
 from starling.speech.object_store import address_problem
-from starling.speech.set_summary import FORMAT
+from starling.speech.shards import FORMAT
 from starling.speech.strings import StringsConfig, copies_problem
 from starling.speech.usable import Checking, FilterConfig, Source, TextStyle, left_out_of
 

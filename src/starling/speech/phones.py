@@ -9,8 +9,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from starling.configuration import Config
-from starling.errors import ConfigError, DataError
-from starling.extras import require
+from starling.errors import ConfigError, DataError, require
 
 PHONES_FILE = "phones.json"
 _COMMENTS = (";;;", "#")

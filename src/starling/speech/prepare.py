@@ -21,12 +21,19 @@ from starling.files import sync
 from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences, source_of
 from starling.speech.object_store import ObjectFolder, StorageOptions
-from starling.speech.preparing.executors import Executor
-from starling.speech.preparing.stages import Meter, OnProgress, Result, Stage, listing_of, read_result, remove_asides
+from starling.speech.prepare_stages import (
+    Executor,
+    Meter,
+    OnProgress,
+    Result,
+    Stage,
+    listing_of,
+    read_result,
+    remove_asides,
+)
 from starling.speech.recipe import Recipe
-from starling.speech.set_summary import INDEX_FILES, SetSummary, parse_summary, read_summary
 from starling.speech.shard_writer import ShardIndex, write_index
-from starling.speech.shards import REMOTE
+from starling.speech.shards import INDEX_FILES, REMOTE, SetSummary, parse_summary, read_summary
 from starling.speech.store import SpeechSet
 from starling.speech.strings import join_strings, plan_strings
 from starling.speech.usable import NO_SPEAKER, Checker, Source

@@ -13,23 +13,20 @@ from pydantic import (
     model_validator,
 )
 
-from starling.configuration import Config, differing, digest, short_for
+from starling.configuration import Config, ProblemsError, checked, differing, digest, short_for
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.folder import ExperimentFolder
-from starling.problems import ProblemsError, checked
 from starling.recipe.file import Tree, apply_overrides, read_recipe
 from starling.recipe.run import RecipeConfig
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.batch_plan import BatchConfig
+from starling.speech.batch_plan import BatchConfig, MixtureConfig, PartitionConfig, divided_by
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences
 from starling.speech.decoding import OF_CTC, OF_FRAMES, DecodingConfig
 from starling.speech.features import WHOLE, FeatureConfig
 from starling.speech.hybrid import AlignmentConfig, SequencesConfig, StatesConfig
-from starling.speech.mixture import MixtureConfig
 from starling.speech.models import ModelConfig
 from starling.speech.models.architectures import BlstmConfig, PublishedConfig
-from starling.speech.partition import PartitionConfig, divided_by
-from starling.speech.set_summary import read_summary
+from starling.speech.shards import read_summary
 from starling.speech.tokens import TokenConfig
 from starling.strategies.islands import between_islands
 from starling.training.freezing import Freeze

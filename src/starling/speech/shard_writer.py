@@ -17,8 +17,7 @@ from lhotse.shar.writers import AudioTarWriter
 from numpy.typing import NDArray
 
 from starling.files import sha256, sync
-from starling.speech.set_summary import ARRAYS, INDEX_FILES, TEXTS, SetSummary
-from starling.speech.shards import Shard
+from starling.speech.shards import ARRAYS, INDEX_FILES, TEXTS, SetSummary, Shard
 
 Spoken = tuple[str, str, str, NDArray[np.float32]]
 """The id, speaker, text and audio of an utterance: `[T]`, mono, in -1..1 (clipped beyond)."""

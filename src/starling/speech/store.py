@@ -23,8 +23,17 @@ from numpy.typing import NDArray
 from starling.errors import DataError
 from starling.files import sha256
 from starling.speech.object_store import Range
-from starling.speech.set_summary import ARRAYS, NUMBERS, TEXTS, SetSummary, checked_file, read_summary
-from starling.speech.shards import Shards, again, open_shards
+from starling.speech.shards import (
+    ARRAYS,
+    NUMBERS,
+    TEXTS,
+    SetSummary,
+    Shards,
+    again,
+    checked_file,
+    open_shards,
+    read_summary,
+)
 
 
 class _Strings:

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from starling.errors import require
 from starling.experiment.folder import ExperimentFolder, best_model
 from starling.experiment.task import MiniBatches, Scoring, Task
-from starling.extras import require
 from starling.recipe.file import Tree
 from starling.speech.recipe import Recipe, changed_keys, check_recipe, check_resolved, fingerprints
 

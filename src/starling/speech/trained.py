@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from starling.checkpoint.manifest import MANIFEST
+from starling.checkpoint.files import MANIFEST
 from starling.checkpoint.reader import checkpoints_in, latest, load
 from starling.engines.processes.place import cores_here
 from starling.errors import CheckpointError

@@ -15,8 +15,7 @@ from starling.strategies.base import gossip, one_learner
 from starling.strategies.parts.background import StaleOptions, average_in_rounds
 from starling.strategies.parts.mixing import Pattern, Rounded, averages_both_ways
 from starling.strategies.parts.staleness import StaleSteps
-from starling.topology import find_topology
-from starling.topology.analysis import accelerated_contraction, acceleration_constants
+from starling.topology import accelerated_contraction, acceleration_constants, find_topology
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,8 +4,15 @@ from pydantic import Field
 
 from starling.learner import Learner
 from starling.strategies.base import gossip
-from starling.strategies.parts.choco import Differences, PublicCopies, check_fixed_neighbours
-from starling.strategies.parts.mixing import Gossip, MixingOptions, Order, kept_by
+from starling.strategies.parts.mixing import (
+    Differences,
+    Gossip,
+    MixingOptions,
+    Order,
+    PublicCopies,
+    check_fixed_neighbours,
+    kept_by,
+)
 
 
 class ChocoOptions(MixingOptions):

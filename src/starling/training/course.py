@@ -14,20 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.checkpoint.cut import ShardOfIsland
-from starling.checkpoint.state import LearnerState, counted
+from starling.checkpoint.state import LearnerState, ShardOfIsland, counted
 from starling.errors import CheckpointError, ProtocolError
 from starling.learner import Shard
-from starling.training.cuts import CutAgreement, Cuts
 from starling.training.faults import Fault, NotFinite
 from starling.training.flat import Model
 from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Averaging, ClaimReport, EpochReport, Job, Observer, Spent, StepReport
-from starling.training.learner import ReplicaLearner
 from starling.training.loading import Loaded
 from starling.training.pace import Rounds
+from starling.training.replica import ReplicaLearner
 from starling.training.shards import HeldShards, MakeOptimizer
-from starling.training.succession import Life, Past
+from starling.training.succession import CutAgreement, Cuts, Life, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket, Unit
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from starling.checkpoint.files import read_tensors, write_tensors
-from starling.checkpoint.manifest import MODEL
+from starling.checkpoint.files import MODEL, read_tensors, write_tensors
 from starling.errors import ConfigError
 from starling.training.freezing import Freeze
 

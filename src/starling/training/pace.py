@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from starling.training.cuts import Cuts
+from starling.training.succession import Cuts
 
 ENOUGH_GRADIENTS = 100
 """Number of gradients below which a learner's rate of rounds is not checked."""

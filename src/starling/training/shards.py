@@ -15,7 +15,7 @@ from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError, ConfigError
 from starling.learner import Handle, Shard
 from starling.training.flat import split, split_gradient
-from starling.training.learner import ReplicaLearner
+from starling.training.replica import ReplicaLearner
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 STEP_PASSES = 7

@@ -241,7 +241,7 @@ class Barriers:
     A learner passes a barrier when it claims a portion after the barrier; by then it has done all its mini-batches
     before it. So once all learners have passed, all tickets before the barrier are done. In a synchronous run no later
     ticket is done; the state of an asynchronous learner may include other learners' work after the barrier, which
-    `starling.training.cuts` takes from those learners' states.
+    `starling.training.succession` takes from those learners' states.
     """
 
     def __init__(self, tickets: SyncGroupTickets, every: int | None = None) -> None:

@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from starling.configuration import Config
 from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.life import LoopLife
-from starling.engines.loop.optimizers import describe, members_of, parameters_of
-from starling.engines.loop.replica import LoopReplica
+from starling.engines.loop.replica import LoopReplica, describe, members_of, parameters_of
 from starling.engines.loop.run import LoopRun
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.threads import end_now

@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from starling.checkpoint.state import beyond_membership
 from starling.engines.loop.announcements import UNEQUAL, AnnouncementListener
-from starling.engines.loop.optimizers import members_of
-from starling.engines.loop.replica import Consensus, LoopReplica
+from starling.engines.loop.replica import Consensus, LoopReplica, members_of
 from starling.engines.loop.run import LoopPlan, LoopRun
 from starling.engines.processes.backend import ConnectionFailed, communicating
 from starling.engines.processes.collectives import OrderedMean, share_state

@@ -32,17 +32,25 @@ from starling.engines.processes.backend import (
 from starling.engines.processes.collectives import OrderedMean, SharedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
-from starling.engines.processes.rounds import ProcessRounds, StoreBoard
-from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
-from starling.engines.processes.threads import GradientHandle, ProcessHandle, Release, Worker, Workers
+from starling.engines.processes.threads import (
+    BACKGROUND,
+    OWN_ROUND,
+    OWN_ROUNDS,
+    GradientHandle,
+    ProcessHandle,
+    Release,
+    Waits,
+    Worker,
+    Workers,
+)
+from starling.engines.processes.tickets import ProcessRounds, StoreBoard
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
 from starling.timeouts import CAUSE
 from starling.training.job import Statistics
-from starling.training.learner import ReplicaLearner
 from starling.training.membership import MembershipChanged
-from starling.training.replica import Replica
+from starling.training.replica import Replica, ReplicaLearner
 from starling.training.shards import HeldShards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
 

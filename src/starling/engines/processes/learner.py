@@ -20,9 +20,8 @@ from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, Sav
 from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandModel, check_elementwise
-from starling.engines.processes.rounds import ProcessRounds, StoreCuts
 from starling.engines.processes.threads import GradientHandle, Mean
-from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws
+from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws, ProcessRounds, StoreCuts
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle
 from starling.strategies.islands import NO_ISLANDS, between_islands
@@ -30,9 +29,8 @@ from starling.training.course import CourseLearner
 from starling.training.faults import Fault, Pause, kill_this_process, stop_this_process
 from starling.training.flat import Model, load_buffers
 from starling.training.job import Job, Observer
-from starling.training.learner import changed_beneath
 from starling.training.loading import Loaded, Loader, Lookahead
-from starling.training.replica import Replica
+from starling.training.replica import Replica, changed_beneath
 from starling.training.speeds import Stragglers
 from starling.training.succession import Life
 from starling.training.tickets import SyncGroupTickets

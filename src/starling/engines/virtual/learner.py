@@ -18,9 +18,9 @@ from starling.errors import ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.training.faults import Fault, Pause
 from starling.training.job import Observer, Spent
-from starling.training.learner import changed_beneath, given_away
 from starling.training.membership import MembershipChanged
 from starling.training.pace import Rounds
+from starling.training.replica import changed_beneath, given_away
 
 T = TypeVar("T")
 FOREGROUND, BACKGROUND = "", "'s background"

@@ -22,11 +22,10 @@ from starling.engines.virtual.computation import Computation, Member
 from starling.engines.virtual.network import Network, VirtualHandle
 from starling.engines.virtual.simulation import Simulation, VirtualLife
 from starling.errors import Deadlock, ProtocolError
-from starling.training.cuts import CutAgreement
 from starling.training.loading import Loaded
 from starling.training.membership import Membership, MembershipChanged
 from starling.training.shards import host_copy
-from starling.training.succession import MembershipStart, different_weights, must_begin_equal
+from starling.training.succession import CutAgreement, MembershipStart, different_weights, must_begin_equal
 from starling.training.tickets import DoneTickets, SyncGroupTickets
 from starling.workload import Ticket
 

@@ -51,7 +51,7 @@ class CheckConfig(Config):
     seconds_per_character: tuple[float, float] = (0.03, 1.0)
     """Minimum and maximum seconds of audio per character of the transcript, including spaces."""
     misfit: float = Field(default=0.5, gt=0)
-    """A transcript fits the model if it scores less than this, in nats per token (starling.speech.check.transcripts
+    """A transcript fits the model if it scores less than this, in nats per token (starling.speech.check.corpus
     defines the score). A score of 0 means that it is as likely as what the model hears."""
     outlier: float = Field(default=8.0, gt=0)
     """A transcript also fits the model if its score is within this many times the distance from the median of its set's

@@ -29,7 +29,7 @@ from starling.speech.data import set_digest
 from starling.speech.decoding import DecodingConfig, Vocabulary
 from starling.speech.decoding.beam import BeamSearch, Hypothesis, SearchPool, Weights
 from starling.speech.decoding.ngram import NgramModel, estimate
-from starling.speech.hybrid.lexicon import read_words, words_of
+from starling.speech.hybrid.tying import read_words, words_of
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Heard, Recogniser
 from starling.speech.scoring import count_errors, references_of

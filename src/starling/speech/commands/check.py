@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from starling.configuration import Config
+from starling.configuration import Config, checked
 from starling.errors import ConfigError, DataError
-from starling.problems import checked
 from starling.recipe.file import apply_overrides
 from starling.reporting.progress import Bars
 from starling.speech.check.corpus import Training, check_corpus

@@ -17,19 +17,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from starling.errors import ConfigError, DataError, MissingExtraError, did_you_mean
+from starling.errors import ConfigError, DataError, MissingExtraError, did_you_mean, require
 from starling.experiment.folder import ExperimentFolder
-from starling.extras import require
 from starling.reporting.progress import Bars, Say
+from starling.speech.augmentation import check_codec, label_of
 from starling.speech.check.findings import seen_in_training
-from starling.speech.codecs import check_codec, label_of
 from starling.speech.commands.beam_search import BestSearch, best_search, first_text, tuning_sample, write_hypotheses
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.decoding import DecodingConfig
 from starling.speech.decoding.beam import Hypothesis
-from starling.speech.decoding.boosting import Phrases, read_phrases
-from starling.speech.decoding.decoders import greedy_decode
-from starling.speech.models.attention import AttentionDecoder
+from starling.speech.decoding.decoders import Phrases, greedy_decode, read_phrases
+from starling.speech.models.transformer import AttentionDecoder
 from starling.speech.prepare import prepare
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Heard, Recogniser

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Column, Table
 
-from starling.errors import ConfigError, DataError, StarlingError, did_you_mean
+from starling.errors import ConfigError, DataError, StarlingError, did_you_mean, require
 from starling.experiment.folder import ExperimentFolder
-from starling.extras import require
 from starling.reporting.evidence import ScoredSet, Utterance
-from starling.speech.codecs import set_of
+from starling.speech.augmentation import set_of
 from starling.speech.corpora import SeveralCorpus
 from starling.speech.corpora.lines import read_lines
 from starling.speech.corpora.manifests import TsvCorpus

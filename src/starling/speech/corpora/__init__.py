@@ -18,8 +18,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError, DataError
 from starling.registry import Registry
 from starling.speech.audio import Audio
-from starling.speech.corpora.cuts import LhotseCorpus
-from starling.speech.corpora.lhotse_recipe import LhotseRecipeCorpus, recipe_names
+from starling.speech.corpora.lhotse_recipe import LhotseCorpus, LhotseRecipeCorpus, recipe_names
 from starling.speech.corpora.manifests import CoquiCorpus, KaldiCorpus, NemoCorpus, TsvCorpus, WenetCorpus
 from starling.speech.corpora.synthetic import SyntheticCorpus
 from starling.speech.corpora.utterance import FileCorpus, NamedSets, Utterance

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from starling.checkpoint.files import partial_folder, publish, write_json
 from starling.configuration import read_saved
-from starling.errors import ConfigError, DataError
+from starling.errors import ConfigError, DataError, require
 from starling.experiment.folder import ExperimentFolder
-from starling.extras import require
 from starling.reporting.progress import Say
 from starling.speech.commands.beam_search import LANGUAGE_FILES, SEARCH, TunedSearch
 from starling.speech.decoding import DecodingConfig
@@ -18,7 +17,7 @@ from starling.speech.exporting.onnx import write_onnx
 from starling.speech.models import count_parameters
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.set_summary import read_summary
+from starling.speech.shards import read_summary
 from starling.speech.trained import load_recogniser, open_experiment
 
 _CONTENTS = {

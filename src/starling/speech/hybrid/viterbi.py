@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from starling.speech.decoding.decoders import Emission
-from starling.speech.hybrid.lexicon import TiedStates
+from starling.speech.hybrid.tying import TiedStates
 from starling.speech.tokens import BLANK, Tokenizer
 
 NEVER = -torch.inf

@@ -15,11 +15,10 @@ from pydantic import (
     WrapValidator,
 )
 
+from starling.configuration import ProblemsError
 from starling.errors import ConfigError
-from starling.problems import ProblemsError
 from starling.registry import Registry
-from starling.speech.models.architectures import BuiltIn
-from starling.speech.models.config import Architecture, AttentionConfig
+from starling.speech.models.architectures import Architecture, AttentionConfig, BuiltIn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,9 +88,9 @@ def build_model(
     network cannot have.
     """
     from starling.chance import borrowed_generators
-    from starling.speech.models.attention import AttentionDecoder
     from starling.speech.models.network import Network, PhoneOutput, StreamingNetwork
     from starling.speech.models.transducer import Transducer
+    from starling.speech.models.transformer import AttentionDecoder
 
     with borrowed_generators(seed):
         kind: Any = type(config).NETWORK

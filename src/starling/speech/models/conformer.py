@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from starling.speech.models.architectures import ConformerConfig
-from starling.speech.models.config import Chunks
+from starling.speech.models.architectures import Chunks, ConformerConfig
 from starling.speech.models.network import Caches, chunk_convolution, convolve_once
 from starling.speech.models.transformer import AttentionNetwork, SelfAttention, Sight
 

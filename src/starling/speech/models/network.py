@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import nn
 
-from starling.speech.models.config import Chunks, frames_after
+from starling.speech.models.architectures import Chunks, frames_after
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from starling.errors import ConfigError, DataError
-from starling.extras import require
+from starling.errors import ConfigError, DataError, require
 from starling.speech.models.architectures import Wav2Vec2Config, WhisperConfig
 from starling.speech.models.network import Network, frame_mask
 

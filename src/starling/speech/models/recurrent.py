@@ -5,8 +5,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from starling.speech.models.architectures import BlstmConfig, DeepSpeechConfig, RecurrentConfig, StackConfig
-from starling.speech.models.config import Chunks
+from starling.speech.models.architectures import BlstmConfig, Chunks, DeepSpeechConfig, RecurrentConfig, StackConfig
 from starling.speech.models.network import (
     Caches,
     Conv2dSubsampling,

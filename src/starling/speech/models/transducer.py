@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from starling.speech.models.config import TransducerConfig
+from starling.speech.models.architectures import TransducerConfig
 from starling.speech.models.network import Decoder, padded
 from starling.speech.tokens import BLANK
 

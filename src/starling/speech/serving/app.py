@@ -40,9 +40,8 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from starling.configuration import Config
+from starling.configuration import Config, ProblemsError, describe
 from starling.errors import ConfigError, DataError, StarlingError
-from starling.problems import ProblemsError, describe
 from starling.reporting.progress import Say
 from starling.speech.audio import Sound, check_rate, opened, pcm
 from starling.speech.serving.guard import LOOPBACK, OPENAI, Guard, Limits, problem

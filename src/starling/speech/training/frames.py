@@ -15,6 +15,7 @@ from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.files import writing
 from starling.reporting.progress import Say
+from starling.speech.audio import resampled
 from starling.speech.decoding import DecodingConfig
 from starling.speech.features import LogMel
 from starling.speech.hybrid import AlignmentConfig, StatesConfig
@@ -27,17 +28,15 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.lexicon import TiedStates, check_words, read_words, words_of
 from starling.speech.hybrid.store import Frames, FrameWriter, save_states
-from starling.speech.hybrid.tying import StateSpeller
+from starling.speech.hybrid.tying import StateSpeller, TiedStates, check_words, read_words, words_of
 from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
-from starling.speech.resampling import resampled
 from starling.speech.store import SpeechSets, Stored
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
-from starling.speech.too_short import TooShort, frames_needed, kept_utterances, transcripts
 from starling.speech.trained import load_newest
+from starling.speech.usable import TooShort, frames_needed, kept_utterances, transcripts
 
 _READ_TOGETHER = 32
 """Number of utterances whose features are computed together."""

@@ -20,17 +20,19 @@ from starling.speech.batch_plan import (
     Bucket,
     Dealing,
     MiniBatch,
+    MixedWindows,
     ShardWindows,
+    describe_parts,
+    divide,
+    divided_by,
     fill_buckets,
     in_similar_groups,
 )
 from starling.speech.hybrid import SequencesConfig
 from starling.speech.hybrid.store import AlignedFrames
-from starling.speech.mixture import MixedWindows
-from starling.speech.partition import describe_parts, divide, divided_by
 from starling.speech.recipe import Recipe
 from starling.speech.store import Member, SpeechSets
-from starling.speech.too_short import kept_utterances
+from starling.speech.usable import kept_utterances
 from starling.workload import Ticket
 
 Pieces = NDArray[np.int64]

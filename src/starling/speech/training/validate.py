@@ -25,16 +25,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from starling.budget import Progress as Spent
-from starling.checkpoint.files import partial_folder, publish, remove, write_json
-from starling.checkpoint.manifest import Manifest, read_manifest
+from starling.checkpoint.files import Manifest, partial_folder, publish, read_manifest, remove, write_json
 from starling.checkpoint.reader import Checkpoint, latest
 from starling.errors import DataError, StarlingError
 from starling.experiment.folder import SCORE, ExperimentFolder, best_model
 from starling.experiment.task import Scoring
 from starling.launch.messages import LearnerMessage, ModelSaved, Saved
-from starling.reporting.epochs import Score
+from starling.reporting.epochs import Score, duration
 from starling.reporting.events import read_events
-from starling.reporting.lines import duration
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import Say
 from starling.speech.features import attempt
@@ -43,9 +41,9 @@ from starling.speech.recogniser import Recogniser, by_duration
 from starling.speech.scoring import count_errors
 from starling.speech.store import Member, SpeechSets
 from starling.speech.tokens import BLANK
-from starling.speech.too_short import frames_needed, kept_utterances, transcripts
 from starling.speech.trained import recognised
 from starling.speech.training.plan import open_training_set
+from starling.speech.usable import frames_needed, kept_utterances, transcripts
 
 _REST = 19.0
 """The pause after each scoring, as a multiple of its duration: scoring takes at most a twentieth of the time."""

@@ -20,8 +20,8 @@ from starling.speech.phones import Phones
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet, SpeechSets
 from starling.speech.tokens import BLANK, Tokenizer, encoded_each
-from starling.speech.too_short import frames_of_all
 from starling.speech.training.plan import FramePlan, UtterancePlan
+from starling.speech.usable import frames_of_all
 from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
 

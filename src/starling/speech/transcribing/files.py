@@ -13,12 +13,11 @@ from typing import IO
 
 from rich.console import Console
 
-from starling.errors import ConfigError, DataError, did_you_mean, noted
-from starling.extras import require
+from starling.errors import ConfigError, DataError, did_you_mean, noted, require
 from starling.files import replace_file, writing
 from starling.reporting.progress import Bars, Say, say_on
 from starling.speech.audio import Sound, audio_suffixes, check_rate, opened
-from starling.speech.decoding.boosting import read_phrases
+from starling.speech.decoding.decoders import read_phrases
 from starling.speech.trained import is_model, load_recogniser, open_experiment
 from starling.speech.transcribing.aligning import Aligner, load_aligner
 from starling.speech.transcribing.segmenter import Piece, Seconds, Segmentation, gathered

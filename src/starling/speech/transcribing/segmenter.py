@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from starling.errors import ConfigError
-from starling.extras import require
-from starling.speech.resampling import Resampler
+from starling.errors import ConfigError, require
+from starling.speech.audio import Resampler
 
 Seconds = float
 

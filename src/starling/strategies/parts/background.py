@@ -9,8 +9,18 @@ from pydantic import Field
 
 from starling.configuration import Config
 from starling.learner import Learner
-from starling.strategies.parts.choco import Differences, PublicCopies, check_fixed_neighbours
-from starling.strategies.parts.mixing import Encoder, Mixing, MixingOptions, Pattern, Rounding, check_mixing, one_ahead
+from starling.strategies.parts.mixing import (
+    Differences,
+    Encoder,
+    Mixing,
+    MixingOptions,
+    Pattern,
+    PublicCopies,
+    Rounding,
+    check_fixed_neighbours,
+    check_mixing,
+    one_ahead,
+)
 from starling.strategies.parts.staleness import Staleness
 from starling.topology import find_topology
 

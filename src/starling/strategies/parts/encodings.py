@@ -1,11 +1,16 @@
-"""Lossy encodings of vectors for sending."""
+"""Lossy encodings of vectors for sending, and the ways in which encoded vectors become a mean: from each to all,
+through owners of chunks, or as factors."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from starling.errors import ConfigError
+from starling.learner import EncodedMean, Handle, Learner
 
 BLOCK = 256
 """Number of values that share a scale."""
@@ -162,3 +167,166 @@ class CoarseLargest(Encoding):
 
 def _blocks(size: int) -> int:
     return -(-size // BLOCK)
+
+
+class GatheredMean:
+    """A mean of sparse vectors: each learner sends its vector to all others, and all add them up.
+
+    Equation, for L learners, with v_l learner l's vector, e_l its residual and C the encoding::
+
+        q_l = C(v_l + e_l),  e_l <- v_l + e_l - q_l,  mean = (1/L) sum_l q_l
+
+    Every number that any learner has sent is in the mean, as it was sent. Each learner sends L - 1 times its message,
+    and all add in rank order, so that they get the same bits.
+
+    References:
+        Aji & Heafield 2017, "Sparse Communication for Distributed Gradient Descent", EMNLP, arXiv 1704.05021.
+        Lin et al. 2018, "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",
+        arXiv 1712.01887.
+    """
+
+    def __init__(self, me: Learner, encoding: Encoding, total: Tensor, left: Tensor) -> None:
+        """Encode `total`, v_l + e_l `[n]`; the part of it that is not sent is written to `left` `[n]`."""
+        self._me, self._encoding, self._total = me, encoding, total
+        if total.is_meta:
+            sent = total.new_empty(encoding.num_bytes(len(total)), dtype=torch.uint8)
+        else:
+            sent = encoding.encode(total)
+            self._own = encoding.decode(sent, len(total))
+            torch.sub(total, self._own, out=left)
+        self._exchanges = {peer: me.exchange(peer, sent, tag=0) for peer in range(me.world) if peer != me.rank}
+
+    def __await__(self) -> Generator[Handle[Any], None, Tensor]:
+        mean, size = torch.zeros_like(self._total), len(self._total)
+        for rank in range(self._me.world):
+            sent = (yield from self._exchanges[rank].__await__()) if rank in self._exchanges else None
+            if not mean.is_meta:
+                mean += self._own if sent is None else self._encoding.decode(sent, size)
+        return mean.div_(self._me.world)
+
+
+class OwnersMean(EncodedMean):
+    """A mean in which each of L learners owns one of L equal chunks, gathers it and passes it on.
+
+    Equation, for the chunk of owner o, with v_l learner l's vector, e_l its residual and C the encoding::
+
+        l to o:        q_l = C(v_l + e_l),  e_l <- v_l + e_l - q_l        for all l but o
+        o to all:      s = (v_o + e_o + sum_l q_l) / L,  mean = C(s),  e_o <- L (s - mean)
+
+    The owner adds its own vector exactly. The part of the mean that it does not pass on is L times as large in terms of
+    a vector, and becomes a part of its own vector in the next mean. All add in rank order and get the same bits. Each
+    learner sends 2 (L - 1) times the bytes of a chunk.
+
+    References:
+        Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training
+        of Speech DNNs", Interspeech, which has both exchanges.
+        Tang et al. 2019, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
+        Compression", arXiv 1905.05957.
+    """
+
+    def __init__(self, me: Learner, encoding: Encoding, total: Tensor, left: Tensor) -> None:
+        """Prepare the mean of `total`, v_l + e_l `[n]`; the part of it that is not sent is written to `left` `[n]`."""
+        self.vector = total
+        self._rank, self._encoding, self._left = me.rank, encoding, left
+        self._chunk = -(-len(total) // me.world)
+        self.message_bytes = encoding.num_bytes(self._chunk)
+        if not total.is_meta:
+            padded = torch.zeros(self._chunk * me.world)
+            padded[: len(total)] = total
+            self._chunks = padded.view(me.world, self._chunk)
+        self._handle = me.mean(self)
+
+    def __await__(self) -> Generator[Handle[Any], None, Tensor]:
+        return self._handle.__await__()
+
+    def messages(self) -> list[Tensor]:
+        sent = []
+        for owner, chunk in enumerate(self._chunks):
+            if owner == self._rank:
+                sent.append(torch.zeros(self.message_bytes, dtype=torch.uint8))
+                continue
+            sent.append(self._encoding.encode(chunk))
+            chunk.sub_(self._encoding.decode(sent[-1], self._chunk))
+        return sent
+
+    def combine(self, received: Sequence[Tensor]) -> Tensor:
+        own, total = self._chunks[self._rank], torch.zeros(self._chunk)
+        for rank, each in enumerate(received):
+            total.add_(own if rank == self._rank else self._encoding.decode(each, self._chunk))
+        mean = self._encoding.encode(total.div_(len(received)))
+        torch.sub(total, self._encoding.decode(mean, self._chunk), out=own).mul_(len(received))
+        self._left.copy_(self._chunks.view(-1)[: len(self._left)])
+        return mean
+
+    def result(self, combined: Sequence[Tensor]) -> Tensor:
+        return torch.cat([self._encoding.decode(each, self._chunk) for each in combined])[: len(self.vector)]
+
+
+class LowRankMeans:
+    """Means in which each matrix is the product of two thin factors.
+
+    Equation, for a matrix M_l `[n, m]` of learner l (a parameter of at least two dimensions, the first against all
+    others), with e_l its residual and Q `[m, r]` the last second factor, initially random and the same on all::
+
+        M_l <- M_l + e_l
+        P <- orthogonalise((1/L) sum_l M_l Q)
+        Q_l <- M_l^T P,  e_l <- M_l - P Q_l^T
+        Q <- (1/L) sum_l Q_l,  mean = P Q^T
+
+    This is one step of subspace iteration towards the r largest singular vectors of the mean. Matrices that two factors
+    would not make smaller, and vectors, are averaged as they are.
+
+    References:
+        Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+        arXiv 1905.13727.
+    """
+
+    def __init__(self, me: Learner, rank: int) -> None:
+        if me.weights.device.type == "meta":
+            raise ConfigError(
+                "strategy.compression: the bytes of low_rank depend on the shapes of the model's matrices, which a "
+                "simulation of time alone does not know; choose another compression to plan with"
+            )
+        self._me, self._rank = me, rank
+        self._matrices: list[tuple[slice, int, int]] = []  # place in the weights, rows, columns
+        self._others: list[slice] = []
+        start = 0
+        for shape in me.optimizer.shapes:
+            stop, rows = start + shape.numel(), shape[0] if len(shape) > 1 else 1
+            columns = shape.numel() // max(1, rows)
+            if rank * (rows + columns) < rows * columns:
+                self._matrices.append((slice(start, stop), rows, columns))
+            else:
+                self._others.append(slice(start, stop))
+            start = stop
+        size = rank * sum(columns for _, _, columns in self._matrices)
+        random = torch.randn(size, generator=torch.Generator().manual_seed(me.seed))
+        self._basis = me.strategy_state("basis", random.to(me.weights.device))
+
+    async def mean(self, vector: Tensor, total: Tensor, left: Tensor) -> Tensor:
+        """The mean of vectors `[P]`; `total` is `vector` plus e_l, and the part of it that is not sent is written to
+        `left`."""
+        matrices = [total[place].view(rows, columns) for place, rows, columns in self._matrices]
+        others = [vector[piece] for piece in self._others]
+        bases = self._split(self._basis, [columns for _, _, columns in self._matrices])
+        products = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
+        first = await self._me.mean(torch.cat([each.reshape(-1) for each in (*products, *others)]))
+        if not bool(first.isfinite().all()):
+            return torch.full_like(vector, torch.nan)
+        p_of_all = [torch.linalg.qr(each)[0] for each in self._split(first, [rows for _, rows, _ in self._matrices])]
+        own = [matrix.T @ p for matrix, p in zip(matrices, p_of_all, strict=True)]
+        for (place, _, _), matrix, p, q in zip(self._matrices, matrices, p_of_all, own, strict=True):
+            left[place] = (matrix - p @ q.T).view(-1)
+        if self._matrices:
+            self._basis.copy_(await self._me.mean(torch.cat([each.reshape(-1) for each in own])))
+        mean, start = torch.empty_like(vector), sum(each.numel() for each in products)
+        for (place, _, _), p, q in zip(self._matrices, p_of_all, bases, strict=True):
+            mean[place] = (p @ q.T).view(-1)
+        for piece, other in zip(self._others, torch.split(first[start:], [len(each) for each in others]), strict=True):
+            mean[piece] = other
+        return mean
+
+    def _split(self, vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Matrices `[size, r]` that are views of a vector's beginning."""
+        numbers = [size * self._rank for size in sizes]
+        return [each.view(-1, self._rank) for each in torch.split(vector[: sum(numbers)], numbers)]

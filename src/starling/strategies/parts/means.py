@@ -13,8 +13,7 @@ from starling.learner import Handle, Learner
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from starling.strategies.parts.encodings import Encoding
-    from starling.strategies.parts.exchanges import LowRankMeans
+    from starling.strategies.parts.encodings import Encoding, LowRankMeans
 
 
 class TopK(Config):
@@ -76,7 +75,7 @@ class Means:
         self._residuals: dict[int, Residual] = {}
         self._is_gathered = isinstance(compression, TopK)
         if self.are_encoded:
-            from starling.strategies.parts.exchanges import LowRankMeans
+            from starling.strategies.parts.encodings import LowRankMeans
 
             if isinstance(compression, LowRank):
                 self._factors = LowRankMeans(me, compression.low_rank)
@@ -93,7 +92,7 @@ class Means:
         if isinstance(of, Handle):
             return self._of_gradient(of)
         residual = self._residuals[piece.start if piece is not None else 0]
-        from starling.strategies.parts.exchanges import GatheredMean, OwnersMean
+        from starling.strategies.parts.encodings import GatheredMean, OwnersMean
 
         total, left, mean = residual.added_to(of), residual.following, GatheredMean if self._is_gathered else OwnersMean
         if self._encoding is None:

@@ -1,1 +1,0 @@
-"""Preparation of sets in stages, which run once each, in any process and any order."""
