@@ -21,8 +21,7 @@ from starling.experiment.observers import Saver, Together
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, Saved, values_of
-from starling.launch.process import find_membership, save_requests_of
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import find_membership, find_place, save_requests_of
 from starling.speech.recipe import fingerprints
 from starling.speech.training.set_up import ModelWriter
 from starling.training.job import Observer, StepReport

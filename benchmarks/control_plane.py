@@ -33,7 +33,7 @@ from benchmarks.measuring import Bar
 from benchmarks.runs import Run
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.member import PLAN, agree_on_plan
-from starling.engines.processes.threads import Waits
+from starling.engines.processes.stalls import Waits
 from starling.engines.processes.tickets import ENDED, DoneNotes, Draws, StoreBoard
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
@@ -50,8 +50,7 @@ from starling.launch.messages import (
     Stretch,
     values_of,
 )
-from starling.launch.process import find_membership
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.roster import Roster
 from starling.reporting.events import Events
 from starling.reporting.progress import Display

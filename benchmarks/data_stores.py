@@ -27,8 +27,8 @@ from starling.chance import one_thread
 from starling.commands import Commands, Overrides, RecipeArgument, progress_console
 from starling.errors import ConfigError, DataError
 from starling.reporting.progress import Bars
-from starling.speech.audio import resampled
 from starling.speech.recipe import load_recipe
+from starling.speech.resampling import resampled
 from starling.speech.store import SpeechSet
 
 MAX_UTTERANCES, MAX_SECONDS, MAX_READING = 1000, 600.0, 30.0

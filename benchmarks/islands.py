@@ -20,7 +20,8 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed import FileStore
 
 from starling.budget import Budget
-from starling.checkpoint.state import Cut, LearnerState
+from starling.checkpoint.cut import Cut
+from starling.checkpoint.state import LearnerState
 from starling.engines.processes.member import run_learner
 from starling.engines.processes.place import Place
 from starling.speech.models import build_model, model_config

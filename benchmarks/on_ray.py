@@ -23,8 +23,8 @@ from starling.launch.launcher import launch, this_machine
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.on_ray import RayMachines
-from starling.launch.process import Machines, find_membership
-from starling.launch.rendezvous import find_place
+from starling.launch.process import Machines
+from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.roster import Roster
 
 PAIRS, SECONDS = 4, 10.0

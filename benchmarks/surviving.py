@@ -20,8 +20,7 @@ from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity, LearnerMessage, Reached, values_of
-from starling.launch.process import find_membership
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import find_membership, find_place
 from starling.training.job import Observer, StepReport
 
 WORLD, VICTIM, STEPS, REPEATS = 3, 1, 90, 3

@@ -195,7 +195,9 @@ def test_a_file_goes_before_a_recipe_of_the_same_name(tmp_path: Path, monkeypatc
 def test_the_demo_is_the_recipe_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the keys that are given; `make demo` trains it."""
     trained = []
-    monkeypatch.setattr("starling.experiment.train.train", lambda task, recipe, tell, console: trained.append(recipe))
+    monkeypatch.setattr(
+        "starling.experiment.train.run_training", lambda task, recipe, tell, console: trained.append(recipe)
+    )
     result = CliRunner().invoke(app, ["demo", "learners=2"])
     assert result.exit_code == 0, result.output
     assert trained == [load_recipe(Path("demo"), ["learners=2"])]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from starling.engines.processes.backend import check_files
-from starling.engines.processes.place import identity, own_connections, owned
+from starling.engines.processes.forks import identity, own_connections, owned
 from starling.errors import StarlingError
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from starling.chance import derive_seed
+from starling.checkpoint.cut import Cut
 from starling.checkpoint.reader import load
-from starling.checkpoint.state import Cut
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import CheckpointError
 from starling.predict.costs import memory_of

@@ -8,7 +8,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
-from starling.engines.processes.threads import BACKGROUND, OWN_ROUNDS, Waits
+from starling.engines.processes.stalls import BACKGROUND, OWN_ROUNDS, Waits
 
 
 class Clock:

@@ -21,8 +21,7 @@ from starling.engines.processes.run_token import VARIABLE
 from starling.errors import DataError
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
-from starling.launch.process import find_membership
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island
 from starling.training.job import EpochReport, Job, Observer, StepReport

@@ -17,8 +17,7 @@ from starling.checkpoint.state import LearnerState
 from starling.engines.processes.member import run_learner
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
-from starling.launch.process import find_membership
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import find_membership, find_place
 from starling.strategies import find_strategy
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.speeds import Stragglers

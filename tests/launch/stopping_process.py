@@ -27,8 +27,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.learning import Regrouping, SharedCounts
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
-from starling.launch.process import find_membership, save_requests_of
-from starling.launch.rendezvous import find_place
+from starling.launch.rendezvous import find_membership, find_place, save_requests_of
 from starling.strategies import find_strategy
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.speeds import Pause, Stragglers

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from starling.engines.processes.threads import Stall
+from starling.engines.processes.stalls import Stall
 from starling.errors import DataError, ProtocolError
 from starling.launch.launcher import launch
 from starling.launch.messages import (

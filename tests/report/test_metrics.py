@@ -19,7 +19,7 @@ from rich.console import Console
 
 import starling
 from starling import errors
-from starling.engines.processes.threads import Stall
+from starling.engines.processes.stalls import Stall
 from starling.errors import ConfigError, MissingExtraError
 from starling.launch.messages import Heartbeat, LearnerMessage, Progress, Reached, Stretch
 from starling.launch.roster import Roster

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from starling.engines.processes.threads import Stall
+from starling.engines.processes.stalls import Stall
 from starling.launch.messages import Activity, Heartbeat, Reached
 from starling.launch.roster import Roster
 from starling.reporting.stalls import Stalls

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from starling.engines.processes.threads import Stall
+from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
 from starling.experiment.running import describe, is_alive, learners_of
 from starling.launch.messages import Activity, Ended, Heartbeat, Reached, Status, decode_file, encode_file

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from starling.cli import app
 from starling.errors import ConfigError
 from starling.recipe.run import dump_recipe
-from starling.speech.audio import resampled
 from starling.speech.exporting import export as exporting
 from starling.speech.exporting.onnx import write_onnx
 from starling.speech.exporting.standalone import Transcriber, resample
@@ -24,6 +23,7 @@ from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import model_config
 from starling.speech.recipe import check_recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.resampling import resampled
 from starling.speech.tokens import CharacterTokenizer, TokenConfig, Tokenizer, make_tokenizer
 from tests.speech.tones import RATE, sing
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import starling.experiment.following
-from starling.engines.processes.threads import Stall, Waits
+from starling.engines.processes.stalls import Stall, Waits
 from starling.errors import ConfigError, DataError, NonFiniteError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following, read_record, recorded

@@ -8,8 +8,8 @@ from lhotse.features.kaldi.layers import Wav2LogFilterBank
 from tones import song_set
 
 from starling.errors import DataError
-from starling.speech.audio import resampled
 from starling.speech.features import FeatureConfig, LogMel, Warp, mel_bank
+from starling.speech.resampling import resampled
 
 
 def noise(seconds: float, rate: int, seed: int = 0) -> torch.Tensor:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from lhotse.augmentation.torchaudio import get_or_create_resampler
 
-from starling.speech.audio import Resampler, resampled
+from starling.speech.resampling import Resampler, resampled
 
 RATES = [(16000, 8000), (8000, 16000), (22050, 16000), (44100, 8000), (11025, 16000), (48000, 16000)]
 

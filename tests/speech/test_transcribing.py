@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from starling.errors import DataError
-from starling.speech.audio import resampled
 from starling.speech.decoding.decoders import emissions_of
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.hybrid.viterbi import aligned
@@ -18,6 +17,7 @@ from starling.speech.models import model_config
 from starling.speech.models.architectures import AttentionConfig, ChunkConfig, TransducerConfig
 from starling.speech.models.network import StreamingNetwork
 from starling.speech.recogniser import Recogniser
+from starling.speech.resampling import resampled
 from starling.speech.tokens import CharacterTokenizer
 from starling.speech.transcribing.segmenter import Segmentation
 from starling.speech.transcribing.transcriber import Transcriber, beginnings

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from starling.budget import Budget
-from starling.checkpoint.state import Cut
+from starling.checkpoint.cut import Cut
 from starling.engines.processes.island import ELEMENTWISE, check_elementwise
 from starling.errors import ConfigError, PeerLost
 from starling.strategies import STRATEGIES, find_strategy

@@ -17,9 +17,10 @@ from starling.checkpoint.files import remove_partial
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import CheckpointWriter, WriteModel
+from starling.engines.processes.forks import clone_store
 from starling.engines.processes.member import run_learner
-from starling.engines.processes.place import Place, choose_device, clone_store
-from starling.engines.processes.threads import Stall, Waits
+from starling.engines.processes.place import Place, choose_device
+from starling.engines.processes.stalls import Stall, Waits
 from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import Listener, Log, Paced, Recorder, Saver, Skips, Together, save_choice
@@ -27,8 +28,7 @@ from starling.experiment.record import begin_segment, segments
 from starling.experiment.task import RunT, Task
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
-from starling.launch.process import find_membership, save_requests_of
-from starling.launch.rendezvous import joins
+from starling.launch.rendezvous import find_membership, joins, save_requests_of
 from starling.recipe.run import RunConfig, recipe_digest
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import say_on

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from starling.engines.processes import run_token
-from starling.engines.processes.place import own_connections, owned
+from starling.engines.processes.forks import own_connections, owned
 from starling.errors import ConfigError, PeerLost, StarlingError, Stopped
 from starling.launch.coordinator import listen, store_at
 from starling.launch.joiners import Changes, Joiners

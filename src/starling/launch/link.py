@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from starling.engines.processes import run_token
-from starling.engines.processes.place import owned
+from starling.engines.processes.forks import owned
 from starling.errors import ProtocolError, StarlingError
 from starling.launch.messages import (
     Failed,
@@ -41,6 +41,8 @@ from starling.timeouts import DOOR, FULL_PAUSE, HEARTBEAT_EVERY, TERMINATION
 VARIABLE = "STARLING_LINK_FD"
 SCRATCH = "STARLING_SCRATCH"
 """Environment variable with the folder for the temporary files of this run."""
+JOINS = "STARLING_JOINS"
+"""Environment variable: 1 if the learner joins a running experiment."""
 WATCHED = "STARLING_WATCHED"
 """Environment variable: 1 if the launcher announces memberships after losses."""
 ORPHANED = 3

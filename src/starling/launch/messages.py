@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-from starling.engines.processes.threads import Stall
+from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
 from starling.training.membership import Membership, Stage
 

@@ -19,14 +19,9 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from types import FrameType
 
 from starling.engines.processes import run_token
-from starling.engines.processes.checkpoint_barrier import SaveRequests
-from starling.engines.processes.place import Place
 from starling.errors import StarlingError
-from starling.launch.link import SCRATCH, VARIABLE, WATCHED, Line, Link
-from starling.launch.messages import CanStop, NewMembership, Reached, Signalled, Stop
-from starling.launch.rendezvous import JOINS, joins
+from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED, Line
 from starling.timeouts import LOADERS, TERMINATION
-from starling.training.membership import Membership, MembershipFeed, Stage
 
 Seconds = float
 
@@ -120,7 +115,7 @@ learners, which find their store at the site."""
 class LocalProcess(LearnerProcess):
     """A process on this machine."""
 
-    popen: "Popen[bytes]" = field(kw_only=True)
+    popen: Popen[bytes] = field(kw_only=True)
     _is_cleared: bool = False
     """Whether the process and its child processes are gone. Their process group's number may have been reused."""
 
@@ -292,43 +287,3 @@ def on_stop_signal(
 
 def _handled_by_thread(number: int, frame: FrameType | None) -> None:
     """Replaces Python's handler, whose exception would be lost in callbacks from C code, such as soundfile's."""
-
-
-def find_membership(place: Place, link: Link | None) -> MembershipFeed:
-    """The memberships that Starling's launcher announces; if none does, only the first membership."""
-    first = None if joins() else Membership(0, tuple(range(place.world)))
-    if link is None or os.environ.get(WATCHED) != "1":
-        return MembershipFeed(place.rank, first)
-
-    def report(stage: Stage, number: int) -> None:
-        link.send(Reached(stage, number))
-
-    feed = MembershipFeed(place.rank, first, is_watched=True, report=report)
-    link.listen(NewMembership, lambda message: feed.announce(message.membership))
-    return feed
-
-
-@contextmanager
-def save_requests_of(link: Link | None, minutes: float | None) -> Generator[SaveRequests, None, None]:
-    """The checkpoints and stops that this learner process asks for inside the context: a checkpoint every `minutes`
-    minutes, and a stop after a signal.
-
-    Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may
-    signal all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the others.
-    """
-    save_requests = SaveRequests(minutes)
-    if link is not None:
-        save_requests.on_ready = lambda: link.send(CanStop())
-        link.listen(Stop, lambda message: save_requests.stop(message.signal_number))
-
-    def stop(number: int) -> None:
-        if not save_requests.is_ready:  # there is nothing to save
-            end_now(number)
-        if link is None:
-            save_requests.stop(number)
-        else:
-            with suppress(OSError):  # the launcher is gone: the link's thread ends this process
-                link.send(Signalled(number))
-
-    with on_stop_signal(stop):
-        yield save_requests

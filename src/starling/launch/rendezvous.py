@@ -1,5 +1,7 @@
 """A process's place among the learners, from the environment variables that Starling's launcher, torchrun and Slurm
-scripts set."""
+scripts set; its memberships, and its requests for checkpoints, through the launcher or without one."""
+
+from __future__ import annotations
 
 import logging
 import os
@@ -7,21 +9,30 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from starling.engines.processes.place import Place, own_connections
+from starling.engines.processes.forks import own_connections
+from starling.engines.processes.place import Place
 from starling.errors import ConfigError, ProtocolError
+from starling.launch.link import JOINS, WATCHED, Link
+from starling.launch.messages import CanStop, NewMembership, Reached, Signalled, Stop
+from starling.launch.process import end_now, on_stop_signal
 from starling.timeouts import CONNECT
+from starling.training.membership import Membership, MembershipFeed, Stage
+
+if TYPE_CHECKING:
+    from starling.engines.processes.checkpoint_barrier import SaveRequests
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable: True if learner 0 does not own the store."""
-JOINS = "STARLING_JOINS"
-"""Environment variable: 1 if the learner joins a running experiment."""
 OWN_DEVICE = "STARLING_OWN_DEVICE"
 """Environment variable: 1 if the learner sees one CUDA device, which no other learner uses."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -180,3 +191,45 @@ def await_store(rank: int, address: str, port: int, seconds: float) -> float:
                 why = f" ({error.strerror or error}), after {seconds:g} s"
                 raise _unreachable(rank, address, port, why) from error
         time.sleep(_RETRY_SECONDS)
+
+
+def find_membership(place: Place, link: Link | None) -> MembershipFeed:
+    """The memberships that Starling's launcher announces; if none does, only the first membership."""
+    first = None if joins() else Membership(0, tuple(range(place.world)))
+    if link is None or os.environ.get(WATCHED) != "1":
+        return MembershipFeed(place.rank, first)
+
+    def report(stage: Stage, number: int) -> None:
+        link.send(Reached(stage, number))
+
+    feed = MembershipFeed(place.rank, first, is_watched=True, report=report)
+    link.listen(NewMembership, lambda message: feed.announce(message.membership))
+    return feed
+
+
+@contextmanager
+def save_requests_of(link: Link | None, minutes: float | None) -> Generator[SaveRequests, None, None]:
+    """The checkpoints and stops that this learner process asks for inside the context: a checkpoint every `minutes`
+    minutes, and a stop after a signal.
+
+    Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may
+    signal all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the others.
+    """
+    from starling.engines.processes.checkpoint_barrier import SaveRequests
+
+    save_requests = SaveRequests(minutes)
+    if link is not None:
+        save_requests.on_ready = lambda: link.send(CanStop())
+        link.listen(Stop, lambda message: save_requests.stop(message.signal_number))
+
+    def stop(number: int) -> None:
+        if not save_requests.is_ready:  # there is nothing to save
+            end_now(number)
+        if link is None:
+            save_requests.stop(number)
+        else:
+            with suppress(OSError):  # the launcher is gone: the link's thread ends this process
+                link.send(Signalled(number))
+
+    with on_stop_signal(stop):
+        yield save_requests

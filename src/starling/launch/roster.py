@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from starling import errors
-from starling.engines.processes.threads import Stall
+from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError, StarlingError, Stopped
 from starling.launch.messages import (
     Activity,

@@ -16,7 +16,7 @@ from pydantic import Field, PlainSerializer
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from starling.checkpoint.state import Cut
+from starling.checkpoint.cut import Cut
 from starling.configuration import Config, ConfigT, checked
 from starling.engines.processes.island import blocks_of
 from starling.engines.virtual.cluster import ComputeModel, LinkModel

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from starling.engines.processes.threads import Stall
+from starling.engines.processes.stalls import Stall
 from starling.errors import some
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.reporting.epochs import duration

@@ -1,33 +1,28 @@
-"""Reads untrusted audio (files, segments of files, streams and raw PCM) with bounded memory, and changes sampling
-rates. Every error of reading is a `DataError`.
+"""Reads untrusted audio: files, segments of files, streams and raw PCM, with bounded memory. Every error is a
+`DataError`.
 
 libsndfile reads WAV, FLAC, MP3, Opus and others. FFmpeg decodes other formats, such as m4a, mp4, webm and video, if the
 extra `[media]` is installed.
 """
 
-import math
 import re
 import stat
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from starling.errors import DataError
 
 if TYPE_CHECKING:
     import soundfile
-
 
 Seconds = float
 Audio = tuple[NDArray[np.float32], int]
@@ -346,87 +341,3 @@ def checked(samples: NDArray[np.float32], name: str) -> NDArray[np.float32]:
     if not np.isfinite(samples).all():
         raise DataError(f"{name}: contains samples that are not finite (NaN or infinity): decode it again")
     return samples
-
-
-_ZEROS = 6  # zero crossings of the sinc on either side
-_ROLLOFF = 0.99
-_LARGEST = 1 << 22  # numbers of a kernel; 16 MiB
-_COARSE = 16_000
-"""The largest term of a ratio of rates. Ratios with larger terms, such as 44,099 to 8,000 Hz, are approximated to keep
-the kernel small. The error is 2.3e-7 there, and at most 1.3e-4 (8,001 to 48,000 Hz, whose nearest simple ratio is 1 to
-6)."""
-
-
-class _Kernel(NamedTuple):
-    """Windowed sincs that turn each `before` samples into `after` samples."""
-
-    weights: torch.Tensor  # [after, 1, width + before + width]
-    width: int
-    before: int
-    after: int
-
-
-@lru_cache(maxsize=32)
-def _kernel(rate: int, wanted: int) -> _Kernel:
-    """The kernel of torchaudio and lhotse (sinc_interp_hann), bit for bit, without the 0.2 s that importing lhotse
-    takes; for equal rates, the kernel that changes nothing."""
-    if rate == wanted:
-        return _Kernel(torch.ones(1, 1, 1), 0, 1, 1)
-    ratio = exact = Fraction(min(rate, wanted), max(rate, wanted))
-    most = _COARSE
-    while ratio.numerator * ratio.denominator > _LARGEST:
-        ratio = exact.limit_denominator(most) or Fraction(1, most)
-        most //= 2
-    after, before = (ratio if rate > wanted else 1 / ratio).as_integer_ratio()
-    base = min(before, after) * _ROLLOFF
-    width = math.ceil(_ZEROS * before / base)
-    places = torch.arange(-width, width + before, dtype=torch.float64)[None, None] / before
-    times = ((torch.arange(0, -after, -1)[:, None, None] / after + places) * base).clamp_(-_ZEROS, _ZEROS)
-    window = torch.cos(times * math.pi / _ZEROS / 2) ** 2
-    weights = torch.sinc(times) * window * (base / before)
-    return _Kernel(weights.float(), width, before, after)
-
-
-def resampled(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
-    """`waveform` `[..., T]` at `rate` Hz, resampled to `wanted` Hz: `[..., ceil(T * wanted / rate)]`."""
-    if rate == wanted:
-        return waveform
-    kernel = _kernel(rate, wanted)
-    length = math.ceil(kernel.after * waveform.shape[-1] / kernel.before)
-    rows = waveform.reshape(-1, waveform.shape[-1])
-    rows = torch.nn.functional.pad(rows, (kernel.width, kernel.width + kernel.before))
-    found = torch.nn.functional.conv1d(rows[:, None], kernel.weights, stride=kernel.before)
-    return found.transpose(1, 2).reshape(*waveform.shape[:-1], -1)[..., :length]
-
-
-class Resampler:
-    """Changes the rate of a waveform that comes in pieces of any length; the result is the same as for the whole
-    waveform."""
-
-    def __init__(self, rate: int, wanted: int) -> None:
-        self._kernel = _kernel(rate, wanted)
-        self._kept = np.zeros(self._kernel.width, np.float32)
-        self._taken = self._given = 0
-
-    def feed(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The next resampled samples `[T']`, given the next samples `[T]`."""
-        self._taken += len(samples)
-        return self._steps(samples)
-
-    def end(self) -> NDArray[np.float32]:
-        """The last resampled samples `[T']`."""
-        _, width, before, after = self._kernel
-        missing = math.ceil(after * self._taken / before) - self._given
-        return self._steps(np.zeros(width + before, np.float32))[:missing]
-
-    def _steps(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        weights, width, before, after = self._kernel
-        kept = np.concatenate([self._kept, samples])
-        steps = max(0, (len(kept) - 2 * width) // before)
-        self._kept = kept[steps * before :]
-        self._given += steps * after
-        if not steps:
-            return np.zeros(0, np.float32)
-        used = torch.from_numpy(kept[: steps * before + 2 * width])[None, None]
-        found = torch.nn.functional.conv1d(used, weights, stride=before)
-        return np.asarray(found[0].T.reshape(-1).numpy())

@@ -78,7 +78,7 @@ def transmitted(samples: NDArray[np.float32], rate: int, codec: str) -> NDArray[
     """
     import torch
 
-    from starling.speech.audio import resampled
+    from starling.speech.resampling import resampled
 
     kind, value = _kind_of(codec)
     rates = _RATES.get(kind, (TELEPHONE_RATE,))
@@ -284,7 +284,7 @@ def augment_waveform(
     babble from `others`, noise and a new level, and sent through a codec."""
     import torch
 
-    from starling.speech.audio import resampled
+    from starling.speech.resampling import resampled
 
     factor = float(generator.choice(np.asarray(config.speed)))
     if factor != 1.0:

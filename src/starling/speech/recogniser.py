@@ -17,7 +17,6 @@ from torch import nn
 from starling.configuration import Config, read_saved
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.files import sha256
-from starling.speech.audio import resampled
 from starling.speech.augmentation import Codec, transmitted
 from starling.speech.decoding import decoders
 from starling.speech.decoding.decoders import Phrases
@@ -28,6 +27,7 @@ from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.network import Decoder, Network
 from starling.speech.models.transformer import AttentionDecoder
 from starling.speech.phones import PHONES_FILE, Phones
+from starling.speech.resampling import resampled
 from starling.speech.tokens import BLANK, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

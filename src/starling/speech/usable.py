@@ -352,7 +352,7 @@ def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[n
         raise DataError(f"the audio has {rate} Hz, which cannot be resampled to {wanted} Hz; convert it first")
     import torch
 
-    from starling.speech.audio import resampled
+    from starling.speech.resampling import resampled
 
     result: NDArray[np.float32] = resampled(torch.from_numpy(samples), rate, wanted).numpy()
     return result

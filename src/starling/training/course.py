@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import LearnerState, ShardOfIsland, counted
+from starling.checkpoint.cut import ShardOfIsland
+from starling.checkpoint.state import LearnerState, counted
 from starling.errors import CheckpointError, ProtocolError
 from starling.learner import Shard
 from starling.training.faults import Fault, NotFinite

@@ -26,8 +26,8 @@ from torch import Tensor
 from starling.engines.loop.replica import Consensus
 from starling.engines.loop.run import LoopRun
 from starling.engines.processes.collectives import OrderedMean
+from starling.engines.processes.forks import clone_store
 from starling.engines.processes.handshake import Peers
-from starling.engines.processes.place import clone_store
 from starling.errors import ProtocolError
 
 _ROUNDING = 1e-4

@@ -32,17 +32,8 @@ from starling.engines.processes.backend import (
 from starling.engines.processes.collectives import OrderedMean, SharedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
-from starling.engines.processes.threads import (
-    BACKGROUND,
-    OWN_ROUND,
-    OWN_ROUNDS,
-    GradientHandle,
-    ProcessHandle,
-    Release,
-    Waits,
-    Worker,
-    Workers,
-)
+from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
+from starling.engines.processes.threads import GradientHandle, ProcessHandle, Release, Worker, Workers
 from starling.engines.processes.tickets import ProcessRounds, StoreBoard
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import EncodedMean, Handle, Shard

@@ -22,9 +22,10 @@ import torch
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from starling.engines.processes.place import Place, clone_store
+from starling.engines.processes.forks import clone_store
+from starling.engines.processes.place import Place
 from starling.engines.processes.run_token import new_challenge, sign, verified
-from starling.engines.processes.threads import Waits
+from starling.engines.processes.stalls import Waits
 from starling.errors import PeerLost, ProtocolError
 from starling.timeouts import REGROUP
 from starling.training.membership import Membership, MembershipChanged, MembershipFeed

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import Cut, LearnerState, ShardOfIsland
+from starling.checkpoint.cut import Cut, ShardOfIsland
+from starling.checkpoint.state import LearnerState
 from starling.consensus import rank_ordered_mean
 from starling.engines.processes.backend import PassWithBackend, local_group
 from starling.engines.processes.handshake import Peers

@@ -27,7 +27,8 @@ from starling.engines.processes.island import IslandGroup, IslandModel, ShardedM
 from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.place import Place
 from starling.engines.processes.process_group import process_group
-from starling.engines.processes.threads import Waits, end_with_threads
+from starling.engines.processes.stalls import Waits
+from starling.engines.processes.threads import end_with_threads
 from starling.engines.processes.tickets import noted
 from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.timeouts import REGROUP

@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from starling.engines.processes.backend import check_files
+from starling.engines.processes.forks import Identity, clone_store, identity, keep_from_children, sockets
 from starling.engines.processes.handshake import Peers
-from starling.engines.processes.place import Identity, clone_store, identity, keep_from_children, sockets
 from starling.errors import PeerLost
 from starling.training.streams import synchronize
 

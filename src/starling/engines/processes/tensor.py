@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.nn import functional as F
 
-from starling.checkpoint.state import Cut, span_of
+from starling.checkpoint.cut import Cut, span_of
 from starling.engines.processes.backend import communicating
 from starling.engines.processes.island import IslandGroup, IslandModel, trainable_by_name
 from starling.errors import ConfigError

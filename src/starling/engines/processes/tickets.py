@@ -17,10 +17,11 @@ from queue import Empty, SimpleQueue
 
 from torch.distributed.distributed_c10d import Store
 
+from starling.engines.processes.forks import clone_store
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.links import LinkBoard
-from starling.engines.processes.place import clone_store
-from starling.engines.processes.threads import Waits, Worker
+from starling.engines.processes.stalls import Waits
+from starling.engines.processes.threads import Worker
 from starling.training.pace import Rounds
 from starling.training.succession import CutAgreement
 from starling.training.tickets import DoneTickets

@@ -15,7 +15,6 @@ from starling.errors import ConfigError, DataError
 from starling.experiment.folder import ExperimentFolder
 from starling.files import writing
 from starling.reporting.progress import Say
-from starling.speech.audio import resampled
 from starling.speech.decoding import DecodingConfig
 from starling.speech.features import LogMel
 from starling.speech.hybrid import AlignmentConfig, StatesConfig
@@ -33,6 +32,7 @@ from starling.speech.hybrid.tying import StateSpeller, TiedStates, check_words, 
 from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.recipe import Recipe
 from starling.speech.recogniser import Recogniser
+from starling.speech.resampling import resampled
 from starling.speech.store import SpeechSets, Stored
 from starling.speech.tokens import CharacterTokenizer, Tokenizer
 from starling.speech.trained import load_newest

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from starling.errors import ConfigError, require
-from starling.speech.audio import Resampler
+from starling.speech.resampling import Resampler
 
 Seconds = float
 
