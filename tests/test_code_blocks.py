@@ -35,6 +35,7 @@ TOPICS = [
             "gpu",
             "islands",
             "models",
+            "replay",
             "serving",
             "small-corpora",
             "streaming",

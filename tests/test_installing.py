@@ -62,7 +62,7 @@ def packages(requirements: list[str]) -> set[str]:
 
 def test_the_base_is_light() -> None:
     """What `join` and the engines import, and nothing of speech."""
-    base = {"torch", "numpy", "simpy", "pydantic", "pyyaml", "typer", "rich", "safetensors"}
+    base = {"torch", "numpy", "simpy", "pydantic", "pyyaml", "typer", "rich", "safetensors", "greenlet"}
     assert packages(PROJECT["dependencies"]) == base
 
 

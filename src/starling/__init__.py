@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from starling.engines.virtual.engine import VirtualEngine as VirtualEngine
     from starling.errors import StarlingError as StarlingError
     from starling.experiment.planning import profile as profile
+    from starling.experiment.replay import Replayed as Replayed
+    from starling.experiment.replay import replay as replay
     from starling.experiment.report import report as report
     from starling.experiment.simulate import Simulated as Simulated
     from starling.experiment.simulate import simulate as simulate
@@ -66,6 +68,7 @@ _NAMES = {
     "errors": "StarlingError",
     "experiment.train": "Trained train",
     "experiment.planning": "profile",
+    "experiment.replay": "Replayed replay",
     "experiment.report": "report",
     "experiment.simulate": "Simulated simulate",
     "experiment.task": "Task TaskRecipe job_of",

@@ -148,6 +148,16 @@ def audit(experiment: Experiment) -> None:
     show_audit(experiment, typer.echo, Console())
 
 
+@app.command(epilog="Example: [bold]starling replay exp/demo[/bold]")
+def replay(experiment: Experiment) -> None:
+    """Run an experiment again in the recorded order, and check that each learner has the same weights, bit for bit."""
+    from rich.console import Console
+
+    from starling.experiment.replay import replay_recipe
+
+    replay_recipe(experiment, typer.echo, Console())
+
+
 @app.command(epilog="Example: [bold]starling status exp/demo --watch[/bold]")
 def status(
     experiment: Experiment,

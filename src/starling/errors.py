@@ -68,6 +68,12 @@ class FinishedApart(StarlingError):  # noqa: N818 - an outcome, not a fault of t
     exit_code = 9
 
 
+class ReplayError(StarlingError):
+    """A record cannot be replayed, or its replay ended with other weights; the message says where."""
+
+    exit_code = 10
+
+
 class Stopped(StarlingError):  # noqa: N818 - a request, not an error
     """A signal stopped the run; the exit code is 128 + its number, as in shells.
 

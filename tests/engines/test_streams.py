@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from starling.engines.processes.learner import ProcessLearner
 from starling.engines.processes.threads import Worker
 from starling.training import replica
 from starling.training import streams as engine_streams
+from starling.training.order import FREE
 from starling.training.replica import Replica
 from starling.training.streams import OrderedLock, lock_for
 from tests.engines.stand_in_streams import Clock, StandIn, Stream
@@ -204,6 +206,7 @@ def test_a_background_has_its_own_stream_ordered_after_earlier_work(
     monkeypatch.setattr(engine_streams, "streams_of", lambda device: streams)
     unconnected = ProcessLearner.__new__(ProcessLearner)
     unconnected._device, unconnected.rank, unconnected._background = torch.device("cpu"), 0, None
+    unconnected.replica = SimpleNamespace(order=FREE)  # type: ignore[assignment]
     before, seen = streams.compute.work(), []
 
     async def activity() -> None:

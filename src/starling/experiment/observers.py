@@ -1,12 +1,13 @@
 """Observers that pass a learner's reports to its log, its curves, its record, its checkpoints, and the launcher."""
 
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
@@ -108,16 +109,25 @@ class Recorder(Observer):
         self._warn = once(warn)
         self._exact = max(_EVEN_OF_MANY, min(EXACT, _ALL_LEARNERS // world))
         self._learners = defaultdict[int, _Own](_Own)
+        self._opening = threading.Lock()
 
     @property
     def num_steps(self) -> int:
         """The number of mini-batches so far."""
         return sum(own.tally.all.batches for own in list(self._learners.values()))  # heartbeats ask from another thread
 
+    @property
+    def records(self) -> bool:
+        return True
+
+    def on_event(self, rank: int, kind: str, **fields: Any) -> None:
+        self._stream_of(rank).append(kind, **fields)
+
     def on_claim(self, report: ClaimReport) -> None:
         ticket = report.ticket
         stream = self._stream_of(report.rank)
-        stream.append("batch", epoch=ticket.epoch + 1, batch=ticket.index + 1, step=ticket.step, ids=report.ids)
+        at = {} if report.minutes is None else {"minutes": report.minutes}
+        stream.append("batch", epoch=ticket.epoch + 1, batch=ticket.index + 1, step=ticket.step, ids=report.ids, **at)
         for name, reason in report.skipped:
             stream.append("skip", epoch=ticket.epoch + 1, id=name, reason=" ".join(reason.split()))
         if report.skipped:
@@ -156,11 +166,12 @@ class Recorder(Observer):
 
     def _stream_of(self, learner: int) -> Stream:
         own = self._learners[learner]
-        if own.stream is None:
-            stream = Stream(self._segment / f"learner-{learner}.jsonl")
-            stream.append("begin", version=VERSION, learner=learner)
-            own.stream = stream
-        return own.stream
+        with self._opening:
+            if own.stream is None:
+                stream = Stream(self._segment / f"learner-{learner}.jsonl")
+                stream.append("begin", version=VERSION, learner=learner)
+                own.stream = stream
+            return own.stream
 
     def _end_stretch(self, learner: int, own: _Own) -> None:
         """Write a learner's stretch, and begin the next."""
@@ -311,6 +322,14 @@ class Together(Observer):
     @property
     def saves(self) -> bool:
         return any(observer.saves for observer in self._observers)
+
+    @property
+    def records(self) -> bool:
+        return any(observer.records for observer in self._observers)
+
+    def on_event(self, rank: int, kind: str, **fields: Any) -> None:
+        for observer in self._observers:
+            observer.on_event(rank, kind, **fields)
 
     def on_claim(self, report: ClaimReport) -> None:
         for observer in self._observers:

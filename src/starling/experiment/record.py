@@ -123,7 +123,7 @@ def batches_in(found: Sequence[Path], ends: Sequence[Position | None]) -> Iterat
     """The mini-batches of segments that are in the weights of a checkpoint at the end of each; an end of None includes
     all of them. Raises DataError if the record is damaged."""
     for segment, end in zip(found, ends, strict=True):
-        for learner, place, event in _events_in(segment):
+        for learner, place, event in events_in(segment):
             if event is None:
                 raise DataError(f"{place}: damaged: not an event, or not as it was written")
             if event["kind"] == "batch":
@@ -144,7 +144,7 @@ def _is_done(step: int, until: Position) -> bool:
 def read_skipped(found: Iterable[Path]) -> dict[int, set[str]]:
     """The utterances that were skipped in each epoch of these segments."""
     skipped: dict[int, set[str]] = {}
-    for _, _, event in (each for segment in found for each in _events_in(segment)):
+    for _, _, event in (each for segment in found for each in events_in(segment)):
         if event is not None and event["kind"] == "skip":
             with suppress(KeyError, ValueError):
                 skipped.setdefault(int(event["epoch"]) - 1, set()).add(event["id"])
@@ -187,7 +187,7 @@ def _stretches(segment: Path) -> Iterator[Stretch]:
     """The stretches of a segment. Learners start their own clocks; the time of day, usually read a moment later, aligns
     them."""
     by_learner = defaultdict[int, list[dict[str, float]]](list)
-    for learner, _, event in _events_in(segment):
+    for learner, _, event in events_in(segment):
         if event is not None and event["kind"] == "stretch":
             with suppress(KeyError, TypeError, ValueError):
                 row = {name: float(event[name]) for name in (*CLOCKS, *COUNTS, *SPENT)}
@@ -206,7 +206,7 @@ def _stretches(segment: Path) -> Iterator[Stretch]:
             yield Stretch(learner, end, end - begin, losses=row["losses"], **own)
 
 
-def _events_in(segment: Path) -> Iterator[tuple[int, str, Event | None]]:
+def events_in(segment: Path) -> Iterator[tuple[int, str, Event | None]]:
     """The events of a segment: their learners, their places in words, and None for what is damaged."""
     for path in sorted(segment.glob("learner-[0-9]*.jsonl")):
         for number, event in read_stream(path):

@@ -1,12 +1,13 @@
 """One learner's training, the same on every engine: claims, gradients, epochs, checkpoint barriers, reports."""
 
+import hashlib
 import math
 import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,10 +24,12 @@ from starling.training.flat import Model
 from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Averaging, ClaimReport, EpochReport, Job, Observer, Spent, StepReport
 from starling.training.loading import Loaded
+from starling.training.membership import Membership
+from starling.training.order import RecordedOrder, arithmetic
 from starling.training.pace import Rounds
 from starling.training.replica import ReplicaLearner
 from starling.training.shards import HeldShards, MakeOptimizer
-from starling.training.succession import CutAgreement, Cuts, Life, Past
+from starling.training.succession import CutAgreement, Cuts, Life, MembershipStart, Past
 from starling.training.tickets import Barrier, Barriers, SyncGroupTickets
 from starling.workload import Examples, Position, Ticket, Unit
 
@@ -79,6 +82,9 @@ class CourseLearner(ReplicaLearner):
         self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
         self._observer = observer
+        if observer.records:
+            tell = partial(observer.on_event, life.name, "turns")
+            replica.order = RecordedOrder(lambda: self.is_behind, lambda turns: tell(turns=turns))
         self.own_shards = HeldShards(self, self._set_rates, start.shards if start else ())
         sync_groups = job.sync_groups(world)
         self.is_worker = rank < sync_groups.num_workers
@@ -91,6 +97,10 @@ class CourseLearner(ReplicaLearner):
         is_cut = is_cut and sync_groups.size < sync_groups.num_workers
         self.cuts = self.rounds.cuts = Cuts(replica, self.cut_agreement) if is_cut else None
         """States at checkpoint barriers that are not saved yet."""
+        if self.cuts is not None:
+            self.cuts.on_cut = lambda barrier, cut, turn: observer.on_event(
+                life.name, "cut", barrier=barrier, round=cut, turn=turn
+            )
         if job.strategy.compresses_gradients(job.options):
             replica.sometimes_unused.update(range(len(replica.parameters)))
         self._minutes_before = start.minutes if start else 0.0
@@ -115,6 +125,23 @@ class CourseLearner(ReplicaLearner):
                 )
             replica.restore(start.weights.to(replica.weights.device), start.optimizer, start.strategy)
             self._rate = replica.newest_factor
+
+    def record_membership(self, membership: Membership, plan: MembershipStart) -> None:
+        """Record the membership that begins, and where this learner computes."""
+        self._observer.on_event(
+            self.life.name,
+            "membership",
+            number=membership.number,
+            members=membership.members,
+            plan=asdict(plan),
+            saves=self._observer.saves,
+            **arithmetic(self.replica.weights.device),
+        )
+
+    @property
+    @abstractmethod
+    def is_behind(self) -> bool:
+        """Whether the learner's background calls."""
 
     @abstractmethod
     def named_buffers(self) -> dict[str, Tensor]:
@@ -196,12 +223,11 @@ class CourseLearner(ReplicaLearner):
             return False
         if self.statistics.num_claimed == 0:
             self.own_shards.forget_saved()
-        minutes, loaded = self._minutes_before, None
-        if (most := self.job.budget.minutes) is not None:
-            minutes += self.batches.agreed_seconds(self.statistics.num_claimed) / 60.0
-        if most is None or minutes < most:
+        minutes, loaded = self.minutes_of_claim(), None
+        if minutes is None or minutes < (self.job.budget.minutes or 0.0):
             loaded = self.batches.next(self.statistics.num_claimed)
         if loaded is None:
+            self.order.ended()
             self._over = self.now(), self.statistics.spent
             self.statistics.spent = Spent()  # time after the last claim is not training time
             return False
@@ -211,12 +237,20 @@ class CourseLearner(ReplicaLearner):
         self._portion = self.tickets.number_of(loaded[0][0])
         self._pass_barriers(self._portion)
         self.statistics.num_steps += self._is_reporting
-        progress, following = self.tickets.around(self._portion, minutes)
+        progress, following = self.tickets.around(self._portion, self._minutes_before if minutes is None else minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
         self._rate = self.job.schedule.at(progress, self.job.budget, following)
+        self.order.flush()
         for ticket, batch in loaded if self._is_reporting else ():
-            self._observer.on_claim(ClaimReport.of(self.life.name, ticket, batch))
+            self._observer.on_claim(ClaimReport.of(self.life.name, ticket, batch, minutes))
         return True
+
+    def minutes_of_claim(self) -> float | None:
+        """The training time of the claim that is under way, the same for all learners of the sync group; None if no
+        budget depends on time."""
+        if self.job.budget.minutes is None:
+            return None
+        return self._minutes_before + self.batches.agreed_seconds(self.statistics.num_claimed) / 60.0
 
     def begin_gradient(self) -> Sequence[Loaded]:
         """Begin a gradient of the claimed mini-batches at the present weights."""
@@ -232,6 +266,7 @@ class CourseLearner(ReplicaLearner):
     def end_membership(self, membership: int) -> None:
         """Save in the learner's `Life` what it needs in the next membership, after membership number `membership` has
         ended."""
+        self.order.left()
         counts = counted(self.replica.strategy_state)
         self.life.past = Past(membership, self.num_done, self._minutes, counts)
         self.life.state = self.state(Position()).copy()
@@ -240,6 +275,7 @@ class CourseLearner(ReplicaLearner):
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
         """Report the end of the run, and return the final state. Of the `num_portions` that all learners claimed, all
         except the `undone` ones are done."""
+        self.order.flush()
         self.barriers.end_at(num_portions)
         self._run_end = num_portions
         if self.cuts is not None:
@@ -297,7 +333,12 @@ class CourseLearner(ReplicaLearner):
 
     def _save(self, state: LearnerState, barrier: Barrier) -> LearnerState:
         """Save the state at a barrier within an epoch, or a state that is completed only later. Returns the state."""
-        cuts, number, save = self.cuts, barrier.number, self._observer.on_barrier
+        cuts, number = self.cuts, barrier.number
+
+        def save(complete: LearnerState) -> None:
+            self._record_state(complete)
+            self._observer.on_barrier(complete)
+
         forks = None
         if cuts is not None and self.job.strategy.is_served:
             forks = partial(self.own_shards.with_forks, portion=number)
@@ -313,10 +354,15 @@ class CourseLearner(ReplicaLearner):
     def _reach(self, portion: int) -> None:
         """Find the barriers up to `portion`. At each barrier a server copies its shards, before they take a push from
         after the barrier. Called by the foreground and the background."""
-        with self._reaching:
+        if self.cuts is None or not self.job.strategy.is_served:
+            with self._reaching:
+                self._ahead.extend(self.barriers.until(portion))
+            return
+        self.order.wait()
+        with self.own_shards.locked(), self._reaching:
+            self.order.note()
             for barrier in self.barriers.until(portion):
-                if self.cuts is not None and self.job.strategy.is_served:
-                    self.own_shards.fork(barrier.number)
+                self.own_shards.fork(barrier.number)
                 self._ahead.append(barrier)
 
     def _end_epoch(self, epoch: int, state: LearnerState, is_last: bool) -> None:
@@ -337,8 +383,16 @@ class CourseLearner(ReplicaLearner):
             is_last=is_last,
         )
         statistics.num_not_finite = 0
+        if state.is_complete:
+            self._record_state(state)
         self._observer.on_epoch(report, state)
         statistics.spent, statistics.num_steps, self._epoch_begin = Spent(), 0, now
+
+    def _record_state(self, state: LearnerState) -> None:
+        """Record the hash of a state's weights, by which a replay is checked."""
+        if self._observer.records and not state.weights.is_meta:
+            sha256 = hashlib.sha256(state.weights.contiguous().view(torch.uint8).numpy().data).hexdigest()
+            self._observer.on_event(self.life.name, "state", step=state.position.num_done, sha256=sha256)
 
     def gradient_task(self) -> tuple[GradientTask, list[Sequence[Examples]]]:
         """The task of the claimed mini-batches' gradient, and these mini-batches; injected faults are carried out."""

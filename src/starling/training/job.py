@@ -120,15 +120,18 @@ class ClaimReport:
     """Names of the examples, if the mini-batch has an attribute `ids`."""
     skipped: tuple[tuple[str, str], ...] = ()
     """Name and reason of each example that could not be used, if the mini-batch has an attribute `skipped`."""
+    minutes: float | None = None
+    """The training time of the claim, if the budget depends on time."""
 
     @staticmethod
-    def of(rank: int, ticket: Ticket, batch: Collection[Examples]) -> "ClaimReport":
+    def of(rank: int, ticket: Ticket, batch: Collection[Examples], minutes: float | None = None) -> "ClaimReport":
         """The report of a mini-batch in micro-batches."""
         return ClaimReport(
             rank,
             ticket,
             ids=tuple(name for examples in batch for name in getattr(examples, "ids", ())),
             skipped=tuple(each for examples in batch for each in getattr(examples, "skipped", ())),
+            minutes=minutes,
         )
 
 
@@ -218,6 +221,15 @@ class Observer:
         """Whether the observer needs the states at checkpoint barriers, as an observer does that saves them; otherwise
         learners make no copies of them."""
         return type(self).on_barrier is not Observer.on_barrier
+
+    @property
+    def records(self) -> bool:
+        """Whether the observer records what a replay of the run needs."""
+        return False
+
+    def on_event(self, rank: int, kind: str, **fields: Any) -> None:
+        """Called, in any thread, with what a replay needs of a learner beyond its mini-batches, if the observer
+        `records`. docs/events.md lists the kinds."""
 
     def on_claim(self, report: ClaimReport) -> None:
         """Called before each gradient. Once its computation has begun, the gradient may be in the weights of others,

@@ -20,6 +20,7 @@ from starling.errors import ConfigError, NonFiniteError, ProtocolError
 from starling.learner import Background, Handle, Learner, LocalOptimizer, Shards
 from starling.training.flat import split, split_gradient
 from starling.training.job import Statistics
+from starling.training.order import FREE, Order
 from starling.training.streams import lock_for
 
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
@@ -66,18 +67,29 @@ class Replica:
         """Numbers of the parameters that had no gradient in at least one of this learner's mini-batches. Only these can
         lack a gradient in a mean over learners."""
         self._lock = lock_for(weights.device)
+        self.order: Order = FREE
+        """The order in which the learner's activities use the weights."""
+
+    @contextmanager
+    def _in_turn(self) -> Generator[None, None, None]:
+        """A context in which the calling activity alone uses the weights, in its turn."""
+        self.order.wait()
+        with self._lock:
+            self.order.note()
+            yield
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
         """Clip `gradient` `[P]`, set the learning rate and make an optimizer step.
 
         Returns False, without a step, if the gradient is not finite.
         """
+        self.order.wait()  # before the workspace is used, which replicas may share
         if gradient.data_ptr() != self._workspace.data_ptr():
             gradient = self._workspace.copy_(gradient)
         # before the lock: other ranks of an island must not wait for this one's background
         if not math.isfinite(self.clip(gradient)):
             return False
-        with self._lock:
+        with self._in_turn():
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
             with self._as_parameter_gradients(gradient):
@@ -127,7 +139,7 @@ class Replica:
     def apply(self, delta: Tensor, piece: slice | None = None, in_round: bool = False) -> None:
         """Add a change to the weights; see `Learner.apply`. A change of an averaging round is also added to the copies
         for rounds."""
-        with self._lock:
+        with self._in_turn():
             for copies in self._for_rounds if in_round else ():
                 self._add(copies, delta, piece)
             self._add(self._vectors, delta, piece)
@@ -147,7 +159,7 @@ class Replica:
     def copy_for_rounds(self) -> list[Tensor]:
         """Copies of the weights and of the averaged state of the optimizer, in host memory. Until
         `end_copy_for_rounds`, all changes by averaging rounds are added to them."""
-        with self._lock:
+        with self._in_turn():
             copies = [vector.detach().to("cpu", copy=True) for vector in self._vectors]
             self._for_rounds.append(copies)
         return copies
@@ -166,16 +178,21 @@ class Replica:
         return [self.weights, *(self._memory.vectors if self._memory is not None else ())]
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        with self._lock:
+        with self._in_turn():
             self._at(piece).copy_(weights)
             if piece is None or piece.stop == self._size:  # all pieces together count as one change
                 self.version += 1
 
     def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
         """A copy of the weights or of a piece of them, in new memory or in `into`, of the same shape."""
-        with self._lock:
+        with self._in_turn():
             own = self._at(piece)
             return own.clone() if into is None else into.copy_(own)
+
+    def version_in_turn(self) -> int:
+        """The version of the weights, as an activity reads it in its turn."""
+        with self._in_turn():
+            return self.version
 
     def on_host(self) -> Tensor:
         """The weights in host memory, after all changes so far; not a copy if the model is on the CPU."""
@@ -344,7 +361,12 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
 
     @property
     def version(self) -> int:
-        return self.replica.version
+        return self.replica.version_in_turn()
+
+    @property
+    def order(self) -> Order:
+        """The order in which this learner's activities use its weights."""
+        return self.replica.order
 
     @property
     def _itself(self) -> Self:

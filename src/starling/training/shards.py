@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -72,8 +72,17 @@ class HeldShards:
         """Drop the checkpoint's shards: after the first claim no strategy holds further shards."""
         self._saved.clear()
 
+    @contextmanager
+    def locked(self) -> Generator[None, None, None]:
+        """A context in which no shard changes."""
+        with ExitStack() as locks:
+            for shard in self.held:
+                locks.enter_context(shard.lock)
+            yield
+
     def fork(self, portion: int) -> None:
-        """Copy the shards whose optimizers can fork at a checkpoint barrier before `portion`."""
+        """Copy the shards whose optimizers can fork at a checkpoint barrier before `portion`. Call while they are
+        `locked`."""
         for shard in self.held:
             shard.fork(portion)
 
@@ -137,8 +146,18 @@ class HeldShard(Shard):
             self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         else:
             self.optimizer, self._peaks = make_optimizer(self._parts), []
-        self._lock = threading.Lock()  # the learner's background steps while checkpoints copy
+        self.lock = threading.Lock()
+        """Held by whoever uses the shard: the learner's background steps while checkpoints copy."""
         self._forks: dict[int, _Fork] = {}
+
+    @contextmanager
+    def _in_turn(self) -> Generator[None, None, None]:
+        """A context in which the calling activity of the learner alone uses the shard, in its turn."""
+        order = self._owner.host.order
+        order.wait()
+        with self.lock:
+            order.note()
+            yield
 
     @property
     def piece(self) -> slice:
@@ -158,7 +177,7 @@ class HeldShard(Shard):
                 for when in read_at:
                     statistics.averaging.staleness[self.num_steps - when] += 1
             self._owner.set_rates(self.optimizer, self._peaks, step_metadata, scale)
-            with self._lock:
+            with self._in_turn():
                 with _gradients(self._parts, gradient):
                     self.optimizer.step()
                 for portion, fork in self._forks.items():
@@ -171,12 +190,12 @@ class HeldShard(Shard):
 
     def copy(self) -> Tensor:
         """A copy of the weights."""
-        with self._lock:
+        with self._in_turn():
             return self.weights.clone()
 
     def state(self) -> ShardState:
         """A copy of the shard's weights and optimizer state, for a checkpoint."""
-        with self._lock:
+        with self._in_turn():
             weights, optimizer = self.weights.clone(), copy.deepcopy(self.optimizer.state_dict())
         return ShardState(self._piece.start, self._piece.stop, weights, optimizer)
 
@@ -185,14 +204,13 @@ class HeldShard(Shard):
         whose gradients are of mini-batches before the barrier, until `end_fork`."""
         if not isinstance(self.optimizer, Forkable):
             return
-        with self._lock:
-            weights = self.weights.clone()
-            parts = list(_parts(self._owner.host.replica.parameters, self._piece, weights).values())
-            self._forks[portion] = _Fork(weights, parts, self.optimizer.fork(parts))
+        weights = self.weights.clone()
+        parts = list(_parts(self._owner.host.replica.parameters, self._piece, weights).values())
+        self._forks[portion] = _Fork(weights, parts, self.optimizer.fork(parts))
 
     def end_fork(self, portion: int) -> ShardState | None:
         """The copy at that barrier, which makes no more steps; None if the shard cannot fork."""
-        with self._lock:
+        with self._in_turn():
             if (fork := self._forks.pop(portion, None)) is None:
                 return None
             fork.optimizer.catch_up(self.optimizer)

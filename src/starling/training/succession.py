@@ -272,6 +272,8 @@ class _Pending:
     save: Callable[[LearnerState], None]
     complete: Callable[[LearnerState], LearnerState]
     is_complete: bool = False
+    cut: int | None = None
+    """Its cut, where the background has found it."""
 
 
 class Cuts:
@@ -285,6 +287,9 @@ class Cuts:
         self._lock = threading.Lock()
         self._pending: list[_Pending] = []
         self._num_barriers = self._num_entered = self._num_completed = 0
+        self.on_cut: Callable[[int, int | None, int], object] = lambda barrier, cut, turn: None
+        """Called with a barrier whose state is complete, its cut (None at the end of the run), and how often the
+        calling activity had used the weights when it asked."""
 
     def entered(self, number: int) -> None:
         """Note that the background enters a round."""
@@ -293,6 +298,7 @@ class Cuts:
             pending = [each for each in self._pending if not each.is_complete]
         for each in pending:
             if self._agreement.is_cut(each.barrier, number):
+                each.cut = number
                 self._complete(each)
 
     def completed(self, number: int) -> None:
@@ -308,6 +314,8 @@ class Cuts:
         """Copy the state at the next barrier, and `save` it once it is complete: when it has its rounds or, with
         `complete`, when that has completed it after all learners have passed the barrier."""
         copied = state.copy()
+        if complete is None:
+            self._replica.order.wait()  # before the lock, which the background takes in its own turns
         with self._lock:
             chosen = self._copy_for_rounds() if complete is None else complete
             self._pending.append(pending := _Pending(self._num_barriers, copied, save, chosen))
@@ -320,12 +328,13 @@ class Cuts:
         mini-batches."""
         while self._pending:
             first = self._pending[0]
+            turn = self._replica.order.num_noted
+            cut = None if is_over else self._agreement.cut(first.barrier)
             if not first.is_complete:
-                if not is_over:
-                    cut = self._agreement.cut(first.barrier)
-                    if cut is None or self._num_completed < cut:
-                        return
+                if not is_over and (cut is None or self._num_completed < cut):
+                    return
                 self._complete(first)
+            self.on_cut(first.barrier, cut if first.cut is None else first.cut, turn)
             if not is_over:
                 self._agreement.saved(first.barrier)
             self._pending.pop(0)

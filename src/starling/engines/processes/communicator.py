@@ -33,7 +33,7 @@ from starling.engines.processes.collectives import OrderedMean, SharedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
-from starling.engines.processes.threads import GradientHandle, ProcessHandle, Release, Worker, Workers
+from starling.engines.processes.threads import AWAITING, GradientHandle, ProcessHandle, Release, Worker, Workers
 from starling.engines.processes.tickets import ProcessRounds, StoreBoard
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
@@ -143,6 +143,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.check_group(group, self.sync_group)
+        self.order.flush()
         if isinstance(of, Tensor):
             return self._mean(of)
         if isinstance(of, EncodedMean):
@@ -194,6 +195,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
+        self.order.flush()
         if peer == self.rank:
             self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
             return ProcessHandle(lambda: None)
@@ -266,6 +268,7 @@ class ConnectedLearner(ReplicaLearner):
                         self._notice_losses()
                     else:
                         if first in keys:
+                            self.order.chose(keys[first])
                             return keys[first]
 
         return ProcessHandle(result)
@@ -318,6 +321,7 @@ class ConnectedLearner(ReplicaLearner):
         on_stream = beside_this_thread(self._device)
 
         def run() -> None:  # blocks in the results of handles, without polling
+            AWAITING.note = self.order.awaited
             try:
                 with on_stream:
                     while True:
@@ -328,6 +332,7 @@ class ConnectedLearner(ReplicaLearner):
                 self.fail(error)
 
         # a daemon, because it must not keep a failed learner alive
+        self.order.share()
         self._background = threading.Thread(target=run, name=f"{BACKGROUND}-{self.rank}", daemon=True)
         self._background.start()
 
@@ -342,6 +347,7 @@ class ConnectedLearner(ReplicaLearner):
             self.release.check()
             with self.naming_the_lost("an averaging round"):
                 number = self.rounds.next(period)
+            self.order.entered(number is not None)
             self.statistics.averaging.rounds += number is not None
             return number
 

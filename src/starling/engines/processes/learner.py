@@ -20,7 +20,7 @@ from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, Sav
 from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandModel, check_elementwise
-from starling.engines.processes.threads import GradientHandle, Mean
+from starling.engines.processes.threads import AWAITING, GradientHandle, Mean, ignore
 from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws, ProcessRounds, StoreCuts
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle
@@ -41,7 +41,7 @@ KEPT_TIMES = 1 << 16
 apart."""
 
 
-class ProcessLearner(CourseLearner, ConnectedLearner):
+class ProcessLearner(ConnectedLearner, CourseLearner):
     """The learner that runs in this process, in one membership. It continues with the state in its `life`."""
 
     batches: "ProcessBatches"
@@ -93,7 +93,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def drive(self) -> LearnerState:
         """Run the strategy to its end; returns this learner's final state."""
-        coroutine = self.job.strategy.start(self, self.job.options)
+        coroutine, AWAITING.note = self.job.strategy.start(self, self.job.options), self.order.awaited
         try:
             while True:
                 coroutine.send(None)  # waiting happens in `Handle.result`
@@ -103,6 +103,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
             self._barrier.settle()  # all learners have made their last claims
             return self.finish(self.tickets.handed_out(num_drawn), undone)
         finally:
+            AWAITING.note = ignore
             self.batches.close()
 
     def agreeing(self) -> AbstractContextManager[object]:
@@ -219,6 +220,7 @@ class ProcessLearner(CourseLearner, ConnectedLearner):
 
     def _add_barrier(self, number: int, signal_number: int) -> None:
         """Add a checkpoint barrier before portion `number`, which no learner has reached."""
+        self._observer.on_event(self.life.name, "barrier", portion=number, stops=bool(signal_number))
         if signal_number:
             self.tickets.end_at(number)
         else:

@@ -168,6 +168,7 @@ class _Member:
             learner = self.learner = ProcessLearner(
                 self.job, peers, flat, life, shares, self.loader, self.observer, requests
             )
+            learner.record_membership(membership, plan)
             self._check_weights(peers, learner)
             connections.note()
             self.feed.report("entered", membership.number)

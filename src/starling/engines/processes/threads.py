@@ -137,6 +137,19 @@ class Release:
         return work.result()
 
 
+def ignore() -> None:
+    """Do nothing."""
+
+
+class _Awaiting(threading.local):
+    """What this thread calls when it has awaited a handle."""
+
+    note: Callable[[], object] = staticmethod(ignore)
+
+
+AWAITING = _Awaiting()
+
+
 class ProcessHandle(Handle[T]):
     """Work under way in this process. The first call of `result()` waits for it; later calls return the same result.
 
@@ -163,7 +176,9 @@ class ProcessHandle(Handle[T]):
         first."""
         if self.of is not None and not self.of.is_supplied:
             yield self
-        return self.result()
+        result = self.result()
+        AWAITING.note()
+        return result
 
     @property
     def is_finished(self) -> bool:

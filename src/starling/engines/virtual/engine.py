@@ -129,9 +129,12 @@ class VirtualEngine:
         self, membership: Membership, plan: MembershipStart, starts: Sequence[LearnerState | None]
     ) -> VirtualMembership:
         begun = VirtualMembership(self._simulation, self._computation, membership, plan)
-        begun.learners += [VirtualLearner(begun, rank, self._observer, start) for rank, start in enumerate(starts)]
+        begun.learners += [self._learner(begun, rank, start) for rank, start in enumerate(starts)]
         self._simulation.present = begun
         return begun
+
+    def _learner(self, membership: VirtualMembership, rank: int, start: LearnerState | None) -> VirtualLearner:
+        return VirtualLearner(membership, rank, self._observer, start)
 
     def _wait_for(self, event: simpy.Event) -> None:
         step = self._simulation.environment.step
@@ -149,16 +152,8 @@ class VirtualEngine:
                 learner.end_membership(before.membership.number)
         self._changes.pause()
         self._wait_for(simulation.environment.timeout(simulation.cluster.watch.regroup))
-        living = simulation.living()
-        change = Membership(before.membership.number + 1, living, "; ".join(before.reasons))
-        if not self._survives_losses:
-            raise PeerLost(change.reason)
-        following = next_membership(self._job, before.membership, change)
-        for name in set(living) - set(following.members):
-            simulation.lives[name].death = "left with its super-learner"
+        following, plan = self._after(before)
         lives = [simulation.lives[name] for name in following.members]
-        pasts = [life.past for life in lives]
-        plan = plan_after(before.plan, pasts, self._job, lambda: before.batches.done, following.members)
         starts = [plan.state(rank, life.state) for rank, life in enumerate(lives)]
         if plan.source is not None:  # the takers have its state, and all have its strategy state
             source = starts[plan.source]
@@ -166,6 +161,20 @@ class VirtualEngine:
             starts = [plan.with_source(rank, starts[rank], copies[rank]) for rank in range(plan.world)]
         self._current = self._begin(following, plan, starts)
         self._changes.begin(following, plan.position, True)
+
+    def _after(self, before: VirtualMembership) -> tuple[Membership, MembershipStart]:
+        """The next membership and its plan."""
+        simulation = self._simulation
+        living = simulation.living()
+        change = Membership(before.membership.number + 1, living, "; ".join(before.reasons))
+        if not self._survives_losses:
+            raise PeerLost(change.reason)
+        following = next_membership(self._job, before.membership, change)
+        for name in set(living) - set(following.members):
+            simulation.lives[name].death = "left with its super-learner"
+        pasts = [simulation.lives[name].past for name in following.members]
+        plan = plan_after(before.plan, pasts, self._job, lambda: before.batches.done, following.members)
+        return following, plan
 
 
 @contextmanager

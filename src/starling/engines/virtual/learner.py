@@ -2,7 +2,7 @@
 network."""
 
 import struct
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.computation import Member
-from starling.engines.virtual.membership import Activity, Killed, VirtualBatches, VirtualMembership
+from starling.engines.virtual.membership import Activity, Killed, MembershipBatches, VirtualBatches, VirtualMembership
 from starling.engines.virtual.network import VirtualGradient, VirtualHandle, first_of
 from starling.engines.virtual.simulation import VirtualLife
 from starling.errors import ProtocolError
@@ -21,6 +21,7 @@ from starling.training.job import Observer, Spent
 from starling.training.membership import MembershipChanged
 from starling.training.pace import Rounds
 from starling.training.replica import changed_beneath, given_away
+from starling.training.succession import CutAgreement
 
 T = TypeVar("T")
 FOREGROUND, BACKGROUND = "", "'s background"
@@ -61,9 +62,14 @@ class VirtualLearner(Member):
         computation."""
         self._num_means: dict[str, int] = {}  # a mean is identified by its place in each learner's sequence
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
-        self.batches = VirtualBatches(membership.batches, job.sync_groups(self.world).of(rank), rank, life.name)
-        self.cut_agreement, life.state = membership.rounds, start
+        self.life = life
+        self.batches = self._batches_of(membership.batches)
+        self.cut_agreement, life.state = self._cuts_of(membership), start
         super().__init__(job, rank, self.world, life, membership.batches.tickets, observer)
+
+    @property
+    def is_behind(self) -> bool:
+        return self._activity == BACKGROUND
 
     def claim(self) -> bool:
         self._membership.check()
@@ -110,7 +116,7 @@ class VirtualLearner(Member):
         self.rounds.gradient_made()
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        self.replica.apply(delta, piece, in_round=self._activity == BACKGROUND)
+        self.replica.apply(delta, piece, in_round=self.is_behind)
         self._record("apply", b"")
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
@@ -119,6 +125,7 @@ class VirtualLearner(Member):
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.check_group(group, self.claimers)
+        self.order.flush()
         if isinstance(of, EncodedMean):
             return self._join_mean(of, 2 * (len(self.claimers) - 1) * of.message_bytes)
         if isinstance(of, Tensor):
@@ -132,6 +139,7 @@ class VirtualLearner(Member):
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
+        self.order.flush()
         self.statistics.averaging.bytes_sent += tensor.nbytes if peer != self.rank else 0
         return self._network.send(self.rank, peer, tensor, tag)
 
@@ -148,13 +156,14 @@ class VirtualLearner(Member):
         return self._network.receive(self.rank, peer, tag, check)
 
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        return first_of(self._environment, handles)
+        return first_of(self._environment, handles, self.order.chose)
 
-    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Handle[Tensor]:
+    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Awaitable[Tensor]:
         self.send(peer, tensor, tag)
         return self.receive(peer, tensor, tag)
 
     def start(self, activity: Coroutine[Any, Any, None]) -> None:
+        self.order.share()
         self._drive(activity, BACKGROUND)
 
     def round(self, period: float) -> Handle[int | None]:
@@ -162,6 +171,7 @@ class VirtualLearner(Member):
 
         def result() -> int | None:
             takes_place = board.enter(number)
+            self.order.entered(takes_place)
             self._record("round", struct.pack("<q", number if takes_place else -1))
             self.statistics.averaging.rounds += takes_place
             return self.rounds.enter(number, takes_place)
@@ -206,7 +216,7 @@ class VirtualLearner(Member):
                 yield self._environment.timeout(seconds)
             except simpy.Interrupt:
                 continue
-        coroutine.close()
+        self._close(activity, coroutine)
         del membership.activities[self.rank, kind]
         membership.look_whether_over()
 
@@ -219,7 +229,7 @@ class VirtualLearner(Member):
         while True:
             membership.driven, self._activity = life, kind
             try:
-                handle = coroutine.send(None)
+                handle = self._resume(activity, coroutine)
             except StopIteration:
                 return True
             finally:
@@ -240,8 +250,24 @@ class VirtualLearner(Member):
             if life.is_dead:
                 return False
             activity.waits_for = None
+            self._activity = kind
+            self.order.awaited()
             if kind == FOREGROUND:
                 self.statistics.spent, self._wait = self.statistics.spent_now(), None
+
+    def _resume(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> Any:
+        """Run a coroutine until it awaits a handle, which is returned."""
+        return coroutine.send(None)
+
+    def _close(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> None:
+        coroutine.close()
+
+    def _batches_of(self, shared: MembershipBatches) -> VirtualBatches:
+        group = self._simulation.job.sync_groups(self.world).of(self.rank)
+        return VirtualBatches(shared, group, self.rank, self.life.name)
+
+    def _cuts_of(self, membership: VirtualMembership) -> CutAgreement:
+        return membership.rounds
 
     def _spent_waiting(self) -> Spent:
         """The seconds of the foreground's wait so far: first its own computation, then waiting for others."""

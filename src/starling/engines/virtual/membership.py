@@ -54,7 +54,8 @@ class MembershipBatches:
         self.agreed: dict[tuple[int, int, str], tuple[Any, int]] = {}
         """Result of the first member of a sync group at a claim, and how many members still need it."""
         self.clock, self._workload = clock, job.workload
-        self._num_drawn = 0  # portions that all sync groups together have drawn
+        self.num_drawn = 0
+        """Number of portions that all sync groups together have drawn."""
         self._batches = simulation.loader.load(self.tickets.take(count()))
         self._loaded: dict[int, Loaded] = {}
 
@@ -68,8 +69,8 @@ class MembershipBatches:
 
     def draw(self) -> int:
         """The number of the next portion that no sync group has."""
-        self._num_drawn += 1
-        return self._num_drawn - 1
+        self.num_drawn += 1
+        return self.num_drawn - 1
 
     def load(self, ticket: Ticket) -> Loaded:
         """A ticket with its mini-batch. Those of undivided data are loaded in order and kept until taken."""
@@ -83,7 +84,7 @@ class MembershipBatches:
     @property
     def num_portions(self) -> int:
         """The number of drawn portions that are within the budget."""
-        return self.tickets.handed_out(self._num_drawn)
+        return self.tickets.handed_out(self.num_drawn)
 
 
 class VirtualBatches:
@@ -94,7 +95,10 @@ class VirtualBatches:
         self._group, self._member = sync_group.start, rank - sync_group.start
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
-        number = self._shared.agree((self._group, claim, "number"), self._shared.draw)
+        return self.load(self._shared.agree((self._group, claim, "number"), self._shared.draw))
+
+    def load(self, number: int) -> Sequence[Loaded] | None:
+        """This learner's tickets of a portion, with their mini-batches; None beyond the budget."""
         drawn = self._shared.tickets.drawn(number, self._member)
         parts = zip(drawn, self._parts, strict=False)
         return [self._shared.load(replace(ticket, part=part) if part else ticket) for ticket, part in parts] or None
@@ -215,6 +219,7 @@ class VirtualMembership:
                     raise ProtocolError(different_weights(job, life.name, self.lives[0].name))
         for life, learner in zip(self.lives, self.learners, strict=True):
             if not life.is_dead:
+                learner.record_membership(self.membership, self.plan)
                 learner.begin()
         self.look_whether_over()
 

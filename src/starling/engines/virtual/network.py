@@ -56,12 +56,16 @@ class VirtualHandle(Handle[T]):
         self.place = next(_ORDER)
 
 
-def first_of(environment: simpy.Environment, handles: Mapping[int, Handle[Any]]) -> VirtualHandle[int]:
-    """The key of the handle whose work is done first."""
+def first_of(
+    environment: simpy.Environment, handles: Mapping[int, Handle[Any]], tell: Callable[[int], object]
+) -> VirtualHandle[int]:
+    """The key of the handle whose work is done first, which `tell` is told when it is taken."""
     work = {key: handle for key, handle in handles.items() if isinstance(handle, VirtualHandle)}
 
     def result() -> int:
-        return min((handle.place, key) for key, handle in work.items() if handle.place is not None)[1]
+        _, key = min((handle.place, key) for key, handle in work.items() if handle.place is not None)
+        tell(key)
+        return key
 
     return VirtualHandle(
         simpy.AnyOf(environment, [handle.event for handle in work.values()]),

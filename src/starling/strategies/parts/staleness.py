@@ -192,9 +192,9 @@ class StaleSteps:
         if self._correction is None or phi is None or not is_finite(gradient):  # a step skips what is not finite
             me.step(gradient, scale=scale)
             return
-        now = me.weights.clone()
+        now = me.snapshot()
         me.step(self._correction.corrected(gradient, now - phi), scale=scale)
-        self._correction.stepped(now, me.weights)
+        self._correction.stepped(now, me.snapshot())
 
 
 def is_finite(gradient: Tensor) -> bool:

@@ -1,0 +1,372 @@
+"""Runs again what a record has: the same strategy, with real gradients, in the recorded order.
+
+Each activity of a learner runs in a greenlet, so that it can wait for its turn wherever it uses the weights, as a
+thread of the `processes` engine does, and not only where it awaits a handle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import simpy
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor
+
+from starling.checkpoint.state import LearnerState
+from starling.engines.virtual.engine import VirtualEngine
+from starling.engines.virtual.learner import VirtualLearner
+from starling.engines.virtual.membership import Activity, MembershipBatches, VirtualBatches, VirtualMembership
+from starling.engines.virtual.network import VirtualHandle
+from starling.errors import Deadlock, ReplayError
+from starling.learner import Handle, Learner
+from starling.training.faults import NotFinite
+from starling.training.job import Job, Observer
+from starling.training.loading import Loaded
+from starling.training.membership import Membership
+from starling.training.order import (
+    ARITHMETIC,
+    BACKGROUND,
+    FOREGROUND,
+    FREE,
+    LEFT,
+    NO_BATCH,
+    NO_ROUND,
+    ROUND,
+    Order,
+    turns_in,
+)
+from starling.training.speeds import Stragglers
+from starling.training.succession import CutAgreement, MembershipStart
+from starling.workload import Ticket
+
+Event = Mapping[str, Any]
+_OVER = "more than its record has"
+
+
+@dataclass
+class Script:
+    """What the record has of one learner in one membership."""
+
+    learner: int
+    batches: list[tuple[int, float | None]] = field(default_factory=list)
+    """The steps of its mini-batches, each with the training time of its claim, if the budget depends on that."""
+    turns: list[str] = field(default_factory=list)
+    """See `starling.training.order`."""
+    barriers: list[tuple[int, bool]] = field(default_factory=list)
+    """Portions before which there is a checkpoint barrier on which learners agreed, and whether the run ends there."""
+    cuts: dict[int, tuple[int | None, int]] = field(default_factory=dict)
+    """The cut of each barrier, and how often the activity that saved its state had used the weights."""
+    plan: MembershipStart | None = None
+    """How the membership began."""
+    number: int = 0
+    """Number of the membership."""
+    saves: bool = False
+    """Whether the learner copied its state at barriers."""
+    states: list[tuple[int, str]] = field(default_factory=list)
+    """The steps of its saved states, each with the hash of the weights."""
+    arithmetic: dict[str, Any] = field(default_factory=dict)
+    """Where it computed; see `starling.training.order`."""
+    members: Sequence[int] = ()
+    """The learners of the membership."""
+
+    def add(self, event: Event) -> None:
+        """Add an event of the learner's stream; kinds that a replay does not need are left out. Raises KeyError,
+        TypeError or ValueError if the event is not as docs/events.md says."""
+        match event["kind"]:
+            case "membership":
+                self.number, self.members, self.saves = event["number"], tuple(event["members"]), event["saves"]
+                self.plan = MembershipStart.decode(json.dumps(event["plan"]))
+                self.arithmetic = {name: event[name] for name in ARITHMETIC}
+            case "batch":
+                self.batches.append((int(event["step"]), event.get("minutes")))
+            case "turns":
+                self.turns += turns_in(event["turns"])
+            case "barrier":
+                self.barriers.append((int(event["portion"]), bool(event["stops"])))
+            case "cut":
+                self.cuts[int(event["barrier"])] = event["round"], int(event["turn"])
+            case "state":
+                self.states.append((int(event["step"]), event["sha256"]))
+
+
+class GivenOrder(Order):
+    """Lets the activities of a learner use its weights in a given order. An activity whose record is over waits for
+    ever."""
+
+    def __init__(self, learner: ReplayedLearner, turns: Sequence[str]) -> None:
+        left = next((turn[1:].split(",") for turn in turns if turn.startswith(LEFT)), None)
+        self._learner, self._turns = learner, [turn for turn in turns if not turn.startswith(LEFT)]
+        self._place = self._num_alone = 0
+        limits = [math.inf] * 3 if left is None else [float(each) for each in left]
+        self._most_alone, *self._most_awaited = limits
+        self._num_awaited, self._num_noted = [0, 0], [0, 0]
+        self._is_shared = False
+        self._waiting: list[simpy.Event] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all turns have been taken."""
+        return self._place == len(self._turns)
+
+    @property
+    def num_noted(self) -> int:
+        return self._num_noted[self._learner.is_behind]
+
+    def share(self) -> None:
+        self._is_shared = True
+
+    def wait(self) -> None:
+        if self._is_shared:
+            self._await(self._activity)
+        while self._num_alone == self._most_alone and not self._is_shared:
+            self._learner.suspend(self._learner.new_event(), _OVER)
+
+    def may_resume(self) -> bool:
+        """Note that the calling activity has awaited a handle; False if in the record it left before."""
+        is_behind = self._learner.is_behind
+        self._num_awaited[is_behind] += 1
+        return self._num_awaited[is_behind] <= self._most_awaited[is_behind]
+
+    def note(self) -> None:
+        self._num_noted[self._learner.is_behind] += 1
+        if self._is_shared:
+            self._take()
+        else:
+            self._num_alone += 1
+
+    def chose(self, key: int) -> None:
+        self._await(f"{self._activity}{key}")
+        self._take()
+
+    def entered(self, takes_place: bool) -> None:
+        self._await(ROUND if takes_place else NO_ROUND)
+        self._take()
+
+    def ended(self) -> None:
+        self._await(NO_BATCH)
+        self._take()
+
+    def following(self) -> str | None:
+        """The next turn of the calling activity; None if the record has no more."""
+        own = (BACKGROUND, ROUND, NO_ROUND) if self._learner.is_behind else (FOREGROUND, NO_BATCH)
+        return next((turn for turn in self._turns[self._place :] if turn[0] in own), None)
+
+    @property
+    def _activity(self) -> str:
+        return BACKGROUND if self._learner.is_behind else FOREGROUND
+
+    def _await(self, turn: str) -> None:
+        while self.is_over or self._turns[self._place] != turn:
+            expected, event = self.following(), self._learner.new_event()
+            if expected not in (turn, None):
+                raise ReplayError(
+                    f"learner {self._learner.life.name}: after {self._place} turns, its record has {expected!r} where "
+                    f"the replay has {turn!r}; the record belongs to another version of the code, of the recipe or of "
+                    "the data"
+                )
+            if expected is not None:
+                self._waiting.append(event)
+            self._learner.suspend(event, "its turn" if expected else _OVER)
+
+    def _take(self) -> None:
+        self._place += 1
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            event.succeed()
+
+
+class ReplayedLearner(VirtualLearner):
+    """A learner that does what its record has."""
+
+    def __init__(
+        self,
+        membership: VirtualMembership,
+        rank: int,
+        observer: Observer,
+        start: LearnerState | None,
+        script: Script,
+    ) -> None:
+        self.script, self.simulation = script, membership.simulation
+        self._num_rounds = 0
+        self._greenlets: dict[int, greenlet] = {}
+        self._begun: set[int] = set()
+        super().__init__(membership, rank, observer, start)
+        claims = {self.tickets.number_of(Ticket(0, 0, step)): minutes for step, minutes in script.batches}
+        self.portions, self._minutes_of = list(claims), list(claims.values())
+        self.given = self.replica.order = GivenOrder(self, script.turns)
+        for portion, stops in script.barriers:
+            if stops:
+                self.tickets.end_at(portion)
+            self.barriers.add(portion)
+
+    def new_event(self) -> simpy.Event:
+        return self._environment.event()
+
+    def suspend(self, event: simpy.Event, what: str) -> None:
+        """Let the calling activity wait for an event, wherever it is."""
+        getcurrent().parent.switch(VirtualHandle(event, lambda: None, lambda: what))
+
+    def minutes_of_claim(self) -> float | None:
+        number = self.statistics.num_claimed
+        return self._minutes_of[number] if number < len(self._minutes_of) else None
+
+    def round(self, period: float) -> Handle[int | None]:
+        number, self._num_rounds = self._num_rounds, self._num_rounds + 1
+        if self.cuts is not None:
+            self.cuts.completed(number)
+
+        def result() -> int | None:
+            takes_place = self.given.following() != NO_ROUND
+            self.order.entered(takes_place)
+            if not takes_place:
+                return None
+            if self.cuts is not None:
+                self.cuts.entered(number)
+            self.statistics.averaging.rounds += 1
+            return number
+
+        return VirtualHandle(self._happened(), result, lambda: f"round {number}")
+
+    def keep_up(self, most: float) -> Handle[None]:
+        return VirtualHandle(self._happened(), lambda: None, lambda: "nothing")
+
+    def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
+        turn = self.given.following()
+        if turn is None:
+            return VirtualHandle(self.new_event(), lambda: 0, lambda: _OVER)
+        chosen = handles.get(int(turn[1:] or -1))
+        if not isinstance(chosen, VirtualHandle):
+            raise ReplayError(f"learner {self.life.name}: its record has {turn!r}, but it waits for {sorted(handles)}")
+
+        def result() -> int:
+            self.order.chose(int(turn[1:]))
+            return int(turn[1:])
+
+        return VirtualHandle(chosen.event, result, chosen.waits_for)
+
+    def end_membership(self, membership: int) -> None:
+        self.replica.order = FREE  # no activity is left
+        super().end_membership(membership)
+
+    def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
+        self.replica.order = FREE
+        return super().finish(num_portions, undone)
+
+    def exchange(self, peer: int, tensor: Tensor, tag: int) -> Awaitable[Tensor]:
+        return Learner.exchange(self, peer, tensor, tag)  # it awaits two handles, as on processes
+
+    def _batches_of(self, shared: MembershipBatches) -> VirtualBatches:
+        return _RecordedBatches(self, shared)
+
+    def _cuts_of(self, membership: VirtualMembership) -> CutAgreement:
+        return _RecordedCuts(self)
+
+    def _resume(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> Any:
+        own = self._greenlets.get(id(activity))
+        if own is None:
+            if id(activity) in self._begun and not self.given.may_resume():
+                return VirtualHandle(self.new_event(), lambda: None, lambda: _OVER)
+            self._begun.add(id(activity))
+            own = self._greenlets[id(activity)] = greenlet(coroutine.send)
+            handle = own.switch(None)
+        else:
+            handle = own.switch()
+        if own.dead:
+            del self._greenlets[id(activity)]
+        return handle
+
+    def _close(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> None:
+        if (own := self._greenlets.pop(id(activity), None)) is not None:
+            own.throw(GreenletExit)
+        super()._close(activity, coroutine)
+
+    def _happened(self) -> simpy.Event:
+        event = self.new_event()
+        event.callbacks = None
+        return event
+
+
+class _RecordedBatches(VirtualBatches):
+    """The mini-batches that a learner claimed."""
+
+    def __init__(self, learner: ReplayedLearner, shared: MembershipBatches) -> None:
+        group = learner.simulation.job.sync_groups(learner.world).of(learner.rank)
+        super().__init__(shared, group, learner.rank, learner.script.learner)
+        self._learner, self._membership = learner, shared
+
+    def next(self, claim: int) -> Sequence[Loaded] | None:
+        portions = self._learner.portions
+        if claim < len(portions):
+            self._membership.num_drawn = max(self._membership.num_drawn, portions[claim] + 1)
+            return self.load(portions[claim])
+        return None  # the learner then waits for the turn in which it got no more
+
+
+class _RecordedCuts(CutAgreement):
+    """Cuts that become known when they did in the record."""
+
+    def __init__(self, learner: ReplayedLearner) -> None:
+        self._learner, self._cuts = learner, learner.script.cuts
+
+    def passed(self, barrier: int, num_entered: int) -> None:
+        """Nothing: the cut is recorded."""
+
+    def is_cut(self, barrier: int, number: int) -> bool:
+        return barrier in self._cuts and self._cuts[barrier][0] == number
+
+    def cut(self, barrier: int) -> int | None:
+        number, turn = self._cuts.get(barrier, (None, 0))
+        return number if self._learner.order.num_noted >= turn else None
+
+
+class ReplayEngine(VirtualEngine):
+    """Runs again the learners whose record is in `scripts`: for each membership, by rank."""
+
+    def __init__(
+        self,
+        job: Job,
+        scripts: Sequence[Sequence[Script]],
+        observer: Observer,
+        start: Sequence[LearnerState] | None = None,
+    ) -> None:
+        self._scripts = scripts
+        faults = tuple(fault for fault in job.faults if isinstance(fault, NotFinite))
+        plan, shares = scripts[0][0].plan, job.batch_shares
+        if shares == "auto":
+            shares = {} if plan is None else dict(enumerate(plan.shares))
+        job = replace(job, faults=faults, stragglers=Stragglers(), batch_shares=shares)
+        super().__init__(job, len(scripts[0]), observer=observer, start=start)
+
+    def _learner(self, membership: VirtualMembership, rank: int, start: LearnerState | None) -> VirtualLearner:
+        script = self._scripts[membership.membership.number][rank]
+        return ReplayedLearner(membership, rank, self._observer, start, script)
+
+    def _wait_for(self, event: simpy.Event) -> None:
+        """Wait for an event, or until all have done what the record has of this membership."""
+        try:
+            super()._wait_for(event)
+        except Deadlock:
+            following = self._current.membership.number + 1
+            if following == len(self._scripts):
+                raise
+            self._end(self._scripts[following][0].members)
+            super()._wait_for(event)
+
+    def _end(self, members: Sequence[int]) -> None:
+        """End the membership, after which `members` continue."""
+        for life in self._current.lives:
+            if life.name not in members:
+                life.death = "was lost"
+        self._current.leave("a membership of the record has ended")
+
+    def _after(self, before: VirtualMembership) -> tuple[Membership, MembershipStart]:
+        number, simulation = before.membership.number + 1, self._simulation
+        script = self._scripts[number][0]
+        for name in script.members:
+            if name not in simulation.lives or simulation.lives[name].is_dead:
+                simulation.begin_life(name)
+        return Membership(number, tuple(script.members)), cast(MembershipStart, script.plan)

@@ -1,0 +1,224 @@
+"""A recorded run, replayed in its order, ends with the same bits: on both engines, through deaths and for each kind of
+strategy."""
+
+import dataclasses
+import json
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import starling
+from starling.engines.virtual.cluster import Cluster
+from starling.engines.virtual.engine import VirtualEngine
+from starling.engines.virtual.replay import ReplayEngine, Script
+from starling.errors import ConfigError, ReplayError
+from starling.experiment.replay import replay
+from starling.experiment.train import Trained
+from starling.reporting.events import Stream
+from starling.toy import regression
+from starling.training.faults import Kill
+from starling.training.job import ClaimReport, Job, Observer
+from starling.training.order import turns_in
+from starling.training.speeds import Stragglers
+
+STRATEGIES = (
+    "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "delay-by-one", "diloco", "dpsgd", "local-sgd",
+    "parameter-server", "sgp",
+)  # fmt: skip
+KILLED = ("a2cid2", "adpsgd", "ako", "allreduce", "diloco", "dpsgd")
+
+
+class Recorded(Observer):
+    """The events of a run in memory."""
+
+    def __init__(self) -> None:
+        self.events: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        """The events of all learners, in order, by membership."""
+        self._number = 0
+
+    @property
+    def records(self) -> bool:
+        return True
+
+    @property
+    def saves(self) -> bool:
+        return True
+
+    def on_event(self, rank: int, kind: str, **fields: Any) -> None:
+        self._number = fields["number"] if kind == "membership" else self._number
+        self.events[self._number].append({"kind": kind, "learner": rank, **fields})
+
+    def on_claim(self, report: ClaimReport) -> None:
+        self.on_event(report.rank, "batch", step=report.ticket.step, minutes=report.minutes)
+
+    def scripts(self) -> list[list[Script]]:
+        found = []
+        for number in sorted(self.events):
+            scripts: dict[int, Script] = {}
+            for event in self.events[number]:
+                scripts.setdefault(event["learner"], Script(event["learner"])).add(event)
+            members = next(iter(scripts.values())).members
+            found.append([scripts[learner] for learner in members])
+        return found
+
+
+def restless(job: Job, seed: int, **changes: Any) -> tuple[Job, Cluster]:
+    """A job with checkpoint barriers, on a cluster whose learners' speeds vary much."""
+    generator = random.Random(seed)
+    slow = {learner: generator.choice([1.0, 1.7, 4.0]) for learner in range(4)}
+    stragglers = Stragglers(slow={learner: factor for learner, factor in slow.items() if factor > 1.0})
+    latency = generator.choice([1e-4, 0.02])
+    settings = {"compute": {"distribution": "log-normal", "spread": 0.5}, "link": {"latency": latency, "jitter": 0.5}}
+    cluster = Cluster.model_validate(settings)
+    return dataclasses.replace(job, stragglers=stragglers, checkpoint_every=20, seed=seed, **changes), cluster
+
+
+def record_and_replay(job: Job, cluster: Cluster) -> tuple[Recorded, Recorded]:
+    recorded, again = Recorded(), Recorded()
+    first = VirtualEngine(job, 4, cluster, recorded).run()
+    second = ReplayEngine(job, recorded.scripts(), again).run()
+    assert len(first.states) == len(second.states)
+    for mine, theirs in zip(first.states, second.states, strict=True):
+        assert torch.equal(mine.weights, theirs.weights)
+    return recorded, again
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_order_is_replayed_to_the_bit(strategy: str, seed: int) -> None:
+    job, cluster = restless(regression(strategy), seed)
+    recorded, again = record_and_replay(job, cluster)
+    states = [script.states for script in recorded.scripts()[0]]
+    assert states == [script.states for script in again.scripts()[0]]
+    assert all(len(each) > 2 for each in states)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("strategy", KILLED)
+def test_a_run_that_lost_a_learner_is_replayed_to_the_bit(strategy: str, seed: int) -> None:
+    kill = Kill(kill=1, at_event=random.Random(seed).randrange(40, 200))
+    recorded, again = record_and_replay(*restless(regression(strategy), seed, faults=(kill,)))
+    assert len(recorded.events) == 2
+    for before, after in zip(recorded.scripts(), again.scripts(), strict=True):
+        assert [script.states for script in before] == [script.states for script in after]
+
+
+def trained(strategy: str, folder: Path, faults: Sequence[Kill] = ()) -> tuple[Job, Trained]:
+    job = dataclasses.replace(regression(strategy), faults=tuple(faults), checkpoint_every=20)
+    return job, starling.train(job, learners=3, name=strategy, exp=folder)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "adpsgd",
+        "parameter-server",
+        *(
+            pytest.param(each, marks=pytest.mark.wide)
+            for each in STRATEGIES
+            if each not in ("adpsgd", "parameter-server")
+        ),
+    ],
+)
+def test_processes_are_replayed_to_the_bit(strategy: str, tmp_path: Path) -> None:
+    """The hashes are of weights that the learners' processes computed."""
+    job, run = trained(strategy, tmp_path)
+    replayed = starling.replay(job, run.folder)
+    assert sorted(replayed.states) == [0, 1, 2]
+    assert min(replayed.states.values()) > 2
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(each, marks=() if each == "adpsgd" else pytest.mark.wide) for each in KILLED if each != "ako"],
+)
+def test_processes_of_which_one_was_killed_are_replayed_to_the_bit(strategy: str, tmp_path: Path) -> None:
+    job, run = trained(strategy, tmp_path, [Kill(kill=1, at_step=5)])
+    replayed = starling.replay(job, run.folder)
+    assert {script.number for script in replayed.scripts} == {0, 1}
+    assert sorted(replayed.states) == [0, 2]
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
+    """A recorded run of two simulated learners, with its streams as `starling train` writes them."""
+    folder = tmp_path_factory.mktemp("replay") / "run"
+    job = dataclasses.replace(regression("adpsgd"), checkpoint_every=20)
+    segment = folder / "seen" / "from-00000000"
+    segment.mkdir(parents=True)
+    position = '{"next_ticket": {"epoch": 0, "index": 0, "step": 0}, "outstanding": []}'
+    (segment / "start.json").write_text(position, encoding="utf-8")
+    (folder / "config.yaml").write_text("name: run\n", encoding="utf-8")
+    recorded = Recorded()
+    VirtualEngine(job, 2, observer=recorded).run()
+    for event in recorded.events[0]:
+        fields = {name: value for name, value in event.items() if name not in ("kind", "learner")}
+        Stream(segment / f"learner-{event['learner']}.jsonl").append(event["kind"], **fields)
+    return job, folder
+
+
+def test_a_record_on_disk_is_replayed(experiment: tuple[Job, Path]) -> None:
+    job, folder = experiment
+    assert sorted(replay(job, folder).states) == [0, 1]
+
+
+def changed(experiment: tuple[Job, Path], tmp_path: Path, change: Any) -> Path:
+    """A copy of the experiment with a change to the lines of learner 1's stream."""
+    source, copied = experiment[1], tmp_path / "run"
+    for path in source.rglob("*.*"):
+        if path.is_file():
+            target = copied / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    stream = copied / "seen" / "from-00000000" / "learner-1.jsonl"
+    stream.write_text("".join(change(stream.read_text(encoding="utf-8").splitlines(keepends=True))), encoding="utf-8")
+    return copied
+
+
+def test_a_flipped_character_is_named(experiment: tuple[Job, Path], tmp_path: Path) -> None:
+    flipped = changed(experiment, tmp_path, lambda lines: [*lines[:4], lines[4].replace('"', "'", 1), *lines[5:]])
+    with pytest.raises(ReplayError, match=r"learner-1\.jsonl:5: damaged"):
+        replay(experiment[0], flipped)
+
+
+def test_a_record_without_its_end_is_said_to_be_stuck(experiment: tuple[Job, Path], tmp_path: Path) -> None:
+    cut = changed(experiment, tmp_path, lambda lines: lines[: len(lines) // 2])
+    with pytest.raises(starling.StarlingError, match="more than its record has"):
+        replay(experiment[0], cut)
+
+
+def test_another_job_is_noticed(experiment: tuple[Job, Path]) -> None:
+    job, folder = experiment
+    with pytest.raises(ReplayError, match="learner 0: its state number 1"):
+        replay(dataclasses.replace(job, make_optimizer=slower), folder)
+
+
+def slower(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def test_another_arithmetic_is_refused(experiment: tuple[Job, Path], tmp_path: Path) -> None:
+    def elsewhere(lines: list[str]) -> list[str]:
+        event = json.loads(lines[0])
+        assert event.pop("crc")
+        event["processor"] = "NEON"
+        return [json.dumps(event) + "\n", *lines[1:]]
+
+    with pytest.raises(ReplayError, match="computed with processor NEON"):
+        replay(experiment[0], changed(experiment, tmp_path, elsewhere))
+
+
+def test_hogwild_is_refused(experiment: tuple[Job, Path]) -> None:
+    with pytest.raises(ConfigError, match="hogwild cannot be replayed"):
+        replay(regression("hogwild"), experiment[1])
+
+
+def test_turns_that_are_none_are_refused() -> None:
+    assert list(turns_in("ffb3rex")) == ["f", "f", "b3", "r", "e", "x"]
+    with pytest.raises(ValueError, match="is no turn"):
+        list(turns_in("ffz"))
