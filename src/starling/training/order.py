@@ -9,7 +9,8 @@ and which averaging round is the last. A record has all of these in `turns`, a t
     r, e     the background enters the next averaging round; or there is no further one
     x        the foreground gets no further mini-batch
     l7,9,5   the membership ends for this learner: its foreground has used the weights 7 times before it had a
-             background, which is not listed; 9 handles of the foreground and 5 of the background were awaited
+             background, which is not listed; the foreground has started or awaited 9 messages, means and other
+             handles, the background 5
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class Order:
     def awaited(self) -> None:
         """Note that a handle of the calling activity has been awaited."""
 
+    def started(self) -> None:
+        """Note that the calling activity has started to send, to receive or to average. It may not have been able to,
+        and then it has left."""
+
     def chose(self, key: int) -> None:
         """Note that the calling activity takes the handle with this key, the first to be finished."""
 
@@ -79,7 +84,7 @@ class RecordedOrder(Order):
         self._is_shared = False
         self._num_alone = 0
         self._num_noted = [0, 0]  # by the foreground and the background
-        self._num_awaited = [0, 0]  # by the foreground and the background
+        self._num_started = [0, 0]  # and awaited
         self._turns = deque[str]()
         self._telling = threading.Lock()
 
@@ -98,7 +103,9 @@ class RecordedOrder(Order):
             self._num_alone += 1
 
     def awaited(self) -> None:
-        self._num_awaited[self._is_behind()] += 1
+        self._num_started[self._is_behind()] += 1
+
+    started = awaited
 
     def chose(self, key: int) -> None:
         self._turns.append(f"{self._activity()}{key}")
@@ -111,7 +118,7 @@ class RecordedOrder(Order):
         self.flush()
 
     def left(self) -> None:
-        self._turns.append(f"{LEFT}{self._num_alone},{self._num_awaited[0]},{self._num_awaited[1]}")
+        self._turns.append(f"{LEFT}{self._num_alone},{self._num_started[0]},{self._num_started[1]}")
         self.flush()
 
     def flush(self) -> None:

@@ -147,7 +147,7 @@ class HeldShard(Shard):
         else:
             self.optimizer, self._peaks = make_optimizer(self._parts), []
         self.lock = threading.Lock()
-        """Held by whoever uses the shard: the learner's background steps while checkpoints copy."""
+        """Held while the shard is used: the learner's background may step while a checkpoint is copied."""
         self._forks: dict[int, _Fork] = {}
 
     @contextmanager

@@ -143,7 +143,16 @@ class ConnectedLearner(ReplicaLearner):
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.check_group(group, self.sync_group)
+        return self._started(lambda: self._start_mean(of))
+
+    def _started(self, start: Callable[[], Handle[T]]) -> Handle[T]:
+        """Start work that leaves this process: what it may depend on is recorded before, its success after."""
         self.order.flush()
+        handle = start()
+        self.order.started()
+        return handle
+
+    def _start_mean(self, of: Tensor | Handle[Tensor] | EncodedMean) -> Handle[Tensor]:
         if isinstance(of, Tensor):
             return self._mean(of)
         if isinstance(of, EncodedMean):
@@ -195,7 +204,9 @@ class ConnectedLearner(ReplicaLearner):
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
-        self.order.flush()
+        return self._started(lambda: self._start_sending(peer, tensor, tag))
+
+    def _start_sending(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         if peer == self.rank:
             self._own_messages[tag].put(self._staging.pass_on(tensor.clone()))
             return ProcessHandle(lambda: None)
@@ -217,6 +228,9 @@ class ConnectedLearner(ReplicaLearner):
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
+        return self._started(lambda: self._start_receiving(peer, like, tag))
+
+    def _start_receiving(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         if peer == self.rank:
             own = self._own_messages[tag].get
             return ProcessHandle(

@@ -126,6 +126,7 @@ class VirtualLearner(Member):
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.check_group(group, self.claimers)
         self.order.flush()
+        self.order.started()
         if isinstance(of, EncodedMean):
             return self._join_mean(of, 2 * (len(self.claimers) - 1) * of.message_bytes)
         if isinstance(of, Tensor):
@@ -140,11 +141,13 @@ class VirtualLearner(Member):
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
         self.order.flush()
+        self.order.started()
         self.statistics.averaging.bytes_sent += tensor.nbytes if peer != self.rank else 0
         return self._network.send(self.rank, peer, tensor, tag)
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
+        self.order.started()
 
         def check(theirs: Tensor) -> None:
             if theirs.shape != like.shape or theirs.dtype != like.dtype:

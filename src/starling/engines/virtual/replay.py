@@ -102,8 +102,8 @@ class GivenOrder(Order):
         self._learner, self._turns = learner, [turn for turn in turns if not turn.startswith(LEFT)]
         self._place = self._num_alone = 0
         limits = [math.inf] * 3 if left is None else [float(each) for each in left]
-        self._most_alone, *self._most_awaited = limits
-        self._num_awaited, self._num_noted = [0, 0], [0, 0]
+        self._most_alone, *self._most_started = limits
+        self._num_started, self._num_noted = [0, 0], [0, 0]
         self._is_shared = False
         self._waiting: list[simpy.Event] = []
 
@@ -128,8 +128,12 @@ class GivenOrder(Order):
     def may_resume(self) -> bool:
         """Note that the calling activity has awaited a handle; False if in the record it left before."""
         is_behind = self._learner.is_behind
-        self._num_awaited[is_behind] += 1
-        return self._num_awaited[is_behind] <= self._most_awaited[is_behind]
+        self._num_started[is_behind] += 1
+        return self._num_started[is_behind] <= self._most_started[is_behind]
+
+    def started(self) -> None:
+        while not self.may_resume():
+            self._learner.suspend(self._learner.new_event(), _OVER)
 
     def note(self) -> None:
         self._num_noted[self._learner.is_behind] += 1
@@ -153,7 +157,8 @@ class GivenOrder(Order):
     def following(self) -> str | None:
         """The next turn of the calling activity; None if the record has no more."""
         own = (BACKGROUND, ROUND, NO_ROUND) if self._learner.is_behind else (FOREGROUND, NO_BATCH)
-        return next((turn for turn in self._turns[self._place :] if turn[0] in own), None)
+        places = range(self._place, len(self._turns))
+        return next((turn for turn in map(self._turns.__getitem__, places) if turn[0] in own), None)
 
     @property
     def _activity(self) -> str:
@@ -201,7 +206,8 @@ class ReplayedLearner(VirtualLearner):
         for portion, stops in script.barriers:
             if stops:
                 self.tickets.end_at(portion)
-            self.barriers.add(portion)
+            else:
+                self.barriers.add(portion)
 
     def new_event(self) -> simpy.Event:
         return self._environment.event()
@@ -352,9 +358,24 @@ class ReplayEngine(VirtualEngine):
         except Deadlock:
             following = self._current.membership.number + 1
             if following == len(self._scripts):
-                raise
+                raise self._stuck() from None
             self._end(self._scripts[following][0].members)
             super()._wait_for(event)
+
+    def _stuck(self) -> ReplayError:
+        """The error of a replay that has done what the record has, although the run has not ended."""
+        learners = cast(list[ReplayedLearner], self._current.learners)
+        held = [str(each.life.name) for each in learners if not each.given.is_over]
+        done = sum(each.statistics.num_claimed for each in learners)
+        if held:
+            return ReplayError(
+                f"the replay stops after {done} mini-batches: learners {', '.join(held)} wait for what no other has "
+                f"sent ({self._current.deadlock()})"
+            )
+        return ReplayError(
+            f"the record ends after {done} mini-batches, before the run did: its learners were killed, or it is not "
+            "complete; up to there it was replayed"
+        )
 
     def _end(self, members: Sequence[int]) -> None:
         """End the membership, after which `members` continue."""

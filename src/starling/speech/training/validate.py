@@ -51,6 +51,8 @@ USELESS = 90.0
 """A recogniser with a higher word error rate, in per cent, does not work."""
 _TOO_EARLY = 0.1
 """Share of the budget before which a recogniser's failure is not reported."""
+_HALF = 0.5
+"""The same where it learns, and lacks nothing but time."""
 _LOOKED_AT, _COUNTED = 32, 2000
 """Number of utterances of a set that are recognised, and whose tokens are counted, to find the cause."""
 _MANY, _MUCH = 0.25, 0.05
@@ -233,7 +235,7 @@ def verdict_on(
     recipe: Recipe, folder: ExperimentFolder, manifest: Manifest, recogniser: Recogniser, name: str, rate: float
 ) -> str:
     """Why the recogniser of a checkpoint does not work, judged by its error rate on the set `name`, and what to do;
-    empty if it works, or before a tenth of the budget is spent."""
+    empty if it works, before a tenth of the budget is spent, and before half of it if training is under way."""
     steps, epochs = manifest.position.num_done, manifest.epochs_ended or manifest.next_ticket.epoch
     spent = recipe.budget.fraction(Spent(steps, epochs, manifest.minutes))
     if rate <= USELESS or spent < _TOO_EARLY:
@@ -247,14 +249,16 @@ def verdict_on(
         own = look(recogniser, train)
         if held_out.is_empty and rate == 100.0:
             what = "its output is empty"
-        cause, remedy = (
+        found = (
             _not_finite(recipe, folder)
             or _too_few_frames(recipe, recogniser, whole)
             or _silent(own, train.name)
             or _silent(held_out, name)
             or _learning_rate(recipe, folder, train, own)
-            or likeliest_cause(recipe, own, held_out, name, steps)
         )
+        if found is None and spent < _HALF and _is_learning(own, held_out):
+            return ""
+        cause, remedy = found or likeliest_cause(recipe, own, held_out, name, steps)
     except Exception as error:  # whatever it is, the run and its scores are worth more
         said = " ".join(str(error).split())[:_MOST_SAID]
         cause, remedy = f"unknown, as looking for it failed ({type(error).__name__}: {said})", "`{check}`"
@@ -377,12 +381,24 @@ def _learning_rate(recipe: Recipe, folder: ExperimentFolder, train: SpeechSets, 
     )
 
 
+def _carries_over(own: Looked, held_out: Looked) -> bool:
+    """Whether what was learnt from the training set holds for another set, as far as their losses tell."""
+    if own.ratio is None or held_out.ratio is None:
+        return True
+    return 1.0 - held_out.ratio > _CARRIED * (1.0 - own.ratio)
+
+
+def _is_learning(own: Looked, held_out: Looked) -> bool:
+    """Whether the losses have fallen on both sets, and the training set is not learnt yet."""
+    return own.wer >= _LEARNT and own.ratio is not None and own.ratio < _STUCK and _carries_over(own, held_out)
+
+
 def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, steps: int) -> tuple[str, str]:
     """The likeliest cause and its remedy, from the model's performance on the training set (`own`) and on the set
     `name`."""
     rate, ratio = f"optimizer.lr (now {recipe.optimizer.lr:g})", own.ratio
     is_stuck = own.wer > USELESS if ratio is None else ratio >= _STUCK
-    carries_over = ratio is None or held_out.ratio is None or 1.0 - held_out.ratio > _CARRIED * (1.0 - ratio)
+    carries_over = _carries_over(own, held_out)
     told = "" if ratio is None else f" (its loss is {ratio:.0%} of that of a model that hears nothing)"
     check = "look for wrong transcripts with `{check}`"
     if own.wer < _LEARNT or (ratio is not None and ratio < _STUCK and not carries_over):
