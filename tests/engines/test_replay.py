@@ -138,10 +138,10 @@ def test_processes_are_replayed_to_the_bit(strategy: str, tmp_path: Path) -> Non
     [pytest.param(each, marks=() if each == "ako" else pytest.mark.wide) for each in KILLED],
 )
 def test_processes_of_which_one_was_killed_are_replayed_to_the_bit(strategy: str, tmp_path: Path) -> None:
-    job, run = trained(strategy, tmp_path, [Kill(kill=1, at_step=5)])
+    job, run = trained(strategy, tmp_path, [Kill(kill=1, at_step=2)])
     replayed = starling.replay(job, run.folder)
     assert {script.number for script in replayed.scripts} == {0, 1}
-    assert sorted(replayed.states) == [0, 2]
+    assert {0, 2} <= replayed.states.keys()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ Mini-batches, augmentation and dropout are functions of their tickets, so only t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +19,17 @@ from rich.table import Table
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import Outcome
-from starling.engines.virtual.replay import ReplayEngine, Script
+from starling.engines.virtual.replay import RecordEnded, ReplayEngine, Script
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.record import events_in, segments
 from starling.experiment.task import task_of
 from starling.recipe.file import read_recipe
-from starling.reporting.progress import Say
-from starling.training.job import Job, Observer
+from starling.reporting.progress import Bars, Say
+from starling.training.job import Job, Observer, StepReport
 from starling.training.order import ARITHMETIC, arithmetic
 
+OnProgress = Callable[[str, int, int], object]
 RACES = ("hogwild",)
 """Strategies whose learners race for single numbers, so that no order of events determines their weights."""
 
@@ -48,8 +49,8 @@ class Replayed:
 class States(Observer):
     """Keeps the hashes of states that a record has."""
 
-    def __init__(self, saves: bool) -> None:
-        self._saves = saves
+    def __init__(self, saves: bool, told: Callable[[int], object]) -> None:
+        self._saves, self._told, self._num_steps = saves, told, 0
         self.found: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
         """By membership and learner."""
         self._number = 0
@@ -62,6 +63,10 @@ class States(Observer):
     def records(self) -> bool:
         return True
 
+    def on_step(self, report: StepReport) -> None:
+        self._num_steps += 1
+        self._told(self._num_steps)
+
     def on_event(self, rank: int, kind: str, **fields: object) -> None:
         if kind == "membership":
             self._number = int(str(fields["number"]))
@@ -69,7 +74,7 @@ class States(Observer):
             self.found[self._number, rank].append((int(str(fields["step"])), str(fields["sha256"])))
 
 
-def replay(job: Job, experiment: Path | str) -> Replayed:
+def replay(job: Job, experiment: Path | str, progress: OnProgress = lambda name, done, total: None) -> Replayed:
     """Run an experiment again, in this process and in the recorded order, and check its weights.
 
     Each learner's weights at each checkpoint and at the end have the hashes that its process recorded.
@@ -77,6 +82,7 @@ def replay(job: Job, experiment: Path | str) -> Replayed:
     Args:
         job: The job that was trained.
         experiment: The experiment's folder.
+        progress: Called with `mini-batches`, how many have been computed, and how many there are.
 
     Raises:
         ReplayError: The record is damaged or of other code, this machine computes otherwise, or weights differ.
@@ -98,11 +104,18 @@ def replay(job: Job, experiment: Path | str) -> Replayed:
     memberships = read_scripts(folder)
     scripts = [script for each in memberships for script in each]
     start = _start(job, folder, len(memberships[0]))
-    observer = States(scripts[0].saves)
+    total = sum(len(script.batches) for script in scripts)
+    observer = States(scripts[0].saves, lambda done: progress("mini-batches", done, total))
+    ended: RecordEnded | None = None
     with _as_recorded(scripts):
-        outcome = ReplayEngine(job, memberships, observer, start).run()
+        try:
+            outcome = ReplayEngine(job, memberships, observer, start).run()
+        except RecordEnded as error:
+            ended = error
     for script in scripts:
         _compare(script, observer.found[script.number, script.learner])
+    if ended is not None:
+        raise ended
     return Replayed(outcome, Counter(script.learner for script in scripts for _ in script.states), scripts)
 
 
@@ -138,18 +151,20 @@ def _scripts_in(segment: Path) -> list[Script]:
     return [scripts[learner] for learner in members]
 
 
-def replay_recipe(experiment: Path, tell: Say, output: Console) -> None:
+def replay_recipe(experiment: Path, tell: Say, console: Console) -> None:
     """Replay the experiment of a recipe, and print what was checked."""
     folder = existing(experiment)
     task = task_of(tree := read_recipe(folder.config))
     recipe = task.check_resolved(tree, str(folder.config))
-    replayed = replay(task.make_job(recipe, folder), experiment)
-    table = Table("membership", "learner", "mini-batches", "turns", "states", "weights")
+    with Bars(console) as bars:
+        replayed = replay(task.make_job(recipe, folder), experiment, bars)
+    output = Table("member-\nship", "learner", "batches", "turns", "states")
     for script in replayed.scripts:
-        counts = len(script.batches), len(script.turns), len(script.states)
-        table.add_row(str(script.number), str(script.learner), *map(str, counts), "the same bits")
-    output.print(table)
-    tell(f"replayed {experiment}: all learners have the weights of the run")
+        counts = script.number, script.learner, len(script.batches), len(script.turns), len(script.states)
+        output.add_row(*map(str, counts))
+    console.print(output)
+    num_states = sum(replayed.states.values())
+    tell(f"replayed {experiment}: {num_states} states, each with the same weights as in the run, bit for bit")
 
 
 def _start(job: Job, folder: ExperimentFolder, world: int) -> list[LearnerState] | None:

@@ -240,7 +240,8 @@ class CourseLearner(ReplicaLearner):
         progress, following = self.tickets.around(self._portion, self._minutes_before if minutes is None else minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
         self._rate = self.job.schedule.at(progress, self.job.budget, following)
-        self.order.flush()
+        if self.order.turns:
+            self.order.flush()
         for ticket, batch in loaded if self._is_reporting else ():
             self._observer.on_claim(ClaimReport.of(self.life.name, ticket, batch, minutes))
         return True
@@ -358,9 +359,7 @@ class CourseLearner(ReplicaLearner):
             with self._reaching:
                 self._ahead.extend(self.barriers.until(portion))
             return
-        self.order.wait()
-        with self.own_shards.locked(), self._reaching:
-            self.order.note()
+        with self.own_shards.in_turn(), self._reaching:
             for barrier in self.barriers.until(portion):
                 self.own_shards.fork(barrier.number)
                 self._ahead.append(barrier)

@@ -29,12 +29,29 @@ _TURN = re.compile(r"[fb][0-9]*|[rex]|l[0-9]+,[0-9]+,[0-9]+")
 
 
 class Order:
-    """Leaves the order free, and records nothing."""
+    """Leaves the order free, and records nothing.
+
+    Its attributes tell whether its methods need to be called; most learners have no background, and call none of them.
+    """
+
+    gives = False
+    """Whether activities must `wait` for their turns."""
+    notes = False
+    """Whether uses of the weights are noted one by one."""
+
+    def __init__(self) -> None:
+        self.turns = deque[str]()
+        """What has been noted and not been written down."""
+        self.num_used = [0, 0]
+        """How often the foreground and the background have used the weights."""
+        self.num_started = [0], [0]
+        """How many messages, means and other handles each has started or awaited. One that has left could not start
+        the next."""
 
     @property
-    def num_noted(self) -> int:
+    def num_own(self) -> int:
         """How often the calling activity has used the weights."""
-        return 0
+        return self.num_used[0]
 
     def share(self) -> None:
         """Note that the background begins; from now on two activities use the weights."""
@@ -45,12 +62,9 @@ class Order:
     def note(self) -> None:
         """Note that the calling activity uses the weights now. Called with their lock held, after `wait`."""
 
-    def awaited(self) -> None:
-        """Note that a handle of the calling activity has been awaited."""
-
-    def started(self) -> None:
-        """Note that the calling activity has started to send, to receive or to average. It may not have been able to,
-        and then it has left."""
+    def started(self, is_behind: bool) -> None:
+        """Note that an activity starts to send, to receive or to average, or has awaited a handle."""
+        self.num_started[is_behind][0] += 1
 
     def chose(self, key: int) -> None:
         """Note that the calling activity takes the handle with this key, the first to be finished."""
@@ -80,52 +94,40 @@ class RecordedOrder(Order):
     """
 
     def __init__(self, is_behind: Callable[[], bool], tell: Callable[[str], None]) -> None:
+        super().__init__()
         self._is_behind, self._tell = is_behind, tell
-        self._is_shared = False
-        self._num_alone = 0
-        self._num_noted = [0, 0]  # by the foreground and the background
-        self._num_started = [0, 0]  # and awaited
-        self._turns = deque[str]()
+        self._num_alone: int | None = None
         self._telling = threading.Lock()
 
-    @property
-    def num_noted(self) -> int:
-        return self._num_noted[self._is_behind()]
-
     def share(self) -> None:
-        self._is_shared = True
+        self.notes, self._num_alone = True, self.num_used[0]
+
+    @property
+    def num_own(self) -> int:
+        return self.num_used[self._is_behind()]
 
     def note(self) -> None:
-        self._num_noted[self._is_behind()] += 1
-        if self._is_shared:
-            self._turns.append(self._activity())
-        else:
-            self._num_alone += 1
-
-    def awaited(self) -> None:
-        self._num_started[self._is_behind()] += 1
-
-    started = awaited
+        self.num_used[self._is_behind()] += 1
+        self.turns.append(self._activity())
 
     def chose(self, key: int) -> None:
-        self._turns.append(f"{self._activity()}{key}")
+        self.turns.append(f"{self._activity()}{key}")
 
     def entered(self, takes_place: bool) -> None:
-        self._turns.append(ROUND if takes_place else NO_ROUND)
+        self.turns.append(ROUND if takes_place else NO_ROUND)
 
     def ended(self) -> None:
-        self._turns.append(NO_BATCH)
+        self.turns.append(NO_BATCH)
         self.flush()
 
     def left(self) -> None:
-        self._turns.append(f"{LEFT}{self._num_alone},{self._num_started[0]},{self._num_started[1]}")
+        alone = self.num_used[0] if self._num_alone is None else self._num_alone
+        self.turns.append(f"{LEFT}{alone},{self.num_started[0][0]},{self.num_started[1][0]}")
         self.flush()
 
     def flush(self) -> None:
-        if not self._turns:
-            return
         with self._telling:
-            turns = "".join(self._turns.popleft() for _ in range(len(self._turns)))
+            turns = "".join(self.turns.popleft() for _ in range(len(self.turns)))
             if turns:
                 self._tell(turns)
 

@@ -8,7 +8,7 @@ dtypes. Each raises `ProtocolError`.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self, TypeVar
 
 import torch
@@ -25,6 +25,21 @@ from starling.training.streams import lock_for
 
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
 """Names of sums and averages of squares. Adding a delta computed from an older value could make them negative."""
+
+
+@contextmanager
+def in_turn(order: Order, locks: Sequence[AbstractContextManager[Any]]) -> Generator[None, None, None]:
+    """A context in which the calling activity alone uses what these locks guard, in its turn."""
+    if order.gives:
+        order.wait()
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        if order.notes:
+            order.note()
+        else:  # there is no background
+            order.num_used[0] += 1
+        yield
 
 
 class Replica:
@@ -70,20 +85,17 @@ class Replica:
         self.order: Order = FREE
         """The order in which the learner's activities use the weights."""
 
-    @contextmanager
-    def _in_turn(self) -> Generator[None, None, None]:
+    def _in_turn(self) -> AbstractContextManager[None]:
         """A context in which the calling activity alone uses the weights, in its turn."""
-        self.order.wait()
-        with self._lock:
-            self.order.note()
-            yield
+        return in_turn(self.order, [self._lock])
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
         """Clip `gradient` `[P]`, set the learning rate and make an optimizer step.
 
         Returns False, without a step, if the gradient is not finite.
         """
-        self.order.wait()  # before the workspace is used, which replicas may share
+        if self.order.gives:
+            self.order.wait()  # before the workspace is used, which replicas may share
         if gradient.data_ptr() != self._workspace.data_ptr():
             gradient = self._workspace.copy_(gradient)
         # before the lock: other ranks of an island must not wait for this one's background

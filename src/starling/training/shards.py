@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -15,7 +15,7 @@ from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError, ConfigError
 from starling.learner import Handle, Shard
 from starling.training.flat import split, split_gradient
-from starling.training.replica import ReplicaLearner
+from starling.training.replica import ReplicaLearner, in_turn
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 STEP_PASSES = 7
@@ -73,16 +73,14 @@ class HeldShards:
         self._saved.clear()
 
     @contextmanager
-    def locked(self) -> Generator[None, None, None]:
-        """A context in which no shard changes."""
-        with ExitStack() as locks:
-            for shard in self.held:
-                locks.enter_context(shard.lock)
+    def in_turn(self) -> Generator[None, None, None]:
+        """A context in which the calling activity alone uses the shards, in its turn."""
+        with in_turn(self.host.order, [shard.lock for shard in self.held]):
             yield
 
     def fork(self, portion: int) -> None:
-        """Copy the shards whose optimizers can fork at a checkpoint barrier before `portion`. Call while they are
-        `locked`."""
+        """Copy the shards whose optimizers can fork at a checkpoint barrier before `portion`. Call
+        `in_turn`."""
         for shard in self.held:
             shard.fork(portion)
 
@@ -150,14 +148,9 @@ class HeldShard(Shard):
         """Held while the shard is used: the learner's background may step while a checkpoint is copied."""
         self._forks: dict[int, _Fork] = {}
 
-    @contextmanager
-    def _in_turn(self) -> Generator[None, None, None]:
+    def _in_turn(self) -> AbstractContextManager[None]:
         """A context in which the calling activity of the learner alone uses the shard, in its turn."""
-        order = self._owner.host.order
-        order.wait()
-        with self.lock:
-            order.note()
-            yield
+        return in_turn(self._owner.host.order, [self.lock])
 
     @property
     def piece(self) -> slice:

@@ -328,7 +328,7 @@ class Cuts:
         mini-batches."""
         while self._pending:
             first = self._pending[0]
-            turn = self._replica.order.num_noted
+            turn = self._replica.order.num_own
             cut = None if is_over else self._agreement.cut(first.barrier)
             if not first.is_complete:
                 if not is_over and (cut is None or self._num_completed < cut):

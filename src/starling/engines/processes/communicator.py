@@ -33,7 +33,7 @@ from starling.engines.processes.collectives import OrderedMean, SharedMean
 from starling.engines.processes.handshake import A_LOSS_WAS_NOTICED, Peers
 from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memory
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
-from starling.engines.processes.threads import AWAITING, GradientHandle, ProcessHandle, Release, Worker, Workers
+from starling.engines.processes.threads import STARTED, GradientHandle, ProcessHandle, Release, Worker, Workers
 from starling.engines.processes.tickets import ProcessRounds, StoreBoard
 from starling.errors import PeerLost, ProtocolError
 from starling.learner import EncodedMean, Handle, Shard
@@ -147,9 +147,10 @@ class ConnectedLearner(ReplicaLearner):
 
     def _started(self, start: Callable[[], Handle[T]]) -> Handle[T]:
         """Start work that leaves this process: what it may depend on is recorded before, its success after."""
-        self.order.flush()
+        if (order := self.replica.order).turns:
+            order.flush()
         handle = start()
-        self.order.started()
+        STARTED.count[0] += 1
         return handle
 
     def _start_mean(self, of: Tensor | Handle[Tensor] | EncodedMean) -> Handle[Tensor]:
@@ -335,7 +336,7 @@ class ConnectedLearner(ReplicaLearner):
         on_stream = beside_this_thread(self._device)
 
         def run() -> None:  # blocks in the results of handles, without polling
-            AWAITING.note = self.order.awaited
+            STARTED.count = self.order.num_started[1]
             try:
                 with on_stream:
                     while True:

@@ -20,7 +20,7 @@ from starling.engines.processes.checkpoint_barrier import CheckpointBarrier, Sav
 from starling.engines.processes.communicator import MEAN_OF_GRADIENT, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandModel, check_elementwise
-from starling.engines.processes.threads import AWAITING, GradientHandle, Mean, ignore
+from starling.engines.processes.threads import STARTED, GradientHandle, Mean
 from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws, ProcessRounds, StoreCuts
 from starling.errors import ConfigError, ProtocolError
 from starling.learner import Handle
@@ -93,7 +93,7 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
 
     def drive(self) -> LearnerState:
         """Run the strategy to its end; returns this learner's final state."""
-        coroutine, AWAITING.note = self.job.strategy.start(self, self.job.options), self.order.awaited
+        coroutine, STARTED.count = self.job.strategy.start(self, self.job.options), self.order.num_started[0]
         try:
             while True:
                 coroutine.send(None)  # waiting happens in `Handle.result`
@@ -103,7 +103,6 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
             self._barrier.settle()  # all learners have made their last claims
             return self.finish(self.tickets.handed_out(num_drawn), undone)
         finally:
-            AWAITING.note = ignore
             self.batches.close()
 
     def agreeing(self) -> AbstractContextManager[object]:

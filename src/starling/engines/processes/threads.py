@@ -137,17 +137,13 @@ class Release:
         return work.result()
 
 
-def ignore() -> None:
-    """Do nothing."""
+class _Started(threading.local):
+    """Counts what this thread has started or awaited, where its learner asks for that."""
+
+    count: list[int] = [0]  # noqa: RUF012 - each thread that counts sets its own
 
 
-class _Awaiting(threading.local):
-    """What this thread calls when it has awaited a handle."""
-
-    note: Callable[[], object] = staticmethod(ignore)
-
-
-AWAITING = _Awaiting()
+STARTED = _Started()
 
 
 class ProcessHandle(Handle[T]):
@@ -177,7 +173,7 @@ class ProcessHandle(Handle[T]):
         if self.of is not None and not self.of.is_supplied:
             yield self
         result = self.result()
-        AWAITING.note()
+        STARTED.count[0] += 1
         return result
 
     @property

@@ -126,7 +126,7 @@ class VirtualLearner(Member):
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.check_group(group, self.claimers)
         self.order.flush()
-        self.order.started()
+        self.order.started(self.is_behind)
         if isinstance(of, EncodedMean):
             return self._join_mean(of, 2 * (len(self.claimers) - 1) * of.message_bytes)
         if isinstance(of, Tensor):
@@ -141,13 +141,13 @@ class VirtualLearner(Member):
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
         self.order.flush()
-        self.order.started()
+        self.order.started(self.is_behind)
         self.statistics.averaging.bytes_sent += tensor.nbytes if peer != self.rank else 0
         return self._network.send(self.rank, peer, tensor, tag)
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
-        self.order.started()
+        self.order.started(self.is_behind)
 
         def check(theirs: Tensor) -> None:
             if theirs.shape != like.shape or theirs.dtype != like.dtype:
@@ -253,10 +253,13 @@ class VirtualLearner(Member):
             if life.is_dead:
                 return False
             activity.waits_for = None
-            self._activity = kind
-            self.order.awaited()
+            self._awaited(kind)
             if kind == FOREGROUND:
                 self.statistics.spent, self._wait = self.statistics.spent_now(), None
+
+    def _awaited(self, kind: str) -> None:
+        """Note that an activity has awaited a handle."""
+        self.order.started(kind == BACKGROUND)
 
     def _resume(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> Any:
         """Run a coroutine until it awaits a handle, which is returned."""

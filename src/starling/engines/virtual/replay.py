@@ -93,17 +93,23 @@ class Script:
                 self.states.append((int(event["step"]), event["sha256"]))
 
 
+class RecordEnded(ReplayError):  # noqa: N818 - an outcome
+    """The record ends before the run did, and everything in it has been replayed. Whoever raises it further has
+    compared the states."""
+
+
 class GivenOrder(Order):
     """Lets the activities of a learner use its weights in a given order. An activity whose record is over waits for
     ever."""
 
     def __init__(self, learner: ReplayedLearner, turns: Sequence[str]) -> None:
+        super().__init__()
+        self.gives = self.notes = True
         left = next((turn[1:].split(",") for turn in turns if turn.startswith(LEFT)), None)
         self._learner, self._turns = learner, [turn for turn in turns if not turn.startswith(LEFT)]
         self._place = self._num_alone = 0
         limits = [math.inf] * 3 if left is None else [float(each) for each in left]
         self._most_alone, *self._most_started = limits
-        self._num_started, self._num_noted = [0, 0], [0, 0]
         self._is_shared = False
         self._waiting: list[simpy.Event] = []
 
@@ -113,8 +119,8 @@ class GivenOrder(Order):
         return self._place == len(self._turns)
 
     @property
-    def num_noted(self) -> int:
-        return self._num_noted[self._learner.is_behind]
+    def num_own(self) -> int:
+        return self.num_used[self._learner.is_behind]
 
     def share(self) -> None:
         self._is_shared = True
@@ -125,18 +131,17 @@ class GivenOrder(Order):
         while self._num_alone == self._most_alone and not self._is_shared:
             self._learner.suspend(self._learner.new_event(), _OVER)
 
-    def may_resume(self) -> bool:
-        """Note that the calling activity has awaited a handle; False if in the record it left before."""
-        is_behind = self._learner.is_behind
-        self._num_started[is_behind] += 1
-        return self._num_started[is_behind] <= self._most_started[is_behind]
-
-    def started(self) -> None:
-        while not self.may_resume():
+    def started(self, is_behind: bool) -> None:
+        super().started(is_behind)
+        while self.has_left(is_behind):
             self._learner.suspend(self._learner.new_event(), _OVER)
 
+    def has_left(self, is_behind: bool, more: int = 0) -> bool:
+        """Whether in the record an activity left before it started so much, or so much and `more`."""
+        return self.num_started[is_behind][0] + more > self._most_started[is_behind]
+
     def note(self) -> None:
-        self._num_noted[self._learner.is_behind] += 1
+        self.num_used[self._learner.is_behind] += 1
         if self._is_shared:
             self._take()
         else:
@@ -271,11 +276,16 @@ class ReplayedLearner(VirtualLearner):
     def _cuts_of(self, membership: VirtualMembership) -> CutAgreement:
         return _RecordedCuts(self)
 
+    def _awaited(self, kind: str) -> None:
+        """Nothing: an activity also waits for its turns, so `_resume` counts the handles that it awaited."""
+
     def _resume(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> Any:
         own = self._greenlets.get(id(activity))
         if own is None:
-            if id(activity) in self._begun and not self.given.may_resume():
-                return VirtualHandle(self.new_event(), lambda: None, lambda: _OVER)
+            if id(activity) in self._begun:
+                if self.given.has_left(self.is_behind, more=1):
+                    return VirtualHandle(self.new_event(), lambda: None, lambda: _OVER)
+                self.given.num_started[self.is_behind][0] += 1
             self._begun.add(id(activity))
             own = self._greenlets[id(activity)] = greenlet(coroutine.send)
             handle = own.switch(None)
@@ -326,7 +336,7 @@ class _RecordedCuts(CutAgreement):
 
     def cut(self, barrier: int) -> int | None:
         number, turn = self._cuts.get(barrier, (None, 0))
-        return number if self._learner.order.num_noted >= turn else None
+        return number if self._learner.order.num_own >= turn else None
 
 
 class ReplayEngine(VirtualEngine):
@@ -372,9 +382,9 @@ class ReplayEngine(VirtualEngine):
                 f"the replay stops after {done} mini-batches: learners {', '.join(held)} wait for what no other has "
                 f"sent ({self._current.deadlock()})"
             )
-        return ReplayError(
+        return RecordEnded(
             f"the record ends after {done} mini-batches, before the run did: its learners were killed, or it is not "
-            "complete; up to there it was replayed"
+            "complete; up to there, each saved state has the same weights"
         )
 
     def _end(self, members: Sequence[int]) -> None:
