@@ -218,6 +218,11 @@ def test_hogwild_is_refused(experiment: tuple[Job, Path]) -> None:
         replay(regression("hogwild"), experiment[1])
 
 
+def test_islands_are_refused(experiment: tuple[Job, Path]) -> None:
+    with pytest.raises(ConfigError, match="islands cannot be replayed"):
+        replay(dataclasses.replace(regression("allreduce"), island=starling.Island(sharded=2)), experiment[1])
+
+
 def test_turns_that_are_none_are_refused() -> None:
     assert list(turns_in("ffb3rex")) == ["f", "f", "b3", "r", "e", "x"]
     with pytest.raises(ValueError, match="is no turn"):

@@ -26,6 +26,7 @@ from starling.experiment.record import events_in, segments
 from starling.experiment.task import task_of
 from starling.recipe.file import read_recipe
 from starling.reporting.progress import Bars, Say
+from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job, Observer, StepReport
 from starling.training.order import ARITHMETIC, arithmetic
 
@@ -99,6 +100,10 @@ def replay(job: Job, experiment: Path | str, progress: OnProgress = lambda name,
         raise ConfigError(
             f"{job.strategy.name} cannot be replayed: its learners change single numbers of one memory at the same "
             "time, which no order of events describes"
+        )
+    if job.island != NO_ISLANDS:
+        raise ConfigError(
+            "a run with islands cannot be replayed: torch sums what their ranks exchange, in its own order"
         )
     folder = ExperimentFolder(Path(experiment))
     memberships = read_scripts(folder)
