@@ -92,7 +92,7 @@ def replay(job: Job, experiment: Path | str, progress: OnProgress = lambda name,
     Example:
         >>> from starling.toy import regression
         >>> job = regression("adpsgd")
-        >>> trained = starling.train(job, learners=2, exp="/tmp/exp", overwrite=True)
+        >>> trained = starling.train(job, learners=2, name="again")
         >>> sorted(starling.replay(job, trained.folder).states)
         [0, 1]
     """

@@ -5,7 +5,7 @@ learner takes which ticket, which of a learner's activities uses its weights nex
 and which averaging round is the last. A record has all of these in `turns`, a text with one sign for each:
 
     f, b     the foreground or the background uses the weights: a copy, a step, a change, a replacement, their version
-    f3, b3   the foreground or the background takes the handle with key 3, the first to be finished
+    f3, b3   the foreground or the background takes the handle with key 3 (a message of learner 3), the first to finish
     r, e     the background enters the next averaging round; or there is no further one
     x        the foreground gets no further mini-batch
     l7,9,5   the membership ends for this learner: its foreground has used the weights 7 times before it had a
