@@ -92,8 +92,8 @@ def replay(job: Job, experiment: Path | str, progress: OnProgress = lambda name,
     Example:
         >>> from starling.toy import regression
         >>> job = regression("adpsgd")
-        >>> trained = starling.train(job, learners=2, name="again")
-        >>> sorted(starling.replay(job, trained.folder).states)
+        >>> trained = starling.train(job, learners=2, name="again")  # doctest: +SKIP
+        >>> sorted(starling.replay(job, trained.folder).states)  # doctest: +SKIP
         [0, 1]
     """
     if job.strategy.name in RACES:
