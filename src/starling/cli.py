@@ -149,13 +149,19 @@ def audit(experiment: Experiment) -> None:
 
 
 @app.command(epilog="Example: [bold]starling replay exp/demo[/bold]")
-def replay(experiment: Experiment) -> None:
+def replay(
+    experiment: Experiment,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--from", help="The checkpoint from which the newest run resumed: replay only that run."),
+    ] = None,
+) -> None:
     """Run an experiment again in the recorded order, and check that each learner has the same weights, bit for bit."""
     from rich.console import Console
 
     from starling.experiment.replay import replay_recipe
 
-    replay_recipe(experiment, typer.echo, Console())
+    replay_recipe(experiment, checkpoint, typer.echo, Console())
 
 
 @app.command(epilog="Example: [bold]starling status exp/demo --watch[/bold]")

@@ -6,6 +6,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 import torch
 
 import starling
+from starling.budget import Budget
+from starling.checkpoint.reader import checkpoints_in
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.replay import ReplayEngine, Script
-from starling.errors import ConfigError, ReplayError
-from starling.experiment.replay import replay
+from starling.errors import CheckpointError, ConfigError, PeerLost, ReplayError
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.replay import read_runs, replay, replay_runs
 from starling.experiment.train import Trained
 from starling.reporting.events import Stream
 from starling.toy import regression
@@ -108,6 +112,10 @@ def test_a_run_that_lost_a_learner_is_replayed_to_the_bit(strategy: str, seed: i
         assert [script.states for script in before] == [script.states for script in after]
 
 
+def marked(strategies: Sequence[str], narrow: str) -> list[Any]:
+    return [pytest.param(each, marks=() if each == narrow else pytest.mark.wide) for each in strategies]
+
+
 def trained(strategy: str, folder: Path, faults: Sequence[Kill] = ()) -> tuple[Job, Trained]:
     job = dataclasses.replace(regression(strategy), faults=tuple(faults), checkpoint_every=20)
     return job, starling.train(job, learners=3, name=strategy, exp=folder)
@@ -133,15 +141,62 @@ def test_processes_are_replayed_to_the_bit(strategy: str, tmp_path: Path) -> Non
     assert min(replayed.states.values()) > 2
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(each, marks=() if each == "ako" else pytest.mark.wide) for each in KILLED],
-)
+@pytest.mark.parametrize("strategy", marked(KILLED, "ako"))
 def test_processes_of_which_one_was_killed_are_replayed_to_the_bit(strategy: str, tmp_path: Path) -> None:
     job, run = trained(strategy, tmp_path, [Kill(kill=1, at_step=2)])
     replayed = starling.replay(job, run.folder)
-    assert {script.number for script in replayed.scripts} == {0, 1}
+    assert {script.number for script in replayed.runs[0].scripts} == {0, 1}
     assert {0, 2} <= replayed.states.keys()
+
+
+def resumed(strategy: str, folder: Path, then: str, learners: int, **killed: Any) -> tuple[dict[int, Job], Path]:
+    """A run that ended, and its resume from the newest checkpoint."""
+    keep = {"checkpoints": {"keep": 100}, "name": "run", "exp": folder}
+    first = dataclasses.replace(regression(strategy), checkpoint_every=12, **killed)
+    with pytest.raises(PeerLost) if killed else nullcontext():
+        starling.train(first, learners=3, on_loss="stop", **keep)
+    job = dataclasses.replace(regression(then), checkpoint_every=12, budget=Budget(epochs=4))
+    path = starling.train(job, learners=learners, resume=folder / "run", **keep).folder
+    return {3: first, learners: job}, path
+
+
+@pytest.mark.parametrize("strategy", marked(STRATEGIES, "adpsgd"))
+def test_processes_that_were_resumed_are_replayed_to_the_bit(strategy: str, tmp_path: Path) -> None:
+    jobs, folder = resumed(strategy, tmp_path, strategy, 3)
+    replayed = replay(jobs[3], folder)
+    assert len(replayed.runs) == 2
+    assert all(len(script.states) > 1 for run in replayed.runs for script in run.scripts)
+    from_one = folder / "checkpoints" / f"step-{replayed.runs[1].plan.position.num_done:08d}"
+    assert len(replay(jobs[3], folder, checkpoint=from_one).runs) == 1
+    with pytest.raises(ReplayError, match="is not the checkpoint"):
+        replay(jobs[3], folder, checkpoint=checkpoints_in(folder / "checkpoints")[-1])
+
+
+@pytest.mark.parametrize("strategy", marked(STRATEGIES, "local-sgd"))
+def test_processes_that_were_lost_and_resumed_are_replayed_to_the_bit(strategy: str, tmp_path: Path) -> None:
+    """Wherever the others were when learner 0 was killed."""
+    killed = {"faults": (Kill(kill=0, at_step=20),), "stragglers": Stragglers(slow={1: 4.0, 2: 4.0})}
+    try:
+        jobs, folder = resumed(strategy, tmp_path, strategy, 3, **killed, budget=Budget(epochs=4))
+    except CheckpointError:
+        pytest.skip("a learner was so late that no checkpoint is complete")
+    assert len(replay(jobs[3], folder).runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "then"),
+    [
+        ("adpsgd", "parameter-server"),
+        *(pytest.param(*each, marks=pytest.mark.wide) for each in (("async-diloco", "adpsgd"), ("diloco", "a2cid2"))),
+    ],
+)
+def test_a_resume_with_another_strategy_and_fewer_learners_is_replayed(
+    strategy: str, then: str, tmp_path: Path
+) -> None:
+    jobs, folder = resumed(strategy, tmp_path, then, 2)
+    runs = read_runs(ExperimentFolder(folder))
+    replayed = replay_runs(lambda run: jobs[len(run.memberships[0])], runs, lambda name, done, total: None)
+    assert [len(run.memberships[0]) for run in replayed.runs] == [3, 2]
 
 
 @pytest.fixture(scope="module")

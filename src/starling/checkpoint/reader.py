@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,6 +143,26 @@ class Checkpoint:
             if isinstance(scalars, dict) and scalars.get("shards"):
                 found |= {(shard.start, shard.stop): shard for shard in self.learner(rank).shards}
         return found
+
+
+@dataclass(frozen=True)
+class CheckpointInMemory(Checkpoint):
+    """A checkpoint that was not written."""
+
+    states: Sequence[LearnerState]
+    """Of each learner, by rank."""
+
+    @classmethod
+    def of(cls, states: Sequence[LearnerState]) -> CheckpointInMemory:
+        """The checkpoint of all learners' states."""
+        minutes = max(state.minutes for state in states)
+        return cls(Path(), Manifest.model_construct(learners=len(states), minutes=minutes), states)
+
+    def learner(self, rank: int) -> LearnerState:
+        return self.states[rank]
+
+    def _shards(self) -> dict[tuple[int, int], ShardState]:
+        return {(shard.start, shard.stop): shard for state in reversed(self.states) for shard in state.shards}
 
 
 def _other_strategy(before: str, now: str) -> str:

@@ -21,7 +21,7 @@ from starling.checkpoint.files import (
 from starling.checkpoint.reader import Checkpoint, checkpoints_in, latest, load, newest_good
 from starling.errors import CheckpointError, ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.record import begin_segment
+from starling.experiment.record import begin_record
 from starling.experiment.task import RunT, Task
 from starling.files import sync, writing
 from starling.recipe.run import RunConfig, dump_recipe
@@ -147,7 +147,7 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
     position, earlier, is_new = Position(), None, _is_new(run)
     if run.resume is not None:
         saved = Checkpoint(run.resume, read_manifest(run.resume))  # it has been verified
-        position, earlier = saved.manifest.position, ExperimentFolder(run.resume.parent.parent).seen
+        position, earlier = saved.manifest.position, ExperimentFolder(run.resume.parent.parent)
         if changed := saved.what_changed(run.learners, run.strategy.described, run.island):
             say(
                 f"resume: {changed}; all learners begin with the mean of its models, without what the strategy keeps "
@@ -165,7 +165,7 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
         remove_partial(folder.checkpoints)
         shutil.rmtree(folder.validation, ignore_errors=True)
         check_writable(folder.checkpoints)
-        begin_segment(folder.seen, position, earlier)
+        begin_record(folder.seen, position, earlier)
         folder.config.write_text(dump_recipe(run), encoding="utf-8")
         folder.environment.write_text(describe_environment(), encoding="utf-8")
     return folder

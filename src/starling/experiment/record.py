@@ -2,8 +2,10 @@
 `starling audit`, which tells from it whether each epoch saw every utterance exactly once.
 
     exp/<name>/seen/from-00000000/start.json       the data position at which the segment starts
+    exp/<name>/seen/from-00000000/config.yaml      the resolved recipe of the run up to there, if another one follows
     exp/<name>/seen/from-00000000/learner-0.jsonl  learner 0's stream of events: mini-batches, skips, stretches of time
     exp/<name>/seen/from-00000480/...              the next segment, after a resume or a new membership at step 480
+    exp/<name>/seen/from-00000480.1/...            another one that starts at step 480
 
 A mini-batch is recorded before its gradient is computed: if its learner is lost while gradients are averaged, the
 others may still complete the mean. Mini-batches after the position at which the next segment starts are not in the
@@ -35,7 +37,7 @@ from rich.table import Table
 from starling.checkpoint.files import read_manifest
 from starling.checkpoint.reader import latest
 from starling.errors import DataError, some
-from starling.experiment.folder import existing
+from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.task import MiniBatches, task_of
 from starling.launch.messages import Stretch
 from starling.recipe.file import read_recipe
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
 
 Seconds = float
+RECIPE = "config.yaml"
+"""Name of the file with the recipe in the last segment of a run that was resumed."""
 CLOCKS = ("time", "seconds")
 COUNTS = ("step", "batches", "examples", "frames")
 """The fields of a stretch, beside its loss and the seconds of each kind in `SPENT`: the time of day and that of
@@ -62,21 +66,31 @@ _TABLES = {
 """Tables of earlier versions: the kinds of their events, and their columns. All cells are text."""
 
 
-def begin_segment(folder: Path, position: Position, earlier: Path | None = None) -> Path:
-    """Create the folder of a segment that starts at `position`, and remove segments that start there or later.
+def begin_record(folder: Path, position: Position, earlier: ExperimentFolder | None = None) -> None:
+    """Create the folder of the first segment of a run, and remove segments that start at its `position` or later.
 
-    If the run resumes from another experiment, `earlier` is that experiment's record, which is copied.
+    If the run resumes, `earlier` is the experiment that had its checkpoint. The record of another one is copied.
     """
-    segment = folder / f"from-{position.num_done:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    if earlier is not None and earlier.resolve() != folder.resolve():
+    if earlier is not None and earlier.seen.resolve() != folder.resolve():
         for old in segments(folder):
             shutil.rmtree(old)
-        for old in segments(earlier):
+        for old in segments(earlier.seen):
             shutil.copytree(old, folder / old.name)
     for old in segments(folder):
-        if _begin(old) >= position.num_done:
+        if _begin(old)[0] >= position.num_done:
             shutil.rmtree(old)
+    found = segments(folder)
+    if earlier is not None and earlier.config.is_file() and found and not (found[-1] / RECIPE).exists():
+        shutil.copyfile(earlier.config, found[-1] / RECIPE)
+    begin_segment(folder, position)
+
+
+def begin_segment(folder: Path, position: Position) -> Path:
+    """Create the folder of a segment that starts at `position`, where others may have started."""
+    name = f"from-{position.num_done:08d}"
+    num_before = sum(_begin(old)[0] == position.num_done for old in segments(folder))
+    segment = folder / (f"{name}.{num_before}" if num_before else name)
     segment.mkdir()
     start = TypeAdapter(Position).dump_json(position, indent=2)
     (segment / "start.json").write_bytes(start + b"\n")
@@ -88,11 +102,11 @@ def segments(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("from-*") if path.is_dir()), key=_begin)
 
 
-def _begin(segment: Path) -> int:
-    """Number of mini-batches that were done when a segment started. It is the sort key, because names with more than
-    eight digits do not sort correctly as text."""
-    number = segment.name.removeprefix("from-")
-    return int(number) if number.isdecimal() else 0
+def _begin(segment: Path) -> tuple[int, int]:
+    """Number of mini-batches that were done when a segment started, and number of segments before it that started
+    there. It is the sort key, because names with more than eight digits do not sort correctly as text."""
+    number, _, place = segment.name.removeprefix("from-").partition(".")
+    return int(number) if number.isdecimal() else 0, int(place) if place.isdecimal() else 0
 
 
 @dataclass(frozen=True)
@@ -168,8 +182,8 @@ def start_of(segment: Path) -> Position:
         position = TypeAdapter(Position).validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    if position.num_done != _begin(segment):
-        raise DataError(f"{path}: it has step {position.num_done}, but its folder has {_begin(segment)}")
+    if position.num_done != _begin(segment)[0]:
+        raise DataError(f"{path}: it has step {position.num_done}, but its folder has {_begin(segment)[0]}")
     return position
 
 

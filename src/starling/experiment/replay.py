@@ -7,28 +7,31 @@ Mini-batches, augmentation and dropout are functions of their tickets, so only t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from starling.checkpoint.reader import load
+from starling.checkpoint.reader import Checkpoint, CheckpointInMemory, load
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import Outcome
 from starling.engines.virtual.replay import RecordEnded, ReplayEngine, Script
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder, existing
-from starling.experiment.record import events_in, segments
+from starling.experiment.record import RECIPE, events_in, segments
 from starling.experiment.task import task_of
 from starling.recipe.file import read_recipe
 from starling.reporting.progress import Bars, Say
 from starling.strategies.islands import NO_ISLANDS
-from starling.training.job import Job, Observer, StepReport
-from starling.training.order import ARITHMETIC, arithmetic
+from starling.training.job import EpochReport, Job, Observer, StepReport
+from starling.training.order import ARITHMETIC, arithmetic, sha256_of
+from starling.training.succession import MembershipStart
+from starling.workload import Position
 
 OnProgress = Callable[[str, int, int], object]
 RACES = ("hogwild",)
@@ -36,24 +39,48 @@ RACES = ("hogwild",)
 
 
 @dataclass(frozen=True)
+class Run:
+    """What the record has from one start, or resume, to the next."""
+
+    segments: Sequence[Path]
+    """Where its record is, by membership."""
+    memberships: Sequence[Sequence[Script]]
+    """What the record has of the learners, by membership and rank."""
+
+    @property
+    def plan(self) -> MembershipStart:
+        """How it began."""
+        return cast(MembershipStart, self.memberships[0][0].plan)
+
+    @property
+    def scripts(self) -> list[Script]:
+        """What the record has of each learner in each membership."""
+        return [script for each in self.memberships for script in each]
+
+
+@dataclass(frozen=True)
 class Replayed:
     """The result of `starling.replay`."""
 
     outcome: Outcome
-    """What the virtual engine has, at the end: the learners' states."""
-    states: Mapping[int, int]
-    """How many recorded hashes of weights were found again, by learner: all of them."""
-    scripts: Sequence[Script]
-    """What the record has of each learner, by membership and rank."""
+    """What the virtual engine has at the end: the learners' states."""
+    runs: Sequence[Run]
+    """What was replayed: one run, and one more for each resume."""
+
+    @property
+    def states(self) -> Mapping[int, int]:
+        """How many recorded hashes of weights were found again, by learner: all of them."""
+        return Counter(script.learner for run in self.runs for script in run.scripts for _ in script.states)
 
 
 class States(Observer):
-    """Keeps the hashes of states that a record has."""
+    """Keeps the hashes of states that a record has, and the states from which the next run resumes, `wanted`."""
 
-    def __init__(self, saves: bool, told: Callable[[int], object]) -> None:
-        self._saves, self._told, self._num_steps = saves, told, 0
+    def __init__(self, saves: bool, wanted: Position | None, told: Callable[[int], object]) -> None:
+        self._saves, self._wanted, self._told, self._num_steps = saves, wanted, told, 0
         self.found: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
         """By membership and learner."""
+        self._kept: dict[int, dict[int, list[LearnerState]]] = defaultdict(lambda: defaultdict(list))
         self._number = 0
 
     @property
@@ -74,20 +101,46 @@ class States(Observer):
         if kind == "state":
             self.found[self._number, rank].append((int(str(fields["step"])), str(fields["sha256"])))
 
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        if state.is_complete:
+            self.on_barrier(state)
 
-def replay(job: Job, experiment: Path | str, progress: OnProgress = lambda name, done, total: None) -> Replayed:
+    def on_barrier(self, state: LearnerState) -> None:
+        if state.position == self._wanted:
+            copied = LearnerState.decode(*state.copy().encode())  # as from a checkpoint
+            self._kept[self._number][state.rank].append(copied)
+
+    @property
+    def checkpoints(self) -> Iterator[Checkpoint]:
+        """The checkpoints that could have been written at the `wanted` position: an epoch may end at a barrier, and a
+        membership right after it."""
+        for kept in self._kept.values():
+            world = next(iter(kept.values()))[0].world
+            for states in zip(*map(kept.__getitem__, range(world)), strict=False):
+                yield CheckpointInMemory.of(states)
+
+
+def replay(
+    job: Job,
+    experiment: Path | str,
+    progress: OnProgress = lambda name, done, total: None,
+    checkpoint: Path | str | None = None,
+) -> Replayed:
     """Run an experiment again, in this process and in the recorded order, and check its weights.
 
-    Each learner's weights at each checkpoint and at the end have the hashes that its process recorded.
+    Each learner's weights at its beginning, at each checkpoint and at the end have the hashes that its process
+    recorded. A run that resumed begins with the states that the replay has reached, or with `checkpoint`.
 
     Args:
         job: The job that was trained.
         experiment: The experiment's folder.
         progress: Called with `mini-batches`, how many have been computed, and how many there are.
+        checkpoint: The checkpoint from which the newest run resumed; then only that run is replayed.
 
     Raises:
         ReplayError: The record is damaged or of other code, this machine computes otherwise, or weights differ.
         ConfigError: The strategy cannot be replayed, or there is no record.
+        CheckpointError: The checkpoint is damaged.
 
     Example:
         >>> from starling.toy import regression
@@ -96,6 +149,43 @@ def replay(job: Job, experiment: Path | str, progress: OnProgress = lambda name,
         >>> sorted(starling.replay(job, trained.folder).states)  # doctest: +SKIP
         [0, 1]
     """
+    folder = ExperimentFolder(Path(experiment))
+    return replay_runs(lambda run: job, read_runs(folder), progress, checkpoint)
+
+
+def replay_runs(
+    job_of: Callable[[Run], Job], runs: Sequence[Run], progress: OnProgress, checkpoint: Path | str | None = None
+) -> Replayed:
+    """Replay runs, each of which began with a state of the one before; `job_of` returns the job of each. Raises as
+    `replay` does."""
+    found: Iterable[Checkpoint] = ()
+    if checkpoint is not None:
+        runs, found = runs[-1:], [load(Path(checkpoint))]
+    total, done = sum(len(script.batches) for run in runs for script in run.scripts), 0
+    for run, following in zip(runs, [*runs[1:], None], strict=True):
+        job = job_of(run)
+        _check_job(job)
+        before, wanted = done, None if following is None else following.plan.position
+
+        def told(number: int, before: int = before) -> None:
+            progress("mini-batches", before + number, total)
+
+        observer, outcome = States(run.scripts[0].saves, wanted, told), None
+        with _as_recorded(run.scripts):
+            try:
+                outcome = ReplayEngine(job, run.memberships, observer, _start(job, run, found)).run()
+            except RecordEnded:
+                if following is None:
+                    _compare(run, observer)
+                    raise
+        _compare(run, observer)
+        found = observer.checkpoints
+        done += sum(len(script.batches) for script in run.scripts)
+    return Replayed(cast(Outcome, outcome), runs)
+
+
+def _check_job(job: Job) -> None:
+    """Raise ConfigError if the job cannot be replayed."""
     if job.strategy.name in RACES:
         raise ConfigError(
             f"{job.strategy.name} cannot be replayed: its learners change single numbers of one memory at the same "
@@ -105,40 +195,36 @@ def replay(job: Job, experiment: Path | str, progress: OnProgress = lambda name,
         raise ConfigError(
             "a run with islands cannot be replayed: torch sums what their ranks exchange, in its own order"
         )
-    folder = ExperimentFolder(Path(experiment))
-    memberships = read_scripts(folder)
-    scripts = [script for each in memberships for script in each]
-    start = _start(job, folder, len(memberships[0]))
-    total = sum(len(script.batches) for script in scripts)
-    observer = States(scripts[0].saves, lambda done: progress("mini-batches", done, total))
-    ended: RecordEnded | None = None
-    with _as_recorded(scripts):
-        try:
-            outcome = ReplayEngine(job, memberships, observer, start).run()
-        except RecordEnded as error:
-            ended = error
-    for script in scripts:
-        _compare(script, observer.found[script.number, script.learner])
-    if ended is not None:
-        raise ended
-    return Replayed(outcome, Counter(script.learner for script in scripts for _ in script.states), scripts)
 
 
-def read_scripts(folder: ExperimentFolder) -> list[list[Script]]:
-    """What the record has of the learners of each membership, by rank. Raises ConfigError if there is none,
-    ReplayError if it is damaged or has gaps."""
+def read_runs(folder: ExperimentFolder) -> list[Run]:
+    """What the record has, by run. Raises ConfigError if there is none, ReplayError if it is damaged or has gaps."""
     found = segments(folder.seen)
     if not found:
         raise ConfigError(f"{folder.path}: nothing was recorded here; train with this version of Starling first")
-    memberships = [_scripts_in(segment) for segment in found]
-    for number, scripts in enumerate(memberships):
-        if scripts[0].number != number:
-            what = "the run was resumed" if scripts[0].number < number else f"membership {number} has no record"
-            raise ReplayError(f"{found[number]}: {what}; a replay needs the record of a run from its beginning")
-    return memberships
+    runs: list[Run] = []
+    for place, segment in enumerate(found):
+        scripts, num_missing = _scripts_in(segment)
+        if not scripts:  # its learners were lost before they began
+            continue
+        if scripts[0].number == 0:
+            runs.append(Run([segment], [scripts]))
+        elif not runs:
+            raise ReplayError(
+                f"{segment}: the record begins with membership {scripts[0].number}; earlier ones are lost"
+            )
+        else:
+            before = runs[-1]
+            runs[-1] = Run([*before.segments, segment], [*before.memberships, scripts])
+        if num_missing and place + 1 == len(found):
+            raise ReplayError(f"{segment}: no record of {num_missing} of {len(scripts)} learners")
+    if not runs:
+        raise ReplayError(f"{found[0]}: no learner recorded its membership; the record is of an earlier version")
+    return runs
 
 
-def _scripts_in(segment: Path) -> list[Script]:
+def _scripts_in(segment: Path) -> tuple[list[Script], int]:
+    """What a segment has of the learners of its membership, by rank, and how many of them have not begun it."""
     scripts: dict[int, Script] = {}
     for learner, place, event in events_in(segment):
         script = scripts.setdefault(learner, Script(learner))
@@ -148,37 +234,52 @@ def _scripts_in(segment: Path) -> list[Script]:
             script.add(event)
         except (KeyError, TypeError, ValueError) as error:
             raise ReplayError(f"{place}: damaged: {error}") from None
-    members = next((script.members for script in scripts.values() if script.members), None)
-    if members is None:
-        raise ReplayError(f"{segment}: no learner recorded its membership; the record is of an earlier version")
-    if missing := [learner for learner in members if learner not in scripts]:
-        raise ReplayError(f"{segment}: no record of learners {missing}")
-    return [scripts[learner] for learner in members]
+    begun = next((script for script in scripts.values() if script.members), None)
+    if begun is None:
+        return [], 0
+    missing = [learner for learner in begun.members if learner not in scripts]
+    scripts |= {learner: begun.without_events(learner) for learner in missing}
+    return [scripts[learner] for learner in begun.members], len(missing)
 
 
-def replay_recipe(experiment: Path, tell: Say, console: Console) -> None:
+def replay_recipe(experiment: Path, checkpoint: Path | None, tell: Say, console: Console) -> None:
     """Replay the experiment of a recipe, and print what was checked."""
     folder = existing(experiment)
-    task = task_of(tree := read_recipe(folder.config))
-    recipe = task.check_resolved(tree, str(folder.config))
+
+    def job_of(run: Run) -> Job:
+        path = run.segments[-1] / RECIPE
+        task = task_of(tree := read_recipe(path if path.is_file() else folder.config))
+        return task.make_job(task.check_resolved(tree, str(path)), folder)
+
     with Bars(console) as bars:
-        replayed = replay(task.make_job(recipe, folder), experiment, bars)
-    output = Table("member-\nship", "learner", "batches", "turns", "states")
-    for script in replayed.scripts:
-        counts = script.number, script.learner, len(script.batches), len(script.turns), len(script.states)
-        output.add_row(*map(str, counts))
+        replayed = replay_runs(job_of, read_runs(folder), bars, checkpoint)
+    output = Table("run", "member-\nship", "learner", "batches", "turns", "states")
+    for number, run in enumerate(replayed.runs, 1):
+        for script in run.scripts:
+            counts = script.number, script.learner, len(script.batches), len(script.turns), len(script.states)
+            output.add_row(*map(str, (number, *counts)))
     console.print(output)
     num_states = sum(replayed.states.values())
     tell(f"replayed {experiment}: {num_states} states, each with the same weights as in the run, bit for bit")
 
 
-def _start(job: Job, folder: ExperimentFolder, world: int) -> list[LearnerState] | None:
-    """The states in which the learners began."""
-    resumed = read_recipe(folder.config).get("resume")
-    if not resumed:
+def _start(job: Job, run: Run, checkpoints: Iterable[Checkpoint]) -> list[LearnerState] | None:
+    """The states with which the learners of a run began: those that one of these checkpoints gives them. None if it
+    began with none."""
+    if run.plan.position == Position():
         return None
-    checkpoint, described = load(Path(resumed)), job.strategy.described(job.options)
-    return [checkpoint.start(rank, world, described) for rank in range(world)]
+    described, scripts, place = job.strategy.described(job.options), run.memberships[0], run.segments[0]
+    for checkpoint in checkpoints:
+        start = [checkpoint.start(rank, run.plan.world, described) for rank in range(run.plan.world)]
+        hashes = [[(state.position.num_done, sha256_of(state.weights))] for state in start]
+        if hashes == [script.states[:1] for script in scripts]:
+            return [replace(state, minutes=run.plan.minutes) for state in start]
+    if isinstance(checkpoints, list):
+        raise ReplayError(f"{checkpoints[0].folder} is not the checkpoint from which the run of {place} resumed")
+    raise ReplayError(
+        f"{place}: the run resumed after {run.plan.position.num_done} mini-batches with weights that the replay of the "
+        "run before has not reached; `--from` and the checkpoint from which it resumed replay it alone"
+    )
 
 
 @contextmanager
@@ -201,12 +302,16 @@ def _as_recorded(scripts: Sequence[Script]) -> Generator[None, None, None]:
         torch.set_num_threads(threads)
 
 
-def _compare(script: Script, found: Sequence[tuple[int, str]]) -> None:
+def _compare(run: Run, observer: States) -> None:
     """Raise ReplayError unless the replay has the states of the record."""
-    for number, (step, sha256) in enumerate(script.states):
-        if number >= len(found) or found[number] != (step, sha256):
-            has = "has none" if number >= len(found) else f"has {found[number][1][:12]} after {found[number][0]} steps"
-            raise ReplayError(
-                f"learner {script.learner}: its state number {number + 1}, after {step} steps, has the hash "
-                f"{sha256[:12]}, but the replay {has}"
-            )
+    for script in run.scripts:
+        found = observer.found[script.number, script.learner]
+        for number, (step, sha256) in enumerate(script.states):
+            if number >= len(found) or found[number] != (step, sha256):
+                has = "has none"
+                if number < len(found):
+                    has = f"has {found[number][1][:12]} after {found[number][0]} steps"
+                raise ReplayError(
+                    f"learner {script.learner}: its state number {number + 1}, after {step} steps, has the hash "
+                    f"{sha256[:12]}, but the replay {has}"
+                )

@@ -1,6 +1,5 @@
 """One learner's training, the same on every engine: claims, gradients, epochs, checkpoint barriers, reports."""
 
-import hashlib
 import math
 import threading
 from abc import abstractmethod
@@ -25,7 +24,7 @@ from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Averaging, ClaimReport, EpochReport, Job, Observer, Spent, StepReport
 from starling.training.loading import Loaded
 from starling.training.membership import Membership
-from starling.training.order import RecordedOrder, arithmetic
+from starling.training.order import RecordedOrder, arithmetic, sha256_of
 from starling.training.pace import Rounds
 from starling.training.replica import ReplicaLearner
 from starling.training.shards import HeldShards, MakeOptimizer
@@ -127,7 +126,7 @@ class CourseLearner(ReplicaLearner):
             self._rate = replica.newest_factor
 
     def record_membership(self, membership: Membership, plan: MembershipStart) -> None:
-        """Record the membership that begins, and where this learner computes."""
+        """Record the membership that begins, where this learner computes, and the weights with which it begins."""
         self._observer.on_event(
             self.life.name,
             "membership",
@@ -137,6 +136,7 @@ class CourseLearner(ReplicaLearner):
             saves=self._observer.saves,
             **arithmetic(self.replica.weights.device),
         )
+        self._record_weights(plan.position, self.replica.weights.detach())
 
     @property
     @abstractmethod
@@ -337,7 +337,7 @@ class CourseLearner(ReplicaLearner):
         cuts, number = self.cuts, barrier.number
 
         def save(complete: LearnerState) -> None:
-            self._record_state(complete)
+            self._record_weights(complete.position, complete.weights)
             self._observer.on_barrier(complete)
 
         forks = None
@@ -383,15 +383,15 @@ class CourseLearner(ReplicaLearner):
         )
         statistics.num_not_finite = 0
         if state.is_complete:
-            self._record_state(state)
+            self._record_weights(state.position, state.weights)
         self._observer.on_epoch(report, state)
         statistics.spent, statistics.num_steps, self._epoch_begin = Spent(), 0, now
 
-    def _record_state(self, state: LearnerState) -> None:
-        """Record the hash of a state's weights, by which a replay is checked."""
-        if self._observer.records and not state.weights.is_meta:
-            sha256 = hashlib.sha256(state.weights.contiguous().view(torch.uint8).numpy().data).hexdigest()
-            self._observer.on_event(self.life.name, "state", step=state.position.num_done, sha256=sha256)
+    def _record_weights(self, position: Position, weights: Tensor) -> None:
+        """Record the hash of weights, by which a replay is checked."""
+        if self._observer.records and not weights.is_meta:
+            self.replica.order.flush()  # a learner may be killed before it sends anything
+            self._observer.on_event(self.life.name, "state", step=position.num_done, sha256=sha256_of(weights))
 
     def gradient_task(self) -> tuple[GradientTask, list[Sequence[Examples]]]:
         """The task of the claimed mini-batches' gradient, and these mini-batches; injected faults are carried out."""

@@ -15,6 +15,7 @@ and which averaging round is the last. A record has all of these in `turns`, a t
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections import deque
@@ -140,6 +141,11 @@ def arithmetic(device: torch.device) -> dict[str, str | int]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found = torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), name
     return dict(zip(ARITHMETIC, found, strict=True))
+
+
+def sha256_of(weights: torch.Tensor) -> str:
+    """The hash of a learner's weights `[P]`."""
+    return hashlib.sha256(weights.cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def turns_in(text: str) -> Iterator[str]:

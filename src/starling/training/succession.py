@@ -286,7 +286,7 @@ class Cuts:
         self._replica, self._agreement = replica, agreement
         self._lock = threading.Lock()
         self._pending: list[_Pending] = []
-        self._num_barriers = self._num_entered = self._num_completed = 0
+        self.num_passed = self._num_entered = self._num_completed = 0
         self.on_cut: Callable[[int, int | None, int], object] = lambda barrier, cut, turn: None
         """Called with a barrier whose state is complete, its cut (None at the end of the run), and how often the
         calling activity had used the weights when it asked."""
@@ -318,9 +318,9 @@ class Cuts:
             self._replica.order.wait()  # before the lock, which the background takes in its own turns
         with self._lock:
             chosen = self._copy_for_rounds() if complete is None else complete
-            self._pending.append(pending := _Pending(self._num_barriers, copied, save, chosen))
+            self._pending.append(pending := _Pending(self.num_passed, copied, save, chosen))
             num_entered = self._num_entered
-        self._num_barriers += 1
+        self.num_passed += 1
         self._agreement.passed(pending.barrier, num_entered)
 
     def save(self, is_over: bool = False) -> None:

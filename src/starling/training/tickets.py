@@ -260,6 +260,13 @@ class Barriers:
         """End the run before portion `number`: drop an agreed barrier there."""
         self._agreed.discard(number)
 
+    def following(self) -> int:
+        """The portion before which the next barrier is."""
+        size = 1
+        while (found := self._first_barrier(range(self._next + 1, self._next + 1 + size))) is None:
+            size *= 2
+        return found
+
     def until(self, number: int) -> Iterator[Barrier]:
         """The barriers up to portion `number` that have not been returned before."""
         while self._next < number:

@@ -92,6 +92,10 @@ class Script:
             case "state":
                 self.states.append((int(event["step"]), event["sha256"]))
 
+    def without_events(self, learner: int) -> Script:
+        """What the record of this membership has of another learner, which was lost before it began."""
+        return replace(self, learner=learner, batches=[], turns=[f"{LEFT}0,0,0"], barriers=[], cuts={}, states=[])
+
 
 class RecordEnded(ReplayError):  # noqa: N818 - an outcome
     """The record ends before the run did, and everything in it has been replayed. Whoever raises it further has
@@ -107,7 +111,9 @@ class GivenOrder(Order):
         self.gives = self.notes = True
         left = next((turn[1:].split(",") for turn in turns if turn.startswith(LEFT)), None)
         self._learner, self._turns = learner, [turn for turn in turns if not turn.startswith(LEFT)]
-        self._place = self._num_alone = 0
+        self._place = 0
+        self.num_used = list(learner.replica.order.num_used)  # it may have begun from a saved state
+        self._num_alone = self.num_used[0]
         limits = [math.inf] * 3 if left is None else [float(each) for each in left]
         self._most_alone, *self._most_started = limits
         self._is_shared = False
@@ -225,6 +231,30 @@ class ReplayedLearner(VirtualLearner):
         number = self.statistics.num_claimed
         return self._minutes_of[number] if number < len(self._minutes_of) else None
 
+    def pass_last_barriers(self) -> None:
+        """Pass the barriers that are recorded, although the claim behind them is not: the learner was killed before
+        that."""
+        if NO_BATCH in self.script.turns:
+            return
+        cuts, states = self.script.cuts, self.script.states
+        last = states[-1][0] if states and self.cuts is None else -1
+        uses = max((turn for _, turn in cuts.values()), default=0)
+        while True:
+            portion, before = self.barriers.following(), self.given.num_own
+            is_recorded = self.tickets.num_before(portion) <= last
+            if self.cuts is not None:
+                is_recorded = self.cuts.num_passed <= max(cuts, default=-1)
+            if not (is_recorded or self.given.following() == FOREGROUND or before < uses):
+                return
+            self._pass_barriers(portion)
+            if not is_recorded and self.given.num_own == before:
+                return  # what the record has is no barrier
+
+    def save_last_states(self) -> None:
+        """Save the states that became complete after the learner's last claim."""
+        if self.cuts is not None:
+            self.cuts.save()
+
     def round(self, period: float) -> Handle[int | None]:
         number, self._num_rounds = self._num_rounds, self._num_rounds + 1
         if self.cuts is not None:
@@ -319,6 +349,7 @@ class _RecordedBatches(VirtualBatches):
         if claim < len(portions):
             self._membership.num_drawn = max(self._membership.num_drawn, portions[claim] + 1)
             return self.load(portions[claim])
+        self._learner.pass_last_barriers()
         return None  # the learner then waits for the turn in which it got no more
 
 
@@ -349,7 +380,7 @@ class ReplayEngine(VirtualEngine):
         observer: Observer,
         start: Sequence[LearnerState] | None = None,
     ) -> None:
-        self._scripts = scripts
+        self._scripts, self._place = scripts, 0
         faults = tuple(fault for fault in job.faults if isinstance(fault, NotFinite))
         plan, shares = scripts[0][0].plan, job.batch_shares
         if shares == "auto":
@@ -358,7 +389,7 @@ class ReplayEngine(VirtualEngine):
         super().__init__(job, len(scripts[0]), observer=observer, start=start)
 
     def _learner(self, membership: VirtualMembership, rank: int, start: LearnerState | None) -> VirtualLearner:
-        script = self._scripts[membership.membership.number][rank]
+        script = self._scripts[self._place][rank]
         return ReplayedLearner(membership, rank, self._observer, start, script)
 
     def _wait_for(self, event: simpy.Event) -> None:
@@ -366,10 +397,11 @@ class ReplayEngine(VirtualEngine):
         try:
             super()._wait_for(event)
         except Deadlock:
-            following = self._current.membership.number + 1
-            if following == len(self._scripts):
+            for learner in cast(list[ReplayedLearner], self._current.learners):
+                learner.save_last_states()
+            if self._place + 1 == len(self._scripts):
                 raise self._stuck() from None
-            self._end(self._scripts[following][0].members)
+            self._end(self._scripts[self._place + 1][0].members)
             super()._wait_for(event)
 
     def _stuck(self) -> ReplayError:
@@ -395,9 +427,9 @@ class ReplayEngine(VirtualEngine):
         self._current.leave("a membership of the record has ended")
 
     def _after(self, before: VirtualMembership) -> tuple[Membership, MembershipStart]:
-        number, simulation = before.membership.number + 1, self._simulation
-        script = self._scripts[number][0]
+        self._place += 1
+        script, simulation = self._scripts[self._place][0], self._simulation
         for name in script.members:
             if name not in simulation.lives or simulation.lives[name].is_dead:
                 simulation.begin_life(name)
-        return Membership(number, tuple(script.members)), cast(MembershipStart, script.plan)
+        return Membership(script.number, tuple(script.members)), cast(MembershipStart, script.plan)
