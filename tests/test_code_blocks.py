@@ -21,7 +21,7 @@ TUTORIALS = [f"docs/tutorials/{name}.md" for name in ("first-recogniser", "choos
 """In this order in one folder, as the second says."""
 ALONE = [
     *("docs/tutorials/your-own-corpus.md", "docs/tutorials/your-own-loop.md"),
-    *("docs/write-your-own-strategy.md", "docs/write-your-own-task.md"),
+    *("docs/write-your-own-strategy.md", "docs/write-your-own-task.md", "docs/diverging.md"),
 ]
 """Each in a folder of its own."""
 TOPICS = [

@@ -148,20 +148,36 @@ def audit(experiment: Experiment) -> None:
     show_audit(experiment, typer.echo, Console())
 
 
-@app.command(epilog="Example: [bold]starling replay exp/demo[/bold]")
+@app.command(epilog="Example: [bold]starling replay exp/demo --until 'gradient>100'[/bold]")
 def replay(
     experiment: Experiment,
+    until: Annotated[
+        str | None, typer.Option(help="Stop at the gradient with this number, or where this holds: loss>9.")
+    ] = None,
+    learner: Annotated[int | None, typer.Option(help="The learner that --until means.")] = None,
+    curves: Annotated[
+        bool, typer.Option("--curves", help="Write TensorBoard curves with a point per gradient.")
+    ] = False,
+    what_if: Annotated[
+        list[str] | None, typer.Option(help="Then replay with another setting, such as optimizer.lr=1e-3.")
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option("--from", help="The checkpoint from which the newest run resumed: replay only that run."),
     ] = None,
 ) -> None:
     """Run an experiment again in the recorded order, and check that each learner has the same weights, bit for bit."""
+    from contextlib import closing
+
     from rich.console import Console
 
-    from starling.experiment.replay import replay_recipe
+    from starling.experiment.replay import Watching, replay_recipe
+    from starling.reporting.metrics import Curves
 
-    replay_recipe(experiment, checkpoint, typer.echo, Console())
+    with closing(Curves(experiment / "replay")) as written:
+        is_watched = until is not None or learner is not None or curves
+        watching = Watching(until, learner, written if curves else None) if is_watched else None
+        replay_recipe(experiment, checkpoint, watching, what_if or (), Console())
 
 
 @app.command(epilog="Example: [bold]starling status exp/demo --watch[/bold]")

@@ -4,6 +4,7 @@ strategy."""
 import dataclasses
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,17 +19,20 @@ from starling.budget import Budget
 from starling.checkpoint.reader import checkpoints_in
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
-from starling.engines.virtual.replay import ReplayEngine, Script
+from starling.engines.virtual.replay import Moment, ReplayEngine, Script
 from starling.errors import CheckpointError, ConfigError, PeerLost, ReplayError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.replay import read_runs, replay, replay_runs
+from starling.experiment.replay import Watching, read_runs, replay, replay_runs
 from starling.experiment.train import Trained
 from starling.reporting.events import Stream
 from starling.toy import regression
-from starling.training.faults import Kill
+from starling.training.faults import Join, Kill
 from starling.training.job import ClaimReport, Job, Observer
 from starling.training.order import turns_in
 from starling.training.speeds import Stragglers
+from tests.code_blocks import code_blocks
+from tests.sessions import run_to_end
+from tests.test_documents import ROOT, environment
 
 STRATEGIES = (
     "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "delay-by-one", "diloco", "dpsgd", "local-sgd",
@@ -110,6 +114,22 @@ def test_a_run_that_lost_a_learner_is_replayed_to_the_bit(strategy: str, seed: i
     assert len(recorded.events) == 2
     for before, after in zip(recorded.scripts(), again.scripts(), strict=True):
         assert [script.states for script in before] == [script.states for script in after]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("strategy", KILLED)
+def test_a_run_that_others_joined_is_replayed_to_the_bit(strategy: str, seed: int) -> None:
+    join = Join(join=4, at_seconds=random.Random(seed).uniform(0.5, 2.0))
+    recorded, again = record_and_replay(*restless(regression(strategy), seed, faults=(join,)))
+    assert [len(scripts) for scripts in recorded.scripts()] == [4, 5]
+    for before, after in zip(recorded.scripts(), again.scripts(), strict=True):
+        assert [script.states for script in before] == [script.states for script in after]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dpsgd"])
+def test_batch_shares_are_replayed_to_the_bit(strategy: str) -> None:
+    recorded, again = record_and_replay(*restless(regression(strategy), 0, batch_shares={1: 2, 3: 3}))
+    assert [script.states for script in recorded.scripts()[0]] == [script.states for script in again.scripts()[0]]
 
 
 def marked(strategies: Sequence[str], narrow: str) -> list[Any]:
@@ -222,6 +242,58 @@ def test_a_record_on_disk_is_replayed(experiment: tuple[Job, Path]) -> None:
     assert sorted(replay(job, folder).states) == [0, 1]
 
 
+def test_a_replay_stops_where_a_figure_exceeds_a_limit(experiment: tuple[Job, Path]) -> None:
+    job, folder = experiment
+    moments: list[Moment] = []
+    replay(job, folder, watch=lambda moment: moments.append(moment) is not None)
+    assert [each.number for each in moments] == list(range(1, 97))
+    limit = sorted(each.distance for each in moments if each.learner == 1)[-3]
+    first = next(each for each in moments if each.learner == 1 and each.distance > limit)
+    watching = Watching(f"distance>{limit!r}", learner=1)
+    assert replay(job, folder, watch=watching).outcome is None
+    assert watching.newest[1] == first
+    assert max(each.number for each in watching.newest.values()) == first.number
+
+
+@pytest.mark.parametrize(("until", "number"), [("17", 17), ("loss > inf", 96), ("weights>0", 3)])
+def test_conditions(until: str, number: int, experiment: tuple[Job, Path]) -> None:
+    watching = Watching(until, None)
+    replay(*experiment, watch=watching)
+    assert max(each.number for each in watching.newest.values()) == number
+
+
+@pytest.mark.parametrize("until", ["x>1", "loss>x", "1.5", "loss", "-1"])
+def test_other_conditions_are_refused(until: str) -> None:
+    with pytest.raises(ConfigError, match="give the number of a gradient"):
+        Watching(until, None)
+
+
+def test_another_learning_rate_in_the_same_order(experiment: tuple[Job, Path]) -> None:
+    job, folder = experiment
+    own, other = replay(job, folder), replay(dataclasses.replace(job, make_optimizer=slower), folder, check=False)
+    assert len(own.losses) == len(other.losses) == 1
+    assert other.losses[0] > own.losses[0]
+    again = replay(dataclasses.replace(job, make_optimizer=slower), folder, check=False)
+    assert other.losses == again.losses
+
+
+@pytest.mark.wide
+def test_the_page_finds_the_mini_batch_that_made_a_run_diverge(tmp_path: Path) -> None:
+    said = []
+    for block in code_blocks(ROOT / "docs" / "diverging.md"):
+        if block.saved_as:
+            (tmp_path / block.saved_as).write_text(block.text, encoding="utf-8")
+        elif block.language == "sh":
+            code, output, left = run_to_end(["bash", "-c", block.text.strip()], tmp_path, environment())
+            assert (code, left) == (0, []), output
+            said.append(output)
+    assert float(re.findall(r"loss of new rows: (\S+)", said[0])[0]) > 1e6
+    (found,) = (line.split() for line in said[1].splitlines() if "e+09" in line)
+    assert found[2:4] == ["1", "11"]
+    losses = [line.split()[3::2] for line in said[2].splitlines() if re.match(r"│ \d+ +│ \S+ +│ \S+ +│$", line)]
+    assert float(losses[0][0]) > 1e3 * float(losses[0][1])
+
+
 def changed(experiment: tuple[Job, Path], tmp_path: Path, change: Any) -> Path:
     """A copy of the experiment with a change to the lines of learner 1's stream."""
     source, copied = experiment[1], tmp_path / "run"
@@ -249,7 +321,7 @@ def test_a_record_without_its_end_is_said_to_be_stuck(experiment: tuple[Job, Pat
 
 def test_another_job_is_noticed(experiment: tuple[Job, Path]) -> None:
     job, folder = experiment
-    with pytest.raises(ReplayError, match="learner 0: its state number 1"):
+    with pytest.raises(ReplayError, match="learner 0: its state number 2"):
         replay(dataclasses.replace(job, make_optimizer=slower), folder)
 
 

@@ -6,10 +6,13 @@ Mini-batches, augmentation and dropout are functions of their tickets, so only t
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import cast
 
@@ -20,13 +23,14 @@ from rich.table import Table
 from starling.checkpoint.reader import Checkpoint, CheckpointInMemory, load
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import Outcome
-from starling.engines.virtual.replay import RecordEnded, ReplayEngine, Script
+from starling.engines.virtual.replay import Moment, RecordEnded, ReplayEngine, ReplayStopped, Script
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.record import RECIPE, events_in, segments
 from starling.experiment.task import task_of
-from starling.recipe.file import read_recipe
-from starling.reporting.progress import Bars, Say
+from starling.recipe.file import apply_overrides, read_recipe
+from starling.reporting.metrics import Curves
+from starling.reporting.progress import Bars
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.order import ARITHMETIC, arithmetic, sha256_of
@@ -34,6 +38,7 @@ from starling.training.succession import MembershipStart
 from starling.workload import Position
 
 OnProgress = Callable[[str, int, int], object]
+Watch = Callable[[Moment], bool]
 RACES = ("hogwild",)
 """Strategies whose learners race for single numbers, so that no order of events determines their weights."""
 
@@ -62,10 +67,12 @@ class Run:
 class Replayed:
     """The result of `starling.replay`."""
 
-    outcome: Outcome
-    """What the virtual engine has at the end: the learners' states."""
+    outcome: Outcome | None
+    """What the virtual engine has at the end: the learners' states. None if the replay was stopped before."""
     runs: Sequence[Run]
     """What was replayed: one run, and one more for each resume."""
+    losses: Sequence[float]
+    """The mean loss of each epoch's mini-batches."""
 
     @property
     def states(self) -> Mapping[int, int]:
@@ -78,6 +85,8 @@ class States(Observer):
 
     def __init__(self, saves: bool, wanted: Position | None, told: Callable[[int], object]) -> None:
         self._saves, self._wanted, self._told, self._num_steps = saves, wanted, told, 0
+        self.losses: dict[int, list[float]] = defaultdict(list)
+        """By epoch."""
         self.found: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
         """By membership and learner."""
         self._kept: dict[int, dict[int, list[LearnerState]]] = defaultdict(lambda: defaultdict(list))
@@ -93,6 +102,7 @@ class States(Observer):
 
     def on_step(self, report: StepReport) -> None:
         self._num_steps += 1
+        self.losses[report.ticket.epoch].append(report.loss)
         self._told(self._num_steps)
 
     def on_event(self, rank: int, kind: str, **fields: object) -> None:
@@ -125,6 +135,8 @@ def replay(
     experiment: Path | str,
     progress: OnProgress = lambda name, done, total: None,
     checkpoint: Path | str | None = None,
+    watch: Watch | None = None,
+    check: bool = True,
 ) -> Replayed:
     """Run an experiment again, in this process and in the recorded order, and check its weights.
 
@@ -136,6 +148,9 @@ def replay(
         experiment: The experiment's folder.
         progress: Called with `mini-batches`, how many have been computed, and how many there are.
         checkpoint: The checkpoint from which the newest run resumed; then only that run is replayed.
+        watch: Called with each gradient; the replay stops where it returns True.
+        check: Whether the weights must be those of the record. Without this, the job may have another learning rate,
+            or whatever else leaves the order possible.
 
     Raises:
         ReplayError: The record is damaged or of other code, this machine computes otherwise, or weights differ.
@@ -150,18 +165,26 @@ def replay(
         [0, 1]
     """
     folder = ExperimentFolder(Path(experiment))
-    return replay_runs(lambda run: job, read_runs(folder), progress, checkpoint)
+    return replay_runs(lambda run: job, read_runs(folder), progress, checkpoint, watch, check)
 
 
 def replay_runs(
-    job_of: Callable[[Run], Job], runs: Sequence[Run], progress: OnProgress, checkpoint: Path | str | None = None
+    job_of: Callable[[Run], Job],
+    runs: Sequence[Run],
+    progress: OnProgress = lambda name, done, total: None,
+    checkpoint: Path | str | None = None,
+    watch: Watch | None = None,
+    check: bool = True,
 ) -> Replayed:
     """Replay runs, each of which began with a state of the one before; `job_of` returns the job of each. Raises as
     `replay` does."""
     found: Iterable[Checkpoint] = ()
     if checkpoint is not None:
         runs, found = runs[-1:], [load(Path(checkpoint))]
+    if not check and len(runs) > 1:
+        raise ConfigError("the run was resumed: with a change, only the newest run is replayed; give its checkpoint")
     total, done = sum(len(script.batches) for run in runs for script in run.scripts), 0
+    losses, outcome = defaultdict[int, list[float]](list), None
     for run, following in zip(runs, [*runs[1:], None], strict=True):
         job = job_of(run)
         _check_job(job)
@@ -170,18 +193,32 @@ def replay_runs(
         def told(number: int, before: int = before) -> None:
             progress("mini-batches", before + number, total)
 
-        observer, outcome = States(run.scripts[0].saves, wanted, told), None
+        observer, ended = States(run.scripts[0].saves, wanted, told), None
         with _as_recorded(run.scripts):
+            engine = ReplayEngine(job, run.memberships, observer, _start(job, run, found))
+            engine.watch = None if watch is None else _counted_from(before, watch)
             try:
-                outcome = ReplayEngine(job, run.memberships, observer, _start(job, run, found)).run()
-            except RecordEnded:
-                if following is None:
-                    _compare(run, observer)
-                    raise
-        _compare(run, observer)
+                outcome = engine.run()
+            except RecordEnded as error:
+                ended = error
+            except ReplayStopped:
+                following, check = None, False
+        for epoch, found_losses in observer.losses.items():
+            losses[epoch] += found_losses
+        if check:
+            _compare(run, observer)
+        if ended is not None and following is None and check:
+            raise ended
+        if outcome is None and ended is None:
+            break
         found = observer.checkpoints
         done += sum(len(script.batches) for script in run.scripts)
-    return Replayed(cast(Outcome, outcome), runs)
+    return Replayed(outcome, runs, [sum(each) / len(each) for _, each in sorted(losses.items())])
+
+
+def _counted_from(before: int, watch: Watch) -> Watch:
+    """`watch`, with moments that are counted across runs."""
+    return lambda moment: watch(replace(moment, number=before + moment.number))
 
 
 def _check_job(job: Job) -> None:
@@ -242,25 +279,90 @@ def _scripts_in(segment: Path) -> tuple[list[Script], int]:
     return [scripts[learner] for learner in begun.members], len(missing)
 
 
-def replay_recipe(experiment: Path, checkpoint: Path | None, tell: Say, console: Console) -> None:
-    """Replay the experiment of a recipe, and print what was checked."""
+class Watching:
+    """Shows what learners do in a replay, up to a moment.
+
+    `until` is the number of a gradient or a condition such as `gradient>100`, of one `learner` if that is given.
+    Infinity and NaN are more than any number. With `curves`, each figure of each learner becomes a curve.
+
+    Raises ConfigError if `until` is neither.
+    """
+
+    FIGURES = ("loss", "gradient", "weights", "distance", "staleness")
+
+    def __init__(self, until: str | None, learner: int | None, curves: Curves | None = None) -> None:
+        self._learner, self._curves, self.newest = learner, curves, dict[int, Moment]()
+        self._limits = {"number": math.inf}
+        found = re.fullmatch(rf"({'|'.join(self.FIGURES)})\s*>\s*(\S+)", until or "")
+        try:
+            if found is not None:
+                self._limits = {found[1]: float(found[2])}
+            elif until is not None:
+                self._limits = {"number": int(until) - 1}
+        except ValueError:
+            found = None
+        if until is not None and found is None and not until.isdecimal():
+            raise ConfigError(
+                f"--until {until}: give the number of a gradient, or a condition on {', '.join(self.FIGURES)} such as "
+                "gradient>100"
+            )
+
+    def __call__(self, moment: Moment) -> bool:
+        self.newest[moment.learner] = moment
+        if self._curves is not None:
+            values = {f"replay/{name}": float(getattr(moment, name)) for name in self.FIGURES}
+            self._curves.add(f"learner-{moment.learner}", values, moment.number)
+        if self._learner not in (None, moment.learner):
+            return False
+        return any(not getattr(moment, name) <= limit for name, limit in self._limits.items())
+
+    def show(self, console: Console) -> None:
+        """Print the newest gradient of each learner, the last one of all at the end, with its examples."""
+        table = Table("no.", "learner", "epoch", "batch", *self.FIGURES, box=None)
+        newest = sorted(self.newest.values(), key=attrgetter("number"))
+        for moment in newest:
+            ticket, figures = moment.ticket, (f"{getattr(moment, name):.3g}" for name in self.FIGURES)
+            whose = (moment.number, moment.learner, ticket.epoch + 1, ticket.index + 1)
+            table.add_row(*map(str, whose), *figures)
+        console.print(table)
+        if newest and newest[-1].ids:
+            console.print(f"gradient {newest[-1].number} is of {', '.join(newest[-1].ids)}")
+
+
+def replay_recipe(
+    experiment: Path, checkpoint: Path | None, watching: Watching | None, changes: Sequence[str], console: Console
+) -> None:
+    """Replay the experiment of a recipe, and print what was checked; then replay it with changes, if there are any."""
     folder = existing(experiment)
 
-    def job_of(run: Run) -> Job:
-        path = run.segments[-1] / RECIPE
-        task = task_of(tree := read_recipe(path if path.is_file() else folder.config))
-        return task.make_job(task.check_resolved(tree, str(path)), folder)
+    def replayed(*changes: str) -> Replayed:
+        def job_of(run: Run) -> Job:
+            path = run.segments[-1] / RECIPE
+            tree = apply_overrides(read_recipe(path if path.is_file() else folder.config), changes)
+            return (task := task_of(tree)).make_job(task.check_resolved(tree, str(path)), folder)
 
-    with Bars(console) as bars:
-        replayed = replay_runs(job_of, read_runs(folder), bars, checkpoint)
+        with Bars(console) as bars:
+            return replay_runs(job_of, read_runs(folder), bars, checkpoint, watching, check=not changes)
+
+    own = replayed()
+    if watching is not None:
+        watching.show(console)
+    if own.outcome is None:
+        console.print("stopped there; no weights were compared")
+        return
     output = Table("run", "member-\nship", "learner", "batches", "turns", "states")
-    for number, run in enumerate(replayed.runs, 1):
+    for number, run in enumerate(own.runs, 1):
         for script in run.scripts:
             counts = script.number, script.learner, len(script.batches), len(script.turns), len(script.states)
             output.add_row(*map(str, (number, *counts)))
     console.print(output)
-    num_states = sum(replayed.states.values())
-    tell(f"replayed {experiment}: {num_states} states, each with the same weights as in the run, bit for bit")
+    num_states = sum(own.states.values())
+    console.print(f"replayed {experiment}: {num_states} states, each with the same weights as in the run, bit for bit")
+    if changes:
+        losses = Table("epoch", "mean loss", f"with {' '.join(changes)}")
+        for epoch, pair in enumerate(zip(own.losses, replayed(*changes).losses, strict=True), 1):
+            losses.add_row(str(epoch), *(f"{loss:.5g}" for loss in pair))
+        console.print(losses)
 
 
 def _start(job: Job, run: Run, checkpoints: Iterable[Checkpoint]) -> list[LearnerState] | None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import simpy
+import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
@@ -100,6 +101,31 @@ class Script:
 class RecordEnded(ReplayError):  # noqa: N818 - an outcome
     """The record ends before the run did, and everything in it has been replayed. Whoever raises it further has
     compared the states."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A gradient in a replay, before it is used."""
+
+    number: int
+    """Its number in the replay, from 1."""
+    learner: int
+    ticket: Ticket
+    loss: float
+    gradient: float
+    """Norm of the gradient."""
+    weights: float
+    """Norm of the learner's weights."""
+    distance: float
+    """Norm of the difference between the learner's weights and the mean of all learners'."""
+    staleness: int
+    """Number of changes of the learner's weights since they were read for the gradient."""
+    ids: tuple[str, ...]
+    """The examples of the mini-batch, if the data have names for them."""
+
+
+class ReplayStopped(Exception):  # noqa: N818 - an outcome
+    """Whoever watches a replay has seen enough."""
 
 
 class GivenOrder(Order):
@@ -207,6 +233,7 @@ class ReplayedLearner(VirtualLearner):
         script: Script,
     ) -> None:
         self.script, self.simulation = script, membership.simulation
+        self.watch: Callable[[ReplayedLearner, float], None] = lambda learner, loss: None
         self._num_rounds = 0
         self._greenlets: dict[int, greenlet] = {}
         self._begun: set[int] = set()
@@ -226,6 +253,10 @@ class ReplayedLearner(VirtualLearner):
     def suspend(self, event: simpy.Event, what: str) -> None:
         """Let the calling activity wait for an event, wherever it is."""
         getcurrent().parent.switch(VirtualHandle(event, lambda: None, lambda: what))
+
+    def report_step(self, loss: float) -> None:
+        super().report_step(loss)
+        self.watch(self, loss)
 
     def minutes_of_claim(self) -> float | None:
         number = self.statistics.num_claimed
@@ -380,7 +411,9 @@ class ReplayEngine(VirtualEngine):
         observer: Observer,
         start: Sequence[LearnerState] | None = None,
     ) -> None:
-        self._scripts, self._place = scripts, 0
+        self._scripts, self._place, self._num_gradients = scripts, 0, 0
+        self.watch: Callable[[Moment], bool] | None = None
+        """Called with each gradient; the replay stops where it returns True."""
         faults = tuple(fault for fault in job.faults if isinstance(fault, NotFinite))
         plan, shares = scripts[0][0].plan, job.batch_shares
         if shares == "auto":
@@ -390,7 +423,31 @@ class ReplayEngine(VirtualEngine):
 
     def _learner(self, membership: VirtualMembership, rank: int, start: LearnerState | None) -> VirtualLearner:
         script = self._scripts[self._place][rank]
-        return ReplayedLearner(membership, rank, self._observer, start, script)
+        learner = ReplayedLearner(membership, rank, self._observer, start, script)
+        learner.watch = self._look
+        return learner
+
+    def _look(self, learner: ReplayedLearner, loss: float) -> None:
+        """Let `watch` look at a gradient. Raises ReplayStopped if it has seen enough."""
+        self._num_gradients += 1
+        if self.watch is None:
+            return
+        own, every = learner.replica, [each.replica.weights for each in self._current.learners]
+        norm = torch.linalg.vector_norm
+        ticket, examples = learner.claimed()[0]
+        moment = Moment(
+            self._num_gradients,
+            learner.life.name,
+            ticket,
+            loss,
+            float(norm(own.gradients)),
+            float(norm(own.weights)),
+            float(norm(own.weights - torch.stack(every).mean(dim=0))),
+            own.version - learner.gradient_version,
+            tuple(getattr(examples, "ids", ())),
+        )
+        if self.watch(moment):
+            raise ReplayStopped
 
     def _wait_for(self, event: simpy.Event) -> None:
         """Wait for an event, or until all have done what the record has of this membership."""
