@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-RECIPES = Path(__file__).parents[2] / "src" / "starling" / "recipes"
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "src" / "starling" / "recipes"
 CEILINGS: dict[str, dict[str, float]] = {
     "demo": {"test %WER": 4.0},
     "demo_frames": {"test %WER": 20.0},
@@ -58,6 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, shared_data: Path | None) -
     if shared_data is not None:
         (found / "shared").symlink_to(shared_data.parent)
     (found / "here").mkdir()
+    spelt = [sys.executable, "-m", "benchmarks.spelling_corpus", str(found / "here" / "data" / "spelling")]
+    subprocess.run(spelt, cwd=ROOT, check=True, capture_output=True)
     return found / "here"
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import cast
 
 import torch
@@ -72,7 +73,7 @@ class Replayed:
     runs: Sequence[Run]
     """What was replayed: one run, and one more for each resume."""
     losses: Sequence[float]
-    """The mean loss of each epoch's mini-batches."""
+    """The median loss of each epoch's mini-batches."""
 
     @property
     def states(self) -> Mapping[int, int]:
@@ -213,7 +214,7 @@ def replay_runs(
             break
         found = observer.checkpoints
         done += sum(len(script.batches) for script in run.scripts)
-    return Replayed(outcome, runs, [sum(each) / len(each) for _, each in sorted(losses.items())])
+    return Replayed(outcome, runs, [median(each) for _, each in sorted(losses.items())])
 
 
 def _counted_from(before: int, watch: Watch) -> Watch:
@@ -359,7 +360,7 @@ def replay_recipe(
     num_states = sum(own.states.values())
     console.print(f"replayed {experiment}: {num_states} states, each with the same weights as in the run, bit for bit")
     if changes:
-        losses = Table("epoch", "mean loss", f"with {' '.join(changes)}")
+        losses = Table("epoch", "median loss", f"with {' '.join(changes)}")
         for epoch, pair in enumerate(zip(own.losses, replayed(*changes).losses, strict=True), 1):
             losses.add_row(str(epoch), *(f"{loss:.5g}" for loss in pair))
         console.print(losses)
