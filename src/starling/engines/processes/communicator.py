@@ -99,7 +99,8 @@ class ConnectedLearner(ReplicaLearner):
         self._group_processes = [place.process(rank) for rank in self.sync_group]
         self._device, is_whole = replica.weights.device, len(self.sync_group) == self.world
         # if all learners form one sync group, only the strategy's own thread computes means
-        self._by_nccl = peers.place.has_own_device(self._device) and (is_whole or not has_other_threads)
+        by_nccl = peers.place.has_own_device(self._device) and (is_whole or not has_other_threads)
+        self._by_nccl = by_nccl and not place.sums_in_order
         self.statistics, self._waits = statistics, peers.waits
         self._has_other_threads = has_other_threads
         self.workers = Workers()
@@ -115,9 +116,10 @@ class ConnectedLearner(ReplicaLearner):
         self.rounds = ProcessRounds(LinkBoard(links) if is_linked else StoreBoard(place.store, self.rank, self.world))
         groups = [sync_groups.of(first) for first in range(0, sync_groups.num_workers, sync_groups.size)]
         shares_memory = sync_groups.size > 1 and all(links.join(each) for each in groups)  # the same on all learners
-        self.reduces_in_backward = place.num_rows == 1 and not shares_memory
+        self.reduces_in_backward = place.num_rows == 1 and not shares_memory and not place.sums_in_order
         """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
-        takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard."""
+        takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard, nor if
+        sums must have the order of ranks."""
         self._lanes = [self._make_lane(number, shares_memory and len(self.sync_group) > 1) for number in range(2)]
         self._reducing_group = self._lanes[0].device_group
         if not self._by_nccl and self.reduces_in_backward and not is_whole:

@@ -23,6 +23,8 @@ class Place:
     owns_device: bool = False
     """Whether the learner sees one CUDA device, which no other learner uses and which a cluster's scheduler has
     assigned to it."""
+    sums_in_order: bool = False
+    """Whether means are always summed in the order of ranks, although the backend's own take less time."""
     first: int = 0
     step: int = 1
     """Learner r of this place is process `first + r * step` of the membership."""
