@@ -13,7 +13,7 @@ from starling.checkpoint.reader import latest, load
 from starling.errors import DataError
 from starling.experiment.claim import set_up_and_claim
 from starling.experiment.observers import Recorder, Skips
-from starling.experiment.record import audit, begin_segment, read_seen, segments, start_of
+from starling.experiment.record import audit, begin_record, begin_segment, read_seen, segments, start_of
 from starling.experiment.simulate import simulate_recipe
 from starling.reporting.events import read_stream
 from starling.speech.recipe import check_recipe, fingerprints
@@ -111,9 +111,21 @@ def test_a_resume_drops_what_is_not_in_its_checkpoint(tmp_path: Path) -> None:
     (second / "learner-0.tsv").write_text("epoch\n1\t4\t3\tu3\n1\t6\t5\tu5\n")
     end = Position(Ticket(0, 6, 6))
     assert sorted(sight.ticket.step for sight in read_seen(tmp_path, end)) == [0, 1, 2, 3, 4, 5]
-    again = begin_segment(tmp_path, Position(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
-    assert again == second and not (again / "learner-0.tsv").exists()
-    assert [path.name for path in segments(tmp_path)] == ["from-00000000", "from-00000004"]
+    begin_record(tmp_path, Position(Ticket(0, 5, 5), (Ticket(0, 3, 3),)))
+    assert segments(tmp_path) == [first, second]
+    assert not (second / "learner-0.tsv").exists()
+
+
+def test_a_membership_may_begin_where_another_did(tmp_path: Path) -> None:
+    """Before that one completed a mini-batch: what it computed is in no weights."""
+    first = begin_segment(tmp_path, Position())
+    (first / "learner-0.tsv").write_text("epoch\n1\t1\t0\tu0\n1\t2\t1\tu1\n")
+    for _ in range(11):
+        segment = begin_segment(tmp_path, Position(Ticket(0, 2, 2)))
+        (segment / "learner-0.tsv").write_text("epoch\n1\t3\t2\tu2\n")
+    assert [path.suffix for path in segments(tmp_path)] == ["", "", *(f".{number}" for number in range(1, 11))]
+    assert [sight.ticket.step for sight in read_seen(tmp_path, Position(Ticket(0, 3, 3)))] == [0, 1, 2]
+    assert start_of(segment) == Position(Ticket(0, 2, 2))
 
 
 def damage(tree: Tree, count: int) -> list[str]:

@@ -91,7 +91,7 @@ def begin_segment(folder: Path, position: Position) -> Path:
     name = f"from-{position.num_done:08d}"
     num_before = sum(_begin(old)[0] == position.num_done for old in segments(folder))
     segment = folder / (f"{name}.{num_before}" if num_before else name)
-    segment.mkdir()
+    segment.mkdir(parents=True)
     start = TypeAdapter(Position).dump_json(position, indent=2)
     (segment / "start.json").write_bytes(start + b"\n")
     return segment
