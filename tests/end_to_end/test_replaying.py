@@ -1,4 +1,4 @@
-"""Digits that learners of uneven speeds learn, replayed to the bit: undisturbed, and with a kill, a join and a resume."""
+"""Digits, learnt at uneven speeds, are replayed to the bit: undisturbed, and with a kill, a join and a resume."""
 
 import subprocess
 import sys
