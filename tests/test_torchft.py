@@ -1,4 +1,5 @@
-"""Starling's `local-sgd` and `diloco` against torchft's. `make test-peers` runs it; elsewhere torchft is absent."""
+"""Starling's `local-sgd` and `diloco` against torchft's, and whether each rival of the benchmarks starts. `make
+test-peers` runs it; elsewhere torchft is absent."""
 
 import sys
 from pathlib import Path
@@ -6,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.peer_worker import Case
+from benchmarks.peers import launched
 from benchmarks.perceptron import perceptron
+from benchmarks.rivals import COLUMNS
 from benchmarks.runs import read_weights
 from benchmarks.starting import Program, run_side_by_side
 from starling.launch.launcher import loopback_store
@@ -52,3 +56,9 @@ def test_diloco_is_not_local_sgd(trained: Path) -> None:
     """The outer optimizer makes a difference that the comparison would see."""
     local, diloco = (read_weights(trained / f"{column}-0.bin") for column in PAIRS)
     assert (local - diloco).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("column", [each for each in COLUMNS if each.startswith(("ddp", "decent", "torchft"))])
+def test_each_rival_makes_its_first_steps(column: str, tmp_path: Path) -> None:
+    (cell,), _ = launched([Case(column, (8, 16, 4), seconds=0.2)], tmp_path, WORLD)
+    assert cell.ms_per_gradient > 0.0
