@@ -23,8 +23,8 @@ OF_A_REPLAY = {"membership", "batch", "turns", "barrier", "cut", "state"}
 def measure(folder: Path) -> list[Bar]:
     """Time per gradient that recording takes, as a share of 16 ms; and a gradient with and without it, alternately."""
     job = regression("adpsgd")
-    quiet = Console(file=(folder / "screen").open("w"))
-    trained = starling.train(job, learners=2, name="recorded", exp=folder, console=quiet)
+    with (folder / "screen").open("w") as screen:
+        trained = starling.train(job, learners=2, name="recorded", exp=folder, console=Console(file=screen))
     own = by_gradient(trained.folder)
     stream, spent = Stream(folder / "again.jsonl"), 0.0
     for events in own:

@@ -167,17 +167,15 @@ def replay(
     ] = None,
 ) -> None:
     """Run an experiment again in the recorded order, and check that each learner has the same weights, bit for bit."""
-    from contextlib import closing
-
     from rich.console import Console
 
     from starling.experiment.replay import Watching, replay_recipe
-    from starling.reporting.metrics import Curves
 
-    with closing(Curves(experiment / "replay")) as written:
-        is_watched = until is not None or learner is not None or curves
-        watching = Watching(until, learner, written if curves else None) if is_watched else None
-        replay_recipe(experiment, checkpoint, watching, what_if or (), Console())
+    if until is not None and what_if:
+        raise ConfigError("--what-if compares whole runs; leave out --until")
+    is_watched = until is not None or learner is not None or curves
+    watching = Watching(until, learner, curves) if is_watched else None
+    replay_recipe(experiment, checkpoint, watching, what_if or (), Console())
 
 
 @app.command(epilog="Example: [bold]starling status exp/demo --watch[/bold]")

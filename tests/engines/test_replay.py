@@ -20,13 +20,13 @@ from starling.checkpoint.reader import checkpoints_in
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.replay import Moment, ReplayEngine, Script
-from starling.errors import CheckpointError, ConfigError, PeerLost, ReplayError
+from starling.errors import CheckpointError, ConfigError, NonFiniteError, PeerLost, ReplayError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.replay import Watching, read_runs, replay, replay_runs
 from starling.experiment.train import Trained
 from starling.reporting.events import Stream
 from starling.toy import regression
-from starling.training.faults import Join, Kill
+from starling.training.faults import Join, Kill, NotFinite
 from starling.training.job import ClaimReport, Job, Observer
 from starling.training.order import turns_in
 from starling.training.speeds import Stragglers
@@ -187,6 +187,8 @@ def test_processes_that_were_resumed_are_replayed_to_the_bit(strategy: str, tmp_
     replayed = replay(jobs[3], folder)
     assert len(replayed.runs) == 2
     assert all(len(script.states) > 1 for run in replayed.runs for script in run.scripts)
+    in_second = sum(len(script.batches) for script in replayed.runs[0].scripts) + 5
+    assert replay(jobs[3], folder, watch=Watching(str(in_second), None)).outcome is None
     from_one = folder / "checkpoints" / f"step-{replayed.runs[1].plan.position.num_done:08d}"
     assert len(replay(jobs[3], folder, checkpoint=from_one).runs) == 1
     with pytest.raises(ReplayError, match="is not the checkpoint"):
@@ -199,7 +201,8 @@ def test_processes_that_were_lost_and_resumed_are_replayed_to_the_bit(strategy: 
     killed = {"faults": (Kill(kill=0, at_step=20),), "stragglers": Stragglers(slow={1: 4.0, 2: 4.0})}
     try:
         jobs, folder = resumed(strategy, tmp_path, strategy, 3, **killed, budget=Budget(epochs=4))
-    except CheckpointError:
+    except CheckpointError as error:
+        assert "no complete checkpoint" in str(error)
         pytest.skip("a learner was so late that no checkpoint is complete")
     assert len(replay(jobs[3], folder).runs) == 2
 
@@ -269,6 +272,11 @@ def test_other_conditions_are_refused(until: str) -> None:
         Watching(until, None)
 
 
+def test_a_learner_without_a_condition_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give --until, too"):
+        Watching(None, 1)
+
+
 def test_another_learning_rate_in_the_same_order(experiment: tuple[Job, Path]) -> None:
     job, folder = experiment
     own, other = replay(job, folder), replay(dataclasses.replace(job, make_optimizer=slower), folder, check=False)
@@ -336,6 +344,17 @@ def test_a_record_without_its_end_is_said_to_be_stuck(experiment: tuple[Job, Pat
     cut = changed(experiment, tmp_path, lambda lines: lines[: len(lines) // 2])
     with pytest.raises(starling.StarlingError, match=r"the replay stops|the record ends"):
         replay(experiment[0], cut)
+
+
+def test_a_run_that_ended_with_an_error_is_replayed_with_a_change(tmp_path: Path) -> None:
+    job = dataclasses.replace(regression("adpsgd"), faults=(NotFinite(nan=1, at_step=5),), most_not_finite=1)
+    with pytest.raises(NonFiniteError):
+        starling.train(job, learners=2, name="run", exp=tmp_path)
+    with pytest.raises(ReplayError, match="ended with an error"):
+        replay(job, tmp_path / "run")
+    other = replay(dataclasses.replace(job, make_optimizer=slower), tmp_path / "run", check=False)
+    assert other.ended is not None
+    assert len(other.losses) == 1
 
 
 def test_another_job_is_noticed(experiment: tuple[Job, Path]) -> None:

@@ -15,6 +15,7 @@ exp/<name>/decode/beam/             the same of the beam search, and its languag
 exp/<name>/status.json              the state of the run, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance, and when it computed; see
                                     starling.experiment.record
+exp/<name>/replay/                  curves of `starling replay --curves`
 exp/<name>/report.html              the page of `starling report`
 exp/<name>/joins/                   requests for more learners; see starling.launch.joiners
 """
@@ -47,6 +48,7 @@ class ExperimentFolder:
         self.validation = path / "validation"
         self.decode = path / "decode"
         self.seen = path / "seen"
+        self.replay = path / "replay"
         self.joins = path / "joins"
         self.status = path / "status.json"
         self.report = path / "report.html"

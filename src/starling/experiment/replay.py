@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import cast
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from starling.checkpoint.reader import Checkpoint, CheckpointInMemory, load
 from starling.checkpoint.state import LearnerState
@@ -69,11 +70,13 @@ class Replayed:
     """The result of `starling.replay`."""
 
     outcome: Outcome | None
-    """What the virtual engine has at the end: the learners' states. None if the replay was stopped before."""
+    """What the virtual engine has at the end: the learners' states. None if the replay ended before the run did."""
     runs: Sequence[Run]
     """What was replayed: one run, and one more for each resume."""
     losses: Sequence[float]
-    """The median loss of each epoch's mini-batches."""
+    """The median loss of each epoch's mini-batches; NaN counts as infinite."""
+    ended: RecordEnded | None = None
+    """Why the replay ended before the run did, unless it was stopped on purpose."""
 
     @property
     def states(self) -> Mapping[int, int]:
@@ -103,7 +106,7 @@ class States(Observer):
 
     def on_step(self, report: StepReport) -> None:
         self._num_steps += 1
-        self.losses[report.ticket.epoch].append(report.loss)
+        self.losses[report.ticket.epoch].append(math.inf if math.isnan(report.loss) else report.loss)
         self._told(self._num_steps)
 
     def on_event(self, rank: int, kind: str, **fields: object) -> None:
@@ -150,8 +153,8 @@ def replay(
         progress: Called with `mini-batches`, how many have been computed, and how many there are.
         checkpoint: The checkpoint from which the newest run resumed; then only that run is replayed.
         watch: Called with each gradient; the replay stops where it returns True.
-        check: Whether the weights must be those of the record. Without this, the job may have another learning rate,
-            or whatever else leaves the order possible.
+        check: Whether the weights must be those of the record. If not, the job may have another learning rate, or
+            any other change with which learners can keep to the order.
 
     Raises:
         ReplayError: The record is damaged or of other code, this machine computes otherwise, or weights differ.
@@ -165,8 +168,11 @@ def replay(
         >>> sorted(starling.replay(job, trained.folder).states)  # doctest: +SKIP
         [0, 1]
     """
-    folder = ExperimentFolder(Path(experiment))
-    return replay_runs(lambda run: job, read_runs(folder), progress, checkpoint, watch, check)
+    runs = read_runs(ExperimentFolder(Path(experiment)))
+    replayed = replay_runs(lambda run: job, runs, progress, checkpoint, watch, check)
+    if check and replayed.ended is not None:
+        raise replayed.ended
+    return replayed
 
 
 def replay_runs(
@@ -178,14 +184,16 @@ def replay_runs(
     check: bool = True,
 ) -> Replayed:
     """Replay runs, each of which began with a state of the one before; `job_of` returns the job of each. Raises as
-    `replay` does."""
+    `replay` does, except that a record that ends before its run is no error."""
     found: Iterable[Checkpoint] = ()
     if checkpoint is not None:
         runs, found = runs[-1:], [load(Path(checkpoint))]
     if not check and len(runs) > 1:
         raise ConfigError("the run was resumed: with a change, only the newest run is replayed; give its checkpoint")
     total, done = sum(len(script.batches) for run in runs for script in run.scripts), 0
-    losses, outcome = defaultdict[int, list[float]](list), None
+    losses = defaultdict[int, list[float]](list)
+    outcome: Outcome | None = None
+    ended: RecordEnded | None = None
     for run, following in zip(runs, [*runs[1:], None], strict=True):
         job = job_of(run)
         _check_job(job)
@@ -194,7 +202,7 @@ def replay_runs(
         def told(number: int, before: int = before) -> None:
             progress("mini-batches", before + number, total)
 
-        observer, ended = States(run.scripts[0].saves, wanted, told), None
+        observer, outcome, ended = States(run.scripts[0].saves, wanted, told), None, None
         with _as_recorded(run.scripts):
             engine = ReplayEngine(job, run.memberships, observer, _start(job, run, found))
             engine.watch = None if watch is None else _counted_from(before, watch)
@@ -203,18 +211,16 @@ def replay_runs(
             except RecordEnded as error:
                 ended = error
             except ReplayStopped:
-                following, check = None, False
+                pass
         for epoch, found_losses in observer.losses.items():
             losses[epoch] += found_losses
-        if check:
-            _compare(run, observer)
-        if ended is not None and following is None and check:
-            raise ended
         if outcome is None and ended is None:
             break
+        if check:
+            _compare(run, observer)
         found = observer.checkpoints
         done += sum(len(script.batches) for script in run.scripts)
-    return Replayed(outcome, runs, [median(each) for _, each in sorted(losses.items())])
+    return Replayed(outcome, runs, [median(each) for _, each in sorted(losses.items())], ended)
 
 
 def _counted_from(before: int, watch: Watch) -> Watch:
@@ -284,15 +290,18 @@ class Watching:
     """Shows what learners do in a replay, up to a moment.
 
     `until` is the number of a gradient or a condition such as `gradient>100`, of one `learner` if that is given.
-    Infinity and NaN are more than any number. With `curves`, each figure of each learner becomes a curve.
+    Infinity and NaN are more than any number. With `draws`, each figure of each learner becomes a curve.
 
-    Raises ConfigError if `until` is neither.
+    Raises ConfigError if `until` is neither, or missing beside `learner`.
     """
 
     FIGURES = ("loss", "gradient", "weights", "distance", "staleness")
 
-    def __init__(self, until: str | None, learner: int | None, curves: Curves | None = None) -> None:
-        self._learner, self._curves, self.newest = learner, curves, dict[int, Moment]()
+    def __init__(self, until: str | None, learner: int | None, draws: bool = False) -> None:
+        if learner is not None and until is None:
+            raise ConfigError("--learner: it says whose gradients --until means; give --until, too")
+        self._learner, self.draws, self.newest = learner, draws, dict[int, Moment]()
+        self._curves: Curves | None = None
         self._limits = {"number": math.inf}
         found = re.fullmatch(rf"({'|'.join(self.FIGURES)})\s*>\s*(\S+)", until or "")
         try:
@@ -308,6 +317,13 @@ class Watching:
                 "gradient>100"
             )
 
+    @contextmanager
+    def drawing(self, folder: Path) -> Generator[None, None, None]:
+        """A context that draws curves, in place of those of an earlier replay."""
+        shutil.rmtree(folder, ignore_errors=True)
+        with closing(Curves(folder)) as self._curves:
+            yield
+
     def __call__(self, moment: Moment) -> bool:
         self.newest[moment.learner] = moment
         if self._curves is not None:
@@ -319,7 +335,8 @@ class Watching:
 
     def show(self, console: Console) -> None:
         """Print the newest gradient of each learner, the last one of all at the end, with its examples."""
-        table = Table("no.", "learner", "epoch", "batch", *self.FIGURES, box=None)
+        names = ("no.", "learner", "epoch", "batch", *self.FIGURES)
+        table = Table(*(Column(name, overflow="fold") for name in names), box=None)
         newest = sorted(self.newest.values(), key=attrgetter("number"))
         for moment in newest:
             ticket, figures = moment.ticket, (f"{getattr(moment, name):.3g}" for name in self.FIGURES)
@@ -336,20 +353,22 @@ def replay_recipe(
     """Replay the experiment of a recipe, and print what was checked; then replay it with changes, if there are any."""
     folder = existing(experiment)
 
-    def replayed(*changes: str) -> Replayed:
+    def replayed(watch: Watch | None, *changes: str) -> Replayed:
         def job_of(run: Run) -> Job:
             path = run.segments[-1] / RECIPE
-            tree = apply_overrides(read_recipe(path if path.is_file() else folder.config), changes)
-            return (task := task_of(tree)).make_job(task.check_resolved(tree, str(path)), folder)
+            path = path if path.is_file() else folder.config
+            task = task_of(tree := apply_overrides(read_recipe(path), changes))
+            return task.make_job(task.check_resolved(tree, str(path)), folder)
 
         with Bars(console) as bars:
-            return replay_runs(job_of, read_runs(folder), bars, checkpoint, watching, check=not changes)
+            return replay_runs(job_of, read_runs(folder), bars, checkpoint, watch, check=not changes)
 
-    own = replayed()
+    with watching.drawing(folder.replay) if watching is not None and watching.draws else nullcontext():
+        own = replayed(watching)
     if watching is not None:
         watching.show(console)
-    if own.outcome is None:
-        console.print("stopped there; no weights were compared")
+    if own.outcome is None and own.ended is None:
+        console.print("the replay was stopped there")
         return
     output = Table("run", "member-\nship", "learner", "batches", "turns", "states")
     for number, run in enumerate(own.runs, 1):
@@ -360,10 +379,17 @@ def replay_recipe(
     num_states = sum(own.states.values())
     console.print(f"replayed {experiment}: {num_states} states, each with the same weights as in the run, bit for bit")
     if changes:
-        losses = Table("epoch", "median loss", f"with {' '.join(changes)}")
-        for epoch, pair in enumerate(zip(own.losses, replayed(*changes).losses, strict=True), 1):
+        other, change = replayed(None, *changes), " ".join(changes)
+        losses = Table("epoch", "median loss", f"with {change}")
+        for epoch, pair in enumerate(zip(own.losses, other.losses, strict=True), 1):
             losses.add_row(str(epoch), *(f"{loss:.5g}" for loss in pair))
         console.print(losses)
+        if own.losses == other.losses:
+            console.print(
+                f"{change} changes nothing in this run; the record determines learners, mini-batches and order"
+            )
+    if own.ended is not None:
+        raise own.ended
 
 
 def _start(job: Job, run: Run, checkpoints: Iterable[Checkpoint]) -> list[LearnerState] | None:

@@ -99,8 +99,8 @@ class Script:
 
 
 class RecordEnded(ReplayError):  # noqa: N818 - an outcome
-    """The record ends before the run did, and everything in it has been replayed. Whoever raises it further has
-    compared the states."""
+    """Everything in the record has been replayed, and it ends before the run did. Callers compare the states before
+    they let this error through."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Moment:
 
 
 class ReplayStopped(Exception):  # noqa: N818 - an outcome
-    """Whoever watches a replay has seen enough."""
+    """A replay has reached the gradient at which it was to stop."""
 
 
 class GivenOrder(Order):
@@ -472,8 +472,8 @@ class ReplayEngine(VirtualEngine):
                 f"sent ({self._current.deadlock()})"
             )
         return RecordEnded(
-            f"the record ends after {done} mini-batches, before the run did: its learners were killed, or it is not "
-            "complete; up to there, each saved state has the same weights"
+            f"the record ends after {done} mini-batches, before the run did: its learners were killed or "
+            "ended with an error, or it is not complete; up to there, each saved state has the same weights"
         )
 
     def _end(self, members: Sequence[int]) -> None:
