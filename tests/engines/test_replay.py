@@ -176,7 +176,8 @@ def resumed(strategy: str, folder: Path, then: str, learners: int, **killed: Any
     first = dataclasses.replace(regression(strategy), checkpoint_every=12, **killed)
     with pytest.raises(PeerLost) if killed else nullcontext():
         starling.train(first, learners=3, on_loss="stop", **keep)
-    job = dataclasses.replace(regression(then), checkpoint_every=12, budget=Budget(epochs=4))
+    more = Budget(epochs=(first.budget.epochs or 0) + 3)
+    job = dataclasses.replace(regression(then), checkpoint_every=12, budget=more)
     path = starling.train(job, learners=learners, resume=folder / "run", **keep).folder
     return {3: first, learners: job}, path
 
@@ -200,7 +201,7 @@ def test_processes_that_were_lost_and_resumed_are_replayed_to_the_bit(strategy: 
     """Wherever the others were when learner 0 was killed."""
     killed = {"faults": (Kill(kill=0, at_step=20),), "stragglers": Stragglers(slow={1: 4.0, 2: 4.0})}
     try:
-        jobs, folder = resumed(strategy, tmp_path, strategy, 3, **killed, budget=Budget(epochs=4))
+        jobs, folder = resumed(strategy, tmp_path, strategy, 3, **killed, budget=Budget(epochs=12))
     except CheckpointError as error:
         assert "no complete checkpoint" in str(error)
         pytest.skip("a learner was so late that no checkpoint is complete")
