@@ -1,4 +1,5 @@
-"""Digits, learnt at uneven speeds, are replayed to the bit: undisturbed, and with a kill, a join and a resume."""
+"""Digits, learnt at uneven speeds, are replayed to the bit: undisturbed, and with a kill, a join and a resume. Real
+learners of other speeds that follow the order end with the same bits."""
 
 import subprocess
 import sys
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from starling.experiment.replay import RACES
+from starling.experiment.recorded import RACES
 from starling.strategies import STRATEGIES
 
 SMALL = [
@@ -40,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("learners", [3, 4])
 @pytest.mark.parametrize("strategy", REPLAYED)
-def test_digits_are_replayed_to_the_bit(strategy: str, learners: int, folder: Path) -> None:
+def test_digits_are_replayed_and_followed_to_the_bit(strategy: str, learners: int, folder: Path) -> None:
     own = OPTIONS.get(strategy, [])
     if own and learners % 2:
         pytest.skip("super-learners of two need an even number")
@@ -48,6 +49,8 @@ def test_digits_are_replayed_to_the_bit(strategy: str, learners: int, folder: Pa
     common = ["demo", f"name={name}", f"strategy.name={strategy}", f"learners={learners}", *own, *SMALL]
     starling(folder, "train", *common, "budget.epochs=2", "stragglers.slow={1: 1.5x}")
     assert "bit for bit" in " ".join(starling(folder, "replay", f"exp/{name}").split())
+    own = [*common, f"name={name}-again", f"follow=exp/{name}", "budget.epochs=2"]
+    starling(folder, "train", *own)  # each hash is compared as it is recorded
 
 
 @pytest.mark.soak

@@ -19,16 +19,17 @@ from starling.budget import Budget
 from starling.checkpoint.reader import checkpoints_in
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
-from starling.engines.virtual.replay import Moment, ReplayEngine, Script
+from starling.engines.virtual.replay import Moment, ReplayEngine
 from starling.errors import CheckpointError, ConfigError, NonFiniteError, PeerLost, ReplayError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.replay import Watching, read_runs, replay, replay_runs
+from starling.experiment.recorded import read_runs
+from starling.experiment.replay import Watching, replay, replay_runs
 from starling.experiment.train import Trained
 from starling.reporting.events import Stream
 from starling.toy import regression
 from starling.training.faults import Join, Kill, NotFinite
 from starling.training.job import ClaimReport, Job, Observer
-from starling.training.order import turns_in
+from starling.training.order import Script, turns_in
 from starling.training.speeds import Stragglers
 from tests.code_blocks import code_blocks
 from tests.engines.unlinked import unlinked

@@ -11,6 +11,7 @@ from starling.checkpoint.reader import checkpoints_in
 from starling.errors import ConfigError, StarlingError, Stopped, require
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following
+from starling.experiment.recorded import check_follow
 from starling.experiment.task import RunT, Task
 from starling.launch.joiners import Changes, launcher_id, taking_requests
 from starling.launch.launcher import launch, this_machine
@@ -109,7 +110,7 @@ def crowding_warning(learners: int, cores: int) -> str | None:
 
 def check_engine(run: RunConfig) -> None:
     """Raise ConfigError for settings that real processes cannot have: CUDA without a device, simulated faults, an
-    unreachable cluster, or a folder that another run is using."""
+    unreachable cluster, a folder that another run is using, or a record that learners cannot keep to."""
     if problems := list(only_simulated(run.faults)):
         raise ConfigError("\n".join(problems))
     if run.launch.kind == "ray":
@@ -119,6 +120,8 @@ def check_engine(run: RunConfig) -> None:
         require("monitoring", "launch.metrics_port")
     if run.launch.kind == "local" and run.engine.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda, but torch finds no CUDA device; use engine.device=auto or cpu")
+    if run.follow is not None:
+        check_follow(run)
     if launcher_id(ExperimentFolder(run.folder).joins) is not None:
         raise ConfigError(
             f"{run.folder}: another run writes here; wait for its end, stop it, or set name to another one"

@@ -25,6 +25,7 @@ from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import Listener, Log, Paced, Recorder, Saver, Skips, Together, save_choice
 from starling.experiment.record import begin_segment, segments
+from starling.experiment.recorded import job_as_recorded, script_to_follow
 from starling.experiment.task import RunT, Task
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
@@ -42,14 +43,17 @@ from starling.workload import Position
 def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int | None:
     """Train as a learner until the run ends; return the signal if one stopped the run early, else None."""
     place = replace(place, sums_in_order=run.engine.reduce == "ordered")
-    place.use_threads(run.engine.threads)
+    script = script_to_follow(run, place.rank)
+    place.use_threads(run.engine.threads if script is None else script.arithmetic["threads"])
     tell: Callable[[LearnerMessage], None] = (lambda message: None) if link is None else link.send
     counts, folder = SharedCounts(place), ExperimentFolder(run.folder)
 
     def arrive_model(name: str) -> int:
         return counts.arrive(f"validation/{name}")
 
-    job = task.make_job(run, folder, place.local_world)
+    job, device = task.make_job(run, folder, place.local_world), choose_device(run.engine.device, place)
+    if script is not None:
+        job = job_as_recorded(job, script, device)
     write_model = task.model_writer(run, folder)
     validate_every = task.validate_every(run) if link is not None else None
     # models for scoring are removed by the launcher, after scoring
@@ -80,15 +84,16 @@ def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int |
         run_learner(
             job,
             place,
-            choose_device(run.engine.device, place),
+            device,
             recipe_digest(run),
             Together([recorder, saver]),
             _start(run, job, place),
             run.engine.timeout_seconds,
             find_membership(place, link),
             Regrouping(folder, recorder, lambda membership, line: tell(Said(line)), counts, saver),
-            save_requests,
+            save_requests if script is None else None,
             waits,
+            script,
         )
         return save_requests.stopped_by
 

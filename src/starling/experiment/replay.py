@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import cast
 
 import torch
 from rich.console import Console
@@ -25,44 +24,21 @@ from rich.table import Column, Table
 from starling.checkpoint.reader import Checkpoint, CheckpointInMemory, load
 from starling.checkpoint.state import LearnerState
 from starling.engines.virtual.engine import Outcome
-from starling.engines.virtual.replay import Moment, RecordEnded, ReplayEngine, ReplayStopped, Script
+from starling.engines.virtual.replay import Moment, RecordEnded, ReplayEngine, ReplayStopped
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder, existing
-from starling.experiment.record import RECIPE, events_in, segments
+from starling.experiment.record import RECIPE
+from starling.experiment.recorded import Run, check_arithmetic, check_job, read_runs
 from starling.experiment.task import task_of
 from starling.recipe.file import apply_overrides, read_recipe
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import Bars
-from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import EpochReport, Job, Observer, StepReport
-from starling.training.order import ARITHMETIC, arithmetic, sha256_of
-from starling.training.succession import MembershipStart
+from starling.training.order import Script, sha256_of
 from starling.workload import Position
 
 OnProgress = Callable[[str, int, int], object]
 Watch = Callable[[Moment], bool]
-RACES = ("hogwild",)
-"""Strategies whose learners race for single numbers, so that no order of events determines their weights."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the record has from one start, or resume, to the next."""
-
-    segments: Sequence[Path]
-    """Where its record is, by membership."""
-    memberships: Sequence[Sequence[Script]]
-    """What the record has of the learners, by membership and rank."""
-
-    @property
-    def plan(self) -> MembershipStart:
-        """How it began."""
-        return cast(MembershipStart, self.memberships[0][0].plan)
-
-    @property
-    def scripts(self) -> list[Script]:
-        """What the record has of each learner in each membership."""
-        return [script for each in self.memberships for script in each]
 
 
 @dataclass(frozen=True)
@@ -196,7 +172,7 @@ def replay_runs(
     ended: RecordEnded | None = None
     for run, following in zip(runs, [*runs[1:], None], strict=True):
         job = job_of(run)
-        _check_job(job)
+        check_job(job)
         before, wanted = done, None if following is None else following.plan.position
 
         def told(number: int, before: int = before) -> None:
@@ -226,64 +202,6 @@ def replay_runs(
 def _counted_from(before: int, watch: Watch) -> Watch:
     """`watch`, with moments that are counted across runs."""
     return lambda moment: watch(replace(moment, number=before + moment.number))
-
-
-def _check_job(job: Job) -> None:
-    """Raise ConfigError if the job cannot be replayed."""
-    if job.strategy.name in RACES:
-        raise ConfigError(
-            f"{job.strategy.name} cannot be replayed: its learners change single numbers of one memory at the same "
-            "time, which no order of events describes"
-        )
-    if job.island != NO_ISLANDS:
-        raise ConfigError(
-            "a run with islands cannot be replayed: torch sums what their ranks exchange, in its own order"
-        )
-
-
-def read_runs(folder: ExperimentFolder) -> list[Run]:
-    """What the record has, by run. Raises ConfigError if there is none, ReplayError if it is damaged or has gaps."""
-    found = segments(folder.seen)
-    if not found:
-        raise ConfigError(f"{folder.path}: nothing was recorded here; train with this version of Starling first")
-    runs: list[Run] = []
-    for place, segment in enumerate(found):
-        scripts, num_missing = _scripts_in(segment)
-        if not scripts:  # its learners were lost before they began
-            continue
-        if scripts[0].number == 0:
-            runs.append(Run([segment], [scripts]))
-        elif not runs:
-            raise ReplayError(
-                f"{segment}: the record begins with membership {scripts[0].number}; earlier ones are lost"
-            )
-        else:
-            before = runs[-1]
-            runs[-1] = Run([*before.segments, segment], [*before.memberships, scripts])
-        if num_missing and place + 1 == len(found):
-            raise ReplayError(f"{segment}: no record of {num_missing} of {len(scripts)} learners")
-    if not runs:
-        raise ReplayError(f"{found[0]}: no learner recorded its membership; the record is of an earlier version")
-    return runs
-
-
-def _scripts_in(segment: Path) -> tuple[list[Script], int]:
-    """What a segment has of the learners of its membership, by rank, and how many of them have not begun it."""
-    scripts: dict[int, Script] = {}
-    for learner, place, event in events_in(segment):
-        script = scripts.setdefault(learner, Script(learner))
-        try:
-            if event is None:
-                raise ValueError("not an event, or not as it was written")
-            script.add(event)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ReplayError(f"{place}: damaged: {error}") from None
-    begun = next((script for script in scripts.values() if script.members), None)
-    if begun is None:
-        return [], 0
-    missing = [learner for learner in begun.members if learner not in scripts]
-    scripts |= {learner: begun.without_events(learner) for learner in missing}
-    return [scripts[learner] for learner in begun.members], len(missing)
 
 
 class Watching:
@@ -417,14 +335,11 @@ def _as_recorded(scripts: Sequence[Script]) -> Generator[None, None, None]:
     threads = torch.get_num_threads()
     for script in scripts:
         torch.set_num_threads(int(script.arithmetic["threads"]))
-        here = arithmetic(torch.device("cpu"))
-        for name in ARITHMETIC:
-            if script.arithmetic[name] != here[name]:
-                torch.set_num_threads(threads)
-                raise ReplayError(
-                    f"learner {script.learner} computed with {name} {script.arithmetic[name]}, but it is {here[name]} "
-                    "here, where other bits are computed; replay where the run was made"
-                )
+        try:
+            check_arithmetic(script, torch.device("cpu"))
+        except ReplayError:
+            torch.set_num_threads(threads)
+            raise
     try:
         yield
     finally:

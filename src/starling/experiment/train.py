@@ -67,6 +67,8 @@ def run_training(task: Task[RunT], recipe: RunT, tell: Say, console: Console) ->
     with recorded(recipe, folder, say) as events, Following(recipe, folder, console, events) as following:
         run_learners(task, recipe, folder, console, following)
         following.end_training()
+        if recipe.follow is not None:
+            say(f"learners kept to the order of {recipe.follow}: their states have its weights, bit for bit")
         if (verdict := task.score(recipe, folder, tell, console, may_be_best=True)) is not None:
             events.judge(verdict, lambda line: None)  # the summary begins with it
     return recipe
@@ -143,6 +145,7 @@ def train(
     name: str = "run",
     exp: Path | str = "exp",
     resume: Path | str | None = None,
+    follow: Path | str | None = None,
     overwrite: bool = False,
     on_loss: str = "continue",
     checkpoints: Mapping[str, Any] | None = None,
@@ -167,6 +170,7 @@ def train(
         name: The experiment's folder inside `exp`. An earlier run there is moved aside.
         exp: The folder of all experiments.
         resume: An experiment or a checkpoint to resume from.
+        follow: An experiment whose recorded order of events the learners keep to, so that they end with its weights.
         overwrite: Remove an earlier run instead of moving it aside.
         on_loss: What happens when a learner is lost: `continue` without it, `replace` it, or `stop`.
         checkpoints: Options of a recipe's `checkpoints` section: `minutes`, `epochs`, `every`, `keep`.
@@ -193,6 +197,7 @@ def train(
         "on_loss": on_loss,
         "checkpoints": {"every": job.checkpoint_every, **(checkpoints or {})},
         "resume": resume,
+        "follow": follow,
         "overwrite": overwrite,
         "exp": exp,
         "trains": f"{type(job.workload).__module__}.{type(job.workload).__qualname__}",

@@ -283,6 +283,9 @@ class RunConfig(Config):
     """When the run saves checkpoints, and how many it keeps."""
     resume: Path | None = None
     """Resume from this experiment's newest checkpoint, or from this checkpoint."""
+    follow: Path | None = None
+    """Make the learners keep to the order of events that this experiment has recorded, so that the run ends with the
+    same weights, bit for bit."""
     overwrite: bool = False
     """Remove an earlier run of the same name instead of moving it aside."""
     exp: Path = Path("exp")

@@ -24,7 +24,7 @@ from starling.training.gradient import Computed, GradientTask, compute_gradient
 from starling.training.job import Averaging, ClaimReport, EpochReport, Job, Observer, Spent, StepReport
 from starling.training.loading import Loaded
 from starling.training.membership import Membership
-from starling.training.order import RecordedOrder, arithmetic, sha256_of
+from starling.training.order import Order, RecordedOrder, arithmetic, sha256_of
 from starling.training.pace import Rounds
 from starling.training.replica import ReplicaLearner
 from starling.training.shards import HeldShards, MakeOptimizer
@@ -83,7 +83,7 @@ class CourseLearner(ReplicaLearner):
         self._observer = observer
         if observer.records:
             tell = partial(observer.on_event, life.name, "turns")
-            replica.order = RecordedOrder(lambda: self.is_behind, lambda turns: tell(turns=turns))
+            replica.order = self._make_order(lambda turns: tell(turns=turns))
         self.own_shards = HeldShards(self, self._set_rates, start.shards if start else ())
         sync_groups = job.sync_groups(world)
         self.is_worker = rank < sync_groups.num_workers
@@ -245,6 +245,10 @@ class CourseLearner(ReplicaLearner):
         for ticket, batch in loaded if self._is_reporting else ():
             self._observer.on_claim(ClaimReport.of(self.life.name, ticket, batch, minutes))
         return True
+
+    def _make_order(self, tell: Callable[[str], None]) -> Order:
+        """The order of the learner's activities, whose turns it tells."""
+        return RecordedOrder(lambda: self.is_behind, tell)
 
     def minutes_of_claim(self) -> float | None:
         """The training time of the claim that is under way, the same for all learners of the sync group; None if no

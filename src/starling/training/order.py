@@ -16,16 +16,25 @@ and which averaging round is the last. A record has all of these in `turns`, a t
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+
+from starling.errors import ReplayError
+from starling.training.tickets import SyncGroupTickets
+from starling.workload import Ticket
 
 FOREGROUND, BACKGROUND, ROUND, NO_ROUND, NO_BATCH, LEFT = "f", "b", "r", "e", "x", "l"
 ARITHMETIC = ("torch", "threads", "processor", "device")
 """What the bits of a gradient depend on, beside weights, mini-batch and model."""
+LOOK_SECONDS = 0.1
+"""Longest wait for a turn after which a thread looks whether its learner has failed."""
 _TURN = re.compile(r"[fb][0-9]*|[rex]|l[0-9]+,[0-9]+,[0-9]+")
 
 
@@ -67,8 +76,16 @@ class Order:
         """Note that an activity starts to send, to receive or to average, or has awaited a handle."""
         self.num_started[is_behind][0] += 1
 
+    def key(self) -> int | None:
+        """The key of the handle that the calling activity must take next; None if it takes the first to finish."""
+        return None
+
     def chose(self, key: int) -> None:
         """Note that the calling activity takes the handle with this key, the first to be finished."""
+
+    def takes_place(self) -> bool | None:
+        """Whether the next averaging round takes place; None if the learners decide."""
+        return None
 
     def entered(self, takes_place: bool) -> None:
         """Note that the background enters the next averaging round, or that there is none."""
@@ -136,6 +153,113 @@ class RecordedOrder(Order):
         return BACKGROUND if self._is_behind() else FOREGROUND
 
 
+class Turns:
+    """The turns of a learner in a record, which its activities take one after the other."""
+
+    def __init__(self, learner: int, turns: Iterable[str]) -> None:
+        self._learner, self._turns = learner, [turn for turn in turns if not turn.startswith(LEFT)]
+        self._num_taken = 0
+
+    @property
+    def are_over(self) -> bool:
+        """Whether all turns have been taken."""
+        return self._num_taken == len(self._turns)
+
+    def take(self) -> None:
+        """Take the next turn."""
+        self._num_taken += 1
+
+    def is_next(self, turn: str) -> bool:
+        """Whether this is the next turn of the learner."""
+        return not self.are_over and self._turns[self._num_taken] == turn
+
+    def following(self, is_behind: bool) -> str | None:
+        """The next turn of the foreground or the background; None if the record has no more."""
+        own = (BACKGROUND, ROUND, NO_ROUND) if is_behind else (FOREGROUND, NO_BATCH)
+        places = range(self._num_taken, len(self._turns))
+        return next((turn for turn in map(self._turns.__getitem__, places) if turn[0] in own), None)
+
+    def expect(self, turn: str, is_behind: bool) -> bool:
+        """Whether the record has further turns of an activity. Raises ReplayError if the next one is not `turn`."""
+        expected = self.following(is_behind)
+        if expected not in (turn, None):
+            raise ReplayError(
+                f"learner {self._learner}: after {self._num_taken} turns, its record has {expected!r} where this run "
+                f"has {turn!r}; the record belongs to another version of the code, of the recipe or of the data"
+            )
+        return expected is not None
+
+
+class FollowedOrder(RecordedOrder):
+    """Lets the two activities of a learner, which are threads, take the turns of a record, and records them again.
+
+    `wait_until` waits until a condition holds, which it evaluates again and again. Without a second activity there are
+    no turns to wait for.
+    """
+
+    def __init__(
+        self,
+        is_behind: Callable[[], bool],
+        tell: Callable[[str], None],
+        turns: Turns,
+        wait_until: Callable[[Callable[[], bool]], None],
+    ) -> None:
+        super().__init__(is_behind, tell)
+        self._given, self._wait_until = turns, wait_until
+        self._changed = threading.Condition()
+
+    def share(self) -> None:
+        super().share()
+        self.gives = True
+
+    def wait(self) -> None:
+        self._await(self._activity())
+
+    def note(self) -> None:
+        super().note()
+        self._take()
+
+    def key(self) -> int | None:
+        following = self._given.following(self._is_behind()) or ""
+        return int(following[1:]) if following[1:] else -1
+
+    def chose(self, key: int) -> None:
+        self._await(f"{self._activity()}{key}")
+        super().chose(key)
+        self._take()
+
+    def takes_place(self) -> bool | None:
+        return self._given.following(is_behind=True) != NO_ROUND
+
+    def entered(self, takes_place: bool) -> None:
+        self._await(ROUND if takes_place else NO_ROUND)
+        super().entered(takes_place)
+        self._take()
+
+    def ended(self) -> None:
+        self._await(NO_BATCH)
+        super().ended()
+        self._take()
+
+    def _await(self, turn: str) -> None:
+        def has_come() -> bool:
+            with self._changed:
+                self._given.expect(turn, self._is_behind())
+                return self._is_turn(turn) or self._changed.wait_for(lambda: self._is_turn(turn), LOOK_SECONDS)
+
+        if not self._is_turn(turn):
+            self._wait_until(has_come)
+
+    def _is_turn(self, turn: str) -> bool:
+        return self._given.are_over or self._given.is_next(turn)  # what follows the last turn uses final weights
+
+    def _take(self) -> None:
+        with self._changed:
+            if not self._given.are_over:
+                self._given.take()
+            self._changed.notify_all()
+
+
 def arithmetic(device: torch.device) -> dict[str, str | int]:
     """Each of `ARITHMETIC`, as it is in this process."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -158,3 +282,57 @@ def turns_in(text: str) -> Iterator[str]:
         yield found.group()
     if place != len(text):
         raise ValueError(f"{text[place : place + 20]!r} is no turn")
+
+
+@dataclass
+class Script:
+    """What the record has of one learner in one membership."""
+
+    learner: int
+    batches: list[tuple[int, float | None]] = field(default_factory=list)
+    """The steps of its mini-batches, each with the training time of its claim, if the budget depends on that."""
+    turns: list[str] = field(default_factory=list)
+    """See the top of this file."""
+    barriers: list[tuple[int, bool]] = field(default_factory=list)
+    """Portions before which there is a checkpoint barrier on which learners agreed, and whether the run ends there."""
+    cuts: dict[int, tuple[int | None, int]] = field(default_factory=dict)
+    """The cut of each barrier, and how often the activity that saved its state had used the weights."""
+    plan: str = ""
+    """How the membership began: a `MembershipStart`, encoded."""
+    number: int = 0
+    """Number of the membership."""
+    saves: bool = False
+    """Whether the learner copied its state at barriers."""
+    states: list[tuple[int, str]] = field(default_factory=list)
+    """The steps of its saved states, each with the hash of the weights."""
+    arithmetic: dict[str, Any] = field(default_factory=dict)
+    """Where it computed: each of `ARITHMETIC`."""
+    members: Sequence[int] = ()
+    """The learners of the membership."""
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Add an event of the learner's stream; kinds that a replay does not need are left out. Raises KeyError,
+        TypeError or ValueError if the event is not as docs/events.md says."""
+        match event["kind"]:
+            case "membership":
+                self.number, self.members, self.saves = event["number"], tuple(event["members"]), event["saves"]
+                self.plan = json.dumps(event["plan"])
+                self.arithmetic = {name: event[name] for name in ARITHMETIC}
+            case "batch":
+                self.batches.append((int(event["step"]), event.get("minutes")))
+            case "turns":
+                self.turns += turns_in(event["turns"])
+            case "barrier":
+                self.barriers.append((int(event["portion"]), bool(event["stops"])))
+            case "cut":
+                self.cuts[int(event["barrier"])] = event["round"], int(event["turn"])
+            case "state":
+                self.states.append((int(event["step"]), event["sha256"]))
+
+    def claimed(self, tickets: SyncGroupTickets) -> list[tuple[int, float | None]]:
+        """The portions that the learner claimed, each with the training time of its claim."""
+        return list({tickets.number_of(Ticket(0, 0, step)): minutes for step, minutes in self.batches}.items())
+
+    def without_events(self, learner: int) -> Script:
+        """What the record of this membership has of another learner, which was lost before it began."""
+        return replace(self, learner=learner, batches=[], turns=[f"{LEFT}0,0,0"], barriers=[], cuts={}, states=[])

@@ -78,6 +78,13 @@ class Rounds:
             self._is_due = True
             return number, self._board.open(number, True)
 
+    def recorded(self) -> int:
+        """As `begin`, where a record has the rounds that take place, and none is opened."""
+        if self.cuts is not None:
+            self.cuts.completed(self._next)
+        number, self._next = self._next, self._next + 1
+        return number
+
     def enter(self, number: int, is_open: bool) -> int | None:
         """Note that the background enters a round that has opened. Returns its number, or None if it will never
         open."""

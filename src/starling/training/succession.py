@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -261,6 +261,27 @@ class CutAgreement(ABC):
 
     def saved(self, barrier: int) -> None:  # noqa: B027 - the processes' store forgets a cut, memory need not
         """Note that this learner has the complete state of a barrier, and asks no more about its cut."""
+
+
+class RecordedCuts(CutAgreement):
+    """Cuts that become known when they did in a record.
+
+    `cuts` has, by barrier, its cut and how often the activity that saved the state had used the weights; `num_own`
+    returns how often the calling activity has.
+    """
+
+    def __init__(self, cuts: Mapping[int, tuple[int | None, int]], num_own: Callable[[], int]) -> None:
+        self._cuts, self._num_own = cuts, num_own
+
+    def passed(self, barrier: int, num_entered: int) -> None:
+        """Nothing: the cut is recorded."""
+
+    def is_cut(self, barrier: int, number: int) -> bool:
+        return barrier in self._cuts and self._cuts[barrier][0] == number
+
+    def cut(self, barrier: int) -> int | None:
+        number, turn = self._cuts.get(barrier, (None, 0))
+        return number if self._num_own() >= turn else None
 
 
 @dataclass

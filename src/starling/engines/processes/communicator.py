@@ -35,7 +35,7 @@ from starling.engines.processes.links import LinkBoard, MemoryLinks, share_memor
 from starling.engines.processes.stalls import BACKGROUND, OWN_ROUND, OWN_ROUNDS, Waits
 from starling.engines.processes.threads import STARTED, GradientHandle, ProcessHandle, Release, Worker, Workers
 from starling.engines.processes.tickets import ProcessRounds, StoreBoard
-from starling.errors import PeerLost, ProtocolError
+from starling.errors import PeerLost, ProtocolError, ReplayError
 from starling.learner import EncodedMean, Handle, Shard
 from starling.strategies import SyncGroups
 from starling.timeouts import CAUSE
@@ -274,7 +274,11 @@ class ConnectedLearner(ReplicaLearner):
         keys = {cast(ProcessHandle[Any], handle): key for key, handle in handles.items()}
 
         def result() -> int:
-            finished = self._lane.finished
+            finished, others, wanted = self._lane.finished, list[ProcessHandle[Any]](), self.order.key()
+            if wanted not in (None, *handles):
+                raise ReplayError(
+                    f"learner {self.peers.rank}: its record has the key {wanted}, but it waits for {sorted(handles)}"
+                )
             for handle, key in keys.items():
                 handle.finish_in(self.workers[f"starling-first-{self.is_behind:d}-{key}"], finished.put)
             with self._waiting("receiving the first of several messages"):
@@ -284,7 +288,11 @@ class ConnectedLearner(ReplicaLearner):
                     except Empty:
                         self._notice_losses()
                     else:
-                        if first in keys:
+                        if wanted not in (None, keys.get(first)):
+                            others.append(first)
+                        elif first in keys:
+                            for other in others:
+                                finished.put(other)
                             self.order.chose(keys[first])
                             return keys[first]
 
@@ -362,9 +370,14 @@ class ConnectedLearner(ReplicaLearner):
 
         def result() -> int | None:
             self.release.check()
-            with self.naming_the_lost("an averaging round"):
-                number = self.rounds.next(period)
-            self.order.entered(number is not None)
+            if (takes_place := self.order.takes_place()) is not None:
+                place = self.rounds.recorded()
+                self.order.entered(takes_place)
+                number = self.rounds.enter(place, takes_place)
+            else:
+                with self.naming_the_lost("an averaging round"):
+                    number = self.rounds.next(period)
+                self.order.entered(number is not None)
             self.statistics.averaging.rounds += number is not None
             return number
 
@@ -374,7 +387,7 @@ class ConnectedLearner(ReplicaLearner):
 
         def result() -> None:
             kept_up: Future[None] = Future()
-            if not self.rounds.keeps_up(most, lambda: kept_up.set_result(None)):
+            if not self.order.gives and not self.rounds.keeps_up(most, lambda: kept_up.set_result(None)):
                 with self._waiting(OWN_ROUND):
                     self.release.wait(kept_up)
 

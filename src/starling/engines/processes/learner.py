@@ -6,7 +6,7 @@ each learner has its own device; everything else uses gloo through host memory.
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from itertools import count, islice
@@ -22,7 +22,7 @@ from starling.engines.processes.handshake import Peers
 from starling.engines.processes.island import GATHERING, IslandModel, check_elementwise
 from starling.engines.processes.threads import STARTED, GradientHandle, Mean
 from starling.engines.processes.tickets import CLAIMING, DoneNotes, Draws, ProcessRounds, StoreCuts
-from starling.errors import ConfigError, ProtocolError
+from starling.errors import ConfigError, ProtocolError, ReplayError
 from starling.learner import Handle
 from starling.strategies.islands import NO_ISLANDS, between_islands
 from starling.training.course import CourseLearner
@@ -30,12 +30,14 @@ from starling.training.faults import Fault, Pause, kill_this_process, stop_this_
 from starling.training.flat import Model, load_buffers
 from starling.training.job import Job, Observer
 from starling.training.loading import Loaded, Loader, Lookahead
+from starling.training.order import FollowedOrder, Order, Script, Turns, sha256_of
 from starling.training.replica import Replica, changed_beneath
 from starling.training.speeds import Stragglers
-from starling.training.succession import Life
+from starling.training.succession import CutAgreement, Life, RecordedCuts
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position, Ticket
 
+A_TURN = "its recorded turn"
 KEPT_TIMES = 1 << 16
 """Number of a sync group's claims whose time stays in the store: learners that agree every H steps are up to H claims
 apart."""
@@ -45,6 +47,7 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
     """The learner that runs in this process, in one membership. It continues with the state in its `life`."""
 
     batches: "ProcessBatches"
+    cut_agreement: CutAgreement
     rounds: ProcessRounds
 
     def __init__(
@@ -57,7 +60,9 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         loader: Loader,
         observer: Observer,
         save_requests: SaveRequests | None = None,
+        script: Script | None = None,
     ) -> None:
+        self._script, self._num_states = script, 0
         part = self._part = flat if isinstance(flat, IslandModel) else None
         start, weights, make_optimizer = life.state, flat.weights, job.make_optimizer
         if start is not None:
@@ -88,8 +93,12 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         size = job.sync_groups(peers.world).size
         tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, shared_by)
         self.cut_agreement = StoreCuts(replace(self.peers, place=self._place))
+        if script is not None:
+            self.cut_agreement = RecordedCuts(script.cuts, lambda: self.order.num_own)
         CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
-        self.batches = ProcessBatches(self, loader, self._barrier)
+        for portion, stops in () if script is None else script.barriers:
+            self._add_barrier(portion, stops)
+        self.batches = ProcessBatches(self, loader, self._barrier, script)
 
     def drive(self) -> LearnerState:
         """Run the strategy to its end; returns this learner's final state."""
@@ -123,6 +132,11 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
 
     def named_buffers(self) -> dict[str, Tensor]:
         return dict(self._flat.model.named_buffers())
+
+    def minutes_of_claim(self) -> float | None:
+        if self._script is None:
+            return super().minutes_of_claim()
+        return self.batches.recorded_minutes(self.statistics.num_claimed)
 
     def suffer(self, fault: Fault) -> None:
         if isinstance(fault, Pause):
@@ -217,6 +231,32 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         with self.naming_the_lost("the norm of a gradient"):
             return number if self._part is None else self._part.island.sum(number)
 
+    def _make_order(self, tell: Callable[[str], None]) -> Order:
+        if self._script is None:
+            return super()._make_order(tell)
+
+        def wait_until(has_come: Callable[[], bool]) -> None:
+            with self.naming_the_lost(A_TURN), self._waiting(A_TURN):
+                self.peers.await_done(has_come, "another activity has not taken its turn")
+
+        turns = Turns(self.life.name, self._script.turns)
+        return FollowedOrder(lambda: self.is_behind, tell, turns, wait_until)
+
+    def _record_weights(self, position: Position, weights: Tensor) -> None:
+        """Record the hash of weights. Raises ReplayError if they are not those of the record that the learner keeps
+        to."""
+        super()._record_weights(position, weights)
+        if self._script is None:
+            return
+        number, self._num_states = self._num_states, self._num_states + 1
+        found, states = (position.num_done, sha256_of(weights)), self._script.states
+        if number < len(states) and found != states[number]:
+            raise ReplayError(
+                f"learner {self.life.name}: its state number {number + 1}, after {found[0]} steps, has the hash "
+                f"{found[1][:12]}, but its record has {states[number][1][:12]} after {states[number][0]} steps; the "
+                "recipe, the data or the code differs"
+            )
+
     def _add_barrier(self, number: int, signal_number: int) -> None:
         """Add a checkpoint barrier before portion `number`, which no learner has reached."""
         self._observer.on_event(self.life.name, "barrier", portion=number, stops=bool(signal_number))
@@ -235,10 +275,15 @@ class ProcessBatches:
     processes prepare mini-batches ahead. Unless all learners have one model, the store records which tickets are
     done."""
 
-    def __init__(self, learner: "ProcessLearner", loader: Loader, barrier: CheckpointBarrier) -> None:
+    def __init__(
+        self, learner: "ProcessLearner", loader: Loader, barrier: CheckpointBarrier, script: Script | None
+    ) -> None:
         job, peers, num_workers = learner.job, learner.peers, learner.job.sync_groups(learner.peers.world).num_workers
         self._learner, self._peers, self._tickets, self._barrier = learner, peers, learner.tickets, barrier
         self._is_whole = len(learner.claimers) == peers.world
+        claimed = [] if script is None else script.claimed(learner.tickets)
+        self._given = None if script is None else [number for number, _ in claimed]
+        self._minutes = [minutes for _, minutes in claimed]
         self._member = peers.rank - learner.claimers.start
         per_batch = job.island.tensor
         self._part = (learner.life.name if per_batch == 1 else peers.rank // per_batch) % job.workload.num_parts
@@ -259,7 +304,7 @@ class ProcessBatches:
             loaded = list(islice(self._batches, self._tickets.shares[self._member]))
         now = time.monotonic()
         self._learner.statistics.spent.waiting_for_data += now - begin
-        if self._is_whole:  # nothing is drawn
+        if self._draws_nothing:
             return loaded or None
         if self._resumed_at is not None:
             spent = self._learner.job.budget.fraction(self._tickets.progress(self._newest_drawn, minutes=0.0))
@@ -283,6 +328,10 @@ class ProcessBatches:
             self._peers.await_keys([key(claim)], what, [first])
             return float(store.get(key(claim)))
 
+    def recorded_minutes(self, claim: int) -> float | None:
+        """The training time of a claim, if learners keep to a record that has it."""
+        return self._minutes[claim] if claim < len(self._minutes) else None
+
     def reach(self, portion: int) -> None:
         """Wait until it is known whether there is a checkpoint barrier before `portion`."""
         self._barrier.reach(portion)
@@ -296,6 +345,11 @@ class ProcessBatches:
         ahead when the time budget was spent. Waits until all learners have made their last claims."""
         if self._is_whole:
             return self._learner.statistics.num_claimed, []
+        if self._given is not None:
+            done = self._peers.gather_all("claimed", self._given, "collecting the last claims")
+            numbers = {number for each in done for number in each}
+            num_drawn = max(numbers, default=-1) + 1
+            return num_drawn, sorted(set(range(num_drawn)) - numbers)
         undone = self._undone() if self._learner.is_worker and self._member == 0 else ()
         what = "collecting the last claims"
         with self._learner.naming_the_lost(what):
@@ -304,12 +358,14 @@ class ProcessBatches:
 
     def _drawn(self) -> Iterator[Ticket]:
         """Draw this learner's tickets."""
-        numbers: Iterator[int] = count() if self._is_whole else iter(self._take, None)
+        numbers: Iterable[int] = count() if self._is_whole else iter(self._take, None)
+        if self._given is not None:
+            numbers = self._given
         for number in numbers if self._learner.is_worker else ():
             self.reach(number)
             if not (drawn := self._tickets.drawn(number, self._member)):
                 return
-            if not self._is_whole:
+            if not self._draws_nothing:
                 self._drawn_ahead.add(number)
                 self._newest_drawn = number
             for ticket in drawn:
@@ -342,12 +398,17 @@ class ProcessBatches:
 
     def _num_ahead(self) -> int:
         """The number of portions that may be drawn ahead of the one that is about to begin."""
-        if self._is_whole:
+        if self._draws_nothing:
             return sys.maxsize  # no other learner would take them
         if self._member == 0:
             return self._lookahead.num(time.monotonic(), self._loader.load_seconds)
         # only what the first has drawn: waiting for more would keep the group from the step that the first is in
         return len(self._drawn_ahead) - 1 + self._draws.num_known
+
+    @property
+    def _draws_nothing(self) -> bool:
+        """Whether the store does not determine the portions of this learner."""
+        return self._is_whole or self._given is not None
 
     def close(self) -> None:
         """End the thread that draws."""

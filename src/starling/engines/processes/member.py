@@ -37,6 +37,7 @@ from starling.training.gradient import measured_seconds
 from starling.training.job import Job, Observer
 from starling.training.loading import Loader
 from starling.training.membership import Membership, MembershipFeed, MembershipObserver
+from starling.training.order import Script
 from starling.training.succession import (
     Life,
     MembershipStart,
@@ -67,13 +68,15 @@ def run_learner(
     changes: MembershipObserver | None = None,
     save_requests: SaveRequests | None = None,
     waits: Waits | None = None,
+    script: Script | None = None,
 ) -> LearnerState | None:
     """Run the learner at `place` from handshake to closing barrier.
 
     Returns its final state, or None if a membership did not include it. `digest` identifies the whole configuration and
     must be the same on all learners. With `membership`, the survivors continue when a learner is lost, and `changes`
     observes membership changes. `save_requests` requests checkpoint barriers in addition to the job's; either all
-    learners have it, or none. This learner's waits are recorded in `waits`.
+    learners have it, or none. This learner's waits are recorded in `waits`. It keeps to the order of `script`, what a
+    record has of one membership; then the run ends if a learner is lost.
 
     Raises:
         ProtocolError: Learners differ.
@@ -84,7 +87,7 @@ def run_learner(
     root, changes = Peers(place, timeout_seconds, waits or Waits(), feed), changes or MembershipObserver()
     with Loader(job.workload, job.num_workers, ignores_signals=save_requests is not None) as loader:
         check_island(job.island, device)
-        return _Member(job, root, device, digest, observer, loader, changes, save_requests, life).run()
+        return _Member(job, root, device, digest, observer, loader, changes, save_requests, life, script).run()
 
 
 def warm_up(job: Job, flat: FlatModel | None) -> None:
@@ -112,6 +115,7 @@ class _Member:
     changes: MembershipObserver
     save_requests: SaveRequests | None
     life: Life
+    script: Script | None
     learner: ProcessLearner | None = None
     is_connected: bool = False
     """Whether this learner has connected to others, so that its threads may be waiting for them."""
@@ -138,7 +142,7 @@ class _Member:
                 try:
                     return self._be_in(membership)
                 except LOSSES:
-                    if (change := self.feed.beyond(membership, REGROUP)) is None:
+                    if self.script is not None or (change := self.feed.beyond(membership, REGROUP)) is None:
                         raise
                 if self.learner is not None:
                     self.learner.leave()
@@ -166,7 +170,7 @@ class _Member:
             self._begin_state(peers, plan, flat)
             life, shares, requests = self.life, plan.shares, self.save_requests
             learner = self.learner = ProcessLearner(
-                self.job, peers, flat, life, shares, self.loader, self.observer, requests
+                self.job, peers, flat, life, shares, self.loader, self.observer, requests, self.script
             )
             learner.record_membership(membership, plan)
             self._check_weights(peers, learner)

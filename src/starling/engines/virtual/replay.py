@@ -6,10 +6,9 @@ thread of the `processes` engine does, and not only where it awaits a handle.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import simpy
@@ -29,7 +28,6 @@ from starling.training.job import Job, Observer
 from starling.training.loading import Loaded
 from starling.training.membership import Membership
 from starling.training.order import (
-    ARITHMETIC,
     BACKGROUND,
     FOREGROUND,
     FREE,
@@ -38,64 +36,14 @@ from starling.training.order import (
     NO_ROUND,
     ROUND,
     Order,
-    turns_in,
+    Script,
+    Turns,
 )
 from starling.training.speeds import Stragglers
-from starling.training.succession import CutAgreement, MembershipStart
+from starling.training.succession import CutAgreement, MembershipStart, RecordedCuts
 from starling.workload import Ticket
 
-Event = Mapping[str, Any]
 _OVER = "more than its record has"
-
-
-@dataclass
-class Script:
-    """What the record has of one learner in one membership."""
-
-    learner: int
-    batches: list[tuple[int, float | None]] = field(default_factory=list)
-    """The steps of its mini-batches, each with the training time of its claim, if the budget depends on that."""
-    turns: list[str] = field(default_factory=list)
-    """See `starling.training.order`."""
-    barriers: list[tuple[int, bool]] = field(default_factory=list)
-    """Portions before which there is a checkpoint barrier on which learners agreed, and whether the run ends there."""
-    cuts: dict[int, tuple[int | None, int]] = field(default_factory=dict)
-    """The cut of each barrier, and how often the activity that saved its state had used the weights."""
-    plan: MembershipStart | None = None
-    """How the membership began."""
-    number: int = 0
-    """Number of the membership."""
-    saves: bool = False
-    """Whether the learner copied its state at barriers."""
-    states: list[tuple[int, str]] = field(default_factory=list)
-    """The steps of its saved states, each with the hash of the weights."""
-    arithmetic: dict[str, Any] = field(default_factory=dict)
-    """Where it computed; see `starling.training.order`."""
-    members: Sequence[int] = ()
-    """The learners of the membership."""
-
-    def add(self, event: Event) -> None:
-        """Add an event of the learner's stream; kinds that a replay does not need are left out. Raises KeyError,
-        TypeError or ValueError if the event is not as docs/events.md says."""
-        match event["kind"]:
-            case "membership":
-                self.number, self.members, self.saves = event["number"], tuple(event["members"]), event["saves"]
-                self.plan = MembershipStart.decode(json.dumps(event["plan"]))
-                self.arithmetic = {name: event[name] for name in ARITHMETIC}
-            case "batch":
-                self.batches.append((int(event["step"]), event.get("minutes")))
-            case "turns":
-                self.turns += turns_in(event["turns"])
-            case "barrier":
-                self.barriers.append((int(event["portion"]), bool(event["stops"])))
-            case "cut":
-                self.cuts[int(event["barrier"])] = event["round"], int(event["turn"])
-            case "state":
-                self.states.append((int(event["step"]), event["sha256"]))
-
-    def without_events(self, learner: int) -> Script:
-        """What the record of this membership has of another learner, which was lost before it began."""
-        return replace(self, learner=learner, batches=[], turns=[f"{LEFT}0,0,0"], barriers=[], cuts={}, states=[])
 
 
 class RecordEnded(ReplayError):  # noqa: N818 - an outcome
@@ -136,19 +84,13 @@ class GivenOrder(Order):
         super().__init__()
         self.gives = self.notes = True
         left = next((turn[1:].split(",") for turn in turns if turn.startswith(LEFT)), None)
-        self._learner, self._turns = learner, [turn for turn in turns if not turn.startswith(LEFT)]
-        self._place = 0
+        self._learner, self.turns_left = learner, Turns(learner.life.name, turns)
         self.num_used = list(learner.replica.order.num_used)  # it may have begun from a saved state
         self._num_alone = self.num_used[0]
         limits = [math.inf] * 3 if left is None else [float(each) for each in left]
         self._most_alone, *self._most_started = limits
         self._is_shared = False
         self._waiting: list[simpy.Event] = []
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all turns have been taken."""
-        return self._place == len(self._turns)
 
     @property
     def num_own(self) -> int:
@@ -193,29 +135,21 @@ class GivenOrder(Order):
 
     def following(self) -> str | None:
         """The next turn of the calling activity; None if the record has no more."""
-        own = (BACKGROUND, ROUND, NO_ROUND) if self._learner.is_behind else (FOREGROUND, NO_BATCH)
-        places = range(self._place, len(self._turns))
-        return next((turn for turn in map(self._turns.__getitem__, places) if turn[0] in own), None)
+        return self.turns_left.following(self._learner.is_behind)
 
     @property
     def _activity(self) -> str:
         return BACKGROUND if self._learner.is_behind else FOREGROUND
 
     def _await(self, turn: str) -> None:
-        while self.is_over or self._turns[self._place] != turn:
-            expected, event = self.following(), self._learner.new_event()
-            if expected not in (turn, None):
-                raise ReplayError(
-                    f"learner {self._learner.life.name}: after {self._place} turns, its record has {expected!r} where "
-                    f"the replay has {turn!r}; the record belongs to another version of the code, of the recipe or of "
-                    "the data"
-                )
-            if expected is not None:
+        while not self.turns_left.is_next(turn):
+            event = self._learner.new_event()
+            if has_more := self.turns_left.expect(turn, self._learner.is_behind):
                 self._waiting.append(event)
-            self._learner.suspend(event, "its turn" if expected else _OVER)
+            self._learner.suspend(event, "its turn" if has_more else _OVER)
 
     def _take(self) -> None:
-        self._place += 1
+        self.turns_left.take()
         waiting, self._waiting = self._waiting, []
         for event in waiting:
             event.succeed()
@@ -238,7 +172,7 @@ class ReplayedLearner(VirtualLearner):
         self._greenlets: dict[int, greenlet] = {}
         self._begun: set[int] = set()
         super().__init__(membership, rank, observer, start)
-        claims = {self.tickets.number_of(Ticket(0, 0, step)): minutes for step, minutes in script.batches}
+        claims = dict(script.claimed(self.tickets))
         self.portions, self._minutes_of = list(claims), list(claims.values())
         self.given = self.replica.order = GivenOrder(self, script.turns)
         for portion, stops in script.barriers:
@@ -335,7 +269,7 @@ class ReplayedLearner(VirtualLearner):
         return _RecordedBatches(self, shared)
 
     def _cuts_of(self, membership: VirtualMembership) -> CutAgreement:
-        return _RecordedCuts(self)
+        return RecordedCuts(self.script.cuts, lambda: self.order.num_own)
 
     def _awaited(self, kind: str) -> None:
         """Nothing: an activity also waits for its turns, so `_resume` counts the handles that it awaited."""
@@ -384,23 +318,6 @@ class _RecordedBatches(VirtualBatches):
         return None  # the learner then waits for the turn in which it got no more
 
 
-class _RecordedCuts(CutAgreement):
-    """Cuts that become known when they did in the record."""
-
-    def __init__(self, learner: ReplayedLearner) -> None:
-        self._learner, self._cuts = learner, learner.script.cuts
-
-    def passed(self, barrier: int, num_entered: int) -> None:
-        """Nothing: the cut is recorded."""
-
-    def is_cut(self, barrier: int, number: int) -> bool:
-        return barrier in self._cuts and self._cuts[barrier][0] == number
-
-    def cut(self, barrier: int) -> int | None:
-        number, turn = self._cuts.get(barrier, (None, 0))
-        return number if self._learner.order.num_own >= turn else None
-
-
 class ReplayEngine(VirtualEngine):
     """Runs again the learners whose record is in `scripts`: for each membership, by rank."""
 
@@ -415,9 +332,9 @@ class ReplayEngine(VirtualEngine):
         self.watch: Callable[[Moment], bool] | None = None
         """Called with each gradient; the replay stops where it returns True."""
         faults = tuple(fault for fault in job.faults if isinstance(fault, NotFinite))
-        plan, shares = scripts[0][0].plan, job.batch_shares
+        shares = job.batch_shares
         if shares == "auto":
-            shares = {} if plan is None else dict(enumerate(plan.shares))
+            shares = dict(enumerate(MembershipStart.decode(scripts[0][0].plan).shares))
         job = replace(job, faults=faults, stragglers=Stragglers(), batch_shares=shares)
         super().__init__(job, len(scripts[0]), observer=observer, start=start)
 
@@ -464,7 +381,7 @@ class ReplayEngine(VirtualEngine):
     def _stuck(self) -> ReplayError:
         """The error of a replay that has done what the record has, although the run has not ended."""
         learners = cast(list[ReplayedLearner], self._current.learners)
-        held = [str(each.life.name) for each in learners if not each.given.is_over]
+        held = [str(each.life.name) for each in learners if not each.given.turns_left.are_over]
         done = sum(each.statistics.num_claimed for each in learners)
         if held:
             return ReplayError(
@@ -489,4 +406,4 @@ class ReplayEngine(VirtualEngine):
         for name in script.members:
             if name not in simulation.lives or simulation.lives[name].is_dead:
                 simulation.begin_life(name)
-        return Membership(script.number, tuple(script.members)), cast(MembershipStart, script.plan)
+        return Membership(script.number, tuple(script.members)), MembershipStart.decode(script.plan)
