@@ -297,13 +297,13 @@ def test_learners_of_several_machines_that_sum_in_order_are_replayed_to_the_bit(
     assert sorted(replay(job, run.folder).states) == [0, 1, 2]
 
 
-@pytest.mark.wide
-def test_ordered_sums_are_another_order(tmp_path: Path) -> None:
-    """Otherwise the test above would show nothing."""
+def test_sums_of_a_backend_are_replayed_up_to_rounding(tmp_path: Path) -> None:
+    """Without an order of the sums; with one, the test above would otherwise show nothing."""
     job = unlinked("allreduce")
     run = starling.train(job, learners=3, name="run", exp=tmp_path)
-    with pytest.raises(ReplayError, match="has the hash"):
-        replay(job, run.folder)
+    assert 0.0 < (replay(job, run.folder).difference or 0.0) < 1e-4
+    with pytest.raises(ReplayError, match="rounding explains at most"):
+        replay(dataclasses.replace(job, make_optimizer=slower), run.folder)
 
 
 @pytest.mark.wide

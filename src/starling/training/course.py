@@ -134,9 +134,15 @@ class CourseLearner(ReplicaLearner):
             members=membership.members,
             plan=asdict(plan),
             saves=self._observer.saves,
+            ordered=self.sums_in_order,
             **arithmetic(self.replica.weights.device),
         )
         self._record_weights(plan.position, self.replica.weights.detach())
+
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether the learners' gradients are summed in the order of ranks, and not as a backend does."""
+        return True
 
     @property
     @abstractmethod

@@ -307,6 +307,8 @@ class Script:
     """The steps of its saved states, each with the hash of the weights."""
     arithmetic: dict[str, Any] = field(default_factory=dict)
     """Where it computed: each of `ARITHMETIC`."""
+    sums_in_order: bool = True
+    """Whether gradients were summed in the order of ranks."""
     members: Sequence[int] = ()
     """The learners of the membership."""
 
@@ -317,6 +319,7 @@ class Script:
             case "membership":
                 self.number, self.members, self.saves = event["number"], tuple(event["members"]), event["saves"]
                 self.plan = json.dumps(event["plan"])
+                self.sums_in_order = event.get("ordered", True)
                 self.arithmetic = {name: event[name] for name in ARITHMETIC}
             case "batch":
                 self.batches.append((int(event["step"]), event.get("minutes")))

@@ -127,6 +127,10 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
 
     # what all learners with tickets need
 
+    @property
+    def sums_in_order(self) -> bool:
+        return len(self.sync_group) == 1 or not (self.reduces_in_backward or self._by_nccl)
+
     def now(self) -> float:
         return time.monotonic() - self._begun
 
